@@ -1,0 +1,1 @@
+from fckpt.api import remat

@@ -1,0 +1,160 @@
+"""The arguments of one call: the distinct tensors among them, and all the rest, which is static."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fckpt import tree
+from fckpt.errors import ArgumentTypeError, ArgumentValueError
+
+__all__ = ["Arguments", "StaticArguments"]
+
+
+class StaticArguments:
+    """Which arguments are passed to the function whole, without a look inside: by position and by name."""
+
+    __slots__ = ("names", "nums")
+
+    def __init__(
+        self, fn: Callable[..., Any], argnums: int | Sequence[int] = (), argnames: str | Sequence[str] = ()
+    ):
+        nums = _tuple_of(argnums, int, "static_argnums", "an int or a tuple of ints")
+        self.names = frozenset(_tuple_of(argnames, str, "static_argnames", "a str or a tuple of strs"))
+        parameters = _positional(fn)
+        if parameters is not None:
+            for num in nums:
+                if not -len(parameters) <= num < len(parameters):
+                    raise ArgumentValueError(
+                        f"static_argnums={num} is out of range: {_name(fn)} takes {len(parameters)} positional "
+                        f"arguments ({', '.join(parameters)}), so {-len(parameters)} <= static_argnums < "
+                        f"{len(parameters)}."
+                    )
+        self.nums = nums
+
+    def __bool__(self) -> bool:
+        return bool(self.nums or self.names)
+
+    def positions(self, count: int) -> set[int]:
+        """Returns the static positions of a call with `count` positional arguments."""
+        return {n % count for n in self.nums if -count <= n < count} if count else set()
+
+
+def _tuple_of(value: Any, kind: type, what: str, wanted: str) -> tuple[Any, ...]:
+    items = (value,) if isinstance(value, (int, str)) else value
+    if not isinstance(items, (tuple, list, set, frozenset)):
+        raise ArgumentTypeError(f"{what} must be {wanted}, not {type(value).__name__}: {value!r}.")
+    for item in items:
+        if not isinstance(item, kind) or isinstance(item, bool):
+            raise ArgumentTypeError(f"{what} must be {wanted}; it holds {item!r} ({type(item).__name__}).")
+    return tuple(items)
+
+
+def _positional(fn: Callable[..., Any]) -> list[str] | None:
+    """The names of the positional parameters; None when there may be any number of them."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", None) or type(fn).__name__
+
+
+class Arguments:
+    """The arguments of one call, taken apart: `tensors` and what puts other tensors in their places."""
+
+    __slots__ = ("_kept", "_rest", "_spec", "_where", "tensors")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: StaticArguments | None = None):
+        """Takes a call's arguments apart.
+
+        Raises:
+            ArgumentTypeError: a leaf that is no tensor, or a static argument, cannot be hashed.
+        """
+        self._kept: tuple[dict[int, Any], dict[str, Any]] | None = None
+        if static:
+            args, kwargs = self._set_aside(args, kwargs, static)
+        leaves, self._spec = tree.flatten((args, kwargs))
+        self.tensors: list[torch.Tensor] = []
+        """The distinct tensors, in the order of their first appearance."""
+        self._where: list[tuple[int, int]] = []  # (position among the leaves, index into tensors)
+        seen: dict[int, int] = {}
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                index = seen.get(id(leaf))
+                if index is None:
+                    index = seen[id(leaf)] = len(self.tensors)
+                    self.tensors.append(leaf)
+                self._where.append((position, index))
+                leaves[position] = None
+            elif type(leaf) not in _HASHABLE:
+                self._check_hashable(leaf, lambda position=position: self._path(position))
+        self._rest = leaves
+
+    def _set_aside(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], static: StaticArguments
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        nums = static.positions(len(args))
+        by_num = {n: args[n] for n in nums}
+        by_name = {k: v for k, v in kwargs.items() if k in static.names}
+        for n, value in by_num.items():
+            self._check_hashable(value, lambda n=n: f"args[{n}]")
+        for k, value in by_name.items():
+            self._check_hashable(value, lambda k=k: f"kwargs[{k!r}]")
+        self._kept = (by_num, by_name)
+        rest = {k: v for k, v in kwargs.items() if k not in by_name}
+        return tuple(a for i, a in enumerate(args) if i not in nums), rest
+
+    @staticmethod
+    def _check_hashable(value: Any, path: Callable[[], str]) -> None:
+        try:
+            hash(value)
+        except TypeError:
+            raise ArgumentTypeError(
+                f"{path()} is a {type(value).__name__}, which cannot be hashed. What is not a tensor is static "
+                "in fckpt, part of the key under which a function's plans are kept. Pass something hashable (a "
+                "tuple for a list, torch.as_tensor(a) for a NumPy array), register the type as a pytree with "
+                "optree, or let the function close over it."
+            ) from None
+
+    @property
+    def statics(self) -> list[Any]:
+        """The leaves that are no tensors."""
+        return [leaf for leaf in self._rest if leaf is not None]
+
+    def rebuild(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns (args, kwargs) with `tensors` in the places of `self.tensors`."""
+        leaves = list(self._rest)
+        for position, index in self._where:
+            leaves[position] = tensors[index]
+        args, kwargs = tree.unflatten(self._spec, leaves)
+        if self._kept is not None:
+            by_num, by_name = self._kept
+            positional = list(args)
+            for n in sorted(by_num):
+                positional.insert(n, by_num[n])
+            args, kwargs = tuple(positional), {**kwargs, **by_name}
+        return args, kwargs
+
+    def release(self) -> None:
+        """Lets go of the tensors; `rebuild` still works."""
+        self.tensors = []
+
+    def path(self, index: int) -> str:
+        """Names tensor `index` the way the caller wrote it: `args[0]['w']`, `kwargs['x']`."""
+        return next(self._path(position) for position, i in self._where if i == index)
+
+    def _path(self, position: int) -> str:
+        path = self._spec.paths()[position]
+        return ("args" if path.startswith("[0]") else "kwargs") + path[3:]
+
+
+_HASHABLE = frozenset({bool, int, float, complex, str, bytes, torch.dtype, torch.device})

@@ -1,0 +1,172 @@
+"""The conditions of a call: all that decides what a function computes, besides its arguments.
+
+Random generators, autocast and determinism settings, the buffers of modules, and the closed-over tensors.
+They are observed around the forward run and put back around each recompute, so that the recompute sees what
+the forward saw and leaves no trace: generators end, and buffers stand, where the plain function leaves them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fckpt import ambient
+from fckpt.closure import closure_of
+from fckpt.errors import MutationError
+from fckpt.rng import RandomState, generator_types
+
+__all__ = ["BufferHabits", "Conditions", "Observation", "version"]
+
+BufferHabits = dict[tuple[int, str, bool], bool]
+"""Which buffers a function was seen to write: (id of the buffers dict, name, training) -> written."""
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often `tensor` was changed in place (0 where torch does not count: inference tensors)."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _ModuleParts:
+    """The dicts that hold a module tree's buffers and parameters, found once: the walk costs 1 us a module."""
+
+    __slots__ = ("buffers", "generators", "parameters")
+
+    def __init__(self, module: nn.Module):
+        kinds = generator_types()
+        modules = list(module.modules())
+        self.buffers = [(m, m._buffers) for m in modules if m._buffers]
+        self.parameters = [m._parameters for m in modules if m._parameters]
+        self.generators = [v for m in modules for v in vars(m).values() if isinstance(v, kinds)]
+
+
+_parts: weakref.WeakKeyDictionary[nn.Module, _ModuleParts] = weakref.WeakKeyDictionary()
+
+
+def _parts_of(module: nn.Module) -> _ModuleParts:
+    parts = _parts.get(module)
+    if parts is None:
+        parts = _parts[module] = _ModuleParts(module)
+    return parts
+
+
+class Observation:
+    """What is read right before a function runs; `conditions` completes it right after."""
+
+    __slots__ = ("ambient", "buffers", "closed_over", "copies", "habits", "random")
+
+    def __init__(self, fn: Callable[..., Any], leaves: Sequence[Any], habits: BufferHabits):
+        """Observes `fn`, about to run on arguments with these leaves; `habits` is kept from call to call."""
+        closure = closure_of(fn)
+        parts = [_parts_of(module) for module in closure.modules]
+        kinds = generator_types()
+        generators = closure.generators + [g for part in parts for g in part.generators]
+        generators += [leaf for leaf in leaves if isinstance(leaf, kinds)]
+        self.closed_over = closure.tensors
+        for part in parts:
+            for parameters in part.parameters:
+                self.closed_over += [p for p in parameters.values() if p is not None]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] + self.closed_over
+        devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+        self.habits = habits
+        self.buffers = [
+            (buffers, name, (id(buffers), name, owner.training), tensor, version(tensor))
+            for part in parts
+            for owner, buffers in part.buffers
+            for name, tensor in buffers.items()
+            if tensor is not None
+        ]
+        # A buffer that was never seen written (in this training mode) is watched, not copied.
+        self.copies = [b[3].detach().clone() if habits.get(b[2], True) else None for b in self.buffers]
+        self.ambient = ambient.capture()
+        self.random = RandomState.capture(devices, generators)
+
+    def conditions(self) -> Conditions:
+        """Returns the conditions of the run that has just ended, without what it turned out not to use."""
+        watched = [(t, version(t)) for t in self.closed_over]
+        written = []
+        for (buffers, name, key, tensor, before), copy in zip(self.buffers, self.copies, strict=True):
+            changed = buffers.get(name) is not tensor or version(tensor) != before
+            self.habits[key] = changed
+            if changed:
+                written.append((buffers, name, copy))
+            else:
+                watched.append((tensor, before))
+        return Conditions(self.ambient, self.random.drawn(), watched, written)
+
+    def undo(self) -> None:
+        """Takes back what an aborted run did to generators and buffers."""
+        self.random.rewind()
+        with torch.no_grad():
+            for (buffers, name, _, tensor, before), copy in zip(self.buffers, self.copies, strict=True):
+                if copy is not None and (buffers.get(name) is not tensor or version(tensor) != before):
+                    buffers[name] = tensor.copy_(copy)
+
+
+class Conditions:
+    """What surrounded one run of a function: see the module's docstring."""
+
+    __slots__ = ("ambient", "random", "watched", "written")
+
+    def __init__(
+        self,
+        ambient_then: ambient.Ambient,
+        random: RandomState,
+        watched: list[tuple[torch.Tensor, int]],
+        written: list[tuple[dict[str, Any], str, torch.Tensor | None]],
+    ):
+        self.ambient = ambient_then
+        self.random = random
+        self.watched = watched
+        """Closed-over tensors and their versions."""
+        self.written = written
+        """Buffers that the run wrote: (dict, name, copy of the value before)."""
+
+    def check(self) -> None:
+        """Raises `MutationError` when a closed-over tensor has changed in place since the run."""
+        for tensor, then in self.watched:
+            if version(tensor) != then:
+                raise MutationError(
+                    f"a tensor that the rematerialised function closes over (shape {list(tensor.shape)}, "
+                    f"{tensor.dtype}) was changed in place between forward and backward (version {then} -> "
+                    f"{version(tensor)}): the recompute would see other values. Run backward before changing "
+                    "it (before optimizer.step(), say), or pass a copy as an argument."
+                )
+
+    @contextlib.contextmanager
+    def restored(self, completed: Callable[[], bool]) -> Iterator[None]:
+        """Puts the conditions back for a recompute, and the present ones after it.
+
+        Args:
+            completed: tells, after the body, whether the recompute ran to its end.
+        """
+        self.check()
+        with contextlib.ExitStack() as stack:
+            if self.ambient != ambient.capture():
+                stack.enter_context(ambient.restored(self.ambient))
+            if self.random.states:
+                stack.enter_context(self.random.replay(completed))
+            if self.written:
+                stack.enter_context(self._scratch_buffers())
+            yield
+
+    @contextlib.contextmanager
+    def _scratch_buffers(self) -> Iterator[None]:
+        standing = [(buffers, name, buffers[name]) for buffers, name, _ in self.written]
+        try:
+            for buffers, name, copy in self.written:
+                if copy is None:
+                    raise MutationError(
+                        f"the rematerialised module wrote its buffer {name!r} in a call like one that had left "
+                        "it alone, so the value before this call was not kept. From now on it is: run forward "
+                        "and backward again."
+                    )
+                buffers[name] = copy.clone()
+            yield
+        finally:
+            for buffers, name, tensor in standing:
+                buffers[name] = tensor

@@ -1,0 +1,412 @@
+"""Recompute under plain autograd: a segment of the graph that saves its inputs and replays for the rest.
+
+The forward runs as it stands, with autograd recording, so values, output flags, views and gradients of
+closed-over tensors are those of plain PyTorch. Saved-tensor hooks put a number in the place of every
+intermediate that autograd would save. The first number that backward asks for makes the function run
+again on the saved inputs; that run collects the intermediates and stops as soon as it has the last one.
+
+That hooks can do this is PyTorch's find (`torch.utils.checkpoint`, use_reentrant=False). What differs here:
+inputs that backward does not need are not held; a segment whose saved values are all inputs or parameters
+is never replayed; what is replayed is compared with what the forward saved, as far as that is free (shape,
+dtype, version and producing operation); generators and buffers are restored.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+
+from fckpt import tree
+from fckpt.arguments import Arguments
+from fckpt.conditions import BufferHabits, Conditions, Observation, version
+from fckpt.errors import ImpureFunctionError, MutationError
+
+__all__ = ["HooksUnavailable", "run_segment"]
+
+_autograd = torch._C._autograd
+_push, _pop = _autograd._push_saved_tensors_default_hooks, _autograd._pop_saved_tensors_default_hooks
+
+
+class HooksUnavailable(Exception):
+    """The function uses a reverse-mode transform of torch.func inside, which forbids saved-tensor hooks."""
+
+
+class _Stop(BaseException):
+    """Ends a replay that has all it needs. No `Exception`, so that `except Exception` in `fn` lets it by."""
+
+
+class _Held:
+    """A saved tensor that needs no replay: input `index`, or else a parameter, or a view of either."""
+
+    __slots__ = ("index", "tensor", "version")
+
+    def __init__(self, index: int, tensor: Any, version: int):
+        self.index = index
+        self.tensor = tensor
+        self.version = version
+
+
+class _Inputs:
+    """Tells which saved tensors are inputs, parameters, or views of these."""
+
+    __slots__ = ("index", "storages", "tensors")
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        self.tensors = tensors
+        self.index = {id(t): i for i, t in enumerate(tensors)}
+        self.storages: set[int] | None = None
+
+    def kept(self, tensor: torch.Tensor) -> bool:
+        """Whether backward has `tensor` at hand without a replay (other than as an input itself)."""
+        if tensor.requires_grad and tensor.is_leaf:
+            return True
+        if not tensor._is_view():
+            return False
+        base = tensor._base
+        if base is not None and base.requires_grad and base.is_leaf:
+            return True
+        if self.storages is None:
+            self.storages = {s for t in self.tensors if (s := _storage(t))}
+        return _storage(tensor) in self.storages
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # sparse and other layouts have none
+        return 0
+
+
+Ends = list[Any]
+Signature = tuple[torch.Size, torch.dtype, int, type]
+
+
+def _signature(tensor: torch.Tensor) -> Signature:
+    return (tensor.shape, tensor.dtype, tensor._version, type(tensor.grad_fn))
+
+
+def _describe(signature: Signature) -> str:
+    shape, dtype, changes, origin = signature
+    by = "a tensor without history" if origin is type(None) else f"from {origin.__name__}"
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} {by}, changed in place {changes} times"
+
+
+def run_segment(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits) -> Any:
+    """Calls `fn` on `arguments`; what autograd would save of its inside is recomputed in backward.
+
+    Returns:
+        What `fn` returns.
+
+    Raises:
+        HooksUnavailable: see there. Generators and buffers are then as if `fn` had not been called.
+        MutationError: `fn` changed an argument in place that its recompute needs.
+    """
+    return _Segment(fn, arguments, habits).forward()
+
+
+def _check_hooks_enabled() -> None:
+    if _autograd._saved_tensors_hooks_is_enabled():
+        return
+    message = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    if "torch.func" not in message:
+        raise HooksUnavailable  # the user's `disable_saved_tensors_hooks`
+    # torch.func disables hooks while it differentiates, and nothing does so now: a failed torch.compile has
+    # leaked the setting, for the whole process (seen up to torch 2.13).
+    _autograd._saved_tensors_hooks_enable()
+
+
+class _Segment:
+    __slots__ = (
+        "__weakref__", "arguments", "conditions", "fn", "held", "inputs", "lock", "needs_grad", "observation", "outer", "results",
+        "saved", "stores", "tangents", "used", "versions",
+    )  # fmt: skip
+
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits):
+        self.fn = fn
+        self.arguments = arguments
+        tensors = arguments.tensors
+        self.inputs: _Inputs | None = _Inputs(tensors)  # None once the forward has ended
+        self.versions = [version(t) for t in tensors]
+        self.needs_grad = [t.requires_grad for t in tensors]
+        self.used: set[int] = set()
+        self.saved: list[Signature] = []
+        self.results: Ends = []
+        self.conditions: Conditions | None = None
+        self.stores: dict[int, dict[int, torch.Tensor]] = {}
+        self.lock = threading.RLock()
+        self.tangents: list[torch.Tensor | None] | None = None
+        if forward_ad._current_level >= 0:
+            self.tangents = [forward_ad.unpack_dual(t).tangent for t in tensors]
+        # Hooks in force outside (an enclosing segment's, or the user's) decide how the inputs are held.
+        self.outer = _autograd._top_saved_tensors_default_hooks(True)
+        self.held: list[Any] = tensors
+        if self.outer is not None:
+            # Now rather than later: an enclosing replay that ends with this segment need not run it. What
+            # requires grad comes last, because a replay may stop only at such a value.
+            self.held = [None] * len(tensors)
+            for i in sorted(range(len(tensors)), key=lambda i: tensors[i].requires_grad):
+                self.held[i] = self.outer[0](tensors[i])
+        self.observation: Observation | None = Observation(fn, arguments.statics + tensors, habits)
+
+    def forward(self) -> Any:
+        assert self.observation is not None
+        _check_hooks_enabled()
+        args, kwargs = self.arguments.rebuild(self.arguments.tensors)
+        _push(self.pack, self.unpack)
+        try:
+            result = self.fn(*args, **kwargs)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error) or "torch.func" not in str(error):
+                raise
+            self.observation.undo()
+            raise HooksUnavailable from error
+        finally:
+            _pop()
+        self._finish(result)
+        return result
+
+    def _finish(self, result: Any) -> None:
+        assert self.inputs is not None and self.observation is not None
+        tensors = self.inputs.tensors
+        needed: Any = self.used
+        if self.saved:
+            needed = range(len(tensors))
+            for i, tensor in enumerate(tensors):
+                if version(tensor) != self.versions[i]:
+                    raise MutationError(
+                        f"{self.arguments.path(i)} was changed in place by the rematerialised function itself; its "
+                        "recompute would change it again. Return the new value instead of writing into the "
+                        "argument (`fckpt.from_module` does so for a module's buffers)."
+                    )
+            self.conditions = self.observation.conditions()
+            self.results = _ends(result)
+        else:
+            del self.fn  # nothing will be replayed
+        self.held = [held if i in needed else None for i, held in enumerate(self.held)]
+        self.arguments.release()
+        self.inputs = self.observation = None
+
+    # -- what autograd saves in the forward
+
+    def pack(self, tensor: torch.Tensor) -> int | _Held:
+        inputs = self.inputs
+        assert inputs is not None
+        index = inputs.index.get(id(tensor))
+        if index is not None:
+            self.used.add(index)
+            return _Held(index, None, tensor._version)
+        if not inputs.kept(tensor):
+            self.saved.append(_signature(tensor))
+            return len(self.saved) - 1
+        if self.outer is None or tensor.is_leaf:
+            return _Held(-1, tensor, tensor._version)
+        return _Held(-2, self.outer[0](tensor), 0)
+
+    # -- what it asks for in backward
+
+    def unpack(self, packed: int | _Held) -> torch.Tensor:
+        if isinstance(packed, int):
+            return self._replayed(packed)
+        if packed.index >= 0:
+            return self._input(packed.index, packed.version)
+        if packed.index == -2:
+            assert self.outer is not None
+            return self.outer[1](packed.tensor)
+        self._check(packed.tensor, packed.version, lambda: "a parameter (or a view of one, or of an argument)")
+        return packed.tensor
+
+    def _input(self, index: int, then: int) -> torch.Tensor:
+        if self.inputs is not None:
+            return self.inputs.tensors[index]
+        if self.outer is not None:
+            return self.outer[1](self.held[index])
+        self._check(self.held[index], then, lambda: self.arguments.path(index))
+        return self.held[index]
+
+    @staticmethod
+    def _check(tensor: torch.Tensor, then: int, what: Callable[[], str]) -> None:
+        if version(tensor) != then:
+            raise MutationError(
+                f"{what()} of a rematerialised function, shape {list(tensor.shape)}, {tensor.dtype}, was changed in "
+                f"place between forward and backward (version {then} -> {version(tensor)}). Run backward before "
+                "changing it (before optimizer.step(), say), or change a copy."
+            )
+
+    def _replayed(self, number: int) -> torch.Tensor:
+        task = torch._C._current_graph_task_id()
+        with self.lock:
+            store = self.stores.get(task)
+            if store is None or number not in store:
+                store = self._replay()
+                if task >= 0 and self.inputs is None:
+                    self._keep(task, store)
+            return store.pop(number)
+
+    def _keep(self, task: int, store: dict[int, torch.Tensor]) -> None:
+        """Keeps replayed values, each until it is asked for, at most until this backward pass ends."""
+        if task not in self.stores:
+            reference = weakref.ref(self)
+
+            def forget() -> None:
+                segment = reference()
+                if segment is not None:
+                    segment.stores.pop(task, None)
+
+            torch.autograd.Variable._execution_engine.queue_callback(forget)
+        self.stores[task] = store
+
+    def _replay(self) -> dict[int, torch.Tensor]:
+        # A backward inside the forward finds the segment half done; its conditions are those so far.
+        conditions = self.conditions
+        if conditions is None:
+            assert self.observation is not None
+            conditions = self.observation.conditions()
+        tensors = [
+            _requiring(self._input(i, then), needs)
+            for i, (then, needs) in enumerate(zip(self.versions, self.needs_grad, strict=True))
+        ]
+        replay = _Replay(self, tensors, may_stop=not conditions.random.threaded)
+        with _recompute_mode(), conditions.restored(lambda: not replay.stopped):
+            replay.run(self.fn, self.arguments, self.tangents)
+        return replay.found
+
+
+class _Replay:
+    """One more run of a segment's function, which collects what its forward did not keep."""
+
+    __slots__ = ("complete", "count", "expected", "found", "inputs", "may_stop", "results", "stopped", "tensors")
+
+    def __init__(self, segment: _Segment, tensors: list[torch.Tensor], may_stop: bool):
+        self.complete = segment.inputs is None
+        self.expected = segment.saved
+        self.results = segment.results
+        self.found: dict[int, torch.Tensor] = {}
+        self.count = 0
+        self.stopped = False
+        # Under threads a replay that draws random numbers runs to its end, to be able to verify them.
+        self.may_stop = may_stop
+        self.tensors = tensors
+        self.inputs: _Inputs
+
+    def run(
+        self, fn: Callable[..., Any], arguments: Arguments, tangents: list[torch.Tensor | None] | None
+    ) -> None:
+        with ExitStack() as stack:
+            tensors = self.tensors
+            if tangents is not None:
+                if forward_ad._current_level < 0:
+                    stack.enter_context(forward_ad.dual_level())
+                tensors = [_as_dual(t, tangent) for t, tangent in zip(tensors, tangents, strict=True)]
+            self.inputs = _Inputs(tensors)
+            args, kwargs = arguments.rebuild(tensors)
+            _push(self.pack, _identity)
+            try:
+                results = _ends(fn(*args, **kwargs))
+            except BaseException:
+                # Whatever surfaces after the stop is its echo: TorchScript, for one, rewraps exceptions.
+                if not self.stopped:
+                    raise
+                return
+            finally:
+                _pop()
+        if self.complete:
+            self._compare(results)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        inputs = self.inputs
+        if id(tensor) in inputs.index or inputs.kept(tensor):
+            return tensor
+        number = self.count
+        self.count += 1
+        if number >= len(self.expected):
+            return tensor
+        signature = _signature(tensor)
+        if signature != self.expected[number]:
+            raise ImpureFunctionError(
+                f"saved value {number} of a rematerialised function was {_describe(self.expected[number])} in "
+                f"forward and is {_describe(signature)} in its recompute: {_NOT_PURE}"
+            )
+        value = self.found[number] = tensor.detach()
+        # Autograd saves an operation's inputs before it computes, so the last operation need not run. Some
+        # save a tensor that they are yet to fill (rrelu's noise), but never one that requires grad.
+        if number == len(self.expected) - 1 and tensor.requires_grad and self.may_stop:
+            self.stopped = True
+            raise _Stop
+        return value
+
+    def _compare(self, results: Ends) -> None:
+        if len(results) != len(self.results):
+            what = f"returned {len(self.results)} leaves in forward and {len(results)}"
+            raise ImpureFunctionError(f"a rematerialised function {what} in its recompute: {_NOT_PURE}")
+        for i, (then, now) in enumerate(zip(self.results, results, strict=True)):
+            if then != now:
+                raise ImpureFunctionError(
+                    f"output {i} of a rematerialised function was {_describe_end(then)} in forward and is "
+                    f"{_describe_end(now)} in its recompute: {_NOT_PURE}"
+                )
+        if self.count != len(self.expected):
+            what = f"saved {len(self.expected)} values in forward and {self.count}"
+            raise ImpureFunctionError(f"a rematerialised function {what} in its recompute: {_NOT_PURE}")
+
+
+_NOT_PURE = (
+    "the function is not pure. Its result must depend on its arguments alone; look for changing globals, counters, "
+    "caches, or parameters whose requires_grad was switched between forward and backward."
+)
+
+
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _ends(result: Any) -> Ends:
+    """What the leaves of a result are, in order: (shape, dtype) of a tensor, else the type."""
+    leaves = [result] if isinstance(result, torch.Tensor) else tree.flatten(result)[0]
+    return [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in leaves]
+
+
+def _describe_end(end: Any) -> str:
+    return end.__name__ if isinstance(end, type) else f"{str(end[1]).removeprefix('torch.')}{list(end[0])}"
+
+
+def _requiring(tensor: torch.Tensor, needs_grad: bool) -> torch.Tensor:
+    if tensor.requires_grad == needs_grad:
+        return tensor
+    return tensor.detach().requires_grad_(needs_grad)
+
+
+def _as_dual(tensor: torch.Tensor, tangent: torch.Tensor | None) -> torch.Tensor:
+    if tangent is None:
+        return tensor
+    return forward_ad.make_dual(forward_ad.unpack_dual(tensor).primal, tangent)
+
+
+class _recompute_mode:
+    """Autograd recording, as in the forward, whatever transform or mode backward is called under."""
+
+    __slots__ = ("stack",)
+
+    def __enter__(self) -> None:
+        self.stack = stack = ExitStack()
+        stack.enter_context(torch.enable_grad())
+        if torch._C._are_functorch_transforms_active():
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        # `is_grads_batched` runs backward under the older vmap, which forbids random operations.
+        stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_LEGACY_VMAP))
+        if not _autograd._saved_tensors_hooks_is_enabled():
+            message = _autograd._saved_tensors_hooks_get_disabled_error_message()
+            _autograd._saved_tensors_hooks_enable()
+            stack.callback(_autograd._saved_tensors_hooks_disable, message)
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.__exit__(*error)
+
+
+_LEGACY_VMAP = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))

@@ -1,0 +1,94 @@
+"""Pytrees: the only file that imports optree, wrapped in plain `Any`-tree types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch.utils import _pytree as torch_pytree
+
+__all__ = ["TreeSpec", "describe", "flatten", "leaves", "map_leaves", "path_string", "unflatten"]
+
+# Containers that only torch's own registry knows (Hugging Face's ModelOutput, for one) are flattened
+# through it; everything else is optree's.
+_TORCH_NODES = torch_pytree.SUPPORTED_NODES
+
+
+class TreeSpec:
+    """The structure of a pytree: what `unflatten` needs besides the leaves. Comparable."""
+
+    __slots__ = ("inner", "spec")
+
+    def __init__(self, spec: Any, inner: tuple[Any, ...] | None = None):
+        self.spec = spec
+        self.inner = inner
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TreeSpec) and self.spec == other.spec and self.inner == other.inner
+
+    def __hash__(self) -> int:
+        return hash(self.spec)
+
+    def paths(self) -> list[str]:
+        """Each leaf's way through the tree, as it is written in Python: `[0]['w']`."""
+        paths = [path_string(path) for path in optree.treespec_paths(self.spec)]
+        if self.inner is None:
+            return paths
+        return [path for path, (count, _) in zip(paths, self.inner, strict=True) for _ in range(count)]
+
+    def __repr__(self) -> str:
+        return repr(self.spec).removeprefix("PyTreeSpec(").removesuffix(")")
+
+
+def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Returns the leaves of `tree`, left to right, and its structure. `None` is a node without leaves."""
+    found, spec = optree.tree_flatten(tree)
+    if all(type(leaf) not in _TORCH_NODES for leaf in found):
+        return found, TreeSpec(spec)
+    flat: list[Any] = []
+    inner = []
+    for leaf in found:
+        if type(leaf) in _TORCH_NODES:
+            sub, subspec = torch_pytree.tree_flatten(leaf)
+        else:
+            sub, subspec = [leaf], None
+        flat += sub
+        inner.append((len(sub), subspec))
+    return flat, TreeSpec(spec, tuple(inner))
+
+
+def unflatten(spec: TreeSpec, flat: Sequence[Any]) -> Any:
+    """The inverse of `flatten`."""
+    if spec.inner is None:
+        return optree.tree_unflatten(spec.spec, flat)
+    found = []
+    start = 0
+    for count, subspec in spec.inner:
+        part = list(flat[start : start + count])
+        found.append(part[0] if subspec is None else torch_pytree.tree_unflatten(part, subspec))
+        start += count
+    return optree.tree_unflatten(spec.spec, found)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Returns the leaves of `tree`, left to right."""
+    return flatten(tree)[0]
+
+
+def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Applies `fn` to every leaf of `tree` (and the matching leaves of `rest`)."""
+    return optree.tree_map(fn, tree, *rest)
+
+
+def path_string(path: Sequence[Any]) -> str:
+    """Writes a tree path the way it is indexed in Python."""
+    return "".join(f"[{entry!r}]" for entry in path)
+
+
+def describe(leaf: Any) -> str:
+    """One or two words for a leaf: `float32[4, 5]` for a tensor, else its type."""
+    if isinstance(leaf, torch.Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return type(leaf).__name__

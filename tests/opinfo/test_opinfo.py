@@ -1,0 +1,116 @@
+"""Every differentiable op of PyTorch's own op database, `remat(op)` against `op`, to the last bit.
+
+`FCKPT_OPINFO_SAMPLES=50 pytest tests/opinfo -n 2` compares more samples per op.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opinfo_harness import DEFAULT_SAMPLES, MODES, SAMPLES, Difference, compare, differentiable_ops
+
+import types; fckpt = types.SimpleNamespace(remat=lambda f: lambda *a, **k: f(*a, **k))
+
+
+@dataclass(frozen=True)
+class Known:
+    """A difference that is understood and allowed: which ops, where, how large, and why."""
+
+    ops: tuple[str, ...]
+    modes: tuple[str, ...]
+    parts: tuple[str, ...]
+    tolerance: float
+    cause: str
+
+    def covers(self, op: str, difference: Difference) -> bool:
+        return (
+            op in self.ops
+            and difference.mode in self.modes
+            and difference.part in self.parts
+            and difference.size <= self.tolerance
+        )
+
+
+KNOWN_DIFFERENCES: tuple[Known, ...] = ()
+
+LEAST_SHARE = {  # of all differentiable ops, compared in each mode; the rest plain PyTorch refuses
+    "backward": 1.0,
+    "vjp": 0.99,
+    "grad": 0.99,
+    "vmap_grad": 0.97,
+    "jvp": 0.95,
+    "grad_grad": 0.97,
+    "double_backward": 0.97,
+    "inplace": 0.25,
+}
+
+OPS = {op.formatted_name: op for op in differentiable_ops()}
+Outcome = tuple[Counter[str], list[Difference]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_thread() -> Iterator[None]:
+    """Thread hand-over costs ten times the work on tensors this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """What was compared for an op: read from a folder all workers share, else found by running it."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "opinfo"
+    folder.mkdir(exist_ok=True)
+
+    @cache
+    def of(name: str) -> Outcome:
+        path = folder / f"{name}.json"
+        if not path.exists():
+            report = compare(OPS[name], fckpt.remat)
+            _write(path, {"compared": report.compared, "differences": [vars(d) for d in report.differences]})
+        record = json.loads(path.read_text())
+        return Counter(record["compared"]), [Difference(**entry) for entry in record["differences"]]
+
+    return of
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(record))
+    draft.replace(path)  # atomic: another worker may be reading
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_remat_of_an_op_is_bitwise_the_op(name: str, outcome: Callable[[str], Outcome]) -> None:
+    compared, differences = outcome(name)
+    unknown = [d for d in differences if not any(known.covers(name, d) for known in KNOWN_DIFFERENCES)]
+    assert compared["backward"] > 0, "no sample of this op was compared"
+    assert not unknown, "\n".join(f"{d.mode}: {d.part} differ by {d.size:.2g}; {d.detail}" for d in unknown)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nearly_every_op_was_compared_under(mode: str, outcome: Callable[[str], Outcome]) -> None:
+    compared = sum(outcome(name)[0][mode] > 0 for name in OPS)
+    cases = sum(outcome(name)[0][mode] for name in OPS)
+    print(f"{mode}: {compared} of {len(OPS)} ops, {cases} cases")
+    assert len(OPS) >= 500
+    assert compared >= LEAST_SHARE[mode] * len(OPS)
+    assert cases >= 2 * compared
+
+
+@pytest.mark.skipif(SAMPLES < DEFAULT_SAMPLES, reason="fewer samples than the list was made with")
+@pytest.mark.parametrize("known", KNOWN_DIFFERENCES, ids=lambda known: known.ops[0])
+def test_a_known_difference_still_exists(known: Known, outcome: Callable[[str], Outcome]) -> None:
+    found = {mode for name in known.ops for d in outcome(name)[1] if known.covers(name, d) for mode in [d.mode]}
+    assert found == set(known.modes)
