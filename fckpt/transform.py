@@ -17,6 +17,7 @@ structure is functorch's.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,7 @@ from torch._C._functorch import (
     _unwrap_batched,
     _unwrap_for_grad,
     _wrap_for_grad,
+    get_interpreter_stack,
     get_unwrapped,
     is_functorch_wrapped_tensor,
     maybe_get_level,
@@ -508,22 +510,24 @@ def bind(primitive: Primitive, operands: Sequence[torch.Tensor], floor: int) -> 
     return _descend(primitive, operands, None, floor)
 
 
+_FORWARD = sys.maxsize  # a floor above all levels: of the forward itself, no level is new
+
+
 def attach(primitive: Primitive, operands: Sequence[torch.Tensor], outputs: Flat) -> Flat:
     """Returns `outputs`, which `primitive` made of `operands`, with a node behind them at every level."""
-    return _descend(primitive, operands, outputs, 0)
+    return _descend(primitive, operands, outputs, _FORWARD)
 
 
 def _descend(primitive: Primitive, operands: Sequence[torch.Tensor], outputs: Flat | None, floor: int) -> Flat:
     top = peek_interpreter_stack()
     if outputs is None and (top is None or top.level() <= floor):
-        with torch.no_grad():
-            outputs = primitive(*operands)
+        outputs = _evaluate(primitive, operands)
     if outputs is not None and not any(_tracked(x) for x in operands):
         return outputs
     if top is None:
         assert outputs is not None
-        flags = [x is not None and x.requires_grad for x in outputs]
-        return _node(primitive, operands, [x if x is None else x.detach() for x in outputs], flags, 0)
+        flags = [x is not None and x.requires_grad for x in outputs] if floor == _FORWARD else None
+        return _node(primitive, operands, [x if x is None else x.detach() for x in outputs], flags, 0, floor)
     interpreter = coerce_cinterpreter(top)
     descend = {
         TransformType.Grad: _descend_grad,
@@ -531,6 +535,16 @@ def _descend(primitive: Primitive, operands: Sequence[torch.Tensor], outputs: Fl
         TransformType.Jvp: _descend_jvp,
     }[interpreter.key()]
     return descend(interpreter, primitive, operands, outputs, floor)
+
+
+def _evaluate(primitive: Primitive, operands: Sequence[torch.Tensor]) -> Flat:
+    """Evaluates `primitive` in the present levels, unrecorded."""
+    # Grad mode alone does not keep a pullback unrecorded: in backward, autograd sets it as it needs. Detached
+    # operands do, but lose their tangents, so under jvp the record is made and dropped.
+    if all(c.key() != TransformType.Jvp for c in get_interpreter_stack() or ()):
+        operands = [x.detach() for x in operands]
+    with torch.no_grad():
+        return primitive(*operands)
 
 
 def _tracked(tensor: torch.Tensor) -> bool:
@@ -551,12 +565,13 @@ def _descend_grad(
     level = interpreter.level()
     flags = None
     if outputs is not None:
-        flags = [x is not None and maybe_get_level(x) == level and x.requires_grad for x in outputs]
+        if floor == _FORWARD:
+            flags = [x is not None and maybe_get_level(x) == level and x.requires_grad for x in outputs]
         outputs = _map(lambda x: _unwrap_for_grad(x, level), outputs)
     inner = [_unwrap_for_grad(x, level) for x in operands]
     with interpreter.lower():
         below = _descend(primitive, inner, outputs, floor)
-    return _node(primitive, operands, _map(lambda x: _wrap_for_grad(x, level), below), flags, level)
+    return _node(primitive, operands, _map(lambda x: _wrap_for_grad(x, level), below), flags, level, floor)
 
 
 def _descend_vmap(
@@ -565,8 +580,11 @@ def _descend_vmap(
     level, size, randomness = interpreter.level(), interpreter.batch_size(), interpreter.randomness()
     values, dims = _unbatch(operands, level)
     layered = None
-    if outputs is None and isinstance(primitive, Pullback):
-        layered = primitive.layered(dims, size, randomness)
+    if level > floor:
+        # The forward was not under this vmap: what it drew, it drew once.
+        randomness = "same"
+        if isinstance(primitive, Pullback):
+            layered = primitive.layered(dims, size, randomness)
     batched = layered or Batched(primitive, dims, size, randomness)
     out_dims: Sequence[int | None] | None = None
     if outputs is not None:
@@ -620,7 +638,12 @@ def _undual(flat: Sequence[Any], level: int) -> tuple[Flat, Flat]:
 
 
 def _node(
-    primitive: Primitive, operands: Sequence[torch.Tensor], outputs: Flat, flags: list[bool] | None, level: int
+    primitive: Primitive,
+    operands: Sequence[torch.Tensor],
+    outputs: Flat,
+    flags: list[bool] | None,
+    level: int,
+    floor: int,
 ) -> Flat:
     if not torch.is_grad_enabled():
         return outputs
@@ -630,7 +653,7 @@ def _node(
     if not any(x.requires_grad for x in operands):
         return outputs
     with enable_single_level_autograd_function():
-        return list(_Recompute.apply(primitive, level, outputs, flags, *operands))
+        return list(_Recompute.apply(primitive, level, floor, outputs, flags, *operands))
 
 
 class _Recompute(_SingleLevelFunction):
@@ -638,10 +661,17 @@ class _Recompute(_SingleLevelFunction):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, primitive: Primitive, level: int, outputs: Flat, flags: list[bool] | None, *operands: torch.Tensor
+        ctx: Any,
+        primitive: Primitive,
+        level: int,
+        floor: int,
+        outputs: Flat,
+        flags: list[bool] | None,
+        *operands: torch.Tensor,
     ) -> tuple[Any, ...]:
         ctx.primitive = primitive
         ctx.level = level
+        ctx.floor = floor
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands)
         if flags is not None:
@@ -651,7 +681,7 @@ class _Recompute(_SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         saved = _saved_tensors(ctx)
-        needs = ctx.needs_input_grad[4:]
+        needs = ctx.needs_input_grad[5:]
         given = [i for i, ct in enumerate(cotangents) if ct is not None]
         grads: Flat = [None] * len(saved)
         if given:
@@ -661,9 +691,9 @@ class _Recompute(_SingleLevelFunction):
                 ctx.primitive, given, needs, plain=level == 0, create_graph=torch.is_grad_enabled()
             )
             operands = [unwrap_if_dead(x) for x in (*saved, *(ct for ct in cotangents if ct is not None))]
-            found = iter(bind(pullback, operands, level if alive else level - 1))
+            found = iter(bind(pullback, operands, min(ctx.floor, level if alive else level - 1)))
             grads = [next(found) if need else None for need in needs]
-        return (None, None, None, None, *grads)
+        return (None, None, None, None, None, *grads)
 
 
 def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:

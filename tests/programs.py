@@ -144,7 +144,7 @@ def _unrecorded_size(x: Tensor) -> Tensor:
 
 
 def _overwritten(own: Tensor, k: int) -> Tensor:
-    own[k % own.shape[0]] = own[0].cos()
+    own[k % own.shape[0]] = own[0].clone().cos()
     return own
 
 
@@ -458,6 +458,6 @@ def programs(draw: st.DrawFn, closures: bool = False, largest: int = 30) -> Prog
 def experiments(draw: st.DrawFn, closures: bool = False, deepest: int = 3) -> Experiment:
     """Programs under stacks of up to `deepest` transforms."""
     program = draw(programs(closures))
-    names = st.sampled_from(sorted(TRANSFORMS))
-    stack = draw(st.lists(st.tuples(names, st.integers(0, 3)), max_size=deepest))
-    return Experiment(program, tuple(stack), backward=not stack or draw(st.booleans()))
+    transform = st.tuples(st.sampled_from(sorted(TRANSFORMS)), st.integers(0, 3))
+    stack = tuple(draw(transform) for _ in range(draw(st.integers(0, deepest))))
+    return Experiment(program, stack, backward=not stack or draw(st.booleans()))
