@@ -276,14 +276,14 @@ def grad_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
 def show(outcome: Outcome, console: Console) -> None:
     """Prints one case's table and what is wrong with it."""
     names = list(outcome.seconds)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column(outcome.part, no_wrap=True)
     columns = ["time", f"to {names[0]}", f"to {outcome.yardstick}", "peak"]
     for column in columns if outcome.peak_bytes else columns[:3]:
         table.add_column(column, justify="right", no_wrap=True)
     for name in names:
         row = [
-            _duration(outcome.seconds[name].median),
+            _duration(outcome.seconds[name].least),
             "1" if name == names[0] else str(outcome.to_reference[name]),
             "1" if name == outcome.yardstick else str(outcome.to_yardstick[name]),
         ]
@@ -336,7 +336,9 @@ def main(arguments: list[str] | None = None) -> int:
                 progress.remove_task(task)
                 show(outcomes[-1], console)
     console.print(
-        "Ratios: median of the quotients within a round, and their interquartile range.", style="dim"
+        "Times: the fastest round. Ratios: median of the quotients within a round, and their "
+        "interquartile range.",
+        style="dim",
     )
     if parsed.json:
         options = {key: value for key, value in vars(parsed).items() if key in ("only", "quick")}

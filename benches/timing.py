@@ -44,13 +44,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of a sample and its interquartile range."""
+    """The middle of a sample, its interquartile range and its least value."""
 
     median: float
     low: float
     """First quartile."""
     high: float
     """Third quartile."""
+    least: float
+    """The smallest value: for a time, the one that a busy machine disturbed least."""
     rounds: int
 
     def __str__(self) -> str:
@@ -58,11 +60,11 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Returns the median and the quartiles of `values`."""
+    """Returns the median, the quartiles and the least of `values`."""
     if len(values) == 1:
-        return Spread(values[0], values[0], values[0], 1)
+        return Spread(values[0], values[0], values[0], values[0], 1)
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(median, low, high, len(values))
+    return Spread(median, low, high, min(values), len(values))
 
 
 def alternate(

@@ -1,4 +1,4 @@
-"""`remat` and its kin: where the stages meet."""
+"""`remat`: where the stages meet."""
 
 from __future__ import annotations
 
@@ -8,36 +8,163 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import nn
+from torch._C._functorch import TransformType, get_interpreter_stack
 
 from fckpt.arguments import Arguments, StaticArguments
 from fckpt.conditions import BufferHabits
 from fckpt.errors import ArgumentTypeError
+from fckpt.module import remat_module
 from fckpt.segment import HooksUnavailable, run_segment
 from fckpt.transform import run_nodes
 
+__all__ = ["remat"]
+
 P = ParamSpec("P")
 R = TypeVar("R")
+M = TypeVar("M", bound=nn.Module)
 
 
-def remat(fn, *, static_argnums=(), static_argnames=(), name=None):
-    static = StaticArguments(fn, static_argnums, static_argnames)
-    static = static if static else None
-    habits: BufferHabits = {}
-    differentiates_inside = False
+@overload
+def remat(
+    fn: M, *, static_argnums: int | Sequence[int] = ..., static_argnames: str | Sequence[str] = ...
+) -> M: ...
+@overload
+def remat(
+    fn: Callable[P, R],
+    *,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Sequence[str] = ...,
+) -> Callable[P, R]: ...
+@overload
+def remat(
+    fn: None = None,
+    *,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Sequence[str] = ...,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def remat(
+    fn: Callable[..., Any] | None = None,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+) -> Any:
+    """Rematerialises `fn`: same values, same gradients, and backward keeps nothing of its inside.
+
+    What `fn` computes between its arguments and its results is not kept for backward but computed again when
+    backward needs it. Nothing is traced: any Python function will do, data-dependent control flow included,
+    if it is pure (its result depends on its arguments alone). Random numbers, autocast, buffers such as
+    BatchNorm's statistics, and closed-over tensors are taken care of: the recompute sees what the forward saw
+    and changes nothing a second time.
+
+    Composes with `.backward()` and all of `torch.func`, in any order and nesting. Whether an argument requires
+    grad changes nothing for the others. Under `torch.compile` the region becomes `torch.utils.checkpoint`'s
+    (whose recompute the compiler plans itself); under `make_fx` it is inlined.
+
+    Args:
+        fn: a function from pytrees to pytrees, or an `nn.Module`. Leaves that are no tensors are static. Left
+            out, `remat` is a decorator with options.
+        static_argnums: positions of arguments that are passed whole, without a look inside. They must be
+            hashable, and tensors within are treated like closed-over ones.
+        static_argnames: the same for keyword arguments.
+
+    Returns:
+        A function like `fn`; or, for a module, a module of the same class that shares parameters, buffers,
+        hooks, submodules and `state_dict` keys with it.
+
+    Raises:
+        ArgumentTypeError: `fn` is not callable; `static_argnums` or `static_argnames` are of a wrong type.
+        ArgumentValueError: `static_argnums` is out of range.
+
+    Called, the result raises `MutationError`, `ImpureFunctionError` or `RandomStateError` when a recompute
+    cannot be what the forward was.
+
+    Example:
+        >>> import torch, fckpt
+        >>> def block(params, x):
+        ...     return torch.tanh(torch.tanh(x @ params["w1"]) @ params["w2"])
+        >>> params = {"w1": torch.randn(4, 8), "w2": torch.randn(8, 4)}
+        >>> x = torch.randn(2, 4)
+        >>> loss = lambda f: lambda p: f(p, x).sum()
+        >>> plain = torch.func.grad(loss(block))(params)
+        >>> less = torch.func.grad(loss(fckpt.remat(block)))(params)
+        >>> all(torch.equal(plain[k], less[k]) for k in params)
+        True
+
+    References:
+        A. Griewank, "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
+        differentiation" (1992), https://doi.org/10.1080/10556789208805505; T. Chen, B. Xu, C. Zhang, C. Guestrin,
+        "Training deep nets with sublinear memory cost" (2016), https://arxiv.org/abs/1604.06174. The interface is
+        `jax.checkpoint`'s.
+    """
+    if fn is None:
+        return functools.partial(remat, static_argnums=static_argnums, static_argnames=static_argnames)
+    _check_function(fn)
+    static = StaticArguments(fn.forward if isinstance(fn, nn.Module) else fn, static_argnums, static_argnames)
+    if isinstance(fn, nn.Module):
+        return remat_module(fn, functools.partial(_Region, static=static))
+    region = _Region(fn, static=static)
 
     @functools.wraps(fn)
-    def wrapped(*args, **kwargs):
-        nonlocal differentiates_inside
-        if not torch.is_grad_enabled():
+    def rematerialised(*args: Any, **kwargs: Any) -> Any:
+        return region(args, kwargs)
+
+    return rematerialised
+
+
+def _check_function(fn: Any) -> None:
+    if isinstance(fn, type) and issubclass(fn, nn.Module):
+        raise ArgumentTypeError(
+            f"remat got the class {fn.__name__}; it takes an instance: remat({fn.__name__}(...))."
+        )
+    if not callable(fn):
+        hint = ""
+        if isinstance(fn, torch.Tensor):
+            hint = " Apply remat to the function first, then call the result: remat(fn)(x), not remat(fn(x))."
+        raise ArgumentTypeError(f"remat takes a function or an nn.Module, not {type(fn).__name__}.{hint}")
+
+
+class _Region:
+    """One rematerialised function, and what was learnt about it from call to call."""
+
+    __slots__ = ("differentiates", "fn", "habits", "static")
+
+    def __init__(self, fn: Callable[..., Any], *, static: StaticArguments):
+        self.fn = fn
+        self.static = static if static else None
+        self.habits: BufferHabits = {}
+        self.differentiates = False
+        """Whether `fn` was seen to use a reverse-mode transform inside."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fn = self.fn
+        if torch.compiler.is_compiling():
+            from fckpt import compiled  # imports Dynamo, which takes a second
+
+            return compiled.call(self, args, kwargs)
+        if not torch.is_grad_enabled() or _is_traced():
             return fn(*args, **kwargs)
-        arguments = Arguments(args, kwargs, static)
-        if not differentiates_inside:
+        arguments = Arguments(args, kwargs, self.static)
+        if not self.differentiates:
             try:
                 if torch._C._are_functorch_transforms_active():
-                    return run_nodes(fn, arguments, habits)
-                return run_segment(fn, arguments, habits)
+                    return run_nodes(fn, arguments, self.habits)
+                return run_segment(fn, arguments, self.habits)
             except HooksUnavailable:
-                differentiates_inside = True
-        return run_nodes(fn, arguments, habits, discard=False)
+                self.differentiates = True
+        return run_nodes(fn, arguments, self.habits, discard=False)
 
-    return wrapped
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+def _is_traced() -> bool:
+    """Whether a graph is being recorded, which a recompute inside would only confuse.
+
+    `make_fx` drops the calls that set generators: a recompute of dropout would be traced with other numbers.
+    """
+    if torch._C._get_dispatch_mode(_PROXY) is not None:
+        return True
+    levels = get_interpreter_stack() if torch._C._are_functorch_transforms_active() else ()
+    return any(level.key() == TransformType.Functionalize for level in levels or ())

@@ -255,17 +255,18 @@ class Program:
             lambda leaf: torch.randn(leaf.shape, dtype=torch.float64, generator=generator), self.tree
         )
 
-    def function(self, wrap: Wrap) -> Callable[[Tree], Tensor]:
+    def function(self, wrap: Wrap, transformed: bool) -> Callable[[Tree], Tensor]:
         """The program as a function of its parameters, every region `f` called as `wrap(f)`.
 
-        With `wrap=plain` a region is inlined, but reads its values through aliases. The gradient of a
-        value that a region reads twice and a later step once is then the sum (inside + inside) + later,
-        as it must be where the region is one function; floating point tells it from the other order.
+        With `wrap=plain` regions are inlined. Under a transform each then reads its values through aliases:
+        the gradient of a value that a region reads twice and a later step once is (inside + inside) + later
+        where the region is one function, and floating point tells that from inside + (inside + later).
         """
+        aliases = wrap is plain and transformed
 
         def run(parameters: Tree) -> Tensor:
             values = dict(enumerate(pytree.tree_leaves(parameters)))
-            self._run(values, 0, len(self.steps), self.regions, wrap)
+            self._run(values, 0, len(self.steps), self.regions, wrap, aliases)
             return sum(((values[i].tanh() * (1 + i % 3)).mean() for i in self.sinks()), start=torch.zeros(()))
 
         return run
@@ -283,12 +284,18 @@ class Program:
         return max((region.depth() for region in self.regions), default=0)
 
     def _run(
-        self, values: dict[int, Tensor], start: int, stop: int, regions: Sequence[Region], wrap: Wrap
+        self,
+        values: dict[int, Tensor],
+        start: int,
+        stop: int,
+        regions: Sequence[Region],
+        wrap: Wrap,
+        aliases: bool,
     ) -> None:
         at = start
         for region in regions:
             self._steps(values, at, region.start)
-            self._region(values, region, wrap)
+            self._region(values, region, wrap, aliases)
             at = region.stop
         self._steps(values, at, stop)
 
@@ -296,20 +303,22 @@ class Program:
         for step in self.steps[start:stop]:
             step.run(values)
 
-    def _region(self, values: dict[int, Tensor], region: Region, wrap: Wrap) -> None:
+    def _region(self, values: dict[int, Tensor], region: Region, wrap: Wrap, aliases: bool) -> None:
         steps = self.steps[region.start : region.stop]
         made = {i for step in steps for i in step.results}
         read = sorted({i for step in steps for i in step.operands} - made)
         later = {i for step in self.steps[region.stop :] for i in step.operands} | set(self.sinks())
         given = sorted(made & later)
         split = len(read) // 2 if region.closes_over else 0
-        entering = [values[i].view_as(values[i]) if wrap is plain else values[i] for i in read]
+        # A region that differentiates inside is one function without a transform too.
+        aliased = aliases or (wrap is plain and any(step.op == "inner_grad" for step in steps))
+        entering = [values[i].view_as(values[i]) if aliased else values[i] for i in read]
         captured = entering[:split]
 
         def body(tree: Tree) -> Tree:
             passed = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
             own = dict(zip(read, [*captured, *passed], strict=True))
-            self._run(own, region.start, region.stop, region.inner, wrap)
+            self._run(own, region.start, region.stop, region.inner, wrap, aliases)
             return FORMS[region.form]([own[i] for i in given])
 
         results = wrap(body)(FORMS[region.form](entering[split:]))
@@ -380,7 +389,7 @@ class Experiment:
 
     def run(self, wrap: Wrap) -> tuple[list[Tensor], Tensor]:
         """Its results and the generator's state afterwards."""
-        function: Function = self.program.function(wrap)
+        function: Function = self.program.function(wrap, transformed=bool(self.stack))
         for name, variant in self.stack:
             function = TRANSFORMS[name](function, variant)
         parameters = self.program.parameters()
@@ -457,7 +466,7 @@ def programs(draw: st.DrawFn, closures: bool = False, largest: int = 30) -> Prog
 @st.composite
 def experiments(draw: st.DrawFn, closures: bool = False, deepest: int = 3) -> Experiment:
     """Programs under stacks of up to `deepest` transforms."""
-    program = draw(programs(closures))
     transform = st.tuples(st.sampled_from(sorted(TRANSFORMS)), st.integers(0, 3))
-    stack = tuple(draw(transform) for _ in range(draw(st.integers(0, deepest))))
-    return Experiment(program, stack, backward=not stack or draw(st.booleans()))
+    stack = draw(st.lists(transform, max_size=deepest))
+    backward = not stack or draw(st.booleans())
+    return Experiment(draw(programs(closures)), tuple(stack), backward)

@@ -1,0 +1,34 @@
+"""What Dynamo traces in the place of a rematerialised region. Imported under `torch.compile` only."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._C._functorch import get_dynamic_layer_stack_depth
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["call"]
+
+
+def call(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a region while Dynamo traces.
+
+    A recompute written into the graph would be undone by the partitioner, and wrong with dropout. So the region
+    becomes torch's own operator for one, which tells the compiler what to recompute. That operator knows no
+    torch.func; there the graph is broken and the region runs eagerly (an error with fullgraph=True).
+    """
+    if _under_torch_func():
+        return _eagerly(region, args, kwargs)
+    return checkpoint(functools.partial(region.fn, **kwargs), *args, use_reentrant=False)
+
+
+@torch.compiler.assume_constant_result  # torch 2.11 cannot trace the query
+def _under_torch_func() -> bool:
+    return get_dynamic_layer_stack_depth() > 0
+
+
+@torch.compiler.disable
+def _eagerly(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return region(args, kwargs)
