@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +40,8 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = "cpu") -> P
 
     Example:
         >>> import torch
-        >>> x = torch.ones(256)                      # 1024 bytes, held before the call: not counted
-        >>> measure_peak(lambda: (x + 1) * 2).peak_bytes
+        >>> x = torch.ones(256)                  # 1024 bytes, held before the call: not counted
+        >>> measure_peak(lambda: x.exp().sin()).peak_bytes
         2048
     """
     device = torch.device(device)
@@ -59,6 +60,8 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = "cpu") -> P
 
 
 def _measure_cpu(fn: Callable[[], Any]) -> PeakMemory:
+    # The profiler's library announces each start and stop on stderr; it reads its level at the first.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:

@@ -268,22 +268,23 @@ class _Segment:
         if conditions is None:
             assert self.observation is not None
             conditions = self.observation.conditions()
-        tensors = [
-            _requiring(self._input(i, then), needs)
-            for i, (then, needs) in enumerate(zip(self.versions, self.needs_grad, strict=True))
-        ]
-        replay = _Replay(self, tensors, may_stop=not conditions.random.threaded)
-        with _recompute_mode(), conditions.restored(lambda: not replay.stopped):
-            replay.run(self.fn, self.arguments, self.tangents)
+        replay = _Replay(self, may_stop=not conditions.random.threaded)
+        with _recompute_mode():
+            tensors = [
+                _requiring(self._input(i, then), needs)
+                for i, (then, needs) in enumerate(zip(self.versions, self.needs_grad, strict=True))
+            ]
+            with conditions.restored(lambda: not replay.stopped):
+                replay.run(self.fn, self.arguments, tensors, self.tangents)
         return replay.found
 
 
 class _Replay:
     """One more run of a segment's function, which collects what its forward did not keep."""
 
-    __slots__ = ("complete", "count", "expected", "found", "inputs", "may_stop", "results", "stopped", "tensors")
+    __slots__ = ("complete", "count", "expected", "found", "inputs", "may_stop", "results", "stopped")
 
-    def __init__(self, segment: _Segment, tensors: list[torch.Tensor], may_stop: bool):
+    def __init__(self, segment: _Segment, may_stop: bool):
         self.complete = segment.inputs is None
         self.expected = segment.saved
         self.results = segment.results
@@ -292,14 +293,16 @@ class _Replay:
         self.stopped = False
         # Under threads a replay that draws random numbers runs to its end, to be able to verify them.
         self.may_stop = may_stop
-        self.tensors = tensors
         self.inputs: _Inputs
 
     def run(
-        self, fn: Callable[..., Any], arguments: Arguments, tangents: list[torch.Tensor | None] | None
+        self,
+        fn: Callable[..., Any],
+        arguments: Arguments,
+        tensors: list[torch.Tensor],
+        tangents: list[torch.Tensor | None] | None,
     ) -> None:
         with ExitStack() as stack:
-            tensors = self.tensors
             if tangents is not None:
                 if forward_ad._current_level < 0:
                     stack.enter_context(forward_ad.dual_level())

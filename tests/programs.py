@@ -36,6 +36,7 @@ UNARY: dict[str, Op] = {
     "softplus": lambda x, k: F.softplus(x),
     "relu": lambda x, k: x.relu(),
     "abs": lambda x, k: x.abs(),
+    "square": lambda x, k: x.square(),
     "scale": lambda x, k: (0.5 + k) * x,
     "exp": lambda x, k: x.tanh().exp(),
     "log": lambda x, k: (1.5 + x.square()).log(),
@@ -68,7 +69,7 @@ UNARY: dict[str, Op] = {
     "index": lambda x, k: x[[0, k % x.shape[0], 0]],
     "gather": lambda x, k: x.take_along_dim(x.argsort(k % x.ndim), k % x.ndim),
     "embedding": lambda x, k: F.embedding(torch.tensor([k % _matrix(x).shape[0], 0, 0]), _matrix(x)),
-    "masked_fill": lambda x, k: x.masked_fill(x > 0.3, 0.1 * k),
+    "masked_fill": lambda x, k: x.masked_fill(x > 0.3, 0.5 * k),
     "triu": lambda x, k: _matrix(x).triu(k - 1),
     "flip": lambda x, k: x.flip(k % x.ndim),
     "roll": lambda x, k: x.roll(k, 0),
@@ -84,7 +85,7 @@ UNARY: dict[str, Op] = {
     "inplace_relu": lambda x, k: (x * 1.5).relu_(),
     "inplace_slice": lambda x, k: _overwritten(x * 1.5, k),
     "inplace_view": lambda x, k: _scaled_view(x.sin(), k),
-    "dropout": lambda x, k: F.dropout(x, (0.5, 0.2, 0.0, 0.9)[k]),
+    "dropout": lambda x, k: F.dropout(x, (0.5, 0.75, 0.0, 1.0)[k]),
     "alpha_dropout": lambda x, k: F.alpha_dropout(x, 0.3, training=True),
     "random_scale": lambda x, k: x * torch.rand_like(x),
     "random_noise": lambda x, k: x + torch.randn(x.shape[-1], dtype=x.dtype),
@@ -122,6 +123,20 @@ FREE: dict[str, Op] = {
     "copy_into_buffer": lambda x, y, k: _buffer(x, y),
 }
 """Of any two shapes."""
+
+GROWING = frozenset(
+    "square inner_vmap mul inplace_add matmul linear einsum outer conv1d conv2d conv_transpose1d".split()
+)
+"""Polynomials of degree two: exact on small integers, if they are not stacked too high."""
+EXACT = sorted(
+    GROWING
+    | frozenset(
+        "relu abs sum cumsum sort topk max_values select slice index gather embedding masked_fill triu flip roll "
+        "chunk unbind flatten transpose unsqueeze expand diagonal movedim unfold inplace_relu dropout bernoulli "
+        "add sub maximum cat stack scatter_add copy_into_buffer".split()
+    )
+)
+"""Ops that round nothing on small integers, so that their sums are the same in any order."""
 
 RANDOM_OPS = frozenset({"dropout", "alpha_dropout", "random_scale", "random_noise", "bernoulli"})
 
@@ -247,27 +262,32 @@ class Program:
     """Of `Leaf`."""
     steps: tuple[Step, ...]
     regions: tuple[Region, ...]
+    exact: bool
+    """Made of `EXACT` ops, on small integers."""
 
     def parameters(self) -> Tree:
         """The same float64 values at every call."""
         generator = torch.Generator().manual_seed(0)
-        return pytree.tree_map(
-            lambda leaf: torch.randn(leaf.shape, dtype=torch.float64, generator=generator), self.tree
-        )
 
-    def function(self, wrap: Wrap, transformed: bool) -> Callable[[Tree], Tensor]:
+        def values(leaf: Leaf) -> Tensor:
+            if self.exact:
+                return torch.randint(-1, 3, leaf.shape, generator=generator).double()
+            return torch.randn(leaf.shape, dtype=torch.float64, generator=generator)
+
+        return pytree.tree_map(values, self.tree)
+
+    def function(self, wrap: Wrap, aliases: bool = False) -> Callable[[Tree], Tensor]:
         """The program as a function of its parameters, every region `f` called as `wrap(f)`.
 
-        With `wrap=plain` regions are inlined. Under a transform each then reads its values through aliases:
+        With `wrap=plain` regions are inlined. With `aliases` each then reads its values through aliases:
         the gradient of a value that a region reads twice and a later step once is (inside + inside) + later
         where the region is one function, and floating point tells that from inside + (inside + later).
         """
-        aliases = wrap is plain and transformed
 
         def run(parameters: Tree) -> Tensor:
             values = dict(enumerate(pytree.tree_leaves(parameters)))
             self._run(values, 0, len(self.steps), self.regions, wrap, aliases)
-            return sum(((values[i].tanh() * (1 + i % 3)).mean() for i in self.sinks()), start=torch.zeros(()))
+            return scalar([values[i] if self.exact else values[i].tanh() for i in self.sinks()])
 
         return run
 
@@ -311,7 +331,7 @@ class Program:
         given = sorted(made & later)
         split = len(read) // 2 if region.closes_over else 0
         # A region that differentiates inside is one function without a transform too.
-        aliased = aliases or (wrap is plain and any(step.op == "inner_grad" for step in steps))
+        aliased = wrap is plain and (aliases or any(step.op == "inner_grad" for step in steps))
         entering = [values[i].view_as(values[i]) if aliased else values[i] for i in read]
         captured = entering[:split]
 
@@ -335,8 +355,8 @@ def scalar(tree: Tree) -> Tensor:
     """One number that depends differently on every entry of the tensors of `tree`."""
     total = torch.zeros((), dtype=torch.float64)
     for leaf in pytree.tree_leaves(tree):
-        ramp = torch.arange(1, leaf.numel() + 1, dtype=leaf.dtype).reshape(leaf.shape)
-        total = total + (leaf * ramp.cos()).sum()
+        weights = torch.arange(leaf.numel(), dtype=leaf.dtype).remainder(5) - 1
+        total = total + (leaf * weights.reshape(leaf.shape)).sum()
     return total
 
 
@@ -348,7 +368,7 @@ def _grad(function: Function, variant: int) -> Function:
 def _jvp(function: Function, variant: int) -> Function:
     def run(parameters: Tree) -> Tree:
         # Tangents that depend on the parameters: an outer transform differentiates them too.
-        tangents = pytree.tree_map(lambda leaf: leaf.cos() + variant, parameters)
+        tangents = pytree.tree_map(lambda leaf: variant - leaf, parameters)
         return torch.func.jvp(function, (parameters,), (tangents,))
 
     return run
@@ -387,9 +407,10 @@ class Experiment:
         """How often the program is differentiated."""
         return sum(name != "vmap" for name, _ in self.stack) + self.backward
 
-    def run(self, wrap: Wrap) -> tuple[list[Tensor], Tensor]:
-        """Its results and the generator's state afterwards."""
-        function: Function = self.program.function(wrap, transformed=bool(self.stack))
+    def run(self, wrap: Wrap = plain, aliases: bool | None = None) -> tuple[list[Tensor], Tensor]:
+        """Its results and the generator's state afterwards. Under a transform `aliases` is true unless given."""
+        aliases = bool(self.stack) if aliases is None else aliases
+        function: Function = self.program.function(wrap, aliases)
         for name, variant in self.stack:
             function = TRANSFORMS[name](function, variant)
         parameters = self.program.parameters()
@@ -405,6 +426,8 @@ class Experiment:
 
 # strategies ----------------------------------------------------------------------------------------
 
+HIGHEST_DEGREE = 6  # polynomials of small integers that stay exact in float64
+NESTING = 3
 SHAPES = [(3,), (4,), (1,), (2, 3), (3, 4), (4, 4), (1, 3), (2, 3, 4), (5, 5)]
 
 
@@ -423,50 +446,73 @@ def trees() -> st.SearchStrategy[Tree]:
     return nodes
 
 
-def _draw_step(draw: st.DrawFn, shapes: list[torch.Size]) -> Step:
-    op = draw(st.sampled_from(sorted(OPS)))
-    # The latest values first: programs are deep before they are wide, and shrink to chains.
-    newest = list(reversed(range(len(shapes))))
-    operands = [draw(st.sampled_from(newest))]
-    if op not in UNARY:
-        operands.append(draw(st.sampled_from([i for i in newest if fits(op, shapes[operands[0]], shapes[i])])))
-    k = draw(st.integers(0, 3))
-    probes = [torch.zeros(shapes[i], dtype=torch.float64) for i in operands]
-    results = [result.shape for result in apply(op, probes, k)]
-    numbers = tuple(range(len(shapes), len(shapes) + len(results)))
-    shapes.extend(results)
-    return Step(op, tuple(operands), k, numbers)
+# Recipes, taken modulo what there is: a list of them shrinks by leaving some out, and is always a program.
+_RECIPES = st.tuples(st.integers(0, 10**6), st.integers(0, 9), st.integers(0, 9), st.integers(0, 3))
+
+
+def _steps(recipes: list[tuple[int, int, int, int]], shapes: list[torch.Size], exact: bool) -> tuple[Step, ...]:
+    pool = EXACT if exact else sorted(OPS)
+    degrees = [1] * len(shapes)
+    steps = []
+    for choice, first, second, k in recipes:
+        op = pool[choice % len(pool)]
+        # Counted from the latest value: programs are deep before they are wide, and shrink to chains.
+        newest = list(reversed(range(len(shapes))))
+        operands = [newest[first % len(newest)]]
+        if op not in UNARY:
+            fitting = [i for i in newest if fits(op, shapes[operands[0]], shapes[i])]
+            operands.append(fitting[second % len(fitting)])
+        degree = max(degrees[i] for i in operands)
+        if op in GROWING:
+            degree = sum(degrees[i] for i in (operands * 2)[:2])
+        if exact and degree > HIGHEST_DEGREE:
+            op, operands, degree = "roll", operands[:1], degrees[operands[0]]
+        probes = [torch.zeros(shapes[i], dtype=torch.float64) for i in operands]
+        made = [result.shape for result in apply(op, probes, k)]
+        steps.append(Step(op, tuple(operands), k, tuple(range(len(shapes), len(shapes) + len(made)))))
+        shapes += made
+        degrees += [degree] * len(made)
+    return tuple(steps)
 
 
 @st.composite
-def _regions(
-    draw: st.DrawFn, start: int, stop: int, depth: int, closures: bool, least: int = 0
-) -> tuple[Region, ...]:
+def _regions(draw: st.DrawFn, start: int, stop: int, depth: int, closures: bool) -> tuple[Region, ...]:
     found: list[Region] = []
-    while start < stop and depth and len(found) < 3 and (len(found) < least or draw(st.booleans())):
-        first = draw(st.integers(start, stop - 1))
-        last = draw(st.integers(first + 1, stop))
-        inner = draw(_regions(first, last, depth - 1, closures))
-        form = draw(st.sampled_from(sorted(FORMS)))
-        found.append(Region(first, last, form, closures and draw(st.booleans()), inner))
-        start = last
+    for offset, length, form, closed in draw(
+        st.lists(
+            st.tuples(st.integers(0, 29), st.integers(0, 29), st.sampled_from(sorted(FORMS)), st.booleans()),
+            min_size=depth == NESTING,
+            max_size=3 if depth else 0,
+        )
+    ):
+        if start < stop:
+            first = start + offset % (stop - start)
+            last = first + 1 + length % (stop - first)
+            inner = draw(_regions(first, last, depth - 1, closures))
+            found.append(Region(first, last, form, closures and closed, inner))
+            start = last
     return tuple(found)
 
 
 @st.composite
-def programs(draw: st.DrawFn, closures: bool = False, largest: int = 30) -> Program:
-    """Programs of 1 to `largest` steps with at least one region, nested up to three deep."""
+def programs(draw: st.DrawFn, exact: bool = False, closures: bool = False) -> Program:
+    """Programs of 1 to 30 steps with at least one region, nested up to three deep."""
     tree = draw(trees())
     shapes = [torch.Size(leaf.shape) for leaf in pytree.tree_leaves(tree)]
-    length = draw(st.integers(1, largest))
-    steps = tuple(_draw_step(draw, shapes) for _ in range(length))
-    return Program(tree, steps, draw(_regions(0, length, 3, closures, least=1)))
+    least = draw(st.sampled_from([1, 8, 20]))
+    steps = _steps(draw(st.lists(_RECIPES, min_size=least, max_size=30)), shapes, exact)
+    return Program(tree, steps, draw(_regions(0, len(steps), NESTING, closures)), exact)
 
 
 @st.composite
-def experiments(draw: st.DrawFn, closures: bool = False, deepest: int = 3) -> Experiment:
-    """Programs under stacks of up to `deepest` transforms."""
-    transform = st.tuples(st.sampled_from(sorted(TRANSFORMS)), st.integers(0, 3))
-    stack = draw(st.lists(transform, max_size=deepest))
-    backward = not stack or draw(st.booleans())
-    return Experiment(draw(programs(closures)), tuple(stack), backward)
+def experiments(
+    draw: st.DrawFn, orders: tuple[int, int], exact: bool = False, closures: bool = False
+) -> Experiment:
+    """Programs under stacks of up to three transforms, differentiated `orders[0]` to `orders[1]` times."""
+    order = draw(st.integers(*orders))
+    backward = order > 3 or draw(st.booleans()) and order > 0
+    variants = st.integers(0, 3)
+    stack = [(draw(st.sampled_from(["grad", "jvp"])), draw(variants)) for _ in range(order - backward)]
+    for place, variant in draw(st.lists(st.tuples(variants, variants), max_size=3 - len(stack))):
+        stack.insert(place % (len(stack) + 1), ("vmap", variant))
+    return Experiment(draw(programs(exact, closures)), tuple(stack), backward)
