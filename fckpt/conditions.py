@@ -137,14 +137,19 @@ class Conditions:
                     "it (before optimizer.step(), say), or pass a copy as an argument."
                 )
 
-    @contextlib.contextmanager
-    def restored(self, completed: Callable[[], bool]) -> Iterator[None]:
+    def restored(self, completed: Callable[[], bool]) -> contextlib.AbstractContextManager[None]:
         """Puts the conditions back for a recompute, and the present ones after it.
 
         Args:
             completed: tells, after the body, whether the recompute ran to its end.
         """
         self.check()
+        if not self.random.states and not self.written and self.ambient == ambient.capture():
+            return _NOTHING
+        return self._restored(completed)
+
+    @contextlib.contextmanager
+    def _restored(self, completed: Callable[[], bool]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self.ambient != ambient.capture():
                 stack.enter_context(ambient.restored(self.ambient))
@@ -170,3 +175,6 @@ class Conditions:
         finally:
             for buffers, name, tensor in standing:
                 buffers[name] = tensor
+
+
+_NOTHING = contextlib.nullcontext()

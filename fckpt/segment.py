@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -245,7 +245,7 @@ class _Segment:
             store = self.stores.get(task)
             if store is None or number not in store:
                 store = self._replay()
-                if task >= 0 and self.inputs is None:
+                if task >= 0 and self.inputs is None and len(store) > 1:
                     self._keep(task, store)
             return store.pop(number)
 
@@ -302,10 +302,8 @@ class _Replay:
         tensors: list[torch.Tensor],
         tangents: list[torch.Tensor | None] | None,
     ) -> None:
-        with ExitStack() as stack:
+        with _NOTHING if tangents is None or forward_ad._current_level >= 0 else forward_ad.dual_level():
             if tangents is not None:
-                if forward_ad._current_level < 0:
-                    stack.enter_context(forward_ad.dual_level())
                 tensors = [_as_dual(t, tangent) for t, tangent in zip(tensors, tangents, strict=True)]
             self.inputs = _Inputs(tensors)
             args, kwargs = arguments.rebuild(tensors)
@@ -394,22 +392,31 @@ def _as_dual(tensor: torch.Tensor, tangent: torch.Tensor | None) -> torch.Tensor
 class _recompute_mode:
     """Autograd recording, as in the forward, whatever transform or mode backward is called under."""
 
-    __slots__ = ("stack",)
+    __slots__ = ("disabled", "grad", "legacy", "levels")
 
     def __enter__(self) -> None:
-        self.stack = stack = ExitStack()
-        stack.enter_context(torch.enable_grad())
+        self.levels = None
         if torch._C._are_functorch_transforms_active():
-            stack.enter_context(temporarily_clear_interpreter_stack())
+            self.levels = temporarily_clear_interpreter_stack()
+            self.levels.__enter__()
         # `is_grads_batched` runs backward under the older vmap, which forbids random operations.
-        stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_LEGACY_VMAP))
+        self.legacy = torch._C._ExcludeDispatchKeyGuard(_LEGACY_VMAP)
+        self.legacy.__enter__()
+        self.disabled = None
         if not _autograd._saved_tensors_hooks_is_enabled():
-            message = _autograd._saved_tensors_hooks_get_disabled_error_message()
+            self.disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
             _autograd._saved_tensors_hooks_enable()
-            stack.callback(_autograd._saved_tensors_hooks_disable, message)
+        self.grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
 
     def __exit__(self, *error: Any) -> None:
-        self.stack.__exit__(*error)
+        torch._C._set_grad_enabled(self.grad)
+        if self.disabled is not None:
+            _autograd._saved_tensors_hooks_disable(self.disabled)
+        self.legacy.__exit__(*error)
+        if self.levels is not None:
+            self.levels.__exit__(*error)
 
 
+_NOTHING = nullcontext()
 _LEGACY_VMAP = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))

@@ -21,6 +21,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 Program = Callable[..., Any]
+Remat = Callable[[Program], Program]
 Leaves = list[Any]
 
 DEFAULT_SAMPLES = 6
@@ -192,12 +193,14 @@ def cases(op: Any, samples: int = SAMPLES) -> Iterator[Case]:
 
 def _case_maker(op: Any) -> Callable[[Any], Case | None]:
     def make(sample: Any) -> Case | None:
+        finish = sample.output_process_fn_grad
+
         def program(*args: Any, **kwargs: Any) -> Any:
-            return sample.output_process_fn_grad(op.gradcheck_wrapper(op.op, *args, **kwargs))
+            return finish(op.gradcheck_wrapper(op.op, *args, **kwargs))
 
         def inplace(input: Any, *args: Any, **kwargs: Any) -> Any:
             own = pytree.tree_map_only(Tensor, torch.clone, input)
-            return sample.output_process_fn_grad(op.gradcheck_wrapper(op.inplace_variant, own, *args, **kwargs))
+            return finish(op.gradcheck_wrapper(op.inplace_variant, own, *args, **kwargs))
 
         leaves, spec = pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
         tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
@@ -249,7 +252,7 @@ class Report:
     differences: list[Difference] = field(default_factory=list)
 
 
-def compare(op: Any, remat: Callable[[Program], Program], modes: Sequence[str] = tuple(MODES)) -> Report:
+def compare(op: Any, remat: Remat, modes: Sequence[str] = tuple(MODES)) -> Report:
     """Runs every case of `op` in every mode, plain and under `remat`."""
     report = Report()
     with warnings.catch_warnings():
@@ -276,7 +279,7 @@ def _run(mode: str, case: Case, program: Program) -> _Run:
     return _Run(result, torch.get_rng_state(), {str(warning.message) for warning in caught})
 
 
-def _compare_case(report: Report, case: Case, mode: str, remat: Callable[[Program], Program], where: str) -> None:
+def _compare_case(report: Report, case: Case, mode: str, remat: Remat, where: str) -> None:
     program = case.inplace if mode == "inplace" else case.program
     if program is None:
         return
