@@ -11,6 +11,8 @@ from fckpt.errors import ImpureFunctionError as ImpureFunctionError
 from fckpt.errors import MutationError as MutationError
 from fckpt.errors import OpaqueOutputError as OpaqueOutputError
 from fckpt.errors import RandomStateError as RandomStateError
+from fckpt.memory import PeakMemory as PeakMemory
+from fckpt.memory import measure_peak as measure_peak
 from fckpt.module import Functional as Functional
 from fckpt.module import from_module as from_module
 from fckpt.sequential import sequential as sequential

@@ -226,7 +226,7 @@ class _Segment:
         if self.inputs is not None:
             return self.inputs.tensors[index]
         if self.outer is not None:
-            return self.outer[1](self.held[index])
+            return self._fetched(index, self.outer[1])
         self._check(self.held[index], then, lambda: self.arguments.path(index))
         return self.held[index]
 
@@ -239,19 +239,35 @@ class _Segment:
                 "changing it (before optimizer.step(), say), or change a copy."
             )
 
+    def _fetched(self, index: int, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """An input that the enclosing segment recomputes: asked for once in a backward pass."""
+        task = torch._C._current_graph_task_id()
+        if task < 0:
+            return unpack(self.held[index])
+        with self.lock:
+            store = self._store(task)
+            if ~index not in store:
+                store[~index] = unpack(self.held[index])
+            return store[~index]
+
     def _replayed(self, number: int) -> torch.Tensor:
         task = torch._C._current_graph_task_id()
         with self.lock:
-            store = self.stores.get(task)
-            if store is None or number not in store:
-                store = self._replay()
-                if task >= 0 and self.inputs is None and len(store) > 1:
-                    self._keep(task, store)
+            if task < 0 or self.inputs is not None:
+                return self._replay()[number]
+            store = self.stores.get(task, _EMPTY)
+            if number not in store:
+                found = self._replay()
+                if len(found) == 1:
+                    return found[number]
+                store = self._store(task)
+                store.update(found)
             return store.pop(number)
 
-    def _keep(self, task: int, store: dict[int, torch.Tensor]) -> None:
-        """Keeps replayed values, each until it is asked for, at most until this backward pass ends."""
+    def _store(self, task: int) -> dict[int, torch.Tensor]:
+        """What is kept for the rest of a backward pass: saved values until they are asked for, and inputs (~i)."""
         if task not in self.stores:
+            self.stores[task] = {}
             reference = weakref.ref(self)
 
             def forget() -> None:
@@ -260,7 +276,7 @@ class _Segment:
                     segment.stores.pop(task, None)
 
             torch.autograd.Variable._execution_engine.queue_callback(forget)
-        self.stores[task] = store
+        return self.stores[task]
 
     def _replay(self) -> dict[int, torch.Tensor]:
         # A backward inside the forward finds the segment half done; its conditions are those so far.
@@ -419,4 +435,5 @@ class _recompute_mode:
 
 
 _NOTHING = nullcontext()
+_EMPTY: dict[int, torch.Tensor] = {}
 _LEGACY_VMAP = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))

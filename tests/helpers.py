@@ -17,6 +17,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
         if not isinstance(b, torch.Tensor):
             assert a == b
             continue
+        a, b = a.detach(), b.detach()
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"leaf {i}: {a.shape} {a.dtype}, {b.shape} {b.dtype}"
         same = torch.equal(torch.nan_to_num(a, nan=0.5), torch.nan_to_num(b, nan=0.5)) and torch.equal(
             a.isnan(), b.isnan()

@@ -351,7 +351,9 @@ class Program:
 
         results = wrap(body)(FORMS[region.form](entering[split:]))
         results = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
-        values.update(zip(given, results, strict=True))
+        # What a region returns as it came is the value outside, not the alias.
+        outside = {id(x): values[i] for i, x in zip(read, entering, strict=True)}
+        values.update(zip(given, (outside.get(id(x), x) for x in results), strict=True))
 
 
 # transforms ----------------------------------------------------------------------------------------
