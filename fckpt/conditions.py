@@ -20,10 +20,11 @@ from fckpt.closure import closure_of
 from fckpt.errors import MutationError
 from fckpt.rng import RandomState, generator_types
 
-__all__ = ["BufferHabits", "Conditions", "Observation", "version"]
+__all__ = ["BufferHabits", "Conditions", "Observation", "may_be_statistics", "version"]
 
-BufferHabits = dict[tuple[int, str, bool], bool]
-"""Which buffers a function was seen to write: (id of the buffers dict, name, training) -> written."""
+BufferKey = tuple[int, str, bool, bool]
+BufferHabits = dict[BufferKey, bool]
+"""Which buffers a function was seen to write: (id of the buffers dict, name, training, is statistics)."""
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -74,26 +75,41 @@ class Observation:
         devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
         self.habits = habits
         self.buffers = [
-            (buffers, name, (id(buffers), name, owner.training), tensor, version(tensor))
+            (buffers, name, (id(buffers), name, owner.training, _is_norm(owner)), tensor, version(tensor))
             for part in parts
             for owner, buffers in part.buffers
             for name, tensor in buffers.items()
             if tensor is not None
         ]
-        # A buffer that was never seen written (in this training mode) is watched, not copied.
-        self.copies = [b[3].detach().clone() if habits.get(b[2], True) else None for b in self.buffers]
+        self.copies = [self._copy(buffer[2], buffer[3]) for buffer in self.buffers]
         self.ambient = ambient.capture()
         self.random = RandomState.capture(devices, generators)
+
+    def _copy(self, key: BufferKey, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value before the run, of a buffer that is written and read, or not yet known not to be."""
+        written = self.habits.get(key)
+        # A torch normalisation layer in training writes its statistics and never reads them.
+        if written is False or (written and key[3]):
+            return None
+        return tensor.detach().clone()
 
     def conditions(self) -> Conditions:
         """Returns the conditions of the run that has just ended, without what it turned out not to use."""
         watched = [(t, version(t)) for t in self.closed_over]
         written = []
         for (buffers, name, key, tensor, before), copy in zip(self.buffers, self.copies, strict=True):
-            changed = buffers.get(name) is not tensor or version(tensor) != before
+            # Batch normalisation writes without counting a version, so values are compared, where known.
+            changed = (
+                key[3]
+                or self.habits.get(key, False)
+                or buffers.get(name) is not tensor
+                or version(tensor) != before
+                or (copy is not None and not torch.equal(copy, tensor))
+            )
+            unforeseen = changed and copy is None and not key[3]
             self.habits[key] = changed
             if changed:
-                written.append((buffers, name, copy))
+                written.append((buffers, name, copy, unforeseen))
             else:
                 watched.append((tensor, before))
         return Conditions(self.ambient, self.random.drawn(), watched, written)
@@ -102,29 +118,37 @@ class Observation:
         """Takes back what an aborted run did to generators and buffers."""
         self.random.rewind()
         with torch.no_grad():
-            for (buffers, name, _, tensor, before), copy in zip(self.buffers, self.copies, strict=True):
-                if copy is not None and (buffers.get(name) is not tensor or version(tensor) != before):
+            for (buffers, name, key, tensor, _), copy in zip(self.buffers, self.copies, strict=True):
+                if copy is not None:
                     buffers[name] = tensor.copy_(copy)
+                elif key[3]:
+                    raise MutationError(
+                        f"a rematerialised function used a reverse-mode transform of torch.func for the first time, "
+                        f"after its buffer {name!r} had been written; it cannot start over. Call it again."
+                    )
 
 
 class Conditions:
     """What surrounded one run of a function: see the module's docstring."""
 
-    __slots__ = ("ambient", "random", "watched", "written")
+    __slots__ = ("ambient", "random", "scratch", "statistics", "watched", "written")
 
     def __init__(
         self,
         ambient_then: ambient.Ambient,
         random: RandomState,
         watched: list[tuple[torch.Tensor, int]],
-        written: list[tuple[dict[str, Any], str, torch.Tensor | None]],
+        written: list[tuple[dict[str, Any], str, torch.Tensor | None, bool]],
     ):
         self.ambient = ambient_then
         self.random = random
+        self.statistics = [t for t, _ in watched if may_be_statistics(t)]
         self.watched = watched
         """Closed-over tensors and their versions."""
+        self.scratch: set[int] = set()
+        """The ids of what stands in for the written buffers during a recompute."""
         self.written = written
-        """Buffers that the run wrote: (dict, name, copy of the value before)."""
+        """Buffers that the run wrote: (dict, name, value before, whether that is not known though needed)."""
 
     def check(self) -> None:
         """Raises `MutationError` when a closed-over tensor has changed in place since the run."""
@@ -144,7 +168,7 @@ class Conditions:
             completed: tells, after the body, whether the recompute ran to its end.
         """
         self.check()
-        if not self.random.states and not self.written and self.ambient == ambient.capture():
+        if not self.random.states and not self.written and not self.statistics and self.ambient == ambient.capture():
             return _NOTHING
         return self._restored(completed)
 
@@ -157,24 +181,52 @@ class Conditions:
                 stack.enter_context(self.random.replay(completed))
             if self.written:
                 stack.enter_context(self._scratch_buffers())
+            if self.statistics:
+                stack.enter_context(self._unwritten(self.statistics))
             yield
 
     @contextlib.contextmanager
     def _scratch_buffers(self) -> Iterator[None]:
-        standing = [(buffers, name, buffers[name]) for buffers, name, _ in self.written]
+        standing = [(buffers, name, buffers[name]) for buffers, name, _, _ in self.written]
         try:
-            for buffers, name, copy in self.written:
-                if copy is None:
+            for (buffers, name, copy, unforeseen), (_, _, now) in zip(self.written, standing, strict=True):
+                if unforeseen:
                     raise MutationError(
                         f"the rematerialised module wrote its buffer {name!r} in a call like one that had left "
                         "it alone, so the value before this call was not kept. From now on it is: run forward "
                         "and backward again."
                     )
-                buffers[name] = copy.clone()
+                stand_in = buffers[name] = (now if copy is None else copy).clone()
+                self.scratch.add(id(stand_in))
             yield
         finally:
+            self.scratch.clear()
             for buffers, name, tensor in standing:
                 buffers[name] = tensor
 
+    @contextlib.contextmanager
+    def _unwritten(self, tensors: list[torch.Tensor]) -> Iterator[None]:
+        values = [t.detach().clone() for t in tensors]
+        try:
+            yield
+        finally:
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.data.copy_(value)  # .data: no new version
 
+
+def may_be_statistics(tensor: torch.Tensor) -> bool:
+    """Whether batch normalisation could write into `tensor`, which it does without counting a version."""
+    return tensor.dim() == 1 and not tensor.requires_grad and tensor.is_floating_point()
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether `module` now writes statistics that its forward does not read."""
+    return module.training and type(module).forward in _NORM_FORWARDS and bool(module.track_running_stats)
+
+
+_NORM_FORWARDS = {
+    nn.modules.batchnorm._BatchNorm.forward,
+    nn.modules.instancenorm._InstanceNorm.forward,
+    nn.SyncBatchNorm.forward,
+}
 _NOTHING = contextlib.nullcontext()

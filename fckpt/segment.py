@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 
 from fckpt import tree
 from fckpt.arguments import Arguments
-from fckpt.conditions import BufferHabits, Conditions, Observation, version
+from fckpt.conditions import BufferHabits, Conditions, Observation, may_be_statistics, version
 from fckpt.errors import ImpureFunctionError, MutationError
 
 __all__ = ["HooksUnavailable", "run_segment"]
@@ -284,10 +284,10 @@ class _Segment:
         if conditions is None:
             assert self.observation is not None
             conditions = self.observation.conditions()
-        replay = _Replay(self, may_stop=not conditions.random.threaded)
+        replay = _Replay(self, conditions)
         with _recompute_mode():
             tensors = [
-                _requiring(self._input(i, then), needs)
+                _as_in_forward(self._input(i, then), needs)
                 for i, (then, needs) in enumerate(zip(self.versions, self.needs_grad, strict=True))
             ]
             with conditions.restored(lambda: not replay.stopped):
@@ -298,9 +298,9 @@ class _Segment:
 class _Replay:
     """One more run of a segment's function, which collects what its forward did not keep."""
 
-    __slots__ = ("complete", "count", "expected", "found", "inputs", "may_stop", "results", "stopped")
+    __slots__ = ("complete", "count", "expected", "found", "inputs", "may_stop", "results", "scratch", "stopped")
 
-    def __init__(self, segment: _Segment, may_stop: bool):
+    def __init__(self, segment: _Segment, conditions: Conditions):
         self.complete = segment.inputs is None
         self.expected = segment.saved
         self.results = segment.results
@@ -308,7 +308,8 @@ class _Replay:
         self.count = 0
         self.stopped = False
         # Under threads a replay that draws random numbers runs to its end, to be able to verify them.
-        self.may_stop = may_stop
+        self.may_stop = not conditions.random.threaded
+        self.scratch = conditions.scratch
         self.inputs: _Inputs
 
     def run(
@@ -345,7 +346,7 @@ class _Replay:
         if number >= len(self.expected):
             return tensor
         signature = _signature(tensor)
-        if signature != self.expected[number]:
+        if signature != self.expected[number] and not self._is_scratch(tensor, signature, self.expected[number]):
             raise ImpureFunctionError(
                 f"saved value {number} of a rematerialised function was {_describe(self.expected[number])} in "
                 f"forward and is {_describe(signature)} in its recompute: {_NOT_PURE}"
@@ -357,6 +358,11 @@ class _Replay:
             self.stopped = True
             raise _Stop
         return value
+
+    def _is_scratch(self, tensor: torch.Tensor, now: Signature, then: Signature) -> bool:
+        """Whether `tensor` is the copy of a buffer, whose versions are counted from its own birth."""
+        base = tensor if tensor._base is None else tensor._base
+        return id(base) in self.scratch and (now[0], now[1], now[3]) == (then[0], then[1], then[3])
 
     def _compare(self, results: Ends) -> None:
         if len(results) != len(self.results):
@@ -393,7 +399,9 @@ def _describe_end(end: Any) -> str:
     return end.__name__ if isinstance(end, type) else f"{str(end[1]).removeprefix('torch.')}{list(end[0])}"
 
 
-def _requiring(tensor: torch.Tensor, needs_grad: bool) -> torch.Tensor:
+def _as_in_forward(tensor: torch.Tensor, needs_grad: bool) -> torch.Tensor:
+    if may_be_statistics(tensor) and not needs_grad:
+        return tensor.clone()  # for the recompute to write into
     if tensor.requires_grad == needs_grad:
         return tensor
     return tensor.detach().requires_grad_(needs_grad)

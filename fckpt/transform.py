@@ -46,7 +46,7 @@ from torch.overrides import TorchFunctionMode
 
 from fckpt import tree
 from fckpt.arguments import Arguments
-from fckpt.conditions import BufferHabits, Conditions, Observation
+from fckpt.conditions import BufferHabits, Conditions, Observation, may_be_statistics
 from fckpt.errors import ImpureFunctionError, MutationError, OpaqueOutputError
 from fckpt.segment import HooksUnavailable
 
@@ -159,7 +159,7 @@ class UserCall:
 
     def __call__(self, *operands: torch.Tensor) -> Flat:
         """The recompute: the same outputs from other operands."""
-        inputs = list(operands[: self.count])
+        inputs = [x.clone() if may_be_statistics(x) else x for x in operands[: self.count]]
         args, kwargs = self.arguments.rebuild(inputs)
         substitutes = {id(t): x for (t, _), x in zip(self.lifted, operands[self.count :], strict=True)}
         with self.conditions.restored(lambda: True), _Substitution(substitutes):
