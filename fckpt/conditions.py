@@ -181,7 +181,8 @@ class Conditions:
                 stack.enter_context(self.random.replay(completed))
             if self.written:
                 stack.enter_context(self._scratch_buffers())
-            if self.statistics:
+            if self.statistics and not torch._C._are_functorch_transforms_active():
+                # Within transforms, writing to a captured tensor is an error anyway.
                 stack.enter_context(self._unwritten(self.statistics))
             yield
 
