@@ -105,7 +105,7 @@ class _NumpyGlobal(_Cached):
     def __init__(self, numpy: Any):
         super().__init__()
         self.numpy = numpy
-        self.rand = numpy.random.mtrand._rand
+        self.rand = numpy.mtrand._rand
         self.bits = self.rand._bit_generator
         readable = _CPYTHON and type(self.bits).__name__ == "MT19937"
         self.address = self.bits.ctypes.state_address if readable else None
@@ -116,10 +116,10 @@ class _NumpyGlobal(_Cached):
         return ctypes.string_at(self.address, self._TWISTER), _memory_of(self.rand)
 
     def read(self) -> Any:
-        return self.numpy.random.get_state()
+        return self.numpy.get_state()
 
     def set(self, state: Any) -> None:
-        self.numpy.random.set_state(state[1])
+        self.numpy.set_state(state[1])
 
     @staticmethod
     def same(a: Any, b: Any) -> bool:
@@ -153,10 +153,14 @@ _numpy_global: _NumpyGlobal | None = None
 
 def generator_types() -> tuple[type, ...]:
     """The types whose instances `RandomState.capture` accepts (NumPy's once NumPy is imported)."""
+    numpy = _numpy_random()
+    return GENERATOR_TYPES if numpy is None else (*GENERATOR_TYPES, numpy.Generator, numpy.RandomState)
+
+
+def _numpy_random() -> Any:
+    """`numpy.random`, if somebody has imported it (to the end: another thread may be at it)."""
     numpy = sys.modules.get("numpy.random")
-    if numpy is None:
-        return GENERATOR_TYPES
-    return (*GENERATOR_TYPES, numpy.Generator, numpy.RandomState)
+    return numpy if numpy is not None and hasattr(numpy, "RandomState") and hasattr(numpy, "Generator") else None
 
 
 def _source(generator: Any) -> Any:
@@ -168,9 +172,9 @@ def _source(generator: Any) -> Any:
 def _global_sources(devices: Iterable[torch.device]) -> list[Any]:
     global _numpy_global
     sources: list[Any] = [_CPU, _PYTHON]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and hasattr(numpy, "random"):
-        if _numpy_global is None or _numpy_global.bits is not numpy.random.mtrand._rand._bit_generator:
+    numpy = _numpy_random()
+    if numpy is not None:
+        if _numpy_global is None or _numpy_global.bits is not numpy.mtrand._rand._bit_generator:
             _numpy_global = _NumpyGlobal(numpy)
         sources.append(_numpy_global)
     for device in devices:
@@ -182,23 +186,72 @@ def _global_sources(devices: Iterable[torch.device]) -> list[Any]:
     return sources
 
 
+class _Rewinds(threading.local):
+    """How often this thread has set generators back; beside it, how often all threads have."""
+
+    total = 0
+    running = 0
+    lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self.own = 0
+        self.own_running = 0
+
+    def begin(self) -> None:
+        with _Rewinds.lock:
+            _Rewinds.total += 1
+            _Rewinds.running += 1
+        self.own += 1
+        self.own_running += 1
+
+    def end(self) -> None:
+        with _Rewinds.lock:
+            _Rewinds.running -= 1
+        self.own_running -= 1
+
+    def others(self) -> int:
+        """A number that changes when another thread sets generators back; -1 while one has them set back."""
+        with _Rewinds.lock:
+            return -1 if _Rewinds.running != self.own_running else _Rewinds.total - self.own
+
+
+_rewinds = _Rewinds()
+# Replays of several threads wait for each other; not for ever, because a function may itself wait for a thread.
+_exclusive = threading.RLock()
+_PATIENCE = 10.0  # seconds
+
+
 class RandomState:
-    """The generator states at one call: `capture` before it, `drawn` after it, `replay` around reruns."""
+    """The generator states at one call: `capture` before it, `drawn` after it, `replay` around reruns.
 
-    __slots__ = ("states", "threaded")
+    Generators are shared by all threads of a process. Where several threads run, draws of others are noticed
+    by where the generators end; that others have set them back meanwhile (for a replay of theirs), by a count.
+    """
 
-    def __init__(self, states: list[tuple[Any, Any, Any]], threaded: bool = False):
+    __slots__ = ("disturbed", "others", "states", "threaded")
+
+    def __init__(
+        self,
+        states: list[tuple[Any, Any, Any]],
+        others: int = 0,
+        threaded: bool = False,
+        disturbed: bool = False,
+    ):
         self.states = states
         """(source, state before, state after) of each source."""
         self.threaded = threaded
         """Whether other threads may draw from the same sources."""
+        self.disturbed = disturbed
+        """Whether another thread replayed during the call, so that its states tell nothing."""
+        self.others = others
 
     @staticmethod
     def capture(devices: Iterable[torch.device] = (), generators: Iterable[Any] = ()) -> RandomState:
         """Reads the states; `devices` besides the CPU, `generators` besides the global ones."""
+        others = _rewinds.others()  # before the states: what happens in between must show
         sources = _global_sources(devices)
         sources += [_source(g) for g in generators]
-        return RandomState([(s, s.get(), None) for s in sources])
+        return RandomState([(s, s.get(), None) for s in sources], others)
 
     def drawn(self) -> RandomState:
         """Returns the part of this state that was drawn from since `capture`."""
@@ -207,7 +260,9 @@ class RandomState:
             after = source.get()
             if not source.same(before, after):
                 states.append((source, before, after))
-        return RandomState(states, bool(states) and threading.active_count() > 1)
+        if self.others < 0 or self.others != _rewinds.others():  # after the states, likewise
+            return RandomState(self.states, threaded=True, disturbed=True)
+        return RandomState(states, threaded=bool(states) and threading.active_count() > 1)
 
     def rewind(self) -> None:
         """Sets every source back to its state before the call, for good."""
@@ -222,25 +277,45 @@ class RandomState:
             completed: tells, after the body, whether it ran to its end (and was not stopped early).
 
         Raises:
-            RandomStateError: the body ran to its end and drew something else than the call did, which
-                happens when another thread draws from the same generator meanwhile.
+            RandomStateError: the body draws, and not surely what the call drew, because another thread uses
+                the same generator. Only a body that ran to its end can be judged.
         """
+        locked = threading.active_count() > 1 and _exclusive.acquire(timeout=_PATIENCE)
+        others = _rewinds.others()
         present = [(source, source.get()) for source, _, _ in self.states]
-        self.rewind()
         try:
-            yield
-            if self.threaded and completed():
-                self._verify()
+            if self.disturbed:
+                yield
+                self._verify([(source, state, state) for source, state in present], others)
+                return
+            _rewinds.begin()
+            self.rewind()
+            try:
+                yield
+                if self.threaded and completed():
+                    self._verify(self.states, others)
+            finally:
+                for source, state in present:
+                    source.set(state)
+                _rewinds.end()
         finally:
-            for source, state in present:
-                source.set(state)
+            if locked:
+                _exclusive.release()
 
-    def _verify(self) -> None:
-        if all(source.same(source.get(), after) for source, _, after in self.states):
-            return
-        raise RandomStateError(
-            "another thread drew from the same random generator while a rematerialised function ran, so its "
-            "random numbers cannot be drawn again and its gradient would be wrong. torch's default CPU "
-            "generator is shared by all threads of a process: run such steps in processes of their own, or "
-            "draw the random tensors outside of `remat` and pass them as arguments."
-        )
+    @staticmethod
+    def _verify(states: list[tuple[Any, Any, Any]], others: int) -> None:
+        ends = [source.get() for source, _, _ in states]
+        if others < 0 or others != _rewinds.others():
+            raise RandomStateError(_SHARED)
+        for now, (source, before, after) in zip(ends, states, strict=True):
+            # Where it began, it drew nothing, and what moved the generator in the call was somebody else.
+            if not source.same(now, after) and not source.same(now, before):
+                raise RandomStateError(_SHARED)
+
+
+_SHARED = (
+    "another thread drew from the same random generator while a rematerialised function ran, so its random "
+    "numbers cannot be drawn again and its gradient would be wrong. torch's default CPU generator is shared by "
+    "all threads of a process: run such steps in processes of their own, or draw the random tensors outside of "
+    "`remat` and pass them as arguments."
+)

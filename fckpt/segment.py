@@ -13,6 +13,7 @@ dtype, version and producing operation); generators and buffers are restored.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable
@@ -85,17 +86,43 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 Ends = list[Any]
-Signature = tuple[torch.Size, torch.dtype, int, type]
+Signature = tuple[torch.Size, torch.dtype, int, tuple[type, ...], bytes]
 
 
-def _signature(tensor: torch.Tensor) -> Signature:
-    return (tensor.shape, tensor.dtype, tensor._version, type(tensor.grad_fn))
+def _signature(tensor: torch.Tensor, start: int) -> Signature:
+    """What is compared of a saved value: `start` is the number of the first node of this run."""
+    return (tensor.shape, tensor.dtype, tensor._version, _lineage(tensor.grad_fn, start), _probe(tensor))
+
+
+def _lineage(node: Any, start: int) -> tuple[type, ...]:
+    """The operation that made a value and those that made its operands, within the run."""
+    if node is None:
+        return ()
+    parents = [n for n, _ in node.next_functions if n is not None]
+    # Leaves have the largest number there is; what came before the run may be detached in its recompute.
+    return (type(node), *(type(n) for n in parents if start <= n._sequence_nr() < _LEAF))
+
+
+def _probe(tensor: torch.Tensor) -> bytes:
+    """The first eight bytes of a value on the CPU: reading them is free, and most impure functions change them.
+
+    Not of a tensor without history, which may be scratch space yet to be written (rrelu's noise).
+    """
+    if tensor.grad_fn is None or type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+        return b""
+    if tensor.layout is not torch.strided or tensor.numel() * tensor.element_size() < 8 or not tensor.is_contiguous():
+        return b""
+    return ctypes.string_at(torch._C._data_address(tensor), 8)
+
+
+_LEAF = 2**63
 
 
 def _describe(signature: Signature) -> str:
-    shape, dtype, changes, origin = signature
-    by = "a tensor without history" if origin is type(None) else f"from {origin.__name__}"
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} {by}, changed in place {changes} times"
+    shape, dtype, changes, lineage, probe = signature
+    by = " of ".join(t.__name__ for t in lineage) or "a tensor without history"
+    bits = f", beginning with the bytes {probe.hex()}" if probe else ""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} from {by}, changed in place {changes} times{bits}"
 
 
 def run_segment(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits) -> Any:
@@ -124,8 +151,8 @@ def _check_hooks_enabled() -> None:
 
 class _Segment:
     __slots__ = (
-        "__weakref__", "arguments", "conditions", "fn", "held", "inputs", "lock", "needs_grad", "observation", "outer", "results",
-        "saved", "stores", "tangents", "used", "versions",
+        "__weakref__", "arguments", "conditions", "fn", "held", "inputs", "lock", "needs_grad", "observation", "outer",
+        "results", "saved", "start", "stores", "tangents", "used", "versions",
     )  # fmt: skip
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits):
@@ -136,6 +163,7 @@ class _Segment:
         self.versions = [version(t) for t in tensors]
         self.needs_grad = [t.requires_grad for t in tensors]
         self.used: set[int] = set()
+        self.start = torch.autograd._get_sequence_nr()
         self.saved: list[Signature] = []
         self.results: Ends = []
         self.conditions: Conditions | None = None
@@ -203,7 +231,7 @@ class _Segment:
             self.used.add(index)
             return _Held(index, None, tensor._version)
         if not inputs.kept(tensor):
-            self.saved.append(_signature(tensor))
+            self.saved.append(_signature(tensor, self.start))
             return len(self.saved) - 1
         if self.outer is None or tensor.is_leaf:
             return _Held(-1, tensor, tensor._version)
@@ -298,7 +326,7 @@ class _Segment:
 class _Replay:
     """One more run of a segment's function, which collects what its forward did not keep."""
 
-    __slots__ = ("complete", "count", "expected", "found", "inputs", "may_stop", "results", "scratch", "stopped")
+    __slots__ = ("complete", "count", "expected", "fills", "found", "inputs", "may_stop", "operation", "results", "scratch", "start", "stopped")
 
     def __init__(self, segment: _Segment, conditions: Conditions):
         self.complete = segment.inputs is None
@@ -308,6 +336,7 @@ class _Replay:
         self.count = 0
         self.stopped = False
         # Under threads a replay that draws random numbers runs to its end, to be able to verify them.
+        self.operation, self.fills = -1, False
         self.may_stop = not conditions.random.threaded
         self.scratch = conditions.scratch
         self.inputs: _Inputs
@@ -323,6 +352,7 @@ class _Replay:
             if tangents is not None:
                 tensors = [_as_dual(t, tangent) for t, tangent in zip(tensors, tangents, strict=True)]
             self.inputs = _Inputs(tensors)
+            self.start = torch.autograd._get_sequence_nr()
             args, kwargs = arguments.rebuild(tensors)
             _push(self.pack, _identity)
             try:
@@ -345,16 +375,20 @@ class _Replay:
         self.count += 1
         if number >= len(self.expected):
             return tensor
-        signature = _signature(tensor)
+        signature = _signature(tensor, self.start)
         if signature != self.expected[number] and not self._is_scratch(tensor, signature, self.expected[number]):
             raise ImpureFunctionError(
                 f"saved value {number} of a rematerialised function was {_describe(self.expected[number])} in "
                 f"forward and is {_describe(signature)} in its recompute: {_NOT_PURE}"
             )
         value = self.found[number] = tensor.detach()
-        # Autograd saves an operation's inputs before it computes, so the last operation need not run. Some
-        # save a tensor that they are yet to fill (rrelu's noise), but never one that requires grad.
-        if number == len(self.expected) - 1 and tensor.requires_grad and self.may_stop:
+        # Autograd saves an operation's inputs before it computes, so the last operation need not run. But some
+        # save a tensor that they are yet to fill (rrelu its noise), which has no history then.
+        operation = torch.autograd._get_sequence_nr()
+        if operation != self.operation:
+            self.operation, self.fills = operation, False
+        self.fills |= tensor.grad_fn is None
+        if number == len(self.expected) - 1 and self.may_stop and not self.fills:
             self.stopped = True
             raise _Stop
         return value
@@ -362,7 +396,7 @@ class _Replay:
     def _is_scratch(self, tensor: torch.Tensor, now: Signature, then: Signature) -> bool:
         """Whether `tensor` is the copy of a buffer, whose versions are counted from its own birth."""
         base = tensor if tensor._base is None else tensor._base
-        return id(base) in self.scratch and (now[0], now[1], now[3]) == (then[0], then[1], then[3])
+        return id(base) in self.scratch and (now[0], now[1], now[3:]) == (then[0], then[1], then[3:])
 
     def _compare(self, results: Ends) -> None:
         if len(results) != len(self.results):

@@ -46,7 +46,7 @@ from torch.overrides import TorchFunctionMode
 
 from fckpt import tree
 from fckpt.arguments import Arguments
-from fckpt.conditions import BufferHabits, Conditions, Observation, may_be_statistics
+from fckpt.conditions import BufferHabits, Conditions, Observation, may_be_statistics, version
 from fckpt.errors import ImpureFunctionError, MutationError, OpaqueOutputError
 from fckpt.segment import HooksUnavailable
 
@@ -96,6 +96,7 @@ class UserCall:
         self.fn = fn
         self.arguments = arguments
         self.inputs: list[torch.Tensor] = list(arguments.tensors)
+        self.versions = [(base, version(base)) for base in map(_base, self.inputs)]
         self.count = len(self.inputs)
         self.habits = habits
         self.lifted: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -109,7 +110,6 @@ class UserCall:
     def first(self, discard: bool) -> Flat:
         """The forward run, in the present levels: returns the outputs, still tracked."""
         observation = Observation(self.fn, self.arguments.statics + self.inputs, self.habits)
-        versions = [x._version for x in self.inputs]
         args, kwargs = self.arguments.rebuild(self.inputs)
         recorder = _Recorder(self.inputs)
         try:
@@ -124,8 +124,8 @@ class UserCall:
             observation.undo()
             raise HooksUnavailable from error
         self.conditions = observation.conditions()
-        for i, (x, then) in enumerate(zip(self.inputs, versions, strict=True)):
-            if x._version != then:
+        for i, (base, then) in enumerate(self.versions):
+            if version(base) != then:
                 raise MutationError(
                     f"{self.arguments.path(i)} was changed in place by the rematerialised function itself; its "
                     "recompute would change it again. Return the new value instead of writing into the argument "
@@ -159,6 +159,12 @@ class UserCall:
 
     def __call__(self, *operands: torch.Tensor) -> Flat:
         """The recompute: the same outputs from other operands."""
+        for i, (base, then) in enumerate(self.versions):
+            if version(base) != then:
+                raise MutationError(
+                    f"{self.arguments.path(i)} of a rematerialised function was changed in place between forward and "
+                    f"backward (version {then} -> {version(base)}). Run backward before changing it, or change a copy."
+                )
         inputs = [x.clone() if may_be_statistics(x) else x for x in operands[: self.count]]
         args, kwargs = self.arguments.rebuild(inputs)
         substitutes = {id(t): x for (t, _), x in zip(self.lifted, operands[self.count :], strict=True)}
@@ -187,6 +193,13 @@ class UserCall:
         sources = {"out": outputs, "in": inputs}
         leaves = [sources[x[0]][x[1]] if _is_number(x) else x for x in self.leaves]
         return tree.unflatten(self.spec, leaves)
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without its wrappers: in-place work shows in the version of this one."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
 
 
 def _is_number(leaf: Any) -> bool:

@@ -340,7 +340,10 @@ class Program:
         split = len(read) // 2 if region.closes_over else 0
         # A region that differentiates inside is one function without a transform too.
         aliased = wrap is plain and (aliases or any(step.op == "inner_grad" for step in steps))
-        entering = [values[i].view_as(values[i]) if aliased else values[i] for i in read]
+        distinct = {id(values[i]): values[i] for i in read}
+        if aliased:
+            distinct = {key: value.view_as(value) for key, value in distinct.items()}
+        entering = [distinct[id(values[i])] for i in read]
         captured = entering[:split]
 
         def body(tree: Tree) -> Tree:
@@ -429,7 +432,9 @@ class Experiment:
             return pytree.tree_leaves(function(parameters)), torch.get_rng_state()
         leaves = [leaf.requires_grad_() for leaf in pytree.tree_leaves(parameters)]
         outputs = function(parameters)
-        scalar(outputs).backward()
+        total = scalar(outputs)
+        if total.requires_grad:  # high derivatives can be constant
+            total.backward()
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         return [*pytree.tree_leaves(outputs), *gradients], torch.get_rng_state()
 

@@ -24,8 +24,8 @@ pytestmark = [  # said by plain PyTorch, when `jvp` is first used and where vmap
 ]
 
 PROFILES = {
-    "default": settings(max_examples=60, derandomize=True),
-    "ci": settings(max_examples=200, derandomize=True, print_blob=True),
+    "default": settings(max_examples=100, derandomize=True),
+    "ci": settings(max_examples=400, derandomize=True, print_blob=True),
     "slow": settings(max_examples=5_000, print_blob=True),
 }
 PROFILE = settings(
@@ -148,9 +148,10 @@ def test_higher_orders_agree_to_rounding() -> None:
         reordered = tally.plainly(experiment, aliases=False)
         tally.count(experiment, expected)
         got = experiment.run(fckpt.remat)
+        # Sums in another order: rounding of numbers around one, or more where plain PyTorch is unsteady too.
+        rounding = 1e-5 if any(step.op == "float32" for step in experiment.program.steps) else 1e-9
         for a, b, c in zip(expected[0], got[0], reordered[0], strict=True):
-            # Sums in another order: 1e-9 of the largest entry, or more where plain PyTorch is unsteady too.
-            allowed = 1e-9 * largest(a) + 1e3 * largest(a - c)
+            allowed = rounding * max(1.0, largest(a)) + 1e3 * largest(a - c)
             assert same(a.isfinite(), b.isfinite())
             assert largest(a - b) <= allowed
         assert torch.equal(expected[1], got[1]), "the generator ends elsewhere"

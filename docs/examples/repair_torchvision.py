@@ -24,7 +24,7 @@ def repair() -> None:
     if importlib.util.find_spec("torchvision") is None:
         return
     try:
-        import torchvision  # noqa: F401
+        import torchvision
     except RuntimeError as error:
         if "operator torchvision::nms does not exist" not in str(error):
             raise

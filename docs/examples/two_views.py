@@ -10,12 +10,11 @@ With `torch.utils.checkpoint.checkpoint(net, view, use_reentrant=True)` this tak
 time, and the reason is that the network is not trained: the images do not require grad, so the checkpoint's
 output does not either, and only `linear` moves. `fckpt.remat(net)` makes no difference between the two.
 
-    python docs/examples/two_views.py               # a small ResNet on 32x32 images
-    python docs/examples/two_views.py --full        # ResNet-50 on 224x224 images, about 2 GiB
+    python docs/examples/two_views.py               # a small ResNet on 64x64 images
+    python docs/examples/two_views.py --full        # ResNet-50 on 224x224 images
 
-Torch's reentrant checkpoint has two more effects here, which the table shows: BatchNorm's statistics are
-updated in forward only because nothing runs backward; and the least memory of all is that of a region per
-block, not of one region around the network.
+The table also shows that one region around the whole network is not the best choice: a region per block
+takes less.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fckpt
-from fckpt.memory import measure_peak
 
 
 class Bottleneck(nn.Module):
@@ -141,7 +139,9 @@ def run(net: ResNet, x: Tensor) -> list[Row]:
     for way, wrap in WAYS.items():
         own, own_linear = copy.deepcopy(net), copy.deepcopy(linear)
         call = wrap(own)
-        peak = measure_peak(lambda call=call, own_linear=own_linear: step(call, own_linear, x)).peak_bytes
+        peak = fckpt.measure_peak(
+            lambda call=call, own_linear=own_linear: step(call, own_linear, x)
+        ).peak_bytes
         grads = [p.grad for p in (*own.parameters(), *own_linear.parameters())]
         if way == "plain":
             plain, statistics = grads, list(own.buffers())

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +18,16 @@ from typing import Any
 
 import pytest
 import torch
-from opinfo_harness import DEFAULT_SAMPLES, MODES, SAMPLES, Difference, compare, differentiable_ops
+from opinfo_harness import (
+    DEFAULT_SAMPLES,
+    MODES,
+    SAMPLES,
+    Difference,
+    Program,
+    Remat,
+    compare,
+    differentiable_ops,
+)
 
 import fckpt
 
@@ -29,7 +40,10 @@ class Known:
     modes: tuple[str, ...]
     parts: tuple[str, ...]
     tolerance: float
+    """Largest absolute difference; infinite for an error."""
     cause: str
+    error: str = ""
+    """Part of the text of the error."""
 
     def covers(self, op: str, difference: Difference) -> bool:
         return (
@@ -37,10 +51,31 @@ class Known:
             and difference.mode in self.modes
             and difference.part in self.parts
             and difference.size <= self.tolerance
+            and self.error in difference.detail
         )
 
 
-KNOWN_DIFFERENCES: tuple[Known, ...] = ()
+KNOWN_DIFFERENCES = [
+    Known(
+        ops=("nn_functional_instance_norm",),
+        modes=("backward", "vjp", "grad", "jvp", "grad_grad", "double_backward"),
+        parts=("error",),
+        tolerance=float("inf"),
+        cause="writes into its arguments `running_mean` and `running_var`; a recompute would write again",
+        error="MutationError",
+    ),
+]
+if sys.version_info < (3, 12):
+    KNOWN_DIFFERENCES.append(
+        Known(
+            ops=("__getitem__",),
+            modes=("backward", "vjp", "grad", "vmap_grad", "jvp", "grad_grad", "double_backward"),
+            parts=("error",),
+            tolerance=float("inf"),
+            cause="slices as arguments are static, and hashable from Python 3.12 on",
+            error="is a slice, which cannot be hashed",
+        )
+    )
 
 LEAST_SHARE = {  # of all differentiable ops, compared in each mode; the rest plain PyTorch refuses
     "backward": 1.0,
@@ -50,7 +85,7 @@ LEAST_SHARE = {  # of all differentiable ops, compared in each mode; the rest pl
     "jvp": 0.95,
     "grad_grad": 0.97,
     "double_backward": 0.97,
-    "inplace": 0.25,
+    "inplace": 0.2,
 }
 
 OPS = {op.formatted_name: op for op in differentiable_ops()}
@@ -96,7 +131,45 @@ def test_remat_of_an_op_is_bitwise_the_op(name: str, outcome: Callable[[str], Ou
     compared, differences = outcome(name)
     unknown = [d for d in differences if not any(known.covers(name, d) for known in KNOWN_DIFFERENCES)]
     assert compared["backward"] > 0, "no sample of this op was compared"
-    assert not unknown, "\n".join(f"{d.mode}: {d.part} differ by {d.size:.2g}; {d.detail}" for d in unknown)
+    assert not unknown, "\n".join(
+        f"{d.mode}: {d.part} differ by {d.size:.2g}; {d.detail}" for d in unknown[:5]
+    )
+
+
+def _off_by_one_bit(program: Program) -> Program:
+    return lambda x: program(x) * (1 + 2**-52)
+
+
+def _draws_once_more(program: Program) -> Program:
+    return lambda x: program(x) + 0 * torch.rand(())
+
+
+def _warns(program: Program) -> Program:
+    def wrapped(x: Any) -> Any:
+        warnings.warn("slow", stacklevel=1)
+        return program(x)
+
+    return wrapped
+
+
+def _fails(program: Program) -> Program:
+    raise NotImplementedError(program)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "part"),
+    [
+        (_off_by_one_bit, "gradients"),
+        (_draws_once_more, "generator"),
+        (_warns, "warnings"),
+        (_fails, "error"),
+    ],
+)
+def test_the_comparison_sees(wrong: Remat, part: str) -> None:
+    report = compare(OPS["sin"], wrong)
+    differing = {difference.mode for difference in report.differences if difference.part == part}
+    assert differing == set(MODES)
+    assert not compare(OPS["sin"], lambda program: program).differences
 
 
 @pytest.mark.parametrize("mode", MODES)
