@@ -13,6 +13,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from fckpt.arguments import Arguments, StaticArguments
 from fckpt.conditions import BufferHabits
 from fckpt.errors import ArgumentTypeError
+from fckpt.lift import resolved
 from fckpt.module import remat_module
 from fckpt.segment import HooksUnavailable, run_segment
 from fckpt.transform import run_nodes
@@ -146,6 +147,7 @@ class _Region:
         if not torch.is_grad_enabled() or _is_traced():
             return fn(*args, **kwargs)
         arguments = Arguments(args, kwargs, self.static)
+        arguments.tensors = resolved(arguments.tensors)
         if not self.differentiates:
             try:
                 if torch._C._are_functorch_transforms_active():

@@ -14,13 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from fckpt import ambient
 from fckpt.closure import closure_of
 from fckpt.errors import MutationError
 from fckpt.rng import RandomState, generator_types
 
-__all__ = ["BufferHabits", "Conditions", "Observation", "may_be_statistics", "version"]
+__all__ = ["BufferHabits", "Conditions", "Observation", "may_be_statistics", "unwrapped", "version"]
+
+# Reading an attribute of a tensor calls the torch function modes in force; an enclosing region's are.
+_unseen = torch._C.DisableTorchFunction
 
 BufferKey = tuple[int, str, bool, bool]
 BufferHabits = dict[BufferKey, bool]
@@ -32,17 +36,24 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without the wrappers of torch.func: in-place work always shows in the version of this one."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
 class _ModuleParts:
     """The dicts that hold a module tree's buffers and parameters, found once: the walk costs 1 us a module."""
 
-    __slots__ = ("buffers", "generators", "parameters")
+    __slots__ = ("buffers", "generators", "modules", "parameters")
 
     def __init__(self, module: nn.Module):
         kinds = generator_types()
-        modules = list(module.modules())
-        self.buffers = [(m, m._buffers) for m in modules if m._buffers]
-        self.parameters = [m._parameters for m in modules if m._parameters]
-        self.generators = [v for m in modules for v in vars(m).values() if isinstance(v, kinds)]
+        modules = self.modules = [vars(m) for m in module.modules()]
+        self.buffers = [(m, m._buffers) for m in module.modules() if m._buffers]
+        self.parameters = [m["_parameters"] for m in modules if m["_parameters"]]
+        self.generators = [v for m in modules for v in m.values() if isinstance(v, kinds)]
 
 
 _parts: weakref.WeakKeyDictionary[nn.Module, _ModuleParts] = weakref.WeakKeyDictionary()
@@ -58,31 +69,41 @@ def _parts_of(module: nn.Module) -> _ModuleParts:
 class Observation:
     """What is read right before a function runs; `conditions` completes it right after."""
 
-    __slots__ = ("ambient", "buffers", "closed_over", "copies", "habits", "random")
+    __slots__ = ("ambient", "buffers", "closed_over", "copies", "habits", "installed", "modules", "random")
 
     def __init__(self, fn: Callable[..., Any], leaves: Sequence[Any], habits: BufferHabits):
         """Observes `fn`, about to run on arguments with these leaves; `habits` is kept from call to call."""
+        self.ambient = ambient.capture()
+        with _unseen():
+            self._observe(fn, leaves, habits)
+
+    def _observe(self, fn: Callable[..., Any], leaves: Sequence[Any], habits: BufferHabits) -> None:
         closure = closure_of(fn)
         parts = [_parts_of(module) for module in closure.modules]
         kinds = generator_types()
         generators = closure.generators + [g for part in parts for g in part.generators]
         generators += [leaf for leaf in leaves if isinstance(leaf, kinds)]
         self.closed_over = closure.tensors
-        for part in parts:
-            for parameters in part.parameters:
-                self.closed_over += [p for p in parameters.values() if p is not None]
+        self.modules = [(m, m["training"]) for part in parts for m in part.modules]
+        self.installed = [
+            (parameters, name, p)
+            for part in parts
+            for parameters in part.parameters
+            for name, p in parameters.items()
+            if p is not None
+        ]
+        self.closed_over += [p for _, _, p in self.installed]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] + self.closed_over
         devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
         self.habits = habits
         self.buffers = [
-            (buffers, name, (id(buffers), name, owner.training, _is_norm(owner)), tensor, version(tensor))
+            (buffers, name, (id(buffers), name, owner.training, _is_norm(owner)), tensor, version(unwrapped(tensor)))
             for part in parts
             for owner, buffers in part.buffers
             for name, tensor in buffers.items()
             if tensor is not None
         ]
         self.copies = [self._copy(buffer[2], buffer[3]) for buffer in self.buffers]
-        self.ambient = ambient.capture()
         self.random = RandomState.capture(devices, generators)
 
     def _copy(self, key: BufferKey, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -95,7 +116,11 @@ class Observation:
 
     def conditions(self) -> Conditions:
         """Returns the conditions of the run that has just ended, without what it turned out not to use."""
-        watched = [(t, version(t)) for t in self.closed_over]
+        with _unseen():
+            return self._conditions()
+
+    def _conditions(self) -> Conditions:
+        watched = [(t, version(t)) for t in map(unwrapped, self.closed_over)]
         written = []
         for (buffers, name, key, tensor, before), copy in zip(self.buffers, self.copies, strict=True):
             # Batch normalisation writes without counting a version, so values are compared, where known.
@@ -103,16 +128,17 @@ class Observation:
                 key[3]
                 or self.habits.get(key, False)
                 or buffers.get(name) is not tensor
-                or version(tensor) != before
+                or version(unwrapped(tensor)) != before
                 or (copy is not None and not torch.equal(copy, tensor))
             )
             unforeseen = changed and copy is None and not key[3]
             self.habits[key] = changed
             if changed:
-                written.append((buffers, name, copy, unforeseen))
+                written.append((buffers, name, tensor if copy is None else copy, unforeseen))
             else:
-                watched.append((tensor, before))
-        return Conditions(self.ambient, self.random.drawn(), watched, written)
+                self.installed.append((buffers, name, tensor))
+                watched.append((unwrapped(tensor), before))
+        return Conditions(self.ambient, self.random.drawn(), watched, written, self.installed, self.modules)
 
     def undo(self) -> None:
         """Takes back what an aborted run did to generators and buffers."""
@@ -131,14 +157,18 @@ class Observation:
 class Conditions:
     """What surrounded one run of a function: see the module's docstring."""
 
-    __slots__ = ("ambient", "random", "scratch", "statistics", "watched", "written")
+    __slots__ = (
+        "ambient", "installed", "modules", "random", "scratch", "statistics", "watched", "written",
+    )  # fmt: skip
 
     def __init__(
         self,
         ambient_then: ambient.Ambient,
         random: RandomState,
         watched: list[tuple[torch.Tensor, int]],
-        written: list[tuple[dict[str, Any], str, torch.Tensor | None, bool]],
+        written: list[tuple[dict[str, Any], str, torch.Tensor, bool]],
+        installed: list[tuple[dict[str, Any], str, torch.Tensor]],
+        modules: list[tuple[dict[str, Any], bool]],
     ):
         self.ambient = ambient_then
         self.random = random
@@ -149,17 +179,22 @@ class Conditions:
         """The ids of what stands in for the written buffers during a recompute."""
         self.written = written
         """Buffers that the run wrote: (dict, name, value before, whether that is not known though needed)."""
+        self.installed = installed
+        """The other buffers and the parameters, where the run found them: (dict, name, tensor)."""
+        self.modules = modules
+        """The modules' attributes, and whether they were training."""
 
     def check(self) -> None:
         """Raises `MutationError` when a closed-over tensor has changed in place since the run."""
-        for tensor, then in self.watched:
-            if version(tensor) != then:
-                raise MutationError(
-                    f"a tensor that the rematerialised function closes over (shape {list(tensor.shape)}, "
-                    f"{tensor.dtype}) was changed in place between forward and backward (version {then} -> "
-                    f"{version(tensor)}): the recompute would see other values. Run backward before changing "
-                    "it (before optimizer.step(), say), or pass a copy as an argument."
-                )
+        with _unseen():
+            changed = [(t, then) for t, then in self.watched if version(t) != then]
+        for tensor, then in changed:
+            raise MutationError(
+                f"a tensor that the rematerialised function closes over (shape {list(tensor.shape)}, "
+                f"{tensor.dtype}) was changed in place between forward and backward (version {then} -> "
+                f"{version(tensor)}): the recompute would see other values. Run backward before changing "
+                "it (before optimizer.step(), say), or pass a copy as an argument."
+            )
 
     def restored(self, completed: Callable[[], bool]) -> contextlib.AbstractContextManager[None]:
         """Puts the conditions back for a recompute, and the present ones after it.
@@ -168,17 +203,27 @@ class Conditions:
             completed: tells, after the body, whether the recompute ran to its end.
         """
         self.check()
-        if not self.random.states and not self.written and not self.statistics and self.ambient == ambient.capture():
+        # `functional_call` puts other tensors into a module for the time of a call, which may be over.
+        moved = [(d, name, t) for d, name, t in self.installed if d.get(name) is not t]
+        flipped = [(m, training) for m, training in self.modules if m["training"] is not training]
+        if (
+            not (self.random.states or self.written or self.statistics or moved or flipped)
+            and self.ambient == ambient.capture()
+        ):
             return _NOTHING
-        return self._restored(completed)
+        return self._restored(completed, moved, flipped)
 
     @contextlib.contextmanager
-    def _restored(self, completed: Callable[[], bool]) -> Iterator[None]:
+    def _restored(self, completed: Callable[[], bool], moved: list[Any], flipped: list[Any]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self.ambient != ambient.capture():
                 stack.enter_context(ambient.restored(self.ambient))
             if self.random.states:
                 stack.enter_context(self.random.replay(completed))
+            if flipped:
+                stack.enter_context(_items_set([(m, "training", training) for m, training in flipped]))
+            if moved:
+                stack.enter_context(_items_set(moved))
             if self.written:
                 stack.enter_context(self._scratch_buffers())
             if self.statistics and not torch._C._are_functorch_transforms_active():
@@ -188,22 +233,19 @@ class Conditions:
 
     @contextlib.contextmanager
     def _scratch_buffers(self) -> Iterator[None]:
-        standing = [(buffers, name, buffers[name]) for buffers, name, _, _ in self.written]
+        for _, name, _, unforeseen in self.written:
+            if unforeseen:
+                raise MutationError(
+                    f"the rematerialised module wrote its buffer {name!r} in a call like one that had left it alone, "
+                    "so the value before this call was not kept. From now on it is: run forward and backward again."
+                )
+        stand_ins = [(buffers, name, value.detach().clone()) for buffers, name, value, _ in self.written]
+        self.scratch.update(id(t) for _, _, t in stand_ins)
         try:
-            for (buffers, name, copy, unforeseen), (_, _, now) in zip(self.written, standing, strict=True):
-                if unforeseen:
-                    raise MutationError(
-                        f"the rematerialised module wrote its buffer {name!r} in a call like one that had left "
-                        "it alone, so the value before this call was not kept. From now on it is: run forward "
-                        "and backward again."
-                    )
-                stand_in = buffers[name] = (now if copy is None else copy).clone()
-                self.scratch.add(id(stand_in))
-            yield
+            with _items_set(stand_ins):
+                yield
         finally:
             self.scratch.clear()
-            for buffers, name, tensor in standing:
-                buffers[name] = tensor
 
     @contextlib.contextmanager
     def _unwritten(self, tensors: list[torch.Tensor]) -> Iterator[None]:
@@ -213,6 +255,19 @@ class Conditions:
         finally:
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.data.copy_(value)  # .data: no new version
+
+
+@contextlib.contextmanager
+def _items_set(items: list[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Sets items of dicts, and puts the present ones back."""
+    present = [(d, key, d.get(key)) for d, key, _ in items]
+    try:
+        for d, key, value in items:
+            d[key] = value
+        yield
+    finally:
+        for d, key, value in present:
+            d[key] = value
 
 
 def may_be_statistics(tensor: torch.Tensor) -> bool:

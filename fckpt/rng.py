@@ -20,7 +20,7 @@ import torch
 
 from fckpt.errors import RandomStateError
 
-__all__ = ["GENERATOR_TYPES", "RandomState", "generator_types"]
+__all__ = ["GENERATOR_TYPES", "SHARED", "RandomState", "generator_types"]
 
 
 def _memory_of(value: object) -> bytes:
@@ -306,14 +306,14 @@ class RandomState:
     def _verify(states: list[tuple[Any, Any, Any]], others: int) -> None:
         ends = [source.get() for source, _, _ in states]
         if others < 0 or others != _rewinds.others():
-            raise RandomStateError(_SHARED)
+            raise RandomStateError(SHARED)
         for now, (source, before, after) in zip(ends, states, strict=True):
             # Where it began, it drew nothing, and what moved the generator in the call was somebody else.
             if not source.same(now, after) and not source.same(now, before):
-                raise RandomStateError(_SHARED)
+                raise RandomStateError(SHARED)
 
 
-_SHARED = (
+SHARED = (
     "another thread drew from the same random generator while a rematerialised function ran, so its random "
     "numbers cannot be drawn again and its gradient would be wrong. torch's default CPU generator is shared by "
     "all threads of a process: run such steps in processes of their own, or draw the random tensors outside of "

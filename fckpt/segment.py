@@ -27,7 +27,8 @@ from torch.autograd import forward_ad
 from fckpt import tree
 from fckpt.arguments import Arguments
 from fckpt.conditions import BufferHabits, Conditions, Observation, may_be_statistics, version
-from fckpt.errors import ImpureFunctionError, MutationError
+from fckpt.errors import ImpureFunctionError, MutationError, RandomStateError
+from fckpt.rng import SHARED
 
 __all__ = ["HooksUnavailable", "run_segment"]
 
@@ -89,9 +90,10 @@ Ends = list[Any]
 Signature = tuple[torch.Size, torch.dtype, int, tuple[type, ...], bytes]
 
 
-def _signature(tensor: torch.Tensor, start: int) -> Signature:
+def _signature(tensor: torch.Tensor, start: int, thorough: bool) -> Signature:
     """What is compared of a saved value: `start` is the number of the first node of this run."""
-    return (tensor.shape, tensor.dtype, tensor._version, _lineage(tensor.grad_fn, start), _probe(tensor))
+    probe = _probe(tensor, thorough)
+    return (tensor.shape, tensor.dtype, tensor._version, _lineage(tensor.grad_fn, start), probe)
 
 
 def _lineage(node: Any, start: int) -> tuple[type, ...]:
@@ -103,16 +105,19 @@ def _lineage(node: Any, start: int) -> tuple[type, ...]:
     return (type(node), *(type(n) for n in parents if start <= n._sequence_nr() < _LEAF))
 
 
-def _probe(tensor: torch.Tensor) -> bytes:
-    """The first eight bytes of a value on the CPU: reading them is free, and most impure functions change them.
+def _probe(tensor: torch.Tensor, thorough: bool) -> bytes:
+    """The first bytes of a value on the CPU: reading eight is free, and most impure functions change them.
 
-    Not of a tensor without history, which may be scratch space yet to be written (rrelu's noise).
+    Where other threads may draw from the same generator, up to 4096 are read, of masks too.
     """
-    if tensor.grad_fn is None or type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+    if tensor.grad_fn is None and not thorough:
         return b""
-    if tensor.layout is not torch.strided or tensor.numel() * tensor.element_size() < 8 or not tensor.is_contiguous():
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return b""
-    return ctypes.string_at(torch._C._data_address(tensor), 8)
+    size = tensor.numel() * tensor.element_size()
+    if size < 8 or not tensor.is_contiguous():
+        return b""
+    return ctypes.string_at(torch._C._data_address(tensor), min(size, 4096) if thorough else 8)
 
 
 _LEAF = 2**63
@@ -121,7 +126,7 @@ _LEAF = 2**63
 def _describe(signature: Signature) -> str:
     shape, dtype, changes, lineage, probe = signature
     by = " of ".join(t.__name__ for t in lineage) or "a tensor without history"
-    bits = f", beginning with the bytes {probe.hex()}" if probe else ""
+    bits = f", beginning with the bytes {probe[:8].hex()}" if probe else ""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} from {by}, changed in place {changes} times{bits}"
 
 
@@ -151,8 +156,9 @@ def _check_hooks_enabled() -> None:
 
 class _Segment:
     __slots__ = (
-        "__weakref__", "arguments", "conditions", "fn", "held", "inputs", "lock", "needs_grad", "observation", "outer",
-        "results", "saved", "start", "stores", "tangents", "used", "versions",
+        "__weakref__", "arguments", "bare", "conditions", "fn", "held", "inputs", "lock", "needs_grad", "observation", "operation", "outer",
+        "results", "saved", "start", "stores", "tangents", "thorough",
+        "unfilled", "used", "versions",
     )  # fmt: skip
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits):
@@ -164,6 +170,11 @@ class _Segment:
         self.needs_grad = [t.requires_grad for t in tensors]
         self.used: set[int] = set()
         self.start = torch.autograd._get_sequence_nr()
+        self.thorough = threading.active_count() > 1
+        self.operation = -1
+        self.bare: list[int] = []
+        self.unfilled: set[int] = set()
+        """The saved values that an operation may have filled after it saved them."""
         self.saved: list[Signature] = []
         self.results: Ends = []
         self.conditions: Conditions | None = None
@@ -231,11 +242,23 @@ class _Segment:
             self.used.add(index)
             return _Held(index, None, tensor._version)
         if not inputs.kept(tensor):
-            self.saved.append(_signature(tensor, self.start))
-            return len(self.saved) - 1
+            number = len(self.saved)
+            self._note_operation(number, tensor)
+            self.saved.append(_signature(tensor, self.start, self.thorough))
+            return number
         if self.outer is None or tensor.is_leaf:
             return _Held(-1, tensor, tensor._version)
         return _Held(-2, self.outer[0](tensor), 0)
+
+    def _note_operation(self, number: int, tensor: torch.Tensor) -> None:
+        """Some operations save, along with an input, a tensor that they are yet to fill: rrelu its noise."""
+        operation = torch.autograd._get_sequence_nr()  # that of the operation's node plus one
+        if operation != self.operation:
+            self.operation, self.bare = operation, []
+        if tensor.grad_fn is None:
+            self.bare.append(number)
+        else:
+            self.unfilled.update(self.bare)
 
     # -- what it asks for in backward
 
@@ -326,7 +349,10 @@ class _Segment:
 class _Replay:
     """One more run of a segment's function, which collects what its forward did not keep."""
 
-    __slots__ = ("complete", "count", "expected", "fills", "found", "inputs", "may_stop", "operation", "results", "scratch", "start", "stopped")
+    __slots__ = (
+        "complete", "count", "expected", "found", "inputs", "may_stop", "results", "scratch", "start", "stopped", "thorough",
+        "threaded", "unfilled",
+    )  # fmt: skip
 
     def __init__(self, segment: _Segment, conditions: Conditions):
         self.complete = segment.inputs is None
@@ -336,8 +362,11 @@ class _Replay:
         self.count = 0
         self.stopped = False
         # Under threads a replay that draws random numbers runs to its end, to be able to verify them.
-        self.operation, self.fills = -1, False
-        self.may_stop = not conditions.random.threaded
+        self.thorough = segment.thorough
+        self.unfilled = segment.unfilled
+        # `bare`: what the last operation of all saved besides inputs, and may be to fill.
+        self.threaded = conditions.random.threaded
+        self.may_stop = not (segment.bare or self.threaded)
         self.scratch = conditions.scratch
         self.inputs: _Inputs
 
@@ -375,28 +404,29 @@ class _Replay:
         self.count += 1
         if number >= len(self.expected):
             return tensor
-        signature = _signature(tensor, self.start)
-        if signature != self.expected[number] and not self._is_scratch(tensor, signature, self.expected[number]):
+        signature = _signature(tensor, self.start, self.thorough)
+        if signature != self.expected[number] and not self._is_excused(tensor, number, signature):
+            if self.threaded:
+                raise RandomStateError(SHARED)
             raise ImpureFunctionError(
                 f"saved value {number} of a rematerialised function was {_describe(self.expected[number])} in "
                 f"forward and is {_describe(signature)} in its recompute: {_NOT_PURE}"
             )
         value = self.found[number] = tensor.detach()
-        # Autograd saves an operation's inputs before it computes, so the last operation need not run. But some
-        # save a tensor that they are yet to fill (rrelu its noise), which has no history then.
-        operation = torch.autograd._get_sequence_nr()
-        if operation != self.operation:
-            self.operation, self.fills = operation, False
-        self.fills |= tensor.grad_fn is None
-        if number == len(self.expected) - 1 and self.may_stop and not self.fills:
+        # Autograd saves an operation's inputs before it computes, so the last operation need not run, unless
+        # it is to fill what it saved.
+        if number == len(self.expected) - 1 and self.may_stop and tensor.grad_fn is not None:
             self.stopped = True
             raise _Stop
         return value
 
-    def _is_scratch(self, tensor: torch.Tensor, now: Signature, then: Signature) -> bool:
-        """Whether `tensor` is the copy of a buffer, whose versions are counted from its own birth."""
+    def _is_excused(self, tensor: torch.Tensor, number: int, now: Signature) -> bool:
+        """Whether a difference means nothing: in the version of a buffer's copy, or in what is yet to be filled."""
+        then = self.expected[number]
         base = tensor if tensor._base is None else tensor._base
-        return id(base) in self.scratch and (now[0], now[1], now[3:]) == (then[0], then[1], then[3:])
+        same_version = now[2] == then[2] or id(base) in self.scratch
+        same_bytes = now[4] == then[4] or number in self.unfilled
+        return now[:2] == then[:2] and now[3] == then[3] and same_version and same_bytes
 
     def _compare(self, results: Ends) -> None:
         if len(results) != len(self.results):

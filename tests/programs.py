@@ -109,7 +109,7 @@ MIXING: dict[str, Op] = {
     "einsum": lambda x, y, k: torch.einsum("ik,jk->ji", _matrix(x), _matrix(y)),
     "attention": lambda x, y, k: F.scaled_dot_product_attention(_image(x)[0], _image(y)[0], _image(y)[0]),
     "cat": lambda x, y, k: torch.cat([_matrix(x), _matrix(y)]),
-    "mse": lambda x, y, k: F.mse_loss(_matrix(x)[:1], _matrix(y)[:1], reduction=("none", "mean")[k % 2]),
+    "cosine": lambda x, y, k: F.cosine_similarity(_matrix(x)[:1], _matrix(y)[:1], eps=1e-3),
 }
 """Of shapes that agree in the last dimension."""
 

@@ -475,12 +475,22 @@ def closed_over_nested(fn: Fn) -> Fn:
     return outer
 
 
+def closed_over_passed_on(fn: Fn) -> Fn:
+    """What the outer function closes over is an argument of the inner one."""
+
+    def outer(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return fckpt.remat(lambda y: fckpt.remat(fn)(params, y))(x)
+
+    return outer
+
+
 REMATS: dict[str, tuple[Callable[[Fn], Fn], Callable[[Fn], Fn]]] = {
     "remat": (fckpt.remat, lambda fn: fn),
     "twice": (twice, lambda fn: fn),
     "parts": (parts, plain_parts),
     "closed_over": (closed_over, lambda fn: fn),
     "closed_over_nested": (closed_over_nested, lambda fn: fn),
+    "closed_over_passed_on": (closed_over_passed_on, lambda fn: fn),
 }
 
 # Plain PyTorch fails there too: a random operation within the vmap of `jacrev` or `hessian`.

@@ -27,10 +27,6 @@ Weights = list[tuple[Tensor, Tensor]]
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Loss = Callable[[Weights], Tensor]
 
-pytestmark = pytest.mark.filterwarnings(  # said by plain PyTorch when `jvp` is first used
-    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
-)
-
 
 def plain(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,10 +17,9 @@ from torch import Tensor
 import fckpt
 
 Results = tuple[list[Tensor], Tensor]
-pytestmark = [  # said by plain PyTorch, when `jvp` is first used and where vmap has no rule of its own
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings(  # said by plain PyTorch where vmap has no rule of its own
+    "ignore:There is a performance drop:UserWarning"
+)
 
 PROFILES = {
     "default": settings(max_examples=100, derandomize=True),
@@ -33,15 +31,6 @@ PROFILE = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    """Thread hand-over costs ten times the work on tensors this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Tally(Counter[str]):

@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -90,15 +90,6 @@ LEAST_SHARE = {  # of all differentiable ops, compared in each mode; the rest pl
 
 OPS = {op.formatted_name: op for op in differentiable_ops()}
 Outcome = tuple[Counter[str], list[Difference]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    """Thread hand-over costs ten times the work on tensors this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

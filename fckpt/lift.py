@@ -1,0 +1,134 @@
+"""Closed-over tensors under torch.func: found while a function runs, replaced while it runs again.
+
+A function may reach tensors otherwise than through its arguments: cells, globals, attributes. Under torch.func
+such a tensor can belong to a level that differentiates it. It then becomes one more operand of the function.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Recorder", "Substitution", "resolved"]
+
+class _Scopes(threading.local):
+    """The functions being run or run again in this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Scope] = []
+
+
+_scopes = _Scopes()
+
+
+def resolved(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What stands for these tensors in the function that is being run."""
+    return [_scopes.stack[-1].resolve(t) for t in tensors] if _scopes.stack else tensors
+
+
+class _Scope(TorchFunctionMode):
+    """Sees every torch function called while a function runs."""
+
+    def __enter__(self) -> _Scope:
+        self.parent = _scopes.stack[-1] if _scopes.stack else None
+        _scopes.stack.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _scopes.stack.pop()
+
+    def resolve(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a closed-over tensor here."""
+        return tensor if self.parent is None else self.parent.resolve(tensor)
+
+
+class Recorder(_Scope):
+    """Finds, while a function runs, the differentiated tensors that it closes over.
+
+    Such a tensor is tracked by some level and neither an input nor made inside: it is a leaf that was not
+    seen to become one inside, or its history began before the function did (autograd numbers its nodes).
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor]):
+        super().__init__()
+        self.inside = {id(x) for x in inputs}
+        self.alive: list[Any] = []
+        self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.start = torch.autograd._get_sequence_nr()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _has_tensor(result):  # or else nothing flows from the arguments: a query for a shape, say
+            self._visit(args)
+            if kwargs:
+                self._visit(kwargs.values())
+        if func is torch.Tensor.requires_grad_ or func is _SET_REQUIRES_GRAD:
+            self.inside.add(id(args[0]))
+            self.alive.append(args[0])
+        return result
+
+    def _visit(self, values: Any) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                key = id(value)
+                if key not in self.inside and key not in self.lifted:
+                    resolved = self.resolve(value)
+                    if self.foreign(resolved):
+                        self.lifted[key] = (value, resolved)
+            elif type(value) in (list, tuple):
+                self._visit(value)
+            elif type(value) is dict:
+                self._visit(value.values())
+
+    def foreign(self, tensor: torch.Tensor) -> bool:
+        while True:
+            if id(tensor) in self.inside:
+                return False
+            if tensor.requires_grad:
+                node = tensor.grad_fn
+                if node is None or node._sequence_nr() < self.start:
+                    return True
+            if not is_functorch_wrapped_tensor(tensor):
+                return False
+            tensor = get_unwrapped(tensor)
+
+
+class Substitution(_Scope):
+    """Puts other tensors in the places of closed-over ones, while a function runs."""
+
+    def __init__(self, substitutes: dict[int, torch.Tensor]):
+        super().__init__()
+        self.substitutes = substitutes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.substitutes:
+            args = tuple(self._replace(a) for a in args)
+            kwargs = {k: self._replace(v) for k, v in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+    def _replace(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.substitutes.get(id(value), value)
+        if type(value) in (list, tuple):
+            return type(value)(self._replace(v) for v in value)
+        return value
+
+    def resolve(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in self.substitutes:
+            return self.substitutes[id(tensor)]
+        return super().resolve(tensor)
+
+
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    return isinstance(value, (list, tuple)) and any(_has_tensor(v) for v in value)

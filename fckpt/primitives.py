@@ -1,0 +1,342 @@
+"""What a function becomes when levels of torch.func are taken off it: the primitives of `transform`.
+
+Each is a pure function of a flat list of tensors: the user's function itself, the same under vmap, under jvp,
+and its vector-Jacobian product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch._C._functorch import unwrap_if_dead
+from torch._functorch.vmap import restore_vmap
+
+from fckpt import tree
+from fckpt.arguments import Arguments
+from fckpt.conditions import BufferHabits, Conditions, Observation, may_be_statistics, unwrapped, version
+from fckpt.errors import ImpureFunctionError, MutationError, OpaqueOutputError
+from fckpt.lift import Recorder, Substitution
+from fckpt.segment import HooksUnavailable
+
+__all__ = ["Batched", "Dual", "Flat", "Primitive", "Pullback", "UserCall"]
+
+Flat = list[Any]  # tensors, or None where there is none
+_autograd = torch._C._autograd
+
+
+class Primitive(Protocol):
+    """A pure function of a flat list of tensors."""
+
+    def __call__(self, *operands: torch.Tensor) -> Flat: ...
+
+
+class UserCall:
+    """One call of the user's function. Its operands are the distinct input tensors, then those closed over."""
+
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits):
+        self.fn = fn
+        self.arguments = arguments
+        self.inputs: list[torch.Tensor] = list(arguments.tensors)
+        with torch._C.DisableTorchFunction():  # an enclosing region's modes
+            self.versions = [(base, version(base)) for base in map(unwrapped, self.inputs)]
+        self.count = len(self.inputs)
+        self.habits = habits
+        self.lifted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Closed-over tensors that are differentiated: (as the function knows it, as seen from outside)."""
+        self.conditions: Conditions
+        self.spec: tree.TreeSpec
+        self.leaves: list[Any] = []
+        """What the function returned: tensors replaced by ('out', i) and ('in', i), other leaves as they are."""
+        self.shapes: list[tuple[torch.Size, torch.dtype]] = []
+
+    def first(self, discard: bool) -> Flat:
+        """The forward run, in the present levels: returns the outputs, still tracked."""
+        observation = Observation(self.fn, self.arguments.statics + self.inputs, self.habits)
+        args, kwargs = self.arguments.rebuild(self.inputs)
+        recorder = Recorder(self.inputs)
+        try:
+            with _discard_saved() if discard else nullcontext(), recorder:
+                result = self.fn(*args, **kwargs)
+        except _Discarded:
+            observation.undo()
+            raise HooksUnavailable from None
+        except RuntimeError as error:
+            if not discard or "saved tensor hooks" not in str(error):
+                raise
+            observation.undo()
+            raise HooksUnavailable from error
+        self.conditions = observation.conditions()
+        for i, _, _ in self._changed():
+            raise MutationError(
+                f"{self.arguments.path(i)} was changed in place by the rematerialised function itself; its "
+                "recompute would change it again. Return the new value instead of writing into the argument "
+                "(`fckpt.from_module` does so for a module's buffers)."
+            )
+        self.lifted = list(recorder.lifted.values())
+        known = {id(x): ("in", i) for i, x in enumerate(self.inputs)}
+        leaves, self.spec = tree.flatten(result)
+        outputs = self._number(leaves, known)
+        self.leaves = leaves
+        self.shapes = [(x.shape, x.dtype) for x in outputs]
+        return outputs
+
+    def _changed(self) -> list[tuple[int, int, int]]:
+        """The inputs that were changed in place since the call: (index, version then, version now)."""
+        with torch._C.DisableTorchFunction():
+            pairs = [(then, version(base)) for base, then in self.versions]
+        return [(i, then, now) for i, (then, now) in enumerate(pairs) if then != now]
+
+    @staticmethod
+    def _number(leaves: list[Any], known: dict[int, tuple[str, int]]) -> Flat:
+        """Replaces the tensors in `leaves` by their numbers; returns the distinct new ones."""
+        outputs: Flat = []
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                if id(leaf) not in known:
+                    known[id(leaf)] = ("out", len(outputs))
+                    outputs.append(leaf)
+                leaves[position] = known[id(leaf)]
+            elif _hides_tensors(leaf):
+                raise OpaqueOutputError(
+                    f"a rematerialised function returned a {type(leaf).__name__}, which holds tensors and is no "
+                    "pytree, so torch.func cannot differentiate through it. Return a tuple or a dict, or "
+                    "register the type with optree.register_pytree_node."
+                )
+        return outputs
+
+    def __call__(self, *operands: torch.Tensor) -> Flat:
+        """The recompute: the same outputs from other operands."""
+        for i, then, now in self._changed():
+            raise MutationError(
+                f"{self.arguments.path(i)} of a rematerialised function was changed in place between forward and "
+                f"backward (version {then} -> {now}). Run backward before changing it, or change a copy."
+            )
+        inputs = [x.clone() if may_be_statistics(x) else x for x in operands[: self.count]]
+        args, kwargs = self.arguments.rebuild(inputs)
+        substitutes = {id(t): x for (t, _), x in zip(self.lifted, operands[self.count :], strict=True)}
+        with self.conditions.restored(lambda: True), Substitution(substitutes):
+            result = self.fn(*args, **kwargs)
+        leaves, spec = tree.flatten(result)
+        if spec != self.spec:
+            raise ImpureFunctionError(
+                f"a rematerialised function returned {self.spec} in forward and {spec} in its recompute: it is not "
+                "pure. Its result must depend on its arguments alone."
+            )
+        known = {id(x): ("in", i) for i, x in enumerate(inputs)}
+        tensors = [substitutes.get(id(x), x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        outputs = self._number(tensors, known)
+        for i, x in enumerate(outputs):
+            if i >= len(self.shapes) or (x.shape, x.dtype) != self.shapes[i]:
+                then = f"{self.shapes[i][1]}{list(self.shapes[i][0])}" if i < len(self.shapes) else "nothing"
+                raise ImpureFunctionError(
+                    f"output {i} of a rematerialised function was {then} in forward and is {x.dtype}{list(x.shape)} "
+                    "in its recompute: it is not pure. Its result must depend on its arguments alone."
+                )
+        return outputs
+
+    def assemble(self, outputs: Flat, inputs: Sequence[torch.Tensor]) -> Any:
+        """Puts tensors back in the places of their numbers."""
+        sources = {"out": outputs, "in": inputs}
+        leaves = [sources[x[0]][x[1]] if _is_number(x) else x for x in self.leaves]
+        return tree.unflatten(self.spec, leaves)
+
+
+def _is_number(leaf: Any) -> bool:
+    return type(leaf) is tuple and len(leaf) == 2 and leaf[0] in ("out", "in")
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    if isinstance(leaf, (bool, int, float, complex, str, bytes, torch.nn.Module)) or callable(leaf):
+        return False
+    attributes = leaf.values() if isinstance(leaf, dict) else getattr(leaf, "__dict__", {}).values()
+    return any(isinstance(value, torch.Tensor) for value in attributes)
+
+
+class _Discarded(Exception):
+    pass
+
+
+@contextmanager
+def _discard_saved() -> Any:
+    """Autograd records the body (so that it picks the same kernels) and keeps no tensor of it."""
+    message = None
+    if not _autograd._saved_tensors_hooks_is_enabled():
+        message = _autograd._saved_tensors_hooks_get_disabled_error_message()
+        _autograd._saved_tensors_hooks_enable()
+
+    def unpack(_: None) -> torch.Tensor:
+        raise _Discarded
+
+    _autograd._push_saved_tensors_default_hooks(lambda tensor: None, unpack)
+    try:
+        yield
+    finally:
+        _autograd._pop_saved_tensors_default_hooks()
+        if message is not None:
+            _autograd._saved_tensors_hooks_disable(message)
+
+
+class Batched:
+    """`primitive` under vmap, as a function of the batches."""
+
+    def __init__(self, primitive: Primitive, dims: Sequence[int | None], size: int, randomness: str):
+        self.primitive = primitive
+        self.dims = tuple(dims)
+        self.size = size
+        self.randomness = randomness
+        self.out_dims: tuple[int | None, ...] = ()
+
+    def __call__(self, *operands: torch.Tensor) -> Flat:
+        batched = restore_vmap(
+            lambda *xs: tuple(self.primitive(*xs)), self.dims, self.size, self.randomness
+        )
+        outputs, out_dims = batched(*operands)
+        self.out_dims = tuple(out_dims)
+        return list(outputs)
+
+
+class Dual:
+    """`primitive` under jvp: from its operands, and the tangents of those in `moving`, to outputs and tangents."""
+
+    def __init__(self, primitive: Primitive, count: int, moving: Sequence[int]):
+        self.primitive = primitive
+        self.count = count
+        self.moving = tuple(moving)
+
+    def __call__(self, *operands: torch.Tensor) -> Flat:
+        primals, tangents = operands[: self.count], operands[self.count :]
+        outputs: Flat = []
+        differentiable: list[int] = []
+
+        def moved(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            full = list(primals)
+            for i, x in zip(self.moving, xs, strict=True):
+                full[i] = x
+            outputs[:] = self.primitive(*full)
+            differentiable[:] = [i for i, x in enumerate(outputs) if _is_differentiable(x)]
+            return tuple(outputs[i] for i in differentiable)
+
+        values, derivatives = torch.func.jvp(moved, tuple(primals[i] for i in self.moving), tangents)
+        outputs = [None if x is None else unwrap_if_dead(x) for x in outputs]
+        out_tangents: Flat = [None] * len(outputs)
+        for i, value, derivative in zip(differentiable, values, derivatives, strict=True):
+            outputs[i], out_tangents[i] = value, derivative
+        return outputs + out_tangents
+
+
+def _is_differentiable(x: torch.Tensor | None) -> bool:
+    return x is not None and (x.is_floating_point() or x.is_complex())
+
+
+class _Layer:
+    """A vmap around the cotangents of a `Pullback`, whose inputs it leaves alone."""
+
+    def __init__(self, dims: Sequence[int | None], size: int, randomness: str):
+        self.dims = tuple(dims)
+        self.size = size
+        self.randomness = randomness
+        self.out_dims: tuple[int | None, ...] = ()
+
+    def around(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def batched(*cotangents: torch.Tensor) -> tuple[Any, ...]:
+            outputs, dims = restore_vmap(fn, self.dims, self.size, self.randomness)(*cotangents)
+            self.out_dims = tuple(dims)
+            return outputs
+
+        return batched
+
+
+class Pullback:
+    """The vector-Jacobian product of `primitive`: from its operands and cotangents to gradients.
+
+    The inputs are recomputed from once, outside of the vmaps in `layers`, which batch cotangents alone (as
+    `jacrev` does); so random operations are drawn once, as in the forward.
+    """
+
+    def __init__(
+        self,
+        primitive: Primitive,
+        outputs: Sequence[int],
+        needs: Sequence[bool],
+        *,
+        plain: bool,
+        create_graph: bool,
+        layers: tuple[_Layer, ...] = (),
+    ):
+        self.primitive = primitive
+        self.outputs = tuple(outputs)
+        """Which outputs have a cotangent."""
+        self.needs = tuple(needs)
+        """Which operands of `primitive` need a gradient."""
+        self.plain = plain
+        """Whether plain autograd recorded the forward. Its formulas are then used, else torch.func's."""
+        self.create_graph = create_graph
+        """The grad mode of the backward that asks; some formulas depend on it."""
+        self.layers = layers
+
+    def layered(self, dims: Sequence[int | None], size: int, randomness: str) -> Pullback | None:
+        """This pullback under one more vmap, if that batches cotangents only."""
+        count = len(self.needs)
+        if any(d is not None for d in dims[:count]):
+            return None
+        layers = (*self.layers, _Layer(dims[count:], size, randomness))
+        return Pullback(
+            self.primitive, self.outputs, self.needs, plain=self.plain, create_graph=self.create_graph, layers=layers
+        )
+
+    @property
+    def out_dims(self) -> tuple[int | None, ...]:
+        return self.layers[-1].out_dims
+
+    def __call__(self, *operands: torch.Tensor) -> Flat:
+        count = len(self.needs)
+        inputs, cotangents = operands[:count], operands[count:]
+        wanted = [i for i, need in enumerate(self.needs) if need]
+        pull = self._plain(inputs, wanted, operands) if self.plain else self._functional(inputs, wanted)
+        for layer in self.layers:
+            pull = layer.around(pull)
+        return list(pull(*cotangents))
+
+    def _functional(self, inputs: Sequence[torch.Tensor], wanted: list[int]) -> Callable[..., Any]:
+        def chosen(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            full = list(inputs)
+            for i, x in zip(wanted, xs, strict=True):
+                full[i] = x
+            outputs = self.primitive(*full)
+            return tuple(outputs[i] for i in self.outputs)
+
+        _, vjp = torch.func.vjp(chosen, *(inputs[i] for i in wanted))
+        retain = bool(self.layers)
+        return lambda *cts: vjp(cts, retain_graph=retain, create_graph=self.create_graph)
+
+    def _plain(
+        self, inputs: Sequence[torch.Tensor], wanted: list[int], operands: Sequence[torch.Tensor]
+    ) -> Callable[..., Any]:
+        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+        with torch.enable_grad():
+            xs = list(inputs)
+            for i in wanted:
+                # An alias, so that inputs that depend on one another have gradients of their own.
+                same = tracked and xs[i].requires_grad
+                xs[i] = torch.ops.aten.alias(xs[i]) if same else xs[i].detach().requires_grad_()
+            outputs = self.primitive(*xs)
+
+        def pull(*cts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            pairs = [
+                (outputs[i], ct) for i, ct in zip(self.outputs, cts, strict=True) if outputs[i].requires_grad
+            ]
+            if not pairs:
+                return tuple(None for _ in wanted)
+            return torch.autograd.grad(
+                [y for y, _ in pairs],
+                [xs[i] for i in wanted],
+                [ct for _, ct in pairs],
+                allow_unused=True,
+                retain_graph=bool(self.layers) or tracked or None,
+                create_graph=tracked or self.create_graph,
+            )
+
+        return pull

@@ -1,0 +1,139 @@
+"""Errors say what was given, why it cannot work, and what to do instead; all are FckptErrors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import grad
+
+import fckpt
+
+X = torch.ones(3)
+
+
+def raises(kind: type[Exception], match: str) -> Any:
+    assert issubclass(kind, fckpt.FckptError)
+    return pytest.raises(kind, match=match)
+
+
+@pytest.mark.parametrize(
+    ("fn", "match"),
+    [
+        (3, "takes a function or an nn.Module, not int"),
+        (X, r"remat\(fn\)\(x\), not remat\(fn\(x\)\)"),
+        (nn.Linear, r"got the class Linear; it takes an instance: remat\(Linear\(...\)\)"),
+        ("sin", "not str"),
+    ],
+)
+def test_wrong_types_of_fn(fn: Any, match: str) -> None:
+    with raises(fckpt.ArgumentTypeError, match) as caught:
+        fckpt.remat(fn)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_wrong_static_arguments() -> None:
+    fn = lambda a, b: a
+    with raises(fckpt.ArgumentValueError, r"static_argnums=2 is out of range: .* takes 2 positional arguments \(a, b\)"):
+        fckpt.remat(fn, static_argnums=2)
+    with raises(fckpt.ArgumentValueError, "out of range"):
+        fckpt.remat(fn, static_argnums=(0, -3))
+    for wrong in (1.5, "a", (0, "a"), True, {"a": 1}):
+        with raises(fckpt.ArgumentTypeError, "static_argnums must be an int or a tuple of ints"):
+            fckpt.remat(fn, static_argnums=wrong)  # type: ignore[call-overload]
+    with raises(fckpt.ArgumentTypeError, "static_argnames must be a str"):
+        fckpt.remat(fn, static_argnames=3)  # type: ignore[call-overload]
+    assert torch.equal(fckpt.remat(fn, static_argnums=-1)(X, "anything"), X)
+
+
+def test_unhashable_static_leaves() -> None:
+    with raises(fckpt.ArgumentTypeError, r"args\[1\]\['a'\] is a ndarray, which cannot be hashed.*as_tensor"):
+        fckpt.remat(lambda x, tree: x)(X, {"a": np.ones(2)})
+    with raises(fckpt.ArgumentTypeError, r"kwargs\['s'\] is a set"):
+        fckpt.remat(lambda x, s: x)(X, s={1})
+    with raises(fckpt.ArgumentTypeError, r"args\[1\] is a list, which cannot be hashed"):
+        fckpt.remat(lambda x, s: x, static_argnums=1)(X, [1])
+
+
+def changing(first: Any, then: Any) -> Any:
+    calls = 0
+
+    def fn(x: torch.Tensor) -> Any:
+        nonlocal calls
+        calls += 1
+        return (first if calls == 1 else then)(x)
+
+    return fckpt.remat(fn)
+
+
+def test_recompute_of_another_shape_or_structure() -> None:
+    """Under torch.func the outputs themselves are compared; in plain autograd, what was saved."""
+    shape = lambda: changing(lambda x: x.sin().exp(), lambda x: x.sin().exp()[:2])
+    with raises(fckpt.ImpureFunctionError, r"output 0 .* was torch.float32\[3\] in forward and is torch.float32\[2\]"):
+        grad(lambda x: shape()(x).sum())(X)
+    structure = lambda: changing(lambda x: (x.sin().exp(),), lambda x: [x.sin().exp()])
+    with raises(fckpt.ImpureFunctionError, r"returned \(\*,\) in forward and \[\*\] in its recompute"):
+        grad(lambda x: structure()(x)[0].sum())(X)
+
+    x = X.clone().requires_grad_()
+    with raises(fckpt.ImpureFunctionError, r"saved value 0 .* float32\[3\] .* float32\[2\].*not pure"):
+        changing(lambda x: x.sin().exp().sin(), lambda x: x[:2].sin().exp().sin())(x).sum().backward()
+    with raises(fckpt.ImpureFunctionError, "saved 2 values in forward and 1 in its recompute"):
+        changing(lambda x: x.sin().exp().tanh(), lambda x: x.sin().exp())(x).sum().backward()
+
+
+class Opaque(dict):  # type: ignore[type-arg]
+    """A dict subclass that no registry knows."""
+
+
+def test_outputs_that_hide_tensors() -> None:
+    fn = lambda x: Opaque(y=x.sin().exp())
+    with raises(fckpt.OpaqueOutputError, "returned a Opaque, which holds tensors.*register"):
+        grad(lambda x: fckpt.remat(fn)(x)["y"].sum())(X)
+    x = X.clone().requires_grad_()
+    fckpt.remat(fn)(x)["y"].sum().backward()  # plain autograd sees into any object
+    assert x.grad is not None
+
+
+def test_grad_and_vjp() -> None:
+    with raises(fckpt.ArgumentValueError, r"returned float32\[3\]"):
+        fckpt.grad(torch.sin)(X)
+    with raises(fckpt.ArgumentTypeError, r"int64\[\] at its root"):
+        fckpt.grad(lambda n: n.sum())(torch.tensor(1))
+    with raises(fckpt.ArgumentTypeError, r"got for argument 0: a int at \['a'\]"):
+        fckpt.grad(lambda t: t["x"].sum())({"a": 1, "x": X})
+    with raises(fckpt.ArgumentValueError, "argnums=1 is out of range"):
+        fckpt.grad(torch.sum, argnums=1)(X)
+    with raises(fckpt.ArgumentTypeError, "must return a pair"):
+        fckpt.grad(torch.sum, has_aux=True)(X)
+    _, pull = fckpt.vjp(lambda x: (x, x), X)
+    with raises(fckpt.ArgumentValueError, "cotangents have the structure"):
+        pull(X)
+
+
+def test_sequential() -> None:
+    fns = [lambda p, x: x] * 4
+    with raises(fckpt.ArgumentTypeError, "functions or modules, at least one and not both; got Linear, function"):
+        fckpt.sequential([nn.Linear(1, 1), fns[0]])  # type: ignore[list-item]
+    with raises(fckpt.ArgumentTypeError, "got nothing"):
+        fckpt.sequential([])
+    with raises(fckpt.ArgumentValueError, r"segments=5 does not fit a chain of 4: 1 <= segments <= 4"):
+        fckpt.sequential(fns, 5)
+    with raises(fckpt.ArgumentValueError, r"segments=\(1, 2\) sum to 3, but the chain has 4 links"):
+        fckpt.sequential(fns, (1, 2))
+    with raises(fckpt.ArgumentTypeError, '"sqrt"'):
+        fckpt.sequential(fns, "cube")  # type: ignore[call-overload]
+    with raises(fckpt.ArgumentValueError, "got parameters for 2 functions; the chain has 4"):
+        fckpt.sequential(fns)([1, 2], X)
+
+
+def test_modules() -> None:
+    with raises(fckpt.ArgumentTypeError, "from_module takes an nn.Module, not function"):
+        fckpt.from_module(lambda x: x)  # type: ignore[arg-type]
+    patched = nn.Linear(3, 3)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    with raises(fckpt.ArgumentValueError, "had its forward replaced on the instance"):
+        fckpt.remat(patched)
