@@ -34,7 +34,7 @@ lint: setup ## Checks style and formatting
 	$(BIN)/ruff format --check .
 
 type: setup ## Checks types
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: setup ## Measures overhead against torch.utils.checkpoint; writes benches/results
 	$(BIN)/python -m benches.overhead --json benches/results/overhead-cpu.json

@@ -75,9 +75,7 @@ class Result:
 
     @property
     def equal(self) -> bool:
-        return not (self.unequal_gradients or self.unequal_statistics) and (
-            self.loss_equal and self.generator_equal
-        )
+        return not (self.unequal_gradients or self.unequal_statistics) and (self.loss_equal and self.generator_equal)
 
 
 def networks(arguments: argparse.Namespace, device: torch.device) -> list[Network]:
@@ -192,9 +190,7 @@ def show(result: Result, console: Console) -> None:
     table.add_row("peak memory", mib(peak), mib(remat_peak), f"{remat_peak / peak:.2f}")
     gradient = mib(result.gradient_bytes)
     table.add_row("gradients in it", gradient, gradient, "", style="dim")
-    table.add_row(
-        "step time", f"{seconds.least:.3f} s", f"{remat_seconds.least:.3f} s", f"{result.time_ratio}"
-    )
+    table.add_row("step time", f"{seconds.least:.3f} s", f"{remat_seconds.least:.3f} s", f"{result.time_ratio}")
     console.print(f"[bold]{result.network}[/]: {result.what}", highlight=False, soft_wrap=True)
     console.print(table)
     verdict(console, "gradients", result.gradients, result.unequal_gradients)
@@ -213,16 +209,12 @@ def verdict(console: Console, what: str, count: int, unequal: list[str]) -> None
         console.print(f"  {what}: {count} of {count} tensors bitwise equal", highlight=False)
         return
     named = ", ".join(unequal[:5]) + (", ..." if len(unequal) > 5 else "")
-    console.print(
-        f"  {what}: [bold red]{len(unequal)} of {count} tensors NOT EQUAL[/]: {named}", highlight=False
-    )
+    console.print(f"  {what}: [bold red]{len(unequal)} of {count} tensors NOT EQUAL[/]: {named}", highlight=False)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benches.demo", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benches.demo", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; default: a GPU when there is one")
     parser.add_argument("--only", choices=["densenet", "bert"], help="one network instead of both")
     parser.add_argument("--densenet-batch", type=int, default=32, metavar="N", help="images (default 32)")

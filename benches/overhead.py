@@ -105,9 +105,7 @@ class Outcome:
 def measure(case: Case, device: torch.device, advance: Callable[[], object]) -> Outcome:
     """Measures time and, where it makes sense, peak memory of every contender."""
     names = list(case.contenders)
-    seconds = alternate(
-        case.contenders, rounds=case.rounds, calls=case.calls, device=device, on_sample=advance
-    )
+    seconds = alternate(case.contenders, rounds=case.rounds, calls=case.calls, device=device, on_sample=advance)
     peaks: dict[str, int] = {}
     if case.has_peak:
         # After the timed rounds: by then every library has allocated what it keeps for good.
@@ -211,8 +209,7 @@ def step_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
             part="steps",
             name=f"{name}, {shape}",
             contenders={
-                contender: _training_step(model, inputs.to(device), labels)
-                for contender, model in models.items()
+                contender: _training_step(model, inputs.to(device), labels) for contender, model in models.items()
             },
             yardstick="torch",
             subject="fckpt",
@@ -237,9 +234,7 @@ def grad_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
     torch.manual_seed(0)
     width, batch, blocks = 128, 1024 if quick else 8192, 16
     x = torch.randn(batch, width, device=device)
-    params = [
-        {name: torch.randn(width, width, device=device) * 0.05 for name in ("w", "v")} for _ in range(blocks)
-    ]
+    params = [{name: torch.randn(width, width, device=device) * 0.05 for name in ("w", "v")} for _ in range(blocks)]
     leaves = [{name: p.clone().requires_grad_() for name, p in block.items()} for block in params]
     flat = [p for block in leaves for p in block.values()]
 
@@ -305,9 +300,7 @@ def _duration(seconds: float) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benches.overhead", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benches.overhead", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; default: a GPU when there is one")
     parser.add_argument("--only", choices=["tiny", "steps", "grad"], help="one part instead of all")
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds")
@@ -337,8 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
                 progress.remove_task(task)
                 show(outcomes[-1], console)
     console.print(
-        "Times: the fastest round. Ratios: median of the quotients within a round, and their "
-        "interquartile range.",
+        "Times: the fastest round. Ratios: median of the quotients within a round, and their interquartile range.",
         style="dim",
     )
     if parsed.json:

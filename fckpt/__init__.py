@@ -15,6 +15,6 @@ from fckpt.memory import PeakMemory as PeakMemory
 from fckpt.memory import measure_peak as measure_peak
 from fckpt.module import Functional as Functional
 from fckpt.module import from_module as from_module
-from fckpt.sequential import sequential as sequential
+from fckpt.segments import sequential as sequential
 
 __version__ = "0.1.0"

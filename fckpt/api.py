@@ -26,9 +26,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @overload
-def remat(
-    fn: M, *, static_argnums: int | Sequence[int] = ..., static_argnames: str | Sequence[str] = ...
-) -> M: ...
+def remat(fn: M, *, static_argnums: int | Sequence[int] = ..., static_argnames: str | Sequence[str] = ...) -> M: ...
 @overload
 def remat(
     fn: Callable[P, R],
@@ -116,9 +114,7 @@ def remat(
 
 def _check_function(fn: Any) -> None:
     if isinstance(fn, type) and issubclass(fn, nn.Module):
-        raise ArgumentTypeError(
-            f"remat got the class {fn.__name__}; it takes an instance: remat({fn.__name__}(...))."
-        )
+        raise ArgumentTypeError(f"remat got the class {fn.__name__}; it takes an instance: remat({fn.__name__}(...)).")
     if not callable(fn):
         hint = ""
         if isinstance(fn, torch.Tensor):

@@ -19,9 +19,7 @@ class StaticArguments:
 
     __slots__ = ("names", "nums")
 
-    def __init__(
-        self, fn: Callable[..., Any], argnums: int | Sequence[int] = (), argnames: str | Sequence[str] = ()
-    ):
+    def __init__(self, fn: Callable[..., Any], argnums: int | Sequence[int] = (), argnames: str | Sequence[str] = ()):
         nums = _tuple_of(argnums, int, "static_argnums", "an int or a tuple of ints")
         self.names = frozenset(_tuple_of(argnames, str, "static_argnames", "a str or a tuple of strs"))
         parameters = _positional(fn)
@@ -127,8 +125,9 @@ class Arguments:
 
     @property
     def statics(self) -> list[Any]:
-        """The leaves that are no tensors."""
-        return [leaf for leaf in self._rest if leaf is not None]
+        """The leaves that are no tensors, and the arguments that were set aside whole."""
+        kept = [] if self._kept is None else [*self._kept[0].values(), *self._kept[1].values()]
+        return [leaf for leaf in self._rest if leaf is not None] + kept
 
     def rebuild(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) with `tensors` in the places of `self.tensors`."""

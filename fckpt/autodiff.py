@@ -19,9 +19,7 @@ from fckpt.errors import ArgumentTypeError, ArgumentValueError
 __all__ = ["grad", "grad_and_value", "vjp"]
 
 
-def grad(
-    fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
-) -> Callable[..., Any]:
+def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
     """Returns the function that computes the gradient of `fn`: `torch.func.grad` in the memory of `.backward()`.
 
     Args:
@@ -50,7 +48,7 @@ def grad(
     @functools.wraps(fn)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if _differentiated_outside(args, kwargs):
-            return torch.func.grad(fn, argnums, has_aux)(*args, **kwargs)
+            return torch.func.grad(fn, _argnums(argnums), has_aux)(*args, **kwargs)
         grads, (_, aux) = _grad(fn, argnums, has_aux, args, kwargs)
         return (grads, aux) if has_aux else grads
 
@@ -71,7 +69,7 @@ def grad_and_value(
     @functools.wraps(fn)
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
         if _differentiated_outside(args, kwargs):
-            return torch.func.grad_and_value(fn, argnums, has_aux)(*args, **kwargs)
+            return torch.func.grad_and_value(fn, _argnums(argnums), has_aux)(*args, **kwargs)
         grads, (value, aux) = _grad(fn, argnums, has_aux, args, kwargs)
         return (grads, (value, aux)) if has_aux else (grads, value)
 
@@ -103,9 +101,7 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[A
     leaves, spec = tree.flatten(run.output)
     _check_tensors(leaves, "vjp", "returned", run.output)
 
-    def vjp_fn(
-        cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
-    ) -> tuple[Any, ...]:
+    def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> tuple[Any, ...]:
         given, given_spec = tree.flatten(cotangents)
         if given_spec != spec:
             raise ArgumentValueError(
@@ -141,16 +137,19 @@ def _grad(
     result = _result(value, run.closes_over)
     run.output = None
     grads = run.pull([None], retain_graph=False, create_graph=None, outputs=[value])
+    del value
+    run.release()
     return grads[0] if isinstance(argnums, int) else grads, (result, run.aux)
 
 
 class _Recording:
     """One forward run of a function, recorded by plain autograd."""
 
-    def __init__(
-        self, fn: Callable[..., Any], nums: tuple[int, ...], has_aux: bool, args: Sequence[Any], kwargs: Any
-    ):
+    def __init__(self, fn: Callable[..., Any], nums: tuple[int, ...], has_aux: bool, args: Sequence[Any], kwargs: Any):
         args = list(args)
+        self.nodes: list[Any] = []
+        self.output: Any = None
+        self.outputs: list[torch.Tensor] = []
         self.inputs: list[torch.Tensor] = []
         self.parts: list[tuple[int, tree.TreeSpec]] = []
         self.grad_mode = torch.is_grad_enabled()
@@ -170,10 +169,42 @@ class _Recording:
                 raise ArgumentTypeError("with has_aux=True the function must return a pair (output, aux).")
             result, aux = result
             self.aux = tree.map_leaves(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, aux)
-        self.output: Any = result
+        self.output = result
         self.outputs = [x for x in tree.leaves(result) if isinstance(x, torch.Tensor)]
-        self.closes_over = self.grad_mode and _reaches_others(self.outputs, self.inputs)
+        self.closes_over = self.grad_mode and self._reaches_others()
         """Whether the result depends on a closed-over tensor that requires grad."""
+
+    def _reaches_others(self) -> bool:
+        """Whether the graph behind the outputs ends in a leaf that is none of the inputs."""
+        own = {id(x) for x in self.inputs}
+        if any(x.requires_grad and x.is_leaf and id(x) not in own for x in self.outputs):
+            return True
+        todo = [x.grad_fn for x in self.outputs if x.grad_fn is not None]
+        seen = set(todo)
+        found = False
+        while todo:
+            node = todo.pop()
+            variable = getattr(node, "variable", None)
+            found = found or (variable is not None and id(variable) not in own)
+            for parent, _ in node.next_functions:
+                if parent is not None and parent not in seen:
+                    seen.add(parent)
+                    todo.append(parent)
+        self.nodes = sorted(seen, key=lambda node: node._sequence_nr() if not hasattr(node, "variable") else -1)
+        return found
+
+    def release(self) -> None:
+        """Lets go of the graph from its outputs to its leaves.
+
+        A node that Python has seen is taken down by recursion, together with those that only it holds; in a
+        long graph that would exhaust the stack.
+        """
+        self.output, self.outputs = None, []
+        while self.nodes:
+            self.nodes.pop()
+
+    def __del__(self) -> None:
+        self.release()
 
     def pull(
         self,
@@ -210,6 +241,10 @@ class _Recording:
         return tuple(trees)
 
 
+def _argnums(argnums: int | Sequence[int]) -> int | tuple[int, ...]:
+    return argnums if isinstance(argnums, int) else tuple(argnums)
+
+
 def _result(value: torch.Tensor, differentiable: bool) -> torch.Tensor:
     return value if differentiable else value.detach()
 
@@ -226,23 +261,3 @@ def _check_tensors(leaves: list[Any], who: str, verb: str, where: Any) -> None:
                 f"{who} differentiate floating point tensors; {verb}: {tree.describe(leaf)} at "
                 f"{path or 'its root'}. Pass it as another argument, or convert it."
             )
-
-
-def _reaches_others(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
-    """Whether the graph behind `outputs` ends in a leaf that is none of `inputs`."""
-    own = {id(x) for x in inputs}
-    seen: set[Any] = set()
-    todo = [x.grad_fn for x in outputs if x.grad_fn is not None]
-    todo_leaves = [x for x in outputs if x.grad_fn is None and x.requires_grad]
-    if any(id(x) not in own for x in todo_leaves):
-        return True
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in own:
-            return True
-        todo += [n for n, _ in node.next_functions if n is not None]
-    return False

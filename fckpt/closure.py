@@ -19,6 +19,7 @@ from fckpt.rng import generator_types
 __all__ = ["Closure", "closure_of"]
 
 _DEPTH = 4
+_LARGE = 1000  # entries of a container that is data rather than state
 
 
 class Closure:
@@ -32,14 +33,19 @@ class Closure:
         self.generators: list[Any] = []
 
 
-def closure_of(fn: Callable[..., Any]) -> Closure:
+def closure_of(fn: Callable[..., Any], *statics: Any) -> Closure:
     """Walks `fn`'s cells, bound object, partial arguments, defaults and the globals that its code names.
+
+    The same for `statics`, arguments that are no tensors: a module, or the object of a method.
 
     Containers and plain objects are looked into `_DEPTH` levels deep. The walk is quick (microseconds for a
     lambda) and is made at every call, because cells and attributes change.
     """
     found = Closure()
-    _visit(fn, found, generator_types(), set(), _DEPTH)
+    seen: set[int] = set()
+    kinds = generator_types()
+    for value in (fn, *statics):
+        _visit(value, found, kinds, seen, _DEPTH)
     return found
 
 
@@ -64,10 +70,10 @@ def _parts(value: Any, kind: type) -> Any:
         return _function_parts(value)
     if kind is types.MethodType:
         return (value.__self__, value.__func__)
-    if kind in (list, tuple, set, frozenset):
-        return value
-    if kind is dict:
-        return value.values()
+    if kind in (list, tuple, set, frozenset, dict):
+        if len(value) > _LARGE:
+            return ()
+        return value.values() if kind is dict else value
     if isinstance(value, functools.partial):
         return (value.func, value.args, value.keywords)
     if kind is types.ModuleType or isinstance(value, type):

@@ -71,18 +71,28 @@ class Observation:
 
     __slots__ = ("ambient", "buffers", "closed_over", "copies", "habits", "installed", "modules", "random")
 
-    def __init__(self, fn: Callable[..., Any], leaves: Sequence[Any], habits: BufferHabits):
-        """Observes `fn`, about to run on arguments with these leaves; `habits` is kept from call to call."""
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        statics: Sequence[Any],
+        inputs: Sequence[torch.Tensor],
+        habits: BufferHabits,
+    ):
+        """Observes `fn`, about to run on these arguments; `habits` is kept from call to call."""
         self.ambient = ambient.capture()
         with _unseen():
-            self._observe(fn, leaves, habits)
+            self._observe(fn, statics, inputs, habits)
 
-    def _observe(self, fn: Callable[..., Any], leaves: Sequence[Any], habits: BufferHabits) -> None:
-        closure = closure_of(fn)
+    def _observe(
+        self,
+        fn: Callable[..., Any],
+        statics: Sequence[Any],
+        inputs: Sequence[torch.Tensor],
+        habits: BufferHabits,
+    ) -> None:
+        closure = closure_of(fn, *statics)
         parts = [_parts_of(module) for module in closure.modules]
-        kinds = generator_types()
         generators = closure.generators + [g for part in parts for g in part.generators]
-        generators += [leaf for leaf in leaves if isinstance(leaf, kinds)]
         self.closed_over = closure.tensors
         self.modules = [(m, m["training"]) for part in parts for m in part.modules]
         self.installed = [
@@ -93,11 +103,16 @@ class Observation:
             if p is not None
         ]
         self.closed_over += [p for _, _, p in self.installed]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] + self.closed_over
-        devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+        devices = {t.device for t in (*inputs, *self.closed_over) if t.device.type not in ("cpu", "meta")}
         self.habits = habits
         self.buffers = [
-            (buffers, name, (id(buffers), name, owner.training, _is_norm(owner)), tensor, version(unwrapped(tensor)))
+            (
+                buffers,
+                name,
+                (id(buffers), name, owner.training, _is_norm(owner)),
+                tensor,
+                version(unwrapped(tensor)),
+            )
             for part in parts
             for owner, buffers in part.buffers
             for name, tensor in buffers.items()

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["Recorder", "Substitution", "resolved"]
 
+
 class _Scopes(threading.local):
     """The functions being run or run again in this thread, outermost first."""
 
@@ -58,20 +59,27 @@ class Recorder(_Scope):
     def __init__(self, inputs: Sequence[torch.Tensor]):
         super().__init__()
         self.inside = {id(x) for x in inputs}
-        self.alive: list[Any] = []
         self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.start = torch.autograd._get_sequence_nr()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _has_tensor(result):  # or else nothing flows from the arguments: a query for a shape, say
+        if func is torch.Tensor.requires_grad_ or func is _SET_REQUIRES_GRAD:
+            self._made(args[0])
+        elif _has_tensor(result):  # or else nothing flows from the arguments: a query for a shape, say
             self._visit(args)
             if kwargs:
                 self._visit(kwargs.values())
-        if func is torch.Tensor.requires_grad_ or func is _SET_REQUIRES_GRAD:
-            self.inside.add(id(args[0]))
-            self.alive.append(args[0])
+            self._made(result)
         return result
+
+    def _made(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            # Not held: the id may pass on to another tensor, but only to one that is made inside as well.
+            self.inside.add(id(value))
+        elif isinstance(value, (list, tuple)):
+            for inner in value:
+                self._made(inner)
 
     def _visit(self, values: Any) -> None:
         for value in values:

@@ -54,7 +54,7 @@ class UserCall:
 
     def first(self, discard: bool) -> Flat:
         """The forward run, in the present levels: returns the outputs, still tracked."""
-        observation = Observation(self.fn, self.arguments.statics + self.inputs, self.habits)
+        observation = Observation(self.fn, self.arguments.statics, self.inputs, self.habits)
         args, kwargs = self.arguments.rebuild(self.inputs)
         recorder = Recorder(self.inputs)
         try:
@@ -190,9 +190,7 @@ class Batched:
         self.out_dims: tuple[int | None, ...] = ()
 
     def __call__(self, *operands: torch.Tensor) -> Flat:
-        batched = restore_vmap(
-            lambda *xs: tuple(self.primitive(*xs)), self.dims, self.size, self.randomness
-        )
+        batched = restore_vmap(lambda *xs: tuple(self.primitive(*xs)), self.dims, self.size, self.randomness)
         outputs, out_dims = batched(*operands)
         self.out_dims = tuple(out_dims)
         return list(outputs)
@@ -219,7 +217,7 @@ class Dual:
             differentiable[:] = [i for i, x in enumerate(outputs) if _is_differentiable(x)]
             return tuple(outputs[i] for i in differentiable)
 
-        values, derivatives = torch.func.jvp(moved, tuple(primals[i] for i in self.moving), tangents)
+        values, derivatives = torch.func.jvp(moved, tuple(primals[i] for i in self.moving), tangents)[:2]
         outputs = [None if x is None else unwrap_if_dead(x) for x in outputs]
         out_tangents: Flat = [None] * len(outputs)
         for i, value, derivative in zip(differentiable, values, derivatives, strict=True):
@@ -284,7 +282,12 @@ class Pullback:
             return None
         layers = (*self.layers, _Layer(dims[count:], size, randomness))
         return Pullback(
-            self.primitive, self.outputs, self.needs, plain=self.plain, create_graph=self.create_graph, layers=layers
+            self.primitive,
+            self.outputs,
+            self.needs,
+            plain=self.plain,
+            create_graph=self.create_graph,
+            layers=layers,
         )
 
     @property
@@ -308,7 +311,7 @@ class Pullback:
             outputs = self.primitive(*full)
             return tuple(outputs[i] for i in self.outputs)
 
-        _, vjp = torch.func.vjp(chosen, *(inputs[i] for i in wanted))
+        vjp = torch.func.vjp(chosen, *(inputs[i] for i in wanted))[1]
         retain = bool(self.layers)
         return lambda *cts: vjp(cts, retain_graph=retain, create_graph=self.create_graph)
 
@@ -325,9 +328,7 @@ class Pullback:
             outputs = self.primitive(*xs)
 
         def pull(*cts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            pairs = [
-                (outputs[i], ct) for i, ct in zip(self.outputs, cts, strict=True) if outputs[i].requires_grad
-            ]
+            pairs = [(outputs[i], ct) for i, ct in zip(self.outputs, cts, strict=True) if outputs[i].requires_grad]
             if not pairs:
                 return tuple(None for _ in wanted)
             return torch.autograd.grad(

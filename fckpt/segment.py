@@ -8,7 +8,7 @@ again on the saved inputs; that run collects the intermediates and stops as soon
 That hooks can do this is PyTorch's find (`torch.utils.checkpoint`, use_reentrant=False). What differs here:
 inputs that backward does not need are not held; a segment whose saved values are all inputs or parameters
 is never replayed; what is replayed is compared with what the forward saved, as far as that is free (shape,
-dtype, version and producing operation); generators and buffers are restored.
+dtype, version, and on the CPU the first bytes); generators and buffers are restored.
 """
 
 from __future__ import annotations
@@ -87,22 +87,16 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 Ends = list[Any]
-Signature = tuple[torch.Size, torch.dtype, int, tuple[type, ...], bytes]
+Signature = tuple[torch.Size, torch.dtype, int, bytes]
+
+# A saved value that was computed from what requires grad requires grad itself; what does not is a mask or
+# another by-product, or the result of the operation that saves it. (Asking for `grad_fn` would give every
+# node of the graph a Python object, and torch takes a chain of those down by recursion.)
 
 
-def _signature(tensor: torch.Tensor, start: int, thorough: bool) -> Signature:
-    """What is compared of a saved value: `start` is the number of the first node of this run."""
-    probe = _probe(tensor, thorough)
-    return (tensor.shape, tensor.dtype, tensor._version, _lineage(tensor.grad_fn, start), probe)
-
-
-def _lineage(node: Any, start: int) -> tuple[type, ...]:
-    """The operation that made a value and those that made its operands, within the run."""
-    if node is None:
-        return ()
-    parents = [n for n, _ in node.next_functions if n is not None]
-    # Leaves have the largest number there is; what came before the run may be detached in its recompute.
-    return (type(node), *(type(n) for n in parents if start <= n._sequence_nr() < _LEAF))
+def _signature(tensor: torch.Tensor, thorough: bool) -> Signature:
+    """What is compared of a saved value."""
+    return (tensor.shape, tensor.dtype, tensor._version, _probe(tensor, thorough))
 
 
 def _probe(tensor: torch.Tensor, thorough: bool) -> bytes:
@@ -110,7 +104,7 @@ def _probe(tensor: torch.Tensor, thorough: bool) -> bytes:
 
     Where other threads may draw from the same generator, up to 4096 are read, of masks too.
     """
-    if tensor.grad_fn is None and not thorough:
+    if not (tensor.requires_grad or thorough):
         return b""
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return b""
@@ -120,14 +114,10 @@ def _probe(tensor: torch.Tensor, thorough: bool) -> bytes:
     return ctypes.string_at(torch._C._data_address(tensor), min(size, 4096) if thorough else 8)
 
 
-_LEAF = 2**63
-
-
 def _describe(signature: Signature) -> str:
-    shape, dtype, changes, lineage, probe = signature
-    by = " of ".join(t.__name__ for t in lineage) or "a tensor without history"
+    shape, dtype, changes, probe = signature
     bits = f", beginning with the bytes {probe[:8].hex()}" if probe else ""
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} from {by}, changed in place {changes} times{bits}"
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}, changed in place {changes} times{bits}"
 
 
 def run_segment(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits) -> Any:
@@ -156,9 +146,8 @@ def _check_hooks_enabled() -> None:
 
 class _Segment:
     __slots__ = (
-        "__weakref__", "arguments", "bare", "conditions", "fn", "held", "inputs", "lock", "needs_grad", "observation", "operation", "outer",
-        "results", "saved", "start", "stores", "tangents", "thorough",
-        "unfilled", "used", "versions",
+        "__weakref__", "arguments", "bare", "conditions", "fn", "held", "inputs", "lock", "needs_grad", "observation",
+        "operation", "outer", "results", "saved", "stores", "tangents", "thorough", "unfilled", "used", "versions",
     )  # fmt: skip
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits):
@@ -169,7 +158,6 @@ class _Segment:
         self.versions = [version(t) for t in tensors]
         self.needs_grad = [t.requires_grad for t in tensors]
         self.used: set[int] = set()
-        self.start = torch.autograd._get_sequence_nr()
         self.thorough = threading.active_count() > 1
         self.operation = -1
         self.bare: list[int] = []
@@ -192,7 +180,7 @@ class _Segment:
             self.held = [None] * len(tensors)
             for i in sorted(range(len(tensors)), key=lambda i: tensors[i].requires_grad):
                 self.held[i] = self.outer[0](tensors[i])
-        self.observation: Observation | None = Observation(fn, arguments.statics + tensors, habits)
+        self.observation: Observation | None = Observation(fn, arguments.statics, tensors, habits)
 
     def forward(self) -> Any:
         assert self.observation is not None
@@ -244,7 +232,7 @@ class _Segment:
         if not inputs.kept(tensor):
             number = len(self.saved)
             self._note_operation(number, tensor)
-            self.saved.append(_signature(tensor, self.start, self.thorough))
+            self.saved.append(_signature(tensor, self.thorough))
             return number
         if self.outer is None or tensor.is_leaf:
             return _Held(-1, tensor, tensor._version)
@@ -255,10 +243,10 @@ class _Segment:
         operation = torch.autograd._get_sequence_nr()  # that of the operation's node plus one
         if operation != self.operation:
             self.operation, self.bare = operation, []
-        if tensor.grad_fn is None:
-            self.bare.append(number)
-        else:
+        if tensor.requires_grad:
             self.unfilled.update(self.bare)
+        else:
+            self.bare.append(number)
 
     # -- what it asks for in backward
 
@@ -350,7 +338,7 @@ class _Replay:
     """One more run of a segment's function, which collects what its forward did not keep."""
 
     __slots__ = (
-        "complete", "count", "expected", "found", "inputs", "may_stop", "results", "scratch", "start", "stopped", "thorough",
+        "complete", "count", "expected", "found", "inputs", "may_stop", "results", "scratch", "stopped", "thorough",
         "threaded", "unfilled",
     )  # fmt: skip
 
@@ -381,7 +369,6 @@ class _Replay:
             if tangents is not None:
                 tensors = [_as_dual(t, tangent) for t, tangent in zip(tensors, tangents, strict=True)]
             self.inputs = _Inputs(tensors)
-            self.start = torch.autograd._get_sequence_nr()
             args, kwargs = arguments.rebuild(tensors)
             _push(self.pack, _identity)
             try:
@@ -404,7 +391,7 @@ class _Replay:
         self.count += 1
         if number >= len(self.expected):
             return tensor
-        signature = _signature(tensor, self.start, self.thorough)
+        signature = _signature(tensor, self.thorough)
         if signature != self.expected[number] and not self._is_excused(tensor, number, signature):
             if self.threaded:
                 raise RandomStateError(SHARED)
@@ -415,7 +402,7 @@ class _Replay:
         value = self.found[number] = tensor.detach()
         # Autograd saves an operation's inputs before it computes, so the last operation need not run, unless
         # it is to fill what it saved.
-        if number == len(self.expected) - 1 and self.may_stop and tensor.grad_fn is not None:
+        if number == len(self.expected) - 1 and self.may_stop and tensor.requires_grad:
             self.stopped = True
             raise _Stop
         return value
@@ -425,8 +412,8 @@ class _Replay:
         then = self.expected[number]
         base = tensor if tensor._base is None else tensor._base
         same_version = now[2] == then[2] or id(base) in self.scratch
-        same_bytes = now[4] == then[4] or number in self.unfilled
-        return now[:2] == then[:2] and now[3] == then[3] and same_version and same_bytes
+        same_bytes = now[3] == then[3] or number in self.unfilled
+        return now[:2] == then[:2] and same_version and same_bytes
 
     def _compare(self, results: Ends) -> None:
         if len(results) != len(self.results):
@@ -508,4 +495,5 @@ class _recompute_mode:
 
 _NOTHING = nullcontext()
 _EMPTY: dict[int, torch.Tensor] = {}
-_LEGACY_VMAP = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))
+_VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
+_LEGACY_VMAP = torch._C.DispatchKeySet(_VMAP_MODE)

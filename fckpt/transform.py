@@ -48,9 +48,7 @@ from fckpt.primitives import Batched, Dual, Flat, Primitive, Pullback, UserCall
 __all__ = ["run_nodes"]
 
 
-def run_nodes(
-    fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits, *, discard: bool = True
-) -> Any:
+def run_nodes(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits, *, discard: bool = True) -> Any:
     """Calls `fn` on `arguments` and attaches the outputs to nodes that recompute, at all levels.
 
     Args:
@@ -248,7 +246,9 @@ class _Recompute(_SingleLevelFunction):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands)
         if flags is not None:
-            ctx.mark_non_differentiable(*(x for x, flag in zip(outputs, flags, strict=True) if x is not None and not flag))
+            ctx.mark_non_differentiable(
+                *(x for x, flag in zip(outputs, flags, strict=True) if x is not None and not flag)
+            )
         return tuple(outputs)
 
     @staticmethod
@@ -260,9 +260,7 @@ class _Recompute(_SingleLevelFunction):
         if given:
             level = ctx.level
             alive = level == 0 or any(maybe_get_level(x) == level for x in saved)
-            pullback = Pullback(
-                ctx.primitive, given, needs, plain=level == 0, create_graph=torch.is_grad_enabled()
-            )
+            pullback = Pullback(ctx.primitive, given, needs, plain=level == 0, create_graph=torch.is_grad_enabled())
             operands = [unwrap_if_dead(x) for x in (*saved, *(ct for ct in cotangents if ct is not None))]
             found = iter(bind(pullback, operands, min(ctx.floor, level if alive else level - 1)))
             grads = [next(found) if need else None for need in needs]

@@ -520,9 +520,7 @@ def programs(draw: st.DrawFn, exact: bool = False, closures: bool = False) -> Pr
 
 
 @st.composite
-def experiments(
-    draw: st.DrawFn, orders: Sequence[int], exact: bool = False, closures: bool = False
-) -> Experiment:
+def experiments(draw: st.DrawFn, orders: Sequence[int], exact: bool = False, closures: bool = False) -> Experiment:
     """Programs under stacks of up to three transforms, differentiated one of `orders` times."""
     order = draw(st.sampled_from(orders))
     backward = order > 3 or (draw(st.booleans()) and order > 0)

@@ -63,7 +63,8 @@ def test_compiled_caller_keeps_the_recompute() -> None:
         torch._dynamo.reset()
         compiler = count(name)
         backend = aot_autograd(
-            fw_compiler=lambda g, i, c=compiler: make_boxed_func(c(g, i)), bw_compiler=lambda g, i: make_boxed_func(g.forward)
+            fw_compiler=lambda g, i, c=compiler: make_boxed_func(c(g, i)),
+            bw_compiler=lambda g, i: make_boxed_func(g.forward),
         )
         torch.compile(lambda p, x, f=f: f(p, x), backend=backend)(leaf(PARAMS), X)
     assert saved["remat"] < saved["plain"], saved

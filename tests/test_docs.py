@@ -56,9 +56,7 @@ def test_every_example_is_shown() -> None:
 
 
 def test_error_headings_name_errors() -> None:
-    named = set(re.findall(r"^### (\w+Error):", (DOCS / "faq.md").read_text(), re.MULTILINE)) - {
-        "RuntimeError"
-    }
+    named = set(re.findall(r"^### (\w+Error):", (DOCS / "faq.md").read_text(), re.MULTILINE)) - {"RuntimeError"}
     assert named and all(issubclass(getattr(fckpt, name), fckpt.FckptError) for name in named)
 
 
@@ -70,8 +68,6 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> Non
     html = list(tmp_path.rglob("*.html"))
     assert len(html) >= 8
     for page in html:
-        loaded = re.findall(
-            r"<(?:script|img|link|iframe)[^>]+(?:src|href)=\"(https?:[^\"]+)", page.read_text()
-        )
+        loaded = re.findall(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=\"(https?:[^\"]+)", page.read_text())
         assert not loaded, f"{page.name} loads {loaded}"
     assert (tmp_path / "api" / "index.html").read_text().count("doc-heading") >= len(public_names())

@@ -94,9 +94,7 @@ def hessian_product(loss: Loss) -> Callable[[Weights], Any]:
 
 # first order ---------------------------------------------------------------------------------------
 
-FIRST_ORDER = pytest.mark.parametrize(
-    "transform", [autograd_grad, fckpt.grad], ids=["autograd", "fckpt.grad"]
-)
+FIRST_ORDER = pytest.mark.parametrize("transform", [autograd_grad, fckpt.grad], ids=["autograd", "fckpt.grad"])
 
 
 @FIRST_ORDER

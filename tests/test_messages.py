@@ -37,7 +37,10 @@ def test_wrong_types_of_fn(fn: Any, match: str) -> None:
 
 def test_wrong_static_arguments() -> None:
     fn = lambda a, b: a
-    with raises(fckpt.ArgumentValueError, r"static_argnums=2 is out of range: .* takes 2 positional arguments \(a, b\)"):
+    with raises(
+        fckpt.ArgumentValueError,
+        r"static_argnums=2 is out of range: .* takes 2 positional arguments \(a, b\)",
+    ):
         fckpt.remat(fn, static_argnums=2)
     with raises(fckpt.ArgumentValueError, "out of range"):
         fckpt.remat(fn, static_argnums=(0, -3))
@@ -79,7 +82,7 @@ def test_recompute_of_another_shape_or_structure() -> None:
         grad(lambda x: structure()(x)[0].sum())(X)
 
     x = X.clone().requires_grad_()
-    with raises(fckpt.ImpureFunctionError, r"saved value 0 .* float32\[3\] .* float32\[2\].*not pure"):
+    with raises(fckpt.ImpureFunctionError, r"saved value 0 .* float32\[3\], .* float32\[2\], .*not pure"):
         changing(lambda x: x.sin().exp().sin(), lambda x: x[:2].sin().exp().sin())(x).sum().backward()
     with raises(fckpt.ImpureFunctionError, "saved 2 values in forward and 1 in its recompute"):
         changing(lambda x: x.sin().exp().tanh(), lambda x: x.sin().exp())(x).sum().backward()

@@ -115,9 +115,7 @@ def timm_resnet() -> tuple[nn.Module, dict[str, Any]]:
     pytest.importorskip("timm")
     from timm.models.resnet import Bottleneck, ResNet
 
-    model = ResNet(
-        Bottleneck, (2, 1, 1, 1), num_classes=3, channels=(8, 8, 8, 8), stem_width=8, drop_path_rate=0.3
-    )
+    model = ResNet(Bottleneck, (2, 1, 1, 1), num_classes=3, channels=(8, 8, 8, 8), stem_width=8, drop_path_rate=0.3)
     return _WithLoss(model), {"images": torch.randn(4, 3, 32, 32), "labels": torch.tensor([0, 2, 1, 1])}
 
 
@@ -263,9 +261,7 @@ def test_per_sample_gradients_of_a_hugging_face_model() -> None:
             out, _ = apply(params, buffers, input_ids=tokens[None])
             return F.cross_entropy(out["logits"], label[None])
 
-        return torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(
-            params, batch["input_ids"], batch["labels"]
-        )
+        return torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(params, batch["input_ids"], batch["labels"])
 
     try:
         expected = per_sample(plain)

@@ -286,7 +286,11 @@ def test_from_module_unpacks_and_never_writes_its_arguments() -> None:
 def test_functional_gradients_and_new_buffers_equal_the_modules(region: str, differentiate: Any) -> None:
     model = network()
     (grads, state), _ = seeded(lambda: step(network(), steps=1))
-    wrap: Any = {"remat": fckpt.remat, "remat of parts": lambda f: f, "twice": lambda f: fckpt.remat(fckpt.remat(f))}
+    wrap: Any = {
+        "remat": fckpt.remat,
+        "remat of parts": lambda f: f,
+        "twice": lambda f: fckpt.remat(fckpt.remat(f)),
+    }
     if region == "remat of parts":
         children(model)
     apply, params, buffers = fckpt.from_module(model)

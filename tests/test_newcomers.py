@@ -99,9 +99,7 @@ def test_rematerialised_children_under_functional_call_and_backward() -> None:
     assert_equal(gradient(model(fckpt.remat)), gradient(model(lambda m: m)))
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
-)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 def test_copies_are_rematerialised_and_apart(copied: Any) -> None:
     original = model(fckpt.remat)
     other = copied(original)

@@ -34,9 +34,7 @@ def test_links_lead_to_files() -> None:
 
 
 def test_targets_exist() -> None:
-    named = set(
-        re.findall(r"`(?:make )?(setup|demo|test|tiny|lint|type|bench|docs|help)`", README.read_text())
-    )
+    named = set(re.findall(r"`(?:make )?(setup|demo|test|tiny|lint|type|bench|docs|help)`", README.read_text()))
     named |= set(re.findall(r"^make (\w+)", README.read_text(), re.MULTILINE))
     assert named >= {"setup", "demo", "test", "tiny", "lint", "type", "bench", "docs"}
     makefile = (ROOT / "Makefile").read_text()
@@ -57,9 +55,7 @@ Fn = Callable[..., Any]
 Wrap = Callable[[Fn], Fn]
 
 WAYS: dict[str, Wrap] = {
-    "`torch.utils.checkpoint`, reentrant": lambda fn: (
-        lambda *a, **k: checkpoint(fn, *a, use_reentrant=True, **k)
-    ),
+    "`torch.utils.checkpoint`, reentrant": lambda fn: lambda *a, **k: checkpoint(fn, *a, use_reentrant=True, **k),
     "non-reentrant": lambda fn: lambda *a, **k: checkpoint(fn, *a, use_reentrant=False, **k),
     "`fckpt.remat`": fckpt.remat,
 }
@@ -214,11 +210,7 @@ def verdict(run: Callable[[Wrap], Any], wrap: Wrap) -> str:
 def table() -> dict[str, dict[str, str]]:
     """The rows of the README's comparison."""
     section = README.read_text().partition("\n## Compared\n")[2].partition("\n## ")[0]
-    lines = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in section.splitlines()
-        if line[:1] == "|"
-    ]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     header, _, *rows = lines
     return {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in rows}
 

@@ -12,7 +12,7 @@ from torch.func import grad
 from torch.utils.checkpoint import checkpoint_sequential
 
 import fckpt
-from fckpt.sequential import segment_lengths
+from fckpt.segments import segment_lengths
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 FNS = [lambda w, x: torch.tanh(x @ w)] * 9
@@ -28,9 +28,7 @@ def test_functions(segments: Any, remat_last: bool) -> None:
         return x
 
     chain = fckpt.sequential(FNS, segments, remat_last=remat_last)
-    assert_equal(
-        grad(lambda p: (chain(p, X) ** 2).sum())(PARAMS), grad(lambda p: (plain(p, X) ** 2).sum())(PARAMS)
-    )
+    assert_equal(grad(lambda p: (chain(p, X) ** 2).sum())(PARAMS), grad(lambda p: (plain(p, X) ** 2).sum())(PARAMS))
     a, b = leaf(PARAMS), leaf(PARAMS)
     (chain(a, X) ** 2).sum().backward()
     (plain(b, X) ** 2).sum().backward()

@@ -96,7 +96,7 @@ def test_a_thread_that_draws_between_is_noticed() -> None:
 
 
 def test_another_function_of_the_same_shape_in_the_recompute_is_an_error() -> None:
-    """sin in forward, cos in the recompute: torch's checkpoint returns a wrong gradient."""
+    """Sin in forward, cos in the recompute: torch's checkpoint returns a wrong gradient."""
     calls = 0
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def test_another_function_of_the_same_shape_in_the_recompute_is_an_error() -> No
         calls += 1
         return (torch.sin(x) if calls == 1 else torch.cos(x)).exp().sin()
 
-    with pytest.raises(fckpt.ImpureFunctionError, match=r"ExpBackward0 of SinBackward0.*ExpBackward0 of CosBackward0.*not pure"):
+    with pytest.raises(fckpt.ImpureFunctionError, match=r"beginning with the bytes.*not pure"):
         backward(fckpt.remat(fn))
 
 
@@ -196,7 +196,10 @@ def test_generators_end_where_the_plain_function_leaves_them() -> None:
 
 def test_closed_over_tensor_that_changes_between_forward_and_backward_is_an_error() -> None:
     scale = torch.ones(6, dtype=torch.float64)
-    for fn in (lambda x: (x + scale).sin().exp(), lambda x, tree={"s": [scale]}: (x + tree["s"][0]).sin().exp()):  # noqa: B006
+    for fn in (
+        lambda x: (x + scale).sin().exp(),
+        lambda x, tree={"s": [scale]}: (x + tree["s"][0]).sin().exp(),
+    ):
         out = fckpt.remat(fn)(leaf(X)).sum()
         scale.add_(1)
         with pytest.raises(fckpt.MutationError, match="closes over"):
@@ -286,7 +289,7 @@ def test_except_exception_in_the_function_does_not_swallow_the_early_stop() -> N
     def fn(x: torch.Tensor) -> torch.Tensor:
         try:
             return (x.sin().exp() @ x).exp()
-        except Exception:  # noqa: BLE001
+        except Exception:
             return x
 
     assert_equal(backward(fckpt.remat(fn)), backward(fn))

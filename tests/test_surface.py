@@ -19,7 +19,7 @@ PUBLIC = sorted(name for name in vars(fckpt) if not name.startswith("_") and not
 ORDER = [
     "errors", "tree", "rng", "ambient", "closure", "conditions", "arguments", "segment", "lift", "primitives",
     "transform", "compiled",
-    "memory", "module", "autodiff", "api", "sequential",
+    "memory", "module", "autodiff", "api", "segments",
 ]  # fmt: skip
 
 

@@ -49,9 +49,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(
         block(3, 32, 64),
         block(64, 64, 64),
-        nn.Sequential(
-            nn.Flatten(), nn.Linear(64 * 8 * 8, 512), nn.ReLU(), nn.Dropout(0.5), nn.Linear(512, 10)
-        ),
+        nn.Sequential(nn.Flatten(), nn.Linear(64 * 8 * 8, 512), nn.ReLU(), nn.Dropout(0.5), nn.Linear(512, 10)),
     )
 
 
@@ -153,9 +151,7 @@ def train(model: nn.Module, data: Iterator[tuple[Tensor, Tensor]], rate: float) 
 def main(arguments: list[str] | None = None) -> Result:
     """Parses the command line, trains both networks, prints and returns what came out."""
     parser = argparse.ArgumentParser(description="CIFAR-10 with rematerialised blocks.")
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="CIFAR-10's python version; default: synthetic"
-    )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="CIFAR-10's python version; default: synthetic")
     parser.add_argument("--batch", type=int, default=64, help="images per step (default 64)")
     parser.add_argument("--steps", type=int, default=5, help="training steps (default 5)")
     parser.add_argument("--rate", type=float, default=0.02, help="learning rate (default 0.02)")

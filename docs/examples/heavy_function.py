@@ -68,9 +68,7 @@ def nested(function: Heavy, calls: int) -> Heavy:
 
 WAYS: dict[str, Callable[[Heavy, int], Heavy]] = {
     "plain": repeated,
-    "torch checkpoint": lambda fn, calls: repeated(
-        lambda x, a: checkpoint(fn, x, a, use_reentrant=False), calls
-    ),
+    "torch checkpoint": lambda fn, calls: repeated(lambda x, a: checkpoint(fn, x, a, use_reentrant=False), calls),
     "fckpt.remat": lambda fn, calls: repeated(fckpt.remat(fn), calls),
     "fckpt.remat, two levels": nested,
 }

@@ -129,9 +129,7 @@ def compare(name: str, task: Task) -> Row:
         layers[i] = fckpt.remat(layer)
 
     losses: list[Tensor] = []
-    peaks = [
-        fckpt.measure_peak(lambda m=m: losses.append(step(m, task.batch))).peak_bytes for m in (plain, model)
-    ]
+    peaks = [fckpt.measure_peak(lambda m=m: losses.append(step(m, task.batch))).peak_bytes for m in (plain, model)]
     pairs = zip(plain.parameters(), model.parameters(), strict=True)
     equal = torch.equal(*losses) and all(
         (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad) for a, b in pairs
@@ -144,9 +142,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(description="Rematerialised layers in Hugging Face models.")
     parser.add_argument("--model", choices=list(TASKS), help="one of them; default: all")
     parser.add_argument("--layers", type=int, default=6, help="layers (default 6)")
-    parser.add_argument(
-        "--hidden", type=int, default=64, help="width of a token, a multiple of 16 (default 64)"
-    )
+    parser.add_argument("--hidden", type=int, default=64, help="width of a token, a multiple of 16 (default 64)")
     options = parser.parse_args(arguments)
     rows = []
     for name in TASKS if options.model is None else [options.model]:

@@ -57,9 +57,7 @@ def loss(y: Tensor) -> Tensor:
     return y.square().mean()
 
 
-def module_grads(
-    model: nn.Sequential, x: Tensor, call: Callable[[nn.Sequential, Tensor], Tensor]
-) -> list[Tensor]:
+def module_grads(model: nn.Sequential, x: Tensor, call: Callable[[nn.Sequential, Tensor], Tensor]) -> list[Tensor]:
     """Gradients by `.backward()`, in the order of `model.parameters()`."""
     loss(call(model, x)).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
@@ -95,9 +93,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             m, x, lambda m, x: checkpoint_sequential(m, segments, x, use_reentrant=False)
         ),
         "fckpt.sequential(model)": lambda m: module_grads(m, x, lambda m, x: fckpt.sequential(m)(x)),
-        f"fckpt.sequential(model, {threes})": lambda m: module_grads(
-            m, x, lambda m, x: fckpt.sequential(m, threes)(x)
-        ),
+        f"fckpt.sequential(model, {threes})": lambda m: module_grads(m, x, lambda m, x: fckpt.sequential(m, threes)(x)),
         "plain functions": lambda m: function_grads(lambda ps, x: _chain(ps, x), m, x),
         "fckpt.sequential(functions)": lambda m: function_grads(fckpt.sequential([layer] * count), m, x),
         "fckpt.sequential(functions, remat_last=True)": lambda m: function_grads(

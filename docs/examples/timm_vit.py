@@ -44,12 +44,8 @@ def main(arguments: list[str] | None = None) -> Result:
     """Parses the command line, runs, prints and returns what came out."""
     parser = argparse.ArgumentParser(description="Rematerialised blocks in a timm ViT.")
     parser.add_argument("--depth", type=int, default=6, help="blocks (default 6)")
-    parser.add_argument(
-        "--width", type=int, default=64, help="width of a token, a multiple of 16 (default 64)"
-    )
-    parser.add_argument(
-        "--image", type=int, default=64, help="side of an image, a multiple of 8 (default 64)"
-    )
+    parser.add_argument("--width", type=int, default=64, help="width of a token, a multiple of 16 (default 64)")
+    parser.add_argument("--image", type=int, default=64, help="side of an image, a multiple of 8 (default 64)")
     parser.add_argument("--batch", type=int, default=8, help="images (default 8)")
     options = parser.parse_args(arguments)
 
@@ -74,10 +70,7 @@ def main(arguments: list[str] | None = None) -> Result:
     images = torch.randn(options.batch, 3, options.image, options.image)
     labels = torch.randint(10, (options.batch,))
     losses: list[Tensor] = []
-    peaks = [
-        fckpt.measure_peak(lambda m=m: losses.append(step(m, images, labels))).peak_bytes
-        for m in (plain, model)
-    ]
+    peaks = [fckpt.measure_peak(lambda m=m: losses.append(step(m, images, labels))).peak_bytes for m in (plain, model)]
     equal = torch.equal(*losses) and all(
         torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True)
     )

@@ -47,9 +47,7 @@ class Bottleneck(nn.Module):
         self.norm3 = nn.BatchNorm2d(out)
         self.shortcut = nn.Sequential()
         if stride != 1 or channels != out:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)
-            )
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.norm1(self.conv1(x)))
@@ -139,9 +137,7 @@ def run(net: ResNet, x: Tensor) -> list[Row]:
     for way, wrap in WAYS.items():
         own, own_linear = copy.deepcopy(net), copy.deepcopy(linear)
         call = wrap(own)
-        peak = fckpt.measure_peak(
-            lambda call=call, own_linear=own_linear: step(call, own_linear, x)
-        ).peak_bytes
+        peak = fckpt.measure_peak(lambda call=call, own_linear=own_linear: step(call, own_linear, x)).peak_bytes
         grads = [p.grad for p in (*own.parameters(), *own_linear.parameters())]
         if way == "plain":
             plain, statistics = grads, list(own.buffers())

@@ -122,9 +122,7 @@ def test_remat_of_an_op_is_bitwise_the_op(name: str, outcome: Callable[[str], Ou
     compared, differences = outcome(name)
     unknown = [d for d in differences if not any(known.covers(name, d) for known in KNOWN_DIFFERENCES)]
     assert compared["backward"] > 0, "no sample of this op was compared"
-    assert not unknown, "\n".join(
-        f"{d.mode}: {d.part} differ by {d.size:.2g}; {d.detail}" for d in unknown[:5]
-    )
+    assert not unknown, "\n".join(f"{d.mode}: {d.part} differ by {d.size:.2g}; {d.detail}" for d in unknown[:5])
 
 
 def _off_by_one_bit(program: Program) -> Program:

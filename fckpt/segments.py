@@ -73,7 +73,7 @@ def segment_lengths(count: int, segments: Segments) -> tuple[int, ...]:
     """Returns the length of each segment of a chain of `count` links; see `sequential`."""
     if segments == "sqrt":
         segments = max(1, round(math.sqrt(count)))
-    if isinstance(segments, bool) or isinstance(segments, str):
+    if isinstance(segments, (bool, str)):
         raise ArgumentTypeError(f'segments must be an int, a tuple of lengths or "sqrt", not {segments!r}.')
     if isinstance(segments, int):
         if not 1 <= segments <= count:
@@ -130,15 +130,15 @@ class _SequentialModule(nn.Sequential):
         self._segments: list[nn.Module] = []
         self._segmented: list[nn.Module] = []
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, input: Any) -> Any:
         modules = list(self._modules.values())
         if len(modules) != len(self._segmented) or any(
             a is not b for a, b in zip(modules, self._segmented, strict=True)
         ):
             self._split(modules)
         for segment in self._segments:
-            x = segment(x)
-        return x
+            input = segment(input)
+        return input
 
     def _split(self, modules: list[Any]) -> None:
         if len(modules) != sum(self.lengths):
