@@ -19,8 +19,8 @@ def call(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     becomes torch's own operator for one, which tells the compiler what to recompute. That operator knows no
     torch.func; there the graph is broken and the region runs eagerly (an error with fullgraph=True).
     """
-    if _under_torch_func():  # type: ignore[call-arg]  # torch types the decorator wrongly
-        return _eagerly(region, args, kwargs)
+    if _under_torch_func():
+        return _eagerly(region, args, kwargs)  # type: ignore[call-arg]  # torch types the decorator wrongly
     return checkpoint(functools.partial(region.fn, **kwargs), *args, use_reentrant=False)
 
 

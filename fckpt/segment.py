@@ -94,24 +94,27 @@ Signature = tuple[torch.Size, torch.dtype, int, bytes]
 # node of the graph a Python object, and torch takes a chain of those down by recursion.)
 
 
-def _signature(tensor: torch.Tensor, thorough: bool) -> Signature:
+def _signature(tensor: torch.Tensor, probe: int) -> Signature:
     """What is compared of a saved value."""
-    return (tensor.shape, tensor.dtype, tensor._version, _probe(tensor, thorough))
+    return (tensor.shape, tensor.dtype, tensor._version, _first_bytes(tensor, probe))
 
 
-def _probe(tensor: torch.Tensor, thorough: bool) -> bytes:
+_FEW, _MANY = 8, 4096
+
+
+def _first_bytes(tensor: torch.Tensor, limit: int) -> bytes:
     """The first bytes of a value on the CPU: reading eight is free, and most impure functions change them.
 
-    Where other threads may draw from the same generator, up to 4096 are read, of masks too.
+    Where other threads may draw from the same generator many are read, of masks too.
     """
-    if not (tensor.requires_grad or thorough):
+    if not (tensor.requires_grad or limit == _MANY and tensor.dim() != 1):  # 1-d: perhaps statistics
         return b""
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return b""
     size = tensor.numel() * tensor.element_size()
-    if size < 8 or not tensor.is_contiguous():
+    if size < _FEW or not tensor.is_contiguous():
         return b""
-    return ctypes.string_at(torch._C._data_address(tensor), min(size, 4096) if thorough else 8)
+    return ctypes.string_at(torch._C._data_address(tensor), min(size, limit))
 
 
 def _describe(signature: Signature) -> str:
@@ -147,7 +150,7 @@ def _check_hooks_enabled() -> None:
 class _Segment:
     __slots__ = (
         "__weakref__", "arguments", "bare", "conditions", "fn", "held", "inputs", "lock", "needs_grad", "observation",
-        "operation", "outer", "results", "saved", "stores", "tangents", "thorough", "unfilled", "used", "versions",
+        "operation", "outer", "results", "saved", "stores", "tangents", "probe", "unfilled", "used", "versions",
     )  # fmt: skip
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits):
@@ -158,7 +161,7 @@ class _Segment:
         self.versions = [version(t) for t in tensors]
         self.needs_grad = [t.requires_grad for t in tensors]
         self.used: set[int] = set()
-        self.thorough = threading.active_count() > 1
+        self.probe = _MANY if threading.active_count() > 1 else _FEW
         self.operation = -1
         self.bare: list[int] = []
         self.unfilled: set[int] = set()
@@ -171,6 +174,7 @@ class _Segment:
         self.tangents: list[torch.Tensor | None] | None = None
         if forward_ad._current_level >= 0:
             self.tangents = [forward_ad.unpack_dual(t).tangent for t in tensors]
+            self.probe = 0  # formulas of forward mode fill in tangents after they are saved
         # Hooks in force outside (an enclosing segment's, or the user's) decide how the inputs are held.
         self.outer = _autograd._top_saved_tensors_default_hooks(True)
         self.held: list[Any] = tensors
@@ -232,7 +236,7 @@ class _Segment:
         if not inputs.kept(tensor):
             number = len(self.saved)
             self._note_operation(number, tensor)
-            self.saved.append(_signature(tensor, self.thorough))
+            self.saved.append(_signature(tensor, self.probe))
             return number
         if self.outer is None or tensor.is_leaf:
             return _Held(-1, tensor, tensor._version)
@@ -338,7 +342,7 @@ class _Replay:
     """One more run of a segment's function, which collects what its forward did not keep."""
 
     __slots__ = (
-        "complete", "count", "expected", "found", "inputs", "may_stop", "results", "scratch", "stopped", "thorough",
+        "complete", "count", "expected", "found", "inputs", "may_stop", "results", "scratch", "stopped", "probe",
         "threaded", "unfilled",
     )  # fmt: skip
 
@@ -350,7 +354,7 @@ class _Replay:
         self.count = 0
         self.stopped = False
         # Under threads a replay that draws random numbers runs to its end, to be able to verify them.
-        self.thorough = segment.thorough
+        self.probe = segment.probe
         self.unfilled = segment.unfilled
         # `bare`: what the last operation of all saved besides inputs, and may be to fill.
         self.threaded = conditions.random.threaded
@@ -391,7 +395,7 @@ class _Replay:
         self.count += 1
         if number >= len(self.expected):
             return tensor
-        signature = _signature(tensor, self.thorough)
+        signature = _signature(tensor, self.probe)
         if signature != self.expected[number] and not self._is_excused(tensor, number, signature):
             if self.threaded:
                 raise RandomStateError(SHARED)
@@ -408,12 +412,10 @@ class _Replay:
         return value
 
     def _is_excused(self, tensor: torch.Tensor, number: int, now: Signature) -> bool:
-        """Whether a difference means nothing: in the version of a buffer's copy, or in what is yet to be filled."""
+        """Whether a difference means nothing: `tensor` is a buffer's copy, or yet to be filled."""
         then = self.expected[number]
         base = tensor if tensor._base is None else tensor._base
-        same_version = now[2] == then[2] or id(base) in self.scratch
-        same_bytes = now[3] == then[3] or number in self.unfilled
-        return now[:2] == then[:2] and same_version and same_bytes
+        return now[:2] == then[:2] and (id(base) in self.scratch or (now[2] == then[2] and number in self.unfilled))
 
     def _compare(self, results: Ends) -> None:
         if len(results) != len(self.results):

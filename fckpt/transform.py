@@ -47,6 +47,9 @@ from fckpt.primitives import Batched, Dual, Flat, Primitive, Pullback, UserCall
 
 __all__ = ["run_nodes"]
 
+# The tensors below some levels may be those that an enclosing function's recompute replaces.
+_unseen = torch._C.DisableTorchFunction
+
 
 def run_nodes(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits, *, discard: bool = True) -> Any:
     """Calls `fn` on `arguments` and attaches the outputs to nodes that recompute, at all levels.
@@ -65,7 +68,8 @@ def run_nodes(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits
     call = UserCall(fn, arguments, habits)
     outputs = call.first(discard)
     operands = call.inputs + [resolved for _, resolved in call.lifted]
-    attached = attach(call, [unwrap_if_dead(x) for x in operands], outputs)
+    with _unseen():
+        attached = attach(call, [unwrap_if_dead(x) for x in operands], outputs)
     call.inputs = []
     return call.assemble(attached, arguments.tensors)
 
@@ -113,7 +117,8 @@ def _evaluate(primitive: Primitive, operands: Sequence[torch.Tensor]) -> Flat:
     # Grad mode alone does not keep a pullback unrecorded: in backward, autograd sets it as it needs. Detached
     # operands do, but lose their tangents, so under jvp the record is made and dropped.
     if all(c.key() != TransformType.Jvp for c in get_interpreter_stack() or ()):
-        operands = [x.detach() for x in operands]
+        with _unseen():
+            operands = [x.detach() for x in operands]
     with torch.no_grad():
         return primitive(*operands)
 
@@ -189,7 +194,8 @@ def _descend_jvp(
     values = _map(lambda x: _wrap_for_grad(x, level), below[:count])
     for i, tangent in enumerate(below[count:]):
         if tangent is not None:
-            values[i] = forward_ad.make_dual(values[i], _wrap_for_grad(tangent, level))
+            with _unseen():
+                values[i] = forward_ad.make_dual(values[i], _wrap_for_grad(tangent, level))
     return values
 
 
@@ -199,7 +205,8 @@ def _undual(flat: Sequence[Any], level: int) -> tuple[Flat, Flat]:
     for x in flat:
         primal, tangent = x, None
         if x is not None and maybe_get_level(x) == level:
-            primal, tangent = forward_ad.unpack_dual(x)
+            with _unseen():
+                primal, tangent = forward_ad.unpack_dual(x)
         primals.append(None if primal is None else _unwrap_for_grad(primal, level))
         tangents.append(None if tangent is None else _unwrap_for_grad(tangent, level))
     return primals, tangents
