@@ -279,6 +279,10 @@ def _run(mode: str, case: Case, program: Program) -> _Run:
     return _Run(result, torch.get_rng_state(), {str(warning.message) for warning in caught})
 
 
+def _equal(a: _Run, b: _Run) -> bool:
+    return all(distance(x, y) == 0 for x, y in zip(a.result, b.result, strict=True))
+
+
 def _compare_case(report: Report, case: Case, mode: str, remat: Remat, where: str) -> None:
     program = case.inplace if mode == "inplace" else case.program
     if program is None:
@@ -289,18 +293,23 @@ def _compare_case(report: Report, case: Case, mode: str, remat: Remat, where: st
         report.refused[mode] = f"{type(error).__name__}: {error}"
         return
     report.compared[mode] += 1
-    repeats = all(distance(a, b) == 0 for a, b in zip(plain.result, again.result, strict=True))
-    report.unrepeatable[mode] += not repeats
+    repeats = _equal(plain, again)
     try:
         ours = _run(mode, case, remat(program))
     except Exception as error:  # reported as a difference, with the op and the mode
         text = f"{where}: {type(error).__name__}: {error}"
         report.differences.append(Difference(mode, "error", float("inf"), text))
         return
-    # Summation order of threads is all that differs between two plain runs.
-    allowed = 0.0 if repeats else 1e-9
-    for part, expected, got in zip(("values", "gradients"), plain.result, ours.result, strict=True):
-        if (size := distance(expected, got)) > allowed:
+    gaps = {
+        part: distance(expected, got)
+        for part, expected, got in zip(("values", "gradients"), plain.result, ours.result, strict=True)
+    }
+    if repeats and any(gaps.values()):
+        # Some LAPACK drivers depend on where memory lies, which two runs in a row may not show.
+        repeats = all(_equal(plain, _run(mode, case, program)) for _ in range(20))
+    report.unrepeatable[mode] += not repeats
+    for part, size in gaps.items():
+        if size > (0.0 if repeats else 1e-9):  # what plain PyTorch does not repeat: to rounding
             report.differences.append(Difference(mode, part, size, where))
     if not torch.equal(plain.generator, ours.generator):
         report.differences.append(Difference(mode, "generator", float("inf"), where))
