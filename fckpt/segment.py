@@ -107,7 +107,7 @@ def _first_bytes(tensor: torch.Tensor, limit: int) -> bytes:
 
     Where other threads may draw from the same generator many are read, of masks too.
     """
-    if not (tensor.requires_grad or limit == _MANY and tensor.dim() != 1):  # 1-d: perhaps statistics
+    if not (tensor.requires_grad or (limit == _MANY and tensor.dim() != 1)):  # 1-d: perhaps statistics
         return b""
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return b""
@@ -149,8 +149,26 @@ def _check_hooks_enabled() -> None:
 
 class _Segment:
     __slots__ = (
-        "__weakref__", "arguments", "bare", "conditions", "fn", "held", "inputs", "lock", "needs_grad", "observation",
-        "operation", "outer", "results", "saved", "stores", "tangents", "probe", "unfilled", "used", "versions",
+        "__weakref__",
+        "arguments",
+        "bare",
+        "conditions",
+        "fn",
+        "held",
+        "inputs",
+        "lock",
+        "needs_grad",
+        "observation",
+        "operation",
+        "outer",
+        "probe",
+        "results",
+        "saved",
+        "stores",
+        "tangents",
+        "unfilled",
+        "used",
+        "versions",
     )  # fmt: skip
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits):
@@ -342,8 +360,18 @@ class _Replay:
     """One more run of a segment's function, which collects what its forward did not keep."""
 
     __slots__ = (
-        "complete", "count", "expected", "found", "inputs", "may_stop", "results", "scratch", "stopped", "probe",
-        "threaded", "unfilled",
+        "complete",
+        "count",
+        "expected",
+        "found",
+        "inputs",
+        "may_stop",
+        "probe",
+        "results",
+        "scratch",
+        "stopped",
+        "threaded",
+        "unfilled",
     )  # fmt: skip
 
     def __init__(self, segment: _Segment, conditions: Conditions):
