@@ -20,6 +20,7 @@ __all__ = ["Closure", "closure_of"]
 
 _DEPTH = 4
 _LARGE = 1000  # entries of a container that is data rather than state
+_MOST = 4000  # values looked at in one walk
 
 
 class Closure:
@@ -38,8 +39,8 @@ def closure_of(fn: Callable[..., Any], *statics: Any) -> Closure:
 
     The same for `statics`, arguments that are no tensors: a module, or the object of a method.
 
-    Containers and plain objects are looked into `_DEPTH` levels deep. The walk is quick (microseconds for a
-    lambda) and is made at every call, because cells and attributes change.
+    Containers and plain objects are looked into `_DEPTH` levels deep, large ones not at all. The walk is quick
+    (microseconds for a lambda) and is made at every call, because cells and attributes change.
     """
     found = Closure()
     seen: set[int] = set()
@@ -51,7 +52,7 @@ def closure_of(fn: Callable[..., Any], *statics: Any) -> Closure:
 
 def _visit(value: Any, found: Closure, generators: tuple[type, ...], seen: set[int], depth: int) -> None:
     kind = type(value)
-    if kind in _INERT or depth < 0 or id(value) in seen:
+    if kind in _INERT or depth < 0 or id(value) in seen or len(seen) > _MOST:
         return
     seen.add(id(value))
     if isinstance(value, torch.Tensor):

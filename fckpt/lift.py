@@ -7,6 +7,7 @@ such a tensor can belong to a level that differentiates it. It then becomes one 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,8 @@ class Recorder(_Scope):
 
     def __init__(self, inputs: Sequence[torch.Tensor]):
         super().__init__()
-        self.inside = {id(x) for x in inputs}
+        self.inside: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._made(list(inputs))
         self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.start = torch.autograd._get_sequence_nr()
 
@@ -75,17 +77,20 @@ class Recorder(_Scope):
 
     def _made(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            # Not held: the id may pass on to another tensor, but only to one that is made inside as well.
-            self.inside.add(id(value))
+            self.inside[id(value)] = weakref.ref(value)
         elif isinstance(value, (list, tuple)):
             for inner in value:
                 self._made(inner)
+
+    def _is_inside(self, tensor: torch.Tensor) -> bool:
+        reference = self.inside.get(id(tensor))
+        return reference is not None and reference() is tensor  # or else the id has passed on
 
     def _visit(self, values: Any) -> None:
         for value in values:
             if isinstance(value, torch.Tensor):
                 key = id(value)
-                if key not in self.inside and key not in self.lifted:
+                if key not in self.lifted and not self._is_inside(value):
                     resolved = self.resolve(value)
                     if self.foreign(resolved):
                         self.lifted[key] = (value, resolved)
@@ -96,7 +101,7 @@ class Recorder(_Scope):
 
     def foreign(self, tensor: torch.Tensor) -> bool:
         while True:
-            if id(tensor) in self.inside:
+            if self._is_inside(tensor):
                 return False
             if tensor.requires_grad:
                 node = tensor.grad_fn

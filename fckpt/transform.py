@@ -70,8 +70,10 @@ def run_nodes(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits
     operands = call.inputs + [resolved for _, resolved in call.lifted]
     with _unseen():
         attached = attach(call, [unwrap_if_dead(x) for x in operands], outputs)
+    result = call.assemble(attached, arguments.tensors)
     call.inputs = []
-    return call.assemble(attached, arguments.tensors)
+    arguments.release()
+    return result
 
 
 # -- levels ----------------------------------------------------------------------------------------------

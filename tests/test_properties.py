@@ -58,11 +58,11 @@ class Tally(Counter[str]):
         self["informative"] += any(bool((x.isfinite() & (x != 0)).any()) for x in results[0])
 
     def assert_spread(self, *kinds: str) -> None:
-        """Of all examples few were thrown away, and at least a fifth is of each kind."""
+        """Of all examples few were thrown away, and at least a tenth is of each kind."""
         assert self["compared"] >= 0.8 * PROFILE.max_examples
         assert self["informative"] >= 0.7 * self["compared"]  # high derivatives of short programs are zero
         for kind in ("nested", "stacked", "vmapped", "random", "long", *kinds):
-            assert self[kind] >= 0.2 * self["compared"], f"{kind}: {self[kind]} of {self['compared']}"
+            assert self[kind] >= 0.1 * self["compared"], f"{kind}: {self[kind]} of {self['compared']}"
 
 
 def same(a: Tensor, b: Tensor) -> bool:
