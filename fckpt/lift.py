@@ -53,8 +53,8 @@ class _Scope(TorchFunctionMode):
 class Recorder(_Scope):
     """Finds, while a function runs, the differentiated tensors that it closes over.
 
-    Such a tensor is tracked by some level and neither an input nor made inside: it is a leaf that was not
-    seen to become one inside, or its history began before the function did (autograd numbers its nodes).
+    Such a tensor belongs to some level and is neither an input nor made inside: it is a leaf that was not seen
+    to become one inside, or its history began before the function did (autograd numbers its nodes).
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]):
@@ -100,15 +100,17 @@ class Recorder(_Scope):
                 self._visit(value.values())
 
     def foreign(self, tensor: torch.Tensor) -> bool:
+        # A batch or a dual number is lifted although nothing differentiates it: its level will be another one
+        # when the function runs again.
+        wrapped = is_functorch_wrapped_tensor(tensor)
         while True:
             if self._is_inside(tensor):
                 return False
             if tensor.requires_grad:
                 node = tensor.grad_fn
-                if node is None or node._sequence_nr() < self.start:
-                    return True
+                return node is None or node._sequence_nr() < self.start
             if not is_functorch_wrapped_tensor(tensor):
-                return False
+                return wrapped
             tensor = get_unwrapped(tensor)
 
 

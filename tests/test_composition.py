@@ -526,6 +526,21 @@ def test_transform_of_remat_with_views_indices_and_in_place_work(name: str) -> N
     compare(name, *REMATS["remat"], branching)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, fckpt.remat])
+def test_closed_over_batches_and_duals_that_nothing_differentiates(wrap: Any) -> None:
+    """Their level is popped, and its number taken by another, when the region runs again."""
+    scale = torch.arange(1.0, 3, dtype=torch.float64)
+
+    def run(region: Any) -> Any:
+        def value(w: torch.Tensor) -> torch.Tensor:
+            each = lambda s: wrap(region(lambda y: region(lambda z: (z * s.sin()).sin().exp())(y)))(w.sum())
+            return (vmap(each)(scale) * torch.func.jvp(each, (scale[0],), (scale[1],))[1]).sum()
+
+        return vmap(grad(value))(torch.stack([X[0], X[1]]))
+
+    torch.testing.assert_close(run(fckpt.remat), run(lambda f: f), rtol=1e-12, atol=1e-12)
+
+
 # -- the other order: remat around transforms ---------------------------------------------------------------
 
 INSIDE: dict[str, Callable[[Fn], Fn]] = {
