@@ -6,9 +6,10 @@ see changed (tensors), must not change again (the buffers of modules) and must d
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from fckpt.rng import generator_types
 
-__all__ = ["Closure", "closure_of"]
+__all__ = ["Closure", "closure_of", "exchanged"]
 
 _DEPTH = 4
 _LARGE = 1000  # entries of a container that is data rather than state
@@ -114,3 +115,70 @@ _INERT = frozenset(
         types.BuiltinMethodType, type, torch.dtype, torch.device, torch.Size,
     }
 )  # fmt: skip
+
+
+@contextlib.contextmanager
+def exchanged(fn: Callable[..., Any], substitutes: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Puts other tensors in the places where `fn` finds those it closes over, for the time of the body.
+
+    Args:
+        fn: its cells, bound object, modules and globals are searched, as `closure_of` does.
+        substitutes: by the id of the tensor that they replace.
+    """
+    undo: list[Callable[[], None]] = []
+    try:
+        if substitutes:
+            _exchange(fn, substitutes, undo, set(), _DEPTH)
+        yield
+    finally:
+        for step in reversed(undo):
+            step()
+
+
+def _exchange(value: Any, new: dict[int, torch.Tensor], undo: list[Any], seen: set[int], depth: int) -> None:
+    kind = type(value)
+    if kind in _INERT or depth < 0 or id(value) in seen or len(seen) > _MOST or isinstance(value, torch.Tensor):
+        return
+    seen.add(id(value))
+    if kind is types.FunctionType:
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not assigned yet
+                _put(cell.cell_contents, new, undo, functools.partial(setattr, cell, "cell_contents"))
+        scope = value.__globals__
+        for name in _global_names(value.__code__):
+            if name in scope:
+                _put(scope[name], new, undo, functools.partial(scope.__setitem__, name))
+    elif isinstance(value, nn.Module):
+        for module in value.modules():
+            for entries in (module._parameters, module._buffers):
+                for name, tensor in list(entries.items()):
+                    _put(tensor, new, undo, functools.partial(entries.__setitem__, name))
+        return
+    elif kind not in (list, tuple, set, frozenset, dict, types.MethodType):
+        attributes = getattr(value, "__dict__", {})
+        if not isinstance(value, type) and type(attributes) is dict:
+            for name, held in list(attributes.items()):
+                _put(held, new, undo, functools.partial(attributes.__setitem__, name))
+    for inner in _parts(value, kind):
+        _exchange(inner, new, undo, seen, depth - 1)
+
+
+def _put(held: Any, new: dict[int, torch.Tensor], undo: list[Any], put: Callable[[Any], None]) -> None:
+    replaced = _replaced(held, new, _DEPTH)
+    if replaced is not held:
+        undo.append(functools.partial(put, held))
+        put(replaced)
+
+
+def _replaced(value: Any, new: dict[int, torch.Tensor], depth: int) -> Any:
+    """`value`, with tensors in it replaced; the same object if there are none."""
+    if isinstance(value, torch.Tensor):
+        return new.get(id(value), value)
+    kind = type(value)
+    if depth < 0 or kind not in (list, tuple, dict) or len(value) > _LARGE:
+        return value
+    items = list(value.values()) if kind is dict else list(value)
+    replaced = [_replaced(item, new, depth - 1) for item in items]
+    if all(a is b for a, b in zip(items, replaced, strict=True)):
+        return value
+    return dict(zip(value, replaced, strict=True)) if kind is dict else kind(replaced)

@@ -12,7 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import (
+    get_dynamic_layer_stack_depth,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    maybe_get_level,
+)
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["Recorder", "Substitution", "resolved"]
@@ -49,6 +54,10 @@ class _Scope(TorchFunctionMode):
         """What stands for a closed-over tensor here."""
         return tensor if self.parent is None else self.parent.resolve(tensor)
 
+    def original(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What `tensor` stands for, in enclosing functions that are being run again."""
+        return tensor if self.parent is None else self.parent.original(tensor)
+
 
 class Recorder(_Scope):
     """Finds, while a function runs, the differentiated tensors that it closes over.
@@ -62,16 +71,21 @@ class Recorder(_Scope):
         self.inside: dict[int, weakref.ref[torch.Tensor]] = {}
         self._made(list(inputs))
         self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.originals: dict[int, torch.Tensor] = {}
         self.start = torch.autograd._get_sequence_nr()
+        self.depth = get_dynamic_layer_stack_depth()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.requires_grad_ or func is _SET_REQUIRES_GRAD:
+            self.visit([self._outer(args[0])])  # what a transform inside differentiates may come from outside
             self._made(args[0])
-        elif _has_tensor(result):  # or else nothing flows from the arguments: a query for a shape, say
-            self._visit(args)
+        elif result is None or _has_tensor(
+            result
+        ):  # or else nothing flows from the arguments: a query for a shape, say
+            self.visit(args)
             if kwargs:
-                self._visit(kwargs.values())
+                self.visit(kwargs.values())
             self._made(result)
         return result
 
@@ -86,18 +100,29 @@ class Recorder(_Scope):
         reference = self.inside.get(id(tensor))
         return reference is not None and reference() is tensor  # or else the id has passed on
 
-    def _visit(self, values: Any) -> None:
+    def _outer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` without the wrappers of transforms that the function applies inside."""
+        while is_functorch_wrapped_tensor(tensor) and maybe_get_level(tensor) > self.depth:
+            tensor = get_unwrapped(tensor)
+        return tensor
+
+    def visit(self, values: Any) -> None:
+        """Lifts those of `values` that come from outside."""
         for value in values:
             if isinstance(value, torch.Tensor):
+                if self._is_inside(value):
+                    continue
+                value = self._outer(value)
                 key = id(value)
                 if key not in self.lifted and not self._is_inside(value):
                     resolved = self.resolve(value)
                     if self.foreign(resolved):
                         self.lifted[key] = (value, resolved)
+                        self.originals[key] = self.original(value)
             elif type(value) in (list, tuple):
-                self._visit(value)
+                self.visit(value)
             elif type(value) is dict:
-                self._visit(value.values())
+                self.visit(value.values())
 
     def foreign(self, tensor: torch.Tensor) -> bool:
         # A batch or a dual number is lifted although nothing differentiates it: its level will be another one
@@ -117,9 +142,10 @@ class Recorder(_Scope):
 class Substitution(_Scope):
     """Puts other tensors in the places of closed-over ones, while a function runs."""
 
-    def __init__(self, substitutes: dict[int, torch.Tensor]):
+    def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]):
         super().__init__()
-        self.substitutes = substitutes
+        self.pairs = pairs
+        self.substitutes = {id(known): substitute for known, substitute in pairs}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.substitutes:
@@ -138,6 +164,12 @@ class Substitution(_Scope):
         if id(tensor) in self.substitutes:
             return self.substitutes[id(tensor)]
         return super().resolve(tensor)
+
+    def original(self, tensor: torch.Tensor) -> torch.Tensor:
+        for known, substitute in self.pairs:
+            if substitute is tensor:
+                return super().original(known)
+        return super().original(tensor)
 
 
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ and its vector-Jacobian product.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from torch._functorch.vmap import restore_vmap
 
 from fckpt import tree
 from fckpt.arguments import Arguments
+from fckpt.closure import exchanged
 from fckpt.conditions import BufferHabits, Conditions, Observation, may_be_statistics, unwrapped, version
 from fckpt.errors import ImpureFunctionError, MutationError, OpaqueOutputError
 from fckpt.lift import Recorder, Substitution
@@ -46,6 +48,8 @@ class UserCall:
         self.habits = habits
         self.lifted: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Closed-over tensors that are differentiated: (as the function knows it, as seen from outside)."""
+        self.originals: list[torch.Tensor] = []
+        self.passed = [weakref.ref(x) for x in self.inputs]
         self.conditions: Conditions
         self.spec: tree.TreeSpec
         self.leaves: list[Any] = []
@@ -75,9 +79,11 @@ class UserCall:
                 "recompute would change it again. Return the new value instead of writing into the argument "
                 "(`fckpt.from_module` does so for a module's buffers)."
             )
-        self.lifted = list(recorder.lifted.values())
-        known = {id(x): ("in", i) for i, x in enumerate(self.inputs)}
         leaves, self.spec = tree.flatten(result)
+        recorder.visit(leaves)
+        self.lifted = list(recorder.lifted.values())
+        self.originals = [recorder.originals[key] for key in recorder.lifted]
+        known = {id(x): ("in", i) for i, x in enumerate(self.inputs)}
         outputs = self._number(leaves, known)
         self.leaves = leaves
         self.shapes = [(x.shape, x.dtype) for x in outputs]
@@ -116,8 +122,16 @@ class UserCall:
             )
         inputs = [x.clone() if may_be_statistics(x) else x for x in operands[: self.count]]
         args, kwargs = self.arguments.rebuild(inputs)
-        substitutes = {id(t): x for (t, _), x in zip(self.lifted, operands[self.count :], strict=True)}
-        with self.conditions.restored(lambda: True), Substitution(substitutes):
+        closed_over = operands[self.count :]
+        pairs = [(t, x) for (t, _), x in zip(self.lifted, closed_over, strict=True)]
+        # What was passed may be closed over as well.
+        pairs += [(t, x) for ref, x in zip(self.passed, inputs, strict=True) if (t := ref()) is not None]
+        # Under its first name as well: an enclosing recompute that had put another in its place may be over.
+        pairs += [(t, x) for t, x in zip(self.originals, closed_over, strict=True)]
+        substitutes = {id(t): x for t, x in pairs}
+        # In its cells, for transforms that the function applies inside; wherever else it finds them, by the mode.
+        closed = exchanged(self.fn, substitutes)
+        with self.conditions.restored(lambda: True), closed, Substitution(pairs):
             result = self.fn(*args, **kwargs)
         leaves, spec = tree.flatten(result)
         if spec != self.spec:

@@ -526,14 +526,51 @@ def test_transform_of_remat_with_views_indices_and_in_place_work(name: str) -> N
     compare(name, *REMATS["remat"], branching)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, fckpt.remat])
-def test_closed_over_batches_and_duals_that_nothing_differentiates(wrap: Any) -> None:
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda p: fckpt.remat(lambda b: p.sin() * b)(p),
+        lambda p: fckpt.remat(lambda b: (b.sin(), p.exp().sin())[1] * b)(p),
+        lambda p: sum(fckpt.remat(lambda b: (b.sin(), p.exp()))(p.cos())),
+    ],
+)
+def test_tensor_closed_over_and_passed(fn: Any) -> None:
+    plain = torch.autograd.functional.jacobian(fn, X)
+    torch.testing.assert_close(jacrev(fn)(X), plain, rtol=1e-12, atol=1e-12)
+    value = lambda p: (fn(p) ** 2).sum()
+    expected = torch.autograd.functional.jacobian(value, X)
+    torch.testing.assert_close(grad(value)(X), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_transform_inside_of_a_closed_over_tensor() -> None:
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        return x + grad(lambda z: z.sin().square().sum())(x)
+
+    region = fckpt.remat
+    forms: list[Any] = [
+        lambda d: region(lambda: slope(d))(),
+        lambda d: region(lambda: region(lambda: slope(d))())(),
+        lambda d: region(lambda: region(lambda e: slope(e))(d))(),
+        lambda d: region(lambda e: region(lambda: slope(e))())(d),
+    ]
+    outer: list[Any] = [
+        lambda f: grad(lambda w: (f(w.sin()) ** 2).sum())(X),
+        lambda f: vmap(lambda u: grad(lambda w: (f(w.sin()) ** 2).sum())(X) + u)(torch.zeros(2)),
+        lambda f: grad(lambda w: (vmap(lambda u: f(w.sin()) + u)(torch.zeros(2)) ** 2).sum())(X),
+        lambda f: grad(lambda w: (vmap(lambda r: f(r.sin()))(w) ** 2).sum())(X),
+    ]
+    for run in outer:
+        for form in forms:
+            torch.testing.assert_close(run(form), run(slope), rtol=1e-12, atol=1e-12)
+
+
+def test_closed_over_batches_and_duals_that_nothing_differentiates() -> None:
     """Their level is popped, and its number taken by another, when the region runs again."""
     scale = torch.arange(1.0, 3, dtype=torch.float64)
 
     def run(region: Any) -> Any:
         def value(w: torch.Tensor) -> torch.Tensor:
-            each = lambda s: wrap(region(lambda y: region(lambda z: (z * s.sin()).sin().exp())(y)))(w.sum())
+            each = lambda s: region(lambda y: region(lambda z: (z * s.sin()).sin().exp())(y))(w.sum())
             return (vmap(each)(scale) * torch.func.jvp(each, (scale[0],), (scale[1],))[1]).sum()
 
         return vmap(grad(value))(torch.stack([X[0], X[1]]))
