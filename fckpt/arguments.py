@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fckpt import tree
-from fckpt.errors import ArgumentTypeError, ArgumentValueError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, MutationError
 
 __all__ = ["Arguments", "StaticArguments"]
 
@@ -150,6 +150,14 @@ class Arguments:
     def path(self, index: int) -> str:
         """Names tensor `index` the way the caller wrote it: `args[0]['w']`, `kwargs['x']`."""
         return next(self._path(position) for position, i in self._where if i == index)
+
+    def written(self, index: int) -> MutationError:
+        """The error for a function that changed tensor `index` in place, which its recompute would do again."""
+        return MutationError(
+            f"{self.path(index)} was changed in place by the rematerialised function itself; its recompute would "
+            "change it again. Return the new value instead of writing into the argument (`fckpt.from_module` does "
+            "so for a module's buffers)."
+        )
 
     def _path(self, position: int) -> str:
         path = self._spec.paths()[position]

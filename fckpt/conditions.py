@@ -21,10 +21,11 @@ from fckpt.closure import closure_of
 from fckpt.errors import MutationError
 from fckpt.rng import RandomState, generator_types
 
-__all__ = ["BufferHabits", "Conditions", "Observation", "may_be_statistics", "unwrapped", "version"]
+__all__ = ["BufferHabits", "Conditions", "Observation", "may_be_statistics", "unseen", "unwrapped", "version"]
 
-# Reading an attribute of a tensor calls the torch function modes in force; an enclosing region's are.
-_unseen = torch._C.DisableTorchFunction
+# Reading an attribute of a tensor, too, calls the torch function modes in force: those of an enclosing region, which
+# may put another tensor in its place. What fckpt does to tensors itself is none of their business.
+unseen = torch._C.DisableTorchFunction
 
 BufferKey = tuple[int, str, bool, bool]
 BufferHabits = dict[BufferKey, bool]
@@ -80,7 +81,7 @@ class Observation:
     ):
         """Observes `fn`, about to run on these arguments; `habits` is kept from call to call."""
         self.ambient = ambient.capture()
-        with _unseen():
+        with unseen():
             self._observe(fn, statics, inputs, habits)
 
     def _observe(
@@ -131,7 +132,7 @@ class Observation:
 
     def conditions(self) -> Conditions:
         """Returns the conditions of the run that has just ended, without what it turned out not to use."""
-        with _unseen():
+        with unseen():
             return self._conditions()
 
     def _conditions(self) -> Conditions:
@@ -201,7 +202,7 @@ class Conditions:
 
     def check(self) -> None:
         """Raises `MutationError` when a closed-over tensor has changed in place since the run."""
-        with _unseen():
+        with unseen():
             changed = [(t, then) for t, then in self.watched if version(t) != then]
         for tensor, then in changed:
             raise MutationError(
@@ -221,17 +222,17 @@ class Conditions:
         # `functional_call` puts other tensors into a module for the time of a call, which may be over.
         moved = [(d, name, t) for d, name, t in self.installed if d.get(name) is not t]
         flipped = [(m, training) for m, training in self.modules if m["training"] is not training]
-        if (
-            not (self.random.states or self.written or self.statistics or moved or flipped)
-            and self.ambient == ambient.capture()
-        ):
+        elsewhere = self.ambient != ambient.capture()
+        if not (self.random.states or self.written or self.statistics or moved or flipped or elsewhere):
             return _NOTHING
-        return self._restored(completed, moved, flipped)
+        return self._restored(completed, moved, flipped, elsewhere)
 
     @contextlib.contextmanager
-    def _restored(self, completed: Callable[[], bool], moved: list[Any], flipped: list[Any]) -> Iterator[None]:
+    def _restored(
+        self, completed: Callable[[], bool], moved: list[Any], flipped: list[Any], elsewhere: bool
+    ) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self.ambient != ambient.capture():
+            if elsewhere:
                 stack.enter_context(ambient.restored(self.ambient))
             if self.random.states:
                 stack.enter_context(self.random.replay(completed))

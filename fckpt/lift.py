@@ -80,9 +80,8 @@ class Recorder(_Scope):
         if func is torch.Tensor.requires_grad_ or func is _SET_REQUIRES_GRAD:
             self.visit([self._outer(args[0])])  # what a transform inside differentiates may come from outside
             self._made(args[0])
-        elif result is None or _has_tensor(
-            result
-        ):  # or else nothing flows from the arguments: a query for a shape, say
+        elif result is None or _has_tensor(result):
+            # Or else nothing flows from the arguments: a query for a shape, say.
             self.visit(args)
             if kwargs:
                 self.visit(kwargs.values())

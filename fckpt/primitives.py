@@ -18,7 +18,7 @@ from torch._functorch.vmap import restore_vmap
 from fckpt import tree
 from fckpt.arguments import Arguments
 from fckpt.closure import exchanged
-from fckpt.conditions import BufferHabits, Conditions, Observation, may_be_statistics, unwrapped, version
+from fckpt.conditions import BufferHabits, Conditions, Observation, may_be_statistics, unseen, unwrapped, version
 from fckpt.errors import ImpureFunctionError, MutationError, OpaqueOutputError
 from fckpt.lift import Recorder, Substitution
 from fckpt.segment import HooksUnavailable
@@ -42,7 +42,7 @@ class UserCall:
         self.fn = fn
         self.arguments = arguments
         self.inputs: list[torch.Tensor] = list(arguments.tensors)
-        with torch._C.DisableTorchFunction():  # an enclosing region's modes
+        with unseen():
             self.versions = [(base, version(base)) for base in map(unwrapped, self.inputs)]
         self.count = len(self.inputs)
         self.habits = habits
@@ -74,11 +74,7 @@ class UserCall:
             raise HooksUnavailable from error
         self.conditions = observation.conditions()
         for i, _, _ in self._changed():
-            raise MutationError(
-                f"{self.arguments.path(i)} was changed in place by the rematerialised function itself; its "
-                "recompute would change it again. Return the new value instead of writing into the argument "
-                "(`fckpt.from_module` does so for a module's buffers)."
-            )
+            raise self.arguments.written(i)
         leaves, self.spec = tree.flatten(result)
         recorder.visit(leaves)
         self.lifted = list(recorder.lifted.values())
@@ -91,7 +87,7 @@ class UserCall:
 
     def _changed(self) -> list[tuple[int, int, int]]:
         """The inputs that were changed in place since the call: (index, version then, version now)."""
-        with torch._C.DisableTorchFunction():
+        with unseen():
             pairs = [(then, version(base)) for base, then in self.versions]
         return [(i, then, now) for i, (then, now) in enumerate(pairs) if then != now]
 

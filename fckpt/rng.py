@@ -20,7 +20,7 @@ import torch
 
 from fckpt.errors import RandomStateError
 
-__all__ = ["GENERATOR_TYPES", "SHARED", "RandomState", "generator_types"]
+__all__ = ["SHARED", "RandomState", "generator_types"]
 
 
 def _memory_of(value: object) -> bytes:
@@ -145,7 +145,7 @@ class _NumpyGenerator:
         return repr(a) == repr(b)
 
 
-GENERATOR_TYPES: tuple[type, ...] = (torch.Generator, random.Random)
+_GENERATOR_TYPES: tuple[type, ...] = (torch.Generator, random.Random)
 _CPU = _Torch(torch.default_generator)
 _PYTHON = _Python(random.random.__self__)  # type: ignore[attr-defined]
 _numpy_global: _NumpyGlobal | None = None
@@ -154,7 +154,7 @@ _numpy_global: _NumpyGlobal | None = None
 def generator_types() -> tuple[type, ...]:
     """The types whose instances `RandomState.capture` accepts (NumPy's once NumPy is imported)."""
     numpy = _numpy_random()
-    return GENERATOR_TYPES if numpy is None else (*GENERATOR_TYPES, numpy.Generator, numpy.RandomState)
+    return _GENERATOR_TYPES if numpy is None else (*_GENERATOR_TYPES, numpy.Generator, numpy.RandomState)
 
 
 def _numpy_random() -> Any:

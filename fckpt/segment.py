@@ -169,7 +169,7 @@ class _Segment:
         "unfilled",
         "used",
         "versions",
-    )  # fmt: skip
+    )
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits):
         self.fn = fn
@@ -229,11 +229,7 @@ class _Segment:
             needed = range(len(tensors))
             for i, tensor in enumerate(tensors):
                 if version(tensor) != self.versions[i]:
-                    raise MutationError(
-                        f"{self.arguments.path(i)} was changed in place by the rematerialised function itself; its "
-                        "recompute would change it again. Return the new value instead of writing into the "
-                        "argument (`fckpt.from_module` does so for a module's buffers)."
-                    )
+                    raise self.arguments.written(i)
             self.conditions = self.observation.conditions()
             self.results = _ends(result)
         else:
@@ -372,7 +368,7 @@ class _Replay:
         "stopped",
         "threaded",
         "unfilled",
-    )  # fmt: skip
+    )
 
     def __init__(self, segment: _Segment, conditions: Conditions):
         self.complete = segment.inputs is None
@@ -381,10 +377,10 @@ class _Replay:
         self.found: dict[int, torch.Tensor] = {}
         self.count = 0
         self.stopped = False
-        # Under threads a replay that draws random numbers runs to its end, to be able to verify them.
         self.probe = segment.probe
         self.unfilled = segment.unfilled
-        # `bare`: what the last operation of all saved besides inputs, and may be to fill.
+        # Under threads a replay that draws random numbers runs to its end, to be able to verify them. So does
+        # one whose last operation saved something (`bare`) that it may be yet to fill.
         self.threaded = conditions.random.threaded
         self.may_stop = not (segment.bare or self.threaded)
         self.scratch = conditions.scratch

@@ -41,14 +41,11 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from fckpt.arguments import Arguments
-from fckpt.conditions import BufferHabits
+from fckpt.conditions import BufferHabits, unseen
 from fckpt.errors import MutationError
 from fckpt.primitives import Batched, Dual, Flat, Primitive, Pullback, UserCall
 
 __all__ = ["run_nodes"]
-
-# The tensors below some levels may be those that an enclosing function's recompute replaces.
-_unseen = torch._C.DisableTorchFunction
 
 
 def run_nodes(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits, *, discard: bool = True) -> Any:
@@ -68,7 +65,7 @@ def run_nodes(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits
     call = UserCall(fn, arguments, habits)
     outputs = call.first(discard)
     operands = call.inputs + [resolved for _, resolved in call.lifted]
-    with _unseen():
+    with unseen():
         attached = attach(call, [unwrap_if_dead(x) for x in operands], outputs)
     result = call.assemble(attached, arguments.tensors)
     call.inputs = []
@@ -119,7 +116,7 @@ def _evaluate(primitive: Primitive, operands: Sequence[torch.Tensor]) -> Flat:
     # Grad mode alone does not keep a pullback unrecorded: in backward, autograd sets it as it needs. Detached
     # operands do, but lose their tangents, so under jvp the record is made and dropped.
     if all(c.key() != TransformType.Jvp for c in get_interpreter_stack() or ()):
-        with _unseen():
+        with unseen():
             operands = [x.detach() for x in operands]
     with torch.no_grad():
         return primitive(*operands)
@@ -196,7 +193,7 @@ def _descend_jvp(
     values = _map(lambda x: _wrap_for_grad(x, level), below[:count])
     for i, tangent in enumerate(below[count:]):
         if tangent is not None:
-            with _unseen():
+            with unseen():
                 values[i] = forward_ad.make_dual(values[i], _wrap_for_grad(tangent, level))
     return values
 
@@ -207,7 +204,7 @@ def _undual(flat: Sequence[Any], level: int) -> tuple[Flat, Flat]:
     for x in flat:
         primal, tangent = x, None
         if x is not None and maybe_get_level(x) == level:
-            with _unseen():
+            with unseen():
                 primal, tangent = forward_ad.unpack_dual(x)
         primals.append(None if primal is None else _unwrap_for_grad(primal, level))
         tangents.append(None if tangent is None else _unwrap_for_grad(tangent, level))

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch.utils import _pytree as torch_pytree
 
-__all__ = ["TreeSpec", "describe", "flatten", "leaves", "map_leaves", "path_string", "unflatten"]
+__all__ = ["TreeSpec", "describe", "flatten", "leaves", "map_leaves", "unflatten"]
 
 # Containers that only torch's own registry knows (Hugging Face's ModelOutput, for one) are flattened
 # through it; everything else is optree's.
@@ -33,7 +33,7 @@ class TreeSpec:
 
     def paths(self) -> list[str]:
         """Each leaf's way through the tree, as it is written in Python: `[0]['w']`."""
-        paths = [path_string(path) for path in optree.treespec_paths(self.spec)]
+        paths = [_path_string(path) for path in optree.treespec_paths(self.spec)]
         if self.inner is None:
             return paths
         return [path for path, (count, _) in zip(paths, self.inner, strict=True) for _ in range(count)]
@@ -77,12 +77,12 @@ def leaves(tree: Any) -> list[Any]:
     return flatten(tree)[0]
 
 
-def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Applies `fn` to every leaf of `tree` (and the matching leaves of `rest`)."""
-    return optree.tree_map(fn, tree, *rest)
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Applies `fn` to every leaf of `tree`."""
+    return optree.tree_map(fn, tree)
 
 
-def path_string(path: Sequence[Any]) -> str:
+def _path_string(path: Sequence[Any]) -> str:
     """Writes a tree path the way it is indexed in Python."""
     return "".join(f"[{entry!r}]" for entry in path)
 
