@@ -6,6 +6,7 @@ from fckpt.autodiff import grad_and_value as grad_and_value
 from fckpt.autodiff import vjp as vjp
 from fckpt.errors import ArgumentTypeError as ArgumentTypeError
 from fckpt.errors import ArgumentValueError as ArgumentValueError
+from fckpt.errors import ClosureError as ClosureError
 from fckpt.errors import FckptError as FckptError
 from fckpt.errors import ImpureFunctionError as ImpureFunctionError
 from fckpt.errors import MutationError as MutationError

@@ -13,7 +13,6 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from fckpt.arguments import Arguments, StaticArguments
 from fckpt.conditions import BufferHabits
 from fckpt.errors import ArgumentTypeError
-from fckpt.lift import resolved
 from fckpt.module import remat_module
 from fckpt.segment import HooksUnavailable, run_segment
 from fckpt.transform import run_nodes
@@ -102,12 +101,12 @@ def remat(
     _check_function(fn)
     static = StaticArguments(fn.forward if isinstance(fn, nn.Module) else fn, static_argnums, static_argnames)
     if isinstance(fn, nn.Module):
-        return remat_module(fn, functools.partial(_Region, static=static))
-    region = _Region(fn, static=static)
+        return remat_module(fn, functools.partial(_Region, static))
+    region = _Region(static)
 
     @functools.wraps(fn)
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
-        return region(args, kwargs)
+        return region(fn, args, kwargs)
 
     return rematerialised
 
@@ -123,27 +122,24 @@ def _check_function(fn: Any) -> None:
 
 
 class _Region:
-    """One rematerialised function, and what was learnt about it from call to call."""
+    """What was learnt about one rematerialised function from call to call."""
 
-    __slots__ = ("differentiates", "fn", "habits", "static")
+    __slots__ = ("differentiates", "habits", "static")
 
-    def __init__(self, fn: Callable[..., Any], *, static: StaticArguments):
-        self.fn = fn
+    def __init__(self, static: StaticArguments):
         self.static = static if static else None
         self.habits: BufferHabits = {}
         self.differentiates = False
         """Whether `fn` was seen to use a reverse-mode transform inside."""
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        fn = self.fn
+    def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             from fckpt import compiled  # imports Dynamo, which takes a second
 
-            return compiled.call(self, args, kwargs)
+            return compiled.call(self, fn, args, kwargs)
         if not torch.is_grad_enabled() or _is_traced():
             return fn(*args, **kwargs)
         arguments = Arguments(args, kwargs, self.static)
-        arguments.tensors = resolved(arguments.tensors)
         if not self.differentiates:
             try:
                 if torch._C._are_functorch_transforms_active():

@@ -164,4 +164,4 @@ class Arguments:
         return ("args" if path.startswith("[0]") else "kwargs") + path[3:]
 
 
-_HASHABLE = frozenset({bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_HASHABLE = frozenset({bool, int, float, complex, str, bytes, slice, torch.dtype, torch.device})

@@ -1,7 +1,8 @@
 """What a function reaches besides its arguments: modules, tensors and generators that it closes over.
 
 Autograd differentiates closed-over tensors by itself; what needs to be known is what a recompute must not
-see changed (tensors), must not change again (the buffers of modules) and must draw from again (generators).
+see changed (tensors), must not change again (the buffers of modules) and must draw from again (generators);
+and in which places they lie, because a recompute may have to find other tensors there.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,87 +18,152 @@ from torch import nn
 
 from fckpt.rng import generator_types
 
-__all__ = ["Closure", "closure_of", "exchanged"]
+__all__ = ["Closure", "Slot", "closure_of", "frozen", "placed", "present", "replaced", "tensors_in"]
 
 _DEPTH = 4
 _LARGE = 1000  # entries of a container that is data rather than state
 _MOST = 4000  # values looked at in one walk
 
+Attributes = Iterable[dict[str, Any]]
+Slot = tuple[Any, Any, Any]
+"""A place and what it holds: (cell, None, content), (dict, key, value), (object, attribute, value), or
+(list, None, its items). The value is a tensor, or something immutable that may hold tensors (a tuple, a method)."""
+
 
 class Closure:
-    """Modules, tensors and generators that a function closes over."""
+    """What a function closes over."""
 
-    __slots__ = ("generators", "modules", "tensors")
+    __slots__ = ("generators", "modules", "slots")
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
-        self.tensors: list[torch.Tensor] = []
         self.generators: list[Any] = []
+        self.slots: list[Slot] = []
+        """All cells, and the other places that hold tensors (those inside of `modules` apart)."""
 
 
-def closure_of(fn: Callable[..., Any], *statics: Any) -> Closure:
-    """Walks `fn`'s cells, bound object, partial arguments, defaults and the globals that its code names.
+def closure_of(fn: list[Callable[..., Any]], statics: Iterable[Any] = (), *, attributes: Attributes = ()) -> Closure:
+    """Walks a function's cells, bound object, partial arguments, defaults and the globals that its code names.
 
-    The same for `statics`, arguments that are no tensors: a module, or the object of a method.
-
-    Containers and plain objects are looked into `_DEPTH` levels deep, large ones not at all. The walk is quick
+    Containers and plain objects are looked into `_DEPTH` levels deep, large ones not at all; functions at any
+    depth. The walk is quick
     (microseconds for a lambda) and is made at every call, because cells and attributes change.
+
+    Args:
+        fn: the function, in a list, so that it lies in a place too (it may be a tensor's method).
+        statics: the arguments of its call that are no tensors: modules, objects.
+        attributes: of modules, to be searched for tensors that are neither parameters nor buffers.
     """
-    found = Closure()
-    seen: set[int] = set()
-    kinds = generator_types()
-    for value in (fn, *statics):
-        _visit(value, found, kinds, seen, _DEPTH)
-    return found
+    walk = _Walk()
+    walk.items_of(fn, _DEPTH)
+    for value in statics:
+        walk.visit(None, value, _DEPTH)
+    for held in attributes:
+        for name, value in held.items():
+            if name not in _MODULE_INTERNALS:
+                walk.visit((held, name, value), value, _DEPTH)
+    return walk.found
 
 
-def _visit(value: Any, found: Closure, generators: tuple[type, ...], seen: set[int], depth: int) -> None:
-    kind = type(value)
-    if kind in _INERT or depth < 0 or id(value) in seen or len(seen) > _MOST:
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        found.tensors.append(value)
-    elif isinstance(value, nn.Module):
-        found.modules.append(value)
-    elif isinstance(value, generators):
-        found.generators.append(value)
-    else:
-        for inner in _parts(value, kind):
-            _visit(inner, found, generators, seen, depth - 1)
+class _Walk:
+    __slots__ = ("found", "generators", "seen")
 
+    def __init__(self) -> None:
+        self.found = Closure()
+        self.generators = generator_types()
+        self.seen: set[int] = set()
 
-def _parts(value: Any, kind: type) -> Any:
-    if kind is types.FunctionType:
-        return _function_parts(value)
-    if kind is types.MethodType:
-        return (value.__self__, value.__func__)
-    if kind in (list, tuple, set, frozenset, dict):
-        if len(value) > _LARGE:
-            return ()
-        return value.values() if kind is dict else value
-    if isinstance(value, functools.partial):
-        return (value.func, value.args, value.keywords)
-    if kind is types.ModuleType or isinstance(value, type):
-        return ()
-    return tuple(getattr(value, "__dict__", {}).values())
+    def visit(self, slot: Slot | None, value: Any, depth: int) -> None:
+        """Visits `value`, which lies in `slot`, by itself or inside of something immutable."""
+        kind = type(value)
+        if kind in _INERT or depth < 0:
+            return
+        if isinstance(value, torch.Tensor):
+            slots = self.found.slots
+            if slot is not None and not (slots and _same_place(slots[-1], slot)):
+                slots.append(slot)
+        elif kind in (types.MethodType, types.BuiltinMethodType):
+            self.visit(slot, value.__self__, depth)
+            if kind is types.MethodType:
+                self.visit(None, value.__func__, depth)
+        elif isinstance(value, tuple):
+            if len(value) <= _LARGE:
+                for item in value:
+                    self.visit(slot, item, depth - 1)
+        elif isinstance(value, functools.partial):
+            for item in (value.func, *value.args, *value.keywords.values()):
+                self.visit(slot, item, depth - 1)
+        elif id(value) not in self.seen and len(self.seen) <= _MOST:
+            self.seen.add(id(value))
+            if isinstance(value, nn.Module):
+                self.found.modules.append(value)
+            elif isinstance(value, self.generators):
+                self.found.generators.append(value)
+            else:
+                self.mutable(value, kind, depth)
 
+    def mutable(self, value: Any, kind: type, depth: int) -> None:
+        if kind is types.FunctionType:
+            self.function(value, depth)  # functions are no data, and are looked into however deep
+        elif kind is list:
+            self.items_of(value, depth - 1)
+        elif kind is dict:
+            self.items(value, depth - 1)
+        elif kind in (set, frozenset):
+            if len(value) <= _LARGE:
+                for item in value:
+                    self.visit(None, item, depth - 1)
+        elif not isinstance(value, type):
+            attributes = getattr(value, "__dict__", None)
+            if type(attributes) is dict:
+                self.items(attributes, depth - 1)
+            for name in _slot_names(kind):
+                held = getattr(value, name, None)
+                self.visit((value, name, held), held, depth - 1)
 
-def _function_parts(fn: types.FunctionType) -> list[Any]:
-    parts: list[Any] = list(fn.__defaults__ or ())
-    for cell in fn.__closure__ or ():
-        try:
-            parts.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
-    names = _global_names(fn.__code__)
-    if names:
-        scope = fn.__globals__
-        parts += [scope[name] for name in names if name in scope]
-    wrapped = getattr(fn, "__wrapped__", None)
-    if wrapped is not None:
-        parts.append(wrapped)
-    return parts
+    def items_of(self, holder: list[Any], depth: int) -> None:
+        if len(holder) <= _LARGE:
+            slot = (holder, None, tuple(holder))
+            for item in slot[2]:
+                self.visit(slot, item, depth)
+
+    def items(self, holder: dict[Any, Any], depth: int) -> None:
+        if len(holder) <= _LARGE:
+            for key, item in list(holder.items()):
+                self.visit((holder, key, item), item, depth)
+
+    def function(self, fn: types.FunctionType, depth: int) -> None:
+        if fn.__defaults__:
+            self.visit((fn, "__defaults__", fn.__defaults__), fn.__defaults__, depth)
+        if fn.__kwdefaults__:
+            self.items(fn.__kwdefaults__, depth)
+        for cell in fn.__closure__ or ():
+            try:
+                held = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            slot = (cell, None, held)
+            self.found.slots.append(slot)
+            self.visit(slot, held, depth)
+        names = _global_names(fn.__code__)
+        if names:
+            scope = fn.__globals__
+            for name in names:
+                held = scope.get(name)
+                if type(held) is types.ModuleType:
+                    self.imported(held, names, depth)
+                else:
+                    self.visit((scope, name, held), held, depth)
+        wrapped = getattr(fn, "__wrapped__", None)
+        if wrapped is not None:
+            self.visit(None, wrapped, depth)
+
+    def imported(self, module: types.ModuleType, names: Iterable[str], depth: int) -> None:
+        scope = vars(module)
+        for name in names:
+            held = scope.get(name)
+            if isinstance(held, (torch.Tensor, nn.Module)):
+                self.visit((scope, name, held), held, depth)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -109,76 +175,171 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
+@functools.lru_cache(maxsize=4096)
+def _slot_names(kind: type) -> tuple[str, ...]:
+    """The `__slots__` of classes written in Python."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        own = vars(base).get("__slots__", ())
+        names += [own] if isinstance(own, str) else own
+    return tuple(name for name in names if not name.startswith("__"))
+
+
 _INERT = frozenset(
     {
-        type(None), bool, int, float, complex, str, bytes, types.ModuleType, types.BuiltinFunctionType,
-        types.BuiltinMethodType, type, torch.dtype, torch.device, torch.Size,
+        type(None), bool, int, float, complex, str, bytes, types.ModuleType, type, torch.dtype, torch.device,
+        torch.Size,
     }
 )  # fmt: skip
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+
+
+# -- places ------------------------------------------------------------------------------------------------
+
+
+_ABSENT: Any = object()
+
+
+def _same_place(a: Slot, b: Slot) -> bool:
+    return a[0] is b[0] and a[1] == b[1]
+
+
+def present(slot: Slot) -> bool:
+    """Whether the place still holds what it held."""
+    holder, key, value = slot
+    if isinstance(holder, dict):
+        return holder.get(key, _ABSENT) is value
+    held = _get(holder, key)
+    if type(holder) is list:
+        return len(held) == len(value) and all(a is b for a, b in zip(held, value, strict=True))
+    return held is value
+
+
+def _get(holder: Any, key: Any) -> Any:
+    if isinstance(holder, dict):
+        return holder.get(key, _ABSENT)
+    if type(holder) is list:
+        return tuple(holder)
+    if type(holder) is types.CellType:
+        try:
+            return holder.cell_contents
+        except ValueError:
+            return _ABSENT
+    return getattr(holder, key, _ABSENT)
+
+
+def _put(holder: Any, key: Any, value: Any) -> None:
+    if isinstance(holder, dict):
+        if value is _ABSENT:
+            holder.pop(key, None)
+        else:
+            holder[key] = value
+    elif type(holder) is list:
+        holder[:] = value
+    elif type(holder) is types.CellType:
+        if value is _ABSENT:
+            del holder.cell_contents
+        else:
+            holder.cell_contents = value
+    elif value is _ABSENT:
+        delattr(holder, key)
+    else:
+        setattr(holder, key, value)
 
 
 @contextlib.contextmanager
-def exchanged(fn: Callable[..., Any], substitutes: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Puts other tensors in the places where `fn` finds those it closes over, for the time of the body.
-
-    Args:
-        fn: its cells, bound object, modules and globals are searched, as `closure_of` does.
-        substitutes: by the id of the tensor that they replace.
-    """
-    undo: list[Callable[[], None]] = []
+def placed(slots: list[Slot]) -> Iterator[None]:
+    """Puts values into places, and what lies there now back after the body."""
+    before = [(holder, key, _get(holder, key)) for holder, key, _ in slots]
     try:
-        if substitutes:
-            _exchange(fn, substitutes, undo, set(), _DEPTH)
+        for slot in slots:
+            _put(*slot)
         yield
     finally:
-        for step in reversed(undo):
-            step()
+        for slot in reversed(before):
+            _put(*slot)
 
 
-def _exchange(value: Any, new: dict[int, torch.Tensor], undo: list[Any], seen: set[int], depth: int) -> None:
-    kind = type(value)
-    if kind in _INERT or depth < 0 or id(value) in seen or len(seen) > _MOST or isinstance(value, torch.Tensor):
-        return
-    seen.add(id(value))
-    if kind is types.FunctionType:
-        for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # not assigned yet
-                _put(cell.cell_contents, new, undo, functools.partial(setattr, cell, "cell_contents"))
-        scope = value.__globals__
-        for name in _global_names(value.__code__):
-            if name in scope:
-                _put(scope[name], new, undo, functools.partial(scope.__setitem__, name))
-    elif isinstance(value, nn.Module):
-        for module in value.modules():
-            for entries in (module._parameters, module._buffers):
-                for name, tensor in list(entries.items()):
-                    _put(tensor, new, undo, functools.partial(entries.__setitem__, name))
-        return
-    elif kind not in (list, tuple, set, frozenset, dict, types.MethodType):
-        attributes = getattr(value, "__dict__", {})
-        if not isinstance(value, type) and type(attributes) is dict:
-            for name, held in list(attributes.items()):
-                _put(held, new, undo, functools.partial(attributes.__setitem__, name))
-    for inner in _parts(value, kind):
-        _exchange(inner, new, undo, seen, depth - 1)
+def frozen(fn: Callable[..., Any], slots: list[Slot]) -> tuple[Callable[..., Any], list[Slot]]:
+    """Gives `fn`, and the functions in its cells, cells of their own, with what `slots` say those hold.
+
+    A function that is kept for a recompute would keep alive, through its cells, whatever its caller assigns to
+    these variables later: the result of the recomputed function itself, in a loop `x = remat(lambda h: h + x)(h)`,
+    which is a cycle that Python cannot collect.
+
+    Returns:
+        The function, and the slots with the new cells in the places of the old ones.
+    """
+    held = {id(holder): value for holder, _, value in slots if type(holder) is types.CellType}
+    if not held:
+        return fn, slots
+    cells: dict[int, types.CellType] = {}
+    clones: dict[int, types.FunctionType] = {}
+
+    def own_cell(cell: types.CellType) -> types.CellType:
+        if id(cell) not in held:
+            return cell  # assigned by the function itself, or not at all
+        if id(cell) not in cells:
+            new = cells[id(cell)] = types.CellType()
+            new.cell_contents = clone(held[id(cell)])
+        return cells[id(cell)]
+
+    def clone(value: Any) -> Any:
+        if type(value) is not types.FunctionType or not value.__closure__:
+            return value
+        if id(value) not in clones:
+            own = tuple(map(own_cell, value.__closure__))
+            new = clones[id(value)] = types.FunctionType(
+                value.__code__, value.__globals__, value.__name__, value.__defaults__, own
+            )
+            new.__kwdefaults__ = value.__kwdefaults__
+            new.__dict__.update({name: clone(attribute) for name, attribute in value.__dict__.items()})
+        return clones[id(value)]
+
+    result = clone(fn)
+    return result, [
+        (cells[id(holder)], None, cells[id(holder)].cell_contents) if id(holder) in cells else (holder, key, value)
+        for holder, key, value in slots
+    ]
 
 
-def _put(held: Any, new: dict[int, torch.Tensor], undo: list[Any], put: Callable[[Any], None]) -> None:
-    replaced = _replaced(held, new, _DEPTH)
-    if replaced is not held:
-        undo.append(functools.partial(put, held))
-        put(replaced)
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in the value of a slot."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    else:
+        for part in _parts(value):
+            yield from tensors_in(part)
 
 
-def _replaced(value: Any, new: dict[int, torch.Tensor], depth: int) -> Any:
-    """`value`, with tensors in it replaced; the same object if there are none."""
+def _parts(value: Any) -> Iterable[Any]:
+    """What something immutable consists of."""
+    if isinstance(value, tuple):
+        return value
+    if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
+        return (value.__self__,)
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    return ()
+
+
+def replaced(value: Any, new: dict[int, torch.Tensor]) -> Any:
+    """The value of a slot with other tensors in it, by the id of those that they replace."""
     if isinstance(value, torch.Tensor):
         return new.get(id(value), value)
-    kind = type(value)
-    if depth < 0 or kind not in (list, tuple, dict) or len(value) > _LARGE:
+    parts = list(_parts(value))
+    others = [replaced(part, new) for part in parts]
+    if all(a is b for a, b in zip(parts, others, strict=True)):
         return value
-    items = list(value.values()) if kind is dict else list(value)
-    replaced = [_replaced(item, new, depth - 1) for item in items]
-    if all(a is b for a, b in zip(items, replaced, strict=True)):
-        return value
-    return dict(zip(value, replaced, strict=True)) if kind is dict else kind(replaced)
+    return _rebuilt(value, others)
+
+
+def _rebuilt(value: Any, parts: list[Any]) -> Any:
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, parts[0])
+    if isinstance(value, types.BuiltinMethodType):
+        return getattr(parts[0], value.__name__)
+    if isinstance(value, functools.partial):
+        count = 1 + len(value.args)
+        return functools.partial(*parts[:count], **dict(zip(value.keywords, parts[count:], strict=True)))
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

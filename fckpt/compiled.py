@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 __all__ = ["call"]
 
 
-def call(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a region while Dynamo traces.
 
     A recompute written into the graph would be undone by the partitioner, and wrong with dropout. So the region
@@ -20,8 +21,8 @@ def call(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     torch.func; there the graph is broken and the region runs eagerly (an error with fullgraph=True).
     """
     if _under_torch_func():
-        return _eagerly(region, args, kwargs)  # type: ignore[call-arg]  # torch types the decorator wrongly
-    return checkpoint(functools.partial(region.fn, **kwargs), *args, use_reentrant=False)
+        return _eagerly(region, fn, args, kwargs)  # type: ignore[call-arg]  # torch types the decorator wrongly
+    return checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)
 
 
 @torch.compiler.assume_constant_result  # torch 2.11 cannot trace the query
@@ -30,5 +31,5 @@ def _under_torch_func() -> bool:
 
 
 @torch.compiler.disable
-def _eagerly(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return region(args, kwargs)
+def _eagerly(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return region(fn, args, kwargs)

@@ -17,7 +17,7 @@ from torch import nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from fckpt import ambient
-from fckpt.closure import closure_of
+from fckpt.closure import Slot, closure_of, frozen, placed, present, tensors_in
 from fckpt.errors import MutationError
 from fckpt.rng import RandomState, generator_types
 
@@ -70,41 +70,45 @@ def _parts_of(module: nn.Module) -> _ModuleParts:
 class Observation:
     """What is read right before a function runs; `conditions` completes it right after."""
 
-    __slots__ = ("ambient", "buffers", "closed_over", "copies", "habits", "installed", "modules", "random")
+    __slots__ = ("ambient", "buffers", "copies", "fn", "habits", "modules", "random", "slots")
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: list[Callable[..., Any]],
         statics: Sequence[Any],
         inputs: Sequence[torch.Tensor],
         habits: BufferHabits,
     ):
-        """Observes `fn`, about to run on these arguments; `habits` is kept from call to call."""
+        """Observes the function in the list `fn`, about to run; `habits` is kept from call to call."""
         self.ambient = ambient.capture()
         with unseen():
             self._observe(fn, statics, inputs, habits)
 
     def _observe(
         self,
-        fn: Callable[..., Any],
+        fn: list[Callable[..., Any]],
         statics: Sequence[Any],
         inputs: Sequence[torch.Tensor],
         habits: BufferHabits,
     ) -> None:
-        closure = closure_of(fn, *statics)
+        self.fn = fn
+        closure = closure_of(fn, statics)
         parts = [_parts_of(module) for module in closure.modules]
         generators = closure.generators + [g for part in parts for g in part.generators]
-        self.closed_over = closure.tensors
         self.modules = [(m, m["training"]) for part in parts for m in part.modules]
-        self.installed = [
+        self.slots: list[Slot] = closure.slots
+        """Where tensors lie that the function closes over, the buffers of modules apart."""
+        self.slots += [
             (parameters, name, p)
             for part in parts
             for parameters in part.parameters
             for name, p in parameters.items()
             if p is not None
         ]
-        self.closed_over += [p for _, _, p in self.installed]
-        devices = {t.device for t in (*inputs, *self.closed_over) if t.device.type not in ("cpu", "meta")}
+        if self.modules and torch._C._are_functorch_transforms_active():
+            self.slots += closure_of([], attributes=[m for m, _ in self.modules]).slots
+        tensors = (*inputs, *(t for _, _, value in self.slots for t in tensors_in(value)))
+        devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
         self.habits = habits
         self.buffers = [
             (
@@ -130,13 +134,20 @@ class Observation:
             return None
         return tensor.detach().clone()
 
+    def reachable(self) -> dict[int, torch.Tensor]:
+        """The closed-over tensors that were found, by id."""
+        found = {id(t): t for _, _, value in self.slots for t in tensors_in(value)}
+        return found | {id(buffer[3]): buffer[3] for buffer in self.buffers}
+
     def conditions(self) -> Conditions:
         """Returns the conditions of the run that has just ended, without what it turned out not to use."""
         with unseen():
             return self._conditions()
 
     def _conditions(self) -> Conditions:
-        watched = [(t, version(t)) for t in map(unwrapped, self.closed_over)]
+        # What the function itself puts elsewhere (a counter, a log) is left to it.
+        slots = [slot for slot in self.slots if present(slot)]
+        watched = [(t, version(t)) for _, _, value in slots for t in map(unwrapped, tensors_in(value))]
         written = []
         for (buffers, name, key, tensor, before), copy in zip(self.buffers, self.copies, strict=True):
             # Batch normalisation writes without counting a version, so values are compared, where known.
@@ -152,9 +163,10 @@ class Observation:
             if changed:
                 written.append((buffers, name, tensor if copy is None else copy, unforeseen))
             else:
-                self.installed.append((buffers, name, tensor))
+                slots.append((buffers, name, tensor))
                 watched.append((unwrapped(tensor), before))
-        return Conditions(self.ambient, self.random.drawn(), watched, written, self.installed, self.modules)
+        fn, slots = frozen(self.fn[0], slots)
+        return Conditions(fn, self.ambient, self.random.drawn(), watched, written, slots, self.modules)
 
     def undo(self) -> None:
         """Takes back what an aborted run did to generators and buffers."""
@@ -174,18 +186,21 @@ class Conditions:
     """What surrounded one run of a function: see the module's docstring."""
 
     __slots__ = (
-        "ambient", "installed", "modules", "random", "scratch", "statistics", "watched", "written",
+        "ambient", "fn", "modules", "random", "scratch", "slots", "statistics", "watched", "written",
     )  # fmt: skip
 
     def __init__(
         self,
+        fn: Callable[..., Any],
         ambient_then: ambient.Ambient,
         random: RandomState,
         watched: list[tuple[torch.Tensor, int]],
         written: list[tuple[dict[str, Any], str, torch.Tensor, bool]],
-        installed: list[tuple[dict[str, Any], str, torch.Tensor]],
+        slots: list[Slot],
         modules: list[tuple[dict[str, Any], bool]],
     ):
+        self.fn = fn
+        """The function, with cells of its own."""
         self.ambient = ambient_then
         self.random = random
         self.statistics = [t for t, _ in watched if may_be_statistics(t)]
@@ -195,8 +210,8 @@ class Conditions:
         """The ids of what stands in for the written buffers during a recompute."""
         self.written = written
         """Buffers that the run wrote: (dict, name, value before, whether that is not known though needed)."""
-        self.installed = installed
-        """The other buffers and the parameters, where the run found them: (dict, name, tensor)."""
+        self.slots = slots
+        """Where the run found other tensors: its cells and the like, parameters, the other buffers."""
         self.modules = modules
         """The modules' attributes, and whether they were training."""
 
@@ -219,8 +234,9 @@ class Conditions:
             completed: tells, after the body, whether the recompute ran to its end.
         """
         self.check()
-        # `functional_call` puts other tensors into a module for the time of a call, which may be over.
-        moved = [(d, name, t) for d, name, t in self.installed if d.get(name) is not t]
+        # `functional_call` puts other tensors into a module for the time of a call, which may be over; and the
+        # variable of a loop has moved on.
+        moved = [slot for slot in self.slots if not present(slot)]
         flipped = [(m, training) for m, training in self.modules if m["training"] is not training]
         elsewhere = self.ambient != ambient.capture()
         if not (self.random.states or self.written or self.statistics or moved or flipped or elsewhere):
@@ -237,9 +253,9 @@ class Conditions:
             if self.random.states:
                 stack.enter_context(self.random.replay(completed))
             if flipped:
-                stack.enter_context(_items_set([(m, "training", training) for m, training in flipped]))
+                stack.enter_context(placed([(m, "training", training) for m, training in flipped]))
             if moved:
-                stack.enter_context(_items_set(moved))
+                stack.enter_context(placed(moved))
             if self.written:
                 stack.enter_context(self._scratch_buffers())
             if self.statistics and not torch._C._are_functorch_transforms_active():
@@ -258,7 +274,7 @@ class Conditions:
         stand_ins = [(buffers, name, value.detach().clone()) for buffers, name, value, _ in self.written]
         self.scratch.update(id(t) for _, _, t in stand_ins)
         try:
-            with _items_set(stand_ins):
+            with placed(stand_ins):
                 yield
         finally:
             self.scratch.clear()
@@ -271,19 +287,6 @@ class Conditions:
         finally:
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.data.copy_(value)  # .data: no new version
-
-
-@contextlib.contextmanager
-def _items_set(items: list[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Sets items of dicts, and puts the present ones back."""
-    present = [(d, key, d.get(key)) for d, key, _ in items]
-    try:
-        for d, key, value in items:
-            d[key] = value
-        yield
-    finally:
-        for d, key, value in present:
-            d[key] = value
 
 
 def may_be_statistics(tensor: torch.Tensor) -> bool:

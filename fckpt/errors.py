@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "ArgumentTypeError",
     "ArgumentValueError",
+    "ClosureError",
     "FckptError",
     "ImpureFunctionError",
     "MutationError",
@@ -23,6 +24,10 @@ class ArgumentTypeError(FckptError, TypeError):
 
 class ArgumentValueError(FckptError, ValueError):
     """An argument has the right type and a value that cannot be used here."""
+
+
+class ClosureError(FckptError, RuntimeError):
+    """A function closes over a differentiated tensor in a way that its recompute cannot follow."""
 
 
 class ImpureFunctionError(FckptError, RuntimeError):

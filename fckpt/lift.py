@@ -1,14 +1,15 @@
-"""Closed-over tensors under torch.func: found while a function runs, replaced while it runs again.
+"""Closed-over tensors under torch.func: which of them a function uses, and whether its recompute can replace them.
 
 A function may reach tensors otherwise than through its arguments: cells, globals, attributes. Under torch.func
-such a tensor can belong to a level that differentiates it. It then becomes one more operand of the function.
+such a tensor can belong to a level that differentiates it, so it becomes one more operand of the function. Where
+it lies is found by a walk (`closure`); that it is used is seen while the function runs. What is used and was not
+found cannot be replaced in a recompute, which is an error: sooner or later, and never a silent zero gradient.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,62 +21,34 @@ from torch._C._functorch import (
 )
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Recorder", "Substitution", "resolved"]
+from fckpt.errors import ClosureError
+
+__all__ = ["Recorder", "Watch"]
 
 
-class _Scopes(threading.local):
-    """The functions being run or run again in this thread, outermost first."""
+class Recorder(TorchFunctionMode):
+    """Sees which closed-over tensors a function uses, while it runs.
 
-    def __init__(self) -> None:
-        self.stack: list[_Scope] = []
-
-
-_scopes = _Scopes()
-
-
-def resolved(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What stands for these tensors in the function that is being run."""
-    return [_scopes.stack[-1].resolve(t) for t in tensors] if _scopes.stack else tensors
-
-
-class _Scope(TorchFunctionMode):
-    """Sees every torch function called while a function runs."""
-
-    def __enter__(self) -> _Scope:
-        self.parent = _scopes.stack[-1] if _scopes.stack else None
-        _scopes.stack.append(self)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        _scopes.stack.pop()
-
-    def resolve(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a closed-over tensor here."""
-        return tensor if self.parent is None else self.parent.resolve(tensor)
-
-    def original(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What `tensor` stands for, in enclosing functions that are being run again."""
-        return tensor if self.parent is None else self.parent.original(tensor)
-
-
-class Recorder(_Scope):
-    """Finds, while a function runs, the differentiated tensors that it closes over.
-
-    Such a tensor belongs to some level and is neither an input nor made inside: it is a leaf that was not seen
-    to become one inside, or its history began before the function did (autograd numbers its nodes).
+    Raises:
+        ClosureError: a differentiated tensor is neither an input nor `reachable` nor made inside: its history began
+            before the function did (autograd numbers its nodes), or it is a leaf that was not seen to become one.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor]):
+    def __init__(self, inputs: Sequence[torch.Tensor], reachable: dict[int, torch.Tensor]):
         super().__init__()
+        self.reachable = reachable
+        self.used: dict[int, torch.Tensor] = {}
+        """Those of the reachable tensors that were used, by id."""
+        self.others: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Tensors of a transform that were neither seen to be made nor found; most were made unseen."""
         self.inside: dict[int, weakref.ref[torch.Tensor]] = {}
         self._made(list(inputs))
-        self.lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.originals: dict[int, torch.Tensor] = {}
         self.start = torch.autograd._get_sequence_nr()
         self.depth = get_dynamic_layer_stack_depth()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DIFFERENTIATE:
+            self._check_graph([*args, *(kwargs or {}).values()])
         result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.requires_grad_ or func is _SET_REQUIRES_GRAD:
             self.visit([self._outer(args[0])])  # what a transform inside differentiates may come from outside
@@ -105,73 +78,100 @@ class Recorder(_Scope):
             tensor = get_unwrapped(tensor)
         return tensor
 
-    def visit(self, values: Any) -> None:
-        """Lifts those of `values` that come from outside."""
+    def visit(self, values: Iterable[Any]) -> None:
+        """Notes those of `values` that come from outside."""
         for value in values:
             if isinstance(value, torch.Tensor):
                 if self._is_inside(value):
                     continue
                 value = self._outer(value)
-                key = id(value)
-                if key not in self.lifted and not self._is_inside(value):
-                    resolved = self.resolve(value)
-                    if self.foreign(resolved):
-                        self.lifted[key] = (value, resolved)
-                        self.originals[key] = self.original(value)
+                if id(value) in self.reachable:
+                    self.used[id(value)] = value
+                elif not self._is_inside(value):
+                    if self._is_foreign(value):
+                        raise _closure_error(value)
+                    if is_functorch_wrapped_tensor(value):
+                        self.others[id(value)] = weakref.ref(value)
             elif type(value) in (list, tuple):
                 self.visit(value)
             elif type(value) is dict:
                 self.visit(value.values())
 
-    def foreign(self, tensor: torch.Tensor) -> bool:
-        # A batch or a dual number is lifted although nothing differentiates it: its level will be another one
-        # when the function runs again.
-        wrapped = is_functorch_wrapped_tensor(tensor)
-        while True:
+    def check_lifted(self, lifted: Container[int]) -> None:
+        """Raises `ClosureError` for a differentiated tensor that was used and has since left its place."""
+        for key, tensor in self.used.items():
+            if key not in lifted and self._is_foreign(tensor):
+                raise _closure_error(tensor)
+
+    def _is_foreign(self, tensor: torch.Tensor) -> bool:
+        while not tensor.requires_grad:
+            if not is_functorch_wrapped_tensor(tensor):
+                return False
+            tensor = get_unwrapped(tensor)
             if self._is_inside(tensor):
                 return False
-            if tensor.requires_grad:
-                node = tensor.grad_fn
-                return node is None or node._sequence_nr() < self.start
-            if not is_functorch_wrapped_tensor(tensor):
-                return wrapped
-            tensor = get_unwrapped(tensor)
+        node = tensor.grad_fn
+        return node is None or node._sequence_nr() < self.start
+
+    def _check_graph(self, values: Iterable[Any]) -> None:
+        """Differentiating, inside, a graph that was recorded outside: its recompute has no such graph."""
+        for value in values:
+            if isinstance(value, (list, tuple)):
+                self._check_graph(value)
+            elif isinstance(value, torch.Tensor) and not self._is_inside(value):
+                node = value.grad_fn
+                if node is not None and node._sequence_nr() < self.start:
+                    raise ClosureError(
+                        "a rematerialised function differentiates, inside, what was computed outside of it (it calls "
+                        "autograd.grad on a closed-over result, or the function that an outer vjp returned). Under "
+                        "torch.func a recompute cannot do that again. Do it outside of the rematerialised function, "
+                        "or compute inside what is differentiated there."
+                    )
 
 
-class Substitution(_Scope):
-    """Puts other tensors in the places of closed-over ones, while a function runs."""
+class Watch(TorchFunctionMode):
+    """Raises `ClosureError` when a recompute uses a tensor of the forward run that it should have replaced."""
 
-    def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]):
+    def __init__(self, stale: dict[int, weakref.ref[torch.Tensor]], operands: Sequence[torch.Tensor]):
         super().__init__()
-        self.pairs = pairs
-        self.substitutes = {id(known): substitute for known, substitute in pairs}
+        own = {id(x) for operand in operands for x in _wrapped(operand)}
+        self.stale = {key: ref for key, ref in stale.items() if key not in own}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.substitutes:
-            args = tuple(self._replace(a) for a in args)
-            kwargs = {k: self._replace(v) for k, v in (kwargs or {}).items()}
+        self._check(args)
+        if kwargs:
+            self._check(kwargs.values())
         return func(*args, **(kwargs or {}))
 
-    def _replace(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self.substitutes.get(id(value), value)
-        if type(value) in (list, tuple):
-            return type(value)(self._replace(v) for v in value)
-        return value
+    def _check(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                for tensor in _wrapped(value):
+                    reference = self.stale.get(id(tensor))
+                    if reference is not None and reference() is tensor:
+                        raise _closure_error(value)
+            elif type(value) in (list, tuple):
+                self._check(value)
 
-    def resolve(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in self.substitutes:
-            return self.substitutes[id(tensor)]
-        return super().resolve(tensor)
 
-    def original(self, tensor: torch.Tensor) -> torch.Tensor:
-        for known, substitute in self.pairs:
-            if substitute is tensor:
-                return super().original(known)
-        return super().original(tensor)
+def _wrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor, and what it wraps, level by level."""
+    yield tensor
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+        yield tensor
+
+
+def _closure_error(tensor: torch.Tensor) -> ClosureError:
+    return ClosureError(
+        f"a rematerialised function uses a tensor that it closes over (shape {list(tensor.shape)}, {tensor.dtype}) "
+        "and that fckpt did not find in its closure, so the recompute could not replace it. Under torch.func pass it "
+        "as an argument; or hold it in a variable, a module, or an attribute or container not deeper than four levels."
+    )
 
 
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_DIFFERENTIATE = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 
 
 def _has_tensor(value: Any) -> bool:

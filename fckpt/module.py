@@ -63,7 +63,7 @@ def from_module(model: nn.Module) -> Functional:
     return Functional(apply, params, dict(model.named_buffers()))
 
 
-def remat_module(module: nn.Module, make_region: Callable[[Callable[..., Any]], Any]) -> nn.Module:
+def remat_module(module: nn.Module, make_region: Callable[[], Any]) -> nn.Module:
     """Returns a module of the same class and state whose forward goes through a region.
 
     The two share one `__dict__`: parameters, buffers, submodules, hooks and the training flag are the same
@@ -84,7 +84,7 @@ def remat_module(module: nn.Module, make_region: Callable[[Callable[..., Any]], 
     object.__setattr__(rematerialised, "__dict__", vars(module))
     object.__setattr__(rematerialised, "_fckpt_inner", module)
     object.__setattr__(rematerialised, "_fckpt_make", make_region)
-    object.__setattr__(rematerialised, "_fckpt_region", make_region(module.forward))
+    object.__setattr__(rematerialised, "_fckpt_region", make_region())
     return rematerialised
 
 
@@ -106,7 +106,7 @@ def _class_of(cls: type[nn.Module]) -> type[nn.Module]:
     # The name stays, because wrapping policies and weight initialisers select classes by it.
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._fckpt_region(args, kwargs)
+        return self._fckpt_region(self._fckpt_inner.forward, args, kwargs)
 
     body = {
         "forward": forward,

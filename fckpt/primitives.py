@@ -12,15 +12,15 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch._C._functorch import unwrap_if_dead
+from torch._C._functorch import is_functorch_wrapped_tensor, unwrap_if_dead
 from torch._functorch.vmap import restore_vmap
 
 from fckpt import tree
 from fckpt.arguments import Arguments
-from fckpt.closure import exchanged
+from fckpt.closure import Slot, placed, replaced, tensors_in
 from fckpt.conditions import BufferHabits, Conditions, Observation, may_be_statistics, unseen, unwrapped, version
 from fckpt.errors import ImpureFunctionError, MutationError, OpaqueOutputError
-from fckpt.lift import Recorder, Substitution
+from fckpt.lift import Recorder, Watch
 from fckpt.segment import HooksUnavailable
 
 __all__ = ["Batched", "Dual", "Flat", "Primitive", "Pullback", "UserCall"]
@@ -39,17 +39,22 @@ class UserCall:
     """One call of the user's function. Its operands are the distinct input tensors, then those closed over."""
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits):
-        self.fn = fn
+        self.fn = [fn]
+        """A list, so that the function lies in a place like others: it may be a method of a tensor."""
         self.arguments = arguments
         self.inputs: list[torch.Tensor] = list(arguments.tensors)
         with unseen():
             self.versions = [(base, version(base)) for base in map(unwrapped, self.inputs)]
         self.count = len(self.inputs)
         self.habits = habits
-        self.lifted: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Closed-over tensors that are differentiated: (as the function knows it, as seen from outside)."""
-        self.originals: list[torch.Tensor] = []
-        self.passed = [weakref.ref(x) for x in self.inputs]
+        self.lifted: list[torch.Tensor] = []
+        """The closed-over tensors that the function uses."""
+        self.slots: list[Slot] = []
+        """The places of inputs and lifted tensors in the closure."""
+        self.numbers: dict[int, int] = {}
+        """Which operand lies there, by the id of the tensor; the slots keep it alive."""
+        self.stale: dict[int, weakref.ref[torch.Tensor]] = {}
+        """What a recompute must not use any more."""
         self.conditions: Conditions
         self.spec: tree.TreeSpec
         self.leaves: list[Any] = []
@@ -60,10 +65,10 @@ class UserCall:
         """The forward run, in the present levels: returns the outputs, still tracked."""
         observation = Observation(self.fn, self.arguments.statics, self.inputs, self.habits)
         args, kwargs = self.arguments.rebuild(self.inputs)
-        recorder = Recorder(self.inputs)
+        recorder = Recorder(self.inputs, observation.reachable())
         try:
             with _discard_saved() if discard else nullcontext(), recorder:
-                result = self.fn(*args, **kwargs)
+                result = self.fn[0](*args, **kwargs)
         except _Discarded:
             observation.undo()
             raise HooksUnavailable from None
@@ -73,17 +78,36 @@ class UserCall:
             observation.undo()
             raise HooksUnavailable from error
         self.conditions = observation.conditions()
+        self.fn[0] = self.conditions.fn
         for i, _, _ in self._changed():
             raise self.arguments.written(i)
         leaves, self.spec = tree.flatten(result)
         recorder.visit(leaves)
-        self.lifted = list(recorder.lifted.values())
-        self.originals = [recorder.originals[key] for key in recorder.lifted]
+        with unseen():
+            self._lift(recorder)
         known = {id(x): ("in", i) for i, x in enumerate(self.inputs)}
         outputs = self._number(leaves, known)
         self.leaves = leaves
         self.shapes = [(x.shape, x.dtype) for x in outputs]
         return outputs
+
+    def _lift(self, recorder: Recorder) -> None:
+        """Makes operands of the closed-over tensors that the run has used."""
+        numbers = {id(x): i for i, x in enumerate(self.inputs)}
+        for slot in self.conditions.slots:
+            found = False
+            for x in tensors_in(slot[2]):
+                if id(x) not in numbers and id(x) in recorder.used:
+                    numbers[id(x)] = self.count + len(self.lifted)
+                    self.lifted.append(x)
+                if id(x) in numbers:
+                    self.numbers[id(x)] = numbers[id(x)]
+                    found = True
+            if found:
+                self.slots.append(slot)
+        recorder.check_lifted(numbers)
+        stale = [x for x in (*self.inputs, *self.lifted) if x.requires_grad or is_functorch_wrapped_tensor(x)]
+        self.stale = {id(x): weakref.ref(x) for x in stale} | recorder.others
 
     def _changed(self) -> list[tuple[int, int, int]]:
         """The inputs that were changed in place since the call: (index, version then, version now)."""
@@ -118,17 +142,12 @@ class UserCall:
             )
         inputs = [x.clone() if may_be_statistics(x) else x for x in operands[: self.count]]
         args, kwargs = self.arguments.rebuild(inputs)
-        closed_over = operands[self.count :]
-        pairs = [(t, x) for (t, _), x in zip(self.lifted, closed_over, strict=True)]
-        # What was passed may be closed over as well.
-        pairs += [(t, x) for ref, x in zip(self.passed, inputs, strict=True) if (t := ref()) is not None]
-        # Under its first name as well: an enclosing recompute that had put another in its place may be over.
-        pairs += [(t, x) for t, x in zip(self.originals, closed_over, strict=True)]
-        substitutes = {id(t): x for t, x in pairs}
-        # In its cells, for transforms that the function applies inside; wherever else it finds them, by the mode.
-        closed = exchanged(self.fn, substitutes)
-        with self.conditions.restored(lambda: True), closed, Substitution(pairs):
-            result = self.fn(*args, **kwargs)
+        # Where it closes over tensors it finds the operands, too.
+        present = [*inputs, *operands[self.count :]]
+        new = {key: present[number] for key, number in self.numbers.items()}
+        closed = [(holder, key, replaced(value, new)) for holder, key, value in self.slots]
+        with self.conditions.restored(lambda: True), placed(closed), Watch(self.stale, [*operands, *present]):
+            result = self.fn[0](*args, **kwargs)
         leaves, spec = tree.flatten(result)
         if spec != self.spec:
             raise ImpureFunctionError(
@@ -136,8 +155,7 @@ class UserCall:
                 "pure. Its result must depend on its arguments alone."
             )
         known = {id(x): ("in", i) for i, x in enumerate(inputs)}
-        tensors = [substitutes.get(id(x), x) if isinstance(x, torch.Tensor) else x for x in leaves]
-        outputs = self._number(tensors, known)
+        outputs = self._number(leaves, known)
         for i, x in enumerate(outputs):
             if i >= len(self.shapes) or (x.shape, x.dtype) != self.shapes[i]:
                 then = f"{self.shapes[i][1]}{list(self.shapes[i][0])}" if i < len(self.shapes) else "nothing"

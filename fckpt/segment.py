@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 
 from fckpt import tree
 from fckpt.arguments import Arguments
+from fckpt.closure import Slot, placed, replaced, tensors_in
 from fckpt.conditions import BufferHabits, Conditions, Observation, may_be_statistics, version
 from fckpt.errors import ImpureFunctionError, MutationError, RandomStateError
 from fckpt.rng import SHARED
@@ -152,6 +153,7 @@ class _Segment:
         "__weakref__",
         "arguments",
         "bare",
+        "closed",
         "conditions",
         "fn",
         "held",
@@ -187,6 +189,8 @@ class _Segment:
         self.saved: list[Signature] = []
         self.results: Ends = []
         self.conditions: Conditions | None = None
+        self.closed: list[tuple[Slot, dict[int, int]]] = []
+        """The places where the function closes over inputs, and which inputs: by the id of the tensor."""
         self.stores: dict[int, dict[int, torch.Tensor]] = {}
         self.lock = threading.RLock()
         self.tangents: list[torch.Tensor | None] | None = None
@@ -202,7 +206,7 @@ class _Segment:
             self.held = [None] * len(tensors)
             for i in sorted(range(len(tensors)), key=lambda i: tensors[i].requires_grad):
                 self.held[i] = self.outer[0](tensors[i])
-        self.observation: Observation | None = Observation(fn, arguments.statics, tensors, habits)
+        self.observation: Observation | None = Observation([fn], arguments.statics, tensors, habits)
 
     def forward(self) -> Any:
         assert self.observation is not None
@@ -231,6 +235,8 @@ class _Segment:
                 if version(tensor) != self.versions[i]:
                     raise self.arguments.written(i)
             self.conditions = self.observation.conditions()
+            self.fn = self.conditions.fn
+            self.closed = _closed_over(self.conditions.slots, self.inputs.index)
             self.results = _ends(result)
         else:
             del self.fn  # nothing will be replayed
@@ -347,9 +353,22 @@ class _Segment:
                 _as_in_forward(self._input(i, then), needs)
                 for i, (then, needs) in enumerate(zip(self.versions, self.needs_grad, strict=True))
             ]
-            with conditions.restored(lambda: not replay.stopped):
+            closed = placed(self._inputs_placed(tensors)) if self.closed else _NOTHING
+            with conditions.restored(lambda: not replay.stopped), closed:
                 replay.run(self.fn, self.arguments, tensors, self.tangents)
         return replay.found
+
+    def _inputs_placed(self, tensors: list[torch.Tensor]) -> list[Slot]:
+        """The function's closure with the tensors that stand for inputs in the replay."""
+        return [
+            (holder, key, replaced(value, {known: tensors[i] for known, i in indices.items()}))
+            for (holder, key, value), indices in self.closed
+        ]
+
+
+def _closed_over(slots: list[Slot], inputs: dict[int, int]) -> list[tuple[Slot, dict[int, int]]]:
+    pairs = [(slot, {id(t): inputs[id(t)] for t in tensors_in(slot[2]) if id(t) in inputs}) for slot in slots]
+    return [(slot, indices) for slot, indices in pairs if indices]
 
 
 class _Replay:

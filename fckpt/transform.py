@@ -31,6 +31,7 @@ from torch._C._functorch import (
     get_interpreter_stack,
     get_unwrapped,
     is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
     maybe_get_level,
     peek_interpreter_stack,
     unwrap_if_dead,
@@ -60,11 +61,12 @@ def run_nodes(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits
 
     Raises:
         HooksUnavailable: `discard` was asked for and is impossible; all is as if `fn` had not been called.
+        ClosureError: `fn` uses a differentiated tensor that the recompute could not replace.
         OpaqueOutputError: `fn` returned tensors inside an object that is no pytree.
     """
     call = UserCall(fn, arguments, habits)
     outputs = call.first(discard)
-    operands = call.inputs + [resolved for _, resolved in call.lifted]
+    operands = call.inputs + call.lifted
     with unseen():
         attached = attach(call, [unwrap_if_dead(x) for x in operands], outputs)
     result = call.assemble(attached, arguments.tensors)
@@ -93,6 +95,9 @@ def attach(primitive: Primitive, operands: Sequence[torch.Tensor], outputs: Flat
 
 
 def _descend(primitive: Primitive, operands: Sequence[torch.Tensor], outputs: Flat | None, floor: int) -> Flat:
+    if outputs is None and any(is_legacy_batchedtensor(x) for x in operands):
+        # `is_grads_batched` uses the older vmap, whose batches carry no history of their own: recorded as it runs.
+        return primitive(*operands)
     top = peek_interpreter_stack()
     if outputs is None and (top is None or top.level() <= floor):
         outputs = _evaluate(primitive, operands)
@@ -101,7 +106,7 @@ def _descend(primitive: Primitive, operands: Sequence[torch.Tensor], outputs: Fl
     if top is None:
         assert outputs is not None
         flags = [x is not None and x.requires_grad for x in outputs] if floor == _FORWARD else None
-        return _node(primitive, operands, [x if x is None else x.detach() for x in outputs], flags, 0, floor)
+        return _node(primitive, operands, _map(torch.Tensor.detach, outputs), flags, 0, floor)
     interpreter = coerce_cinterpreter(top)
     descend = {
         TransformType.Grad: _descend_grad,
@@ -130,7 +135,7 @@ def _tracked(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _map(fn: Callable[[torch.Tensor], Any], flat: Flat) -> Flat:
+def _map(fn: Callable[[torch.Tensor], Any], flat: Sequence[Any]) -> Flat:
     return [None if x is None else fn(x) for x in flat]
 
 

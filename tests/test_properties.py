@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings(  # said by plain PyTorch where vmap has
 
 PROFILES = {
     "default": settings(max_examples=100, derandomize=True),
-    "ci": settings(max_examples=100, derandomize=True, print_blob=True),
+    "ci": settings(max_examples=400, derandomize=True, print_blob=True),
     "slow": settings(max_examples=5_000, print_blob=True),
 }
 PROFILE = settings(

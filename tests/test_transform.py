@@ -474,3 +474,10 @@ def test_the_node_that_broadcasts_weights_runs_once(replicas: int) -> None:
     assert Broadcast.backwards == 1
     step(lambda f, *a: checkpoint(f, *a, use_reentrant=True))
     assert Broadcast.backwards == depth * replicas
+
+
+def test_slices_are_static_arguments() -> None:
+    x = torch.randn(5, 3, dtype=torch.float64)
+    pick = lambda x, where: torch.tanh(x)[where].sin().sum()
+    for where in (slice(1, 3), (slice(None), 1), ...):
+        assert_equal(grad(fckpt.remat(pick))(x, where), grad(pick)(x, where))

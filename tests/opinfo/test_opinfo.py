@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -65,18 +64,6 @@ KNOWN_DIFFERENCES = [
         error="MutationError",
     ),
 ]
-if sys.version_info < (3, 12):
-    KNOWN_DIFFERENCES.append(
-        Known(
-            ops=("__getitem__",),
-            modes=("backward", "vjp", "grad", "vmap_grad", "jvp", "grad_grad", "double_backward"),
-            parts=("error",),
-            tolerance=float("inf"),
-            cause="slices as arguments are static, and hashable from Python 3.12 on",
-            error="is a slice, which cannot be hashed",
-        )
-    )
-
 LEAST_SHARE = {  # of all differentiable ops, compared in each mode; the rest plain PyTorch refuses
     "backward": 1.0,
     "vjp": 0.99,
