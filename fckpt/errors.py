@@ -5,12 +5,16 @@ from __future__ import annotations
 __all__ = [
     "ArgumentTypeError",
     "ArgumentValueError",
+    "BudgetError",
     "ClosureError",
     "FckptError",
     "ImpureFunctionError",
     "MutationError",
     "OpaqueOutputError",
+    "PlanError",
     "RandomStateError",
+    "ScheduleError",
+    "TraceError",
 ]
 
 
@@ -28,6 +32,27 @@ class ArgumentValueError(FckptError, ValueError):
 
 class ClosureError(FckptError, RuntimeError):
     """A function closes over a differentiated tensor in a way that its recompute cannot follow."""
+
+
+class BudgetError(FckptError, ValueError):
+    """No plan fits the budget."""
+
+    def __init__(self, message: str, least_bytes: int):
+        super().__init__(message)
+        self.least_bytes = least_bytes
+        """The least budget for which a plan is known: planning with it succeeds."""
+
+
+class PlanError(FckptError, ValueError):
+    """A plan does not belong to this function, these arguments or this version; or its file is corrupt."""
+
+
+class ScheduleError(FckptError, ValueError):
+    """A schedule reads what is not there, or leaves undone what it must do."""
+
+
+class TraceError(FckptError, RuntimeError):
+    """A function cannot be traced into a graph."""
 
 
 class ImpureFunctionError(FckptError, RuntimeError):

@@ -1,0 +1,1 @@
+"""Solvers: `(Graph, budget) -> Schedule`, one file per family."""
