@@ -84,7 +84,7 @@ class _Walk:
                 slots.append(slot)
         elif kind in (types.MethodType, types.BuiltinMethodType):
             self.visit(slot, value.__self__, depth)
-            if kind is types.MethodType:
+            if kind is types.MethodType and not value.__func__.__module__.startswith("torch.nn."):
                 self.visit(None, value.__func__, depth)
         elif isinstance(value, tuple):
             if len(value) <= _LARGE:
@@ -303,13 +303,13 @@ def frozen(fn: Callable[..., Any], slots: list[Slot]) -> tuple[Callable[..., Any
     ]
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in the value of a slot."""
     if isinstance(value, torch.Tensor):
-        yield value
-    else:
-        for part in _parts(value):
-            yield from tensors_in(part)
+        return [value]
+    if type(value) in _INERT or type(value) is types.FunctionType:
+        return []
+    return [tensor for part in _parts(value) for tensor in tensors_in(part)]
 
 
 def _parts(value: Any) -> Iterable[Any]:

@@ -70,7 +70,7 @@ def _parts_of(module: nn.Module) -> _ModuleParts:
 class Observation:
     """What is read right before a function runs; `conditions` completes it right after."""
 
-    __slots__ = ("ambient", "buffers", "copies", "fn", "habits", "modules", "random", "slots")
+    __slots__ = ("ambient", "buffers", "copies", "fn", "habits", "installed", "modules", "random", "slots")
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class Observation:
         generators = closure.generators + [g for part in parts for g in part.generators]
         self.modules = [(m, m["training"]) for part in parts for m in part.modules]
         self.slots: list[Slot] = closure.slots
-        """Where tensors lie that the function closes over, the buffers of modules apart."""
-        self.slots += [
+        """Where tensors lie that the function closes over, those in modules apart."""
+        self.installed: list[Slot] = [
             (parameters, name, p)
             for part in parts
             for parameters in part.parameters
@@ -107,8 +107,9 @@ class Observation:
         ]
         if self.modules and torch._C._are_functorch_transforms_active():
             self.slots += closure_of([], attributes=[m for m, _ in self.modules]).slots
-        tensors = (*inputs, *(t for _, _, value in self.slots for t in tensors_in(value)))
-        devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+        held = [t for slot in self.slots for t in tensors_in(slot[2])]
+        tensors = (*inputs, *held, *[slot[2] for slot in self.installed])
+        devices = {device for t in tensors if (device := t.device).type not in ("cpu", "meta")}
         self.habits = habits
         self.buffers = [
             (
@@ -136,7 +137,7 @@ class Observation:
 
     def reachable(self) -> dict[int, torch.Tensor]:
         """The closed-over tensors that were found, by id."""
-        found = {id(t): t for _, _, value in self.slots for t in tensors_in(value)}
+        found = {id(t): t for slot in (*self.slots, *self.installed) for t in tensors_in(slot[2])}
         return found | {id(buffer[3]): buffer[3] for buffer in self.buffers}
 
     def conditions(self) -> Conditions:
@@ -147,7 +148,8 @@ class Observation:
     def _conditions(self) -> Conditions:
         # What the function itself puts elsewhere (a counter, a log) is left to it.
         slots = [slot for slot in self.slots if present(slot)]
-        watched = [(t, version(t)) for _, _, value in slots for t in map(unwrapped, tensors_in(value))]
+        held = [t for slot in slots for t in tensors_in(slot[2])] + [slot[2] for slot in self.installed]
+        watched = [(t, version(t)) for t in map(unwrapped, held)]
         written = []
         for (buffers, name, key, tensor, before), copy in zip(self.buffers, self.copies, strict=True):
             # Batch normalisation writes without counting a version, so values are compared, where known.
@@ -163,9 +165,10 @@ class Observation:
             if changed:
                 written.append((buffers, name, tensor if copy is None else copy, unforeseen))
             else:
-                slots.append((buffers, name, tensor))
+                self.installed.append((buffers, name, tensor))
                 watched.append((unwrapped(tensor), before))
         fn, slots = frozen(self.fn[0], slots)
+        slots += self.installed
         return Conditions(fn, self.ambient, self.random.drawn(), watched, written, slots, self.modules)
 
     def undo(self) -> None:
