@@ -9,13 +9,19 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 from torch import nn
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
 
 from fckpt.arguments import Arguments, StaticArguments
-from fckpt.conditions import BufferHabits
+from fckpt.conditions import BufferHabits, Observation
 from fckpt.errors import ArgumentTypeError
 from fckpt.module import remat_module
+from fckpt.planner import Planner, Reached, layout_below
+from fckpt.plans import Budget, Plan, check_budget
+from fckpt.policies import PolicyLike
+from fckpt.primitives import UserCall
+from fckpt.run import Execution
 from fckpt.segment import HooksUnavailable, run_segment
-from fckpt.transform import run_nodes
+from fckpt.transform import run_nodes, run_planned
 
 __all__ = ["remat"]
 
@@ -25,11 +31,24 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @overload
-def remat(fn: M, *, static_argnums: int | Sequence[int] = ..., static_argnames: str | Sequence[str] = ...) -> M: ...
+def remat(
+    fn: M,
+    *,
+    policy: PolicyLike | None = ...,
+    budget: Budget | None = ...,
+    plan: Plan | None = ...,
+    solver: str = ...,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Sequence[str] = ...,
+) -> M: ...
 @overload
 def remat(
     fn: Callable[P, R],
     *,
+    policy: PolicyLike | None = ...,
+    budget: Budget | None = ...,
+    plan: Plan | None = ...,
+    solver: str = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
 ) -> Callable[P, R]: ...
@@ -37,6 +56,10 @@ def remat(
 def remat(
     fn: None = None,
     *,
+    policy: PolicyLike | None = ...,
+    budget: Budget | None = ...,
+    plan: Plan | None = ...,
+    solver: str = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
@@ -45,16 +68,26 @@ def remat(
 def remat(
     fn: Callable[..., Any] | None = None,
     *,
+    policy: PolicyLike | None = None,
+    budget: Budget | None = None,
+    plan: Plan | None = None,
+    solver: str = "auto",
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> Any:
-    """Rematerialises `fn`: same values, same gradients, and backward keeps nothing of its inside.
+    """Rematerialises `fn`: same values, same gradients, and backward keeps less of its inside, or nothing.
 
-    What `fn` computes between its arguments and its results is not kept for backward but computed again when
-    backward needs it. Nothing is traced: any Python function will do, data-dependent control flow included,
-    if it is pure (its result depends on its arguments alone). Random numbers, autocast, buffers such as
-    BatchNorm's statistics, and closed-over tensors are taken care of: the recompute sees what the forward saw
-    and changes nothing a second time.
+    Without `policy`, `budget` and `plan`, what `fn` computes between its arguments and its results is not kept for
+    backward but computed again when backward needs it. Nothing is traced: any Python function will do,
+    data-dependent control flow included, if it is pure (its result depends on its arguments alone). Random
+    numbers, autocast, buffers such as BatchNorm's statistics, and closed-over tensors are taken care of: the
+    recompute sees what the forward saw and changes nothing a second time.
+
+    With one of them, `fn` is traced once per signature (structure, shapes, dtypes, devices, static leaves, autocast
+    state), and planned: a policy says what is kept; a budget says how many bytes forward and backward may hold at
+    once, above what is held at the call, and a solver finds what to compute again in the least time. Within
+    another region, under `vmap` and forward mode, and in second derivatives, a planned function is rematerialised
+    as a whole.
 
     Composes with `.backward()` and all of `torch.func`, in any order and nesting. Whether an argument requires
     grad changes nothing for the others. Under `torch.compile` the region becomes `torch.utils.checkpoint`'s
@@ -63,6 +96,11 @@ def remat(
     Args:
         fn: a function from pytrees to pytrees, or an `nn.Module`. Leaves that are no tensors are static. Left
             out, `remat` is a decorator with options.
+        policy: one of `fckpt.policies`, or a function of an operation that says whether its results are kept.
+        budget: the most bytes that forward and backward may hold at once: an int, a text like "4GiB", or a float
+            for a fraction of the plain function's peak.
+        plan: what `fckpt.plan` made for these arguments.
+        solver: which solver looks for the plan; see `fckpt.solve.names()`.
         static_argnums: positions of arguments that are passed whole, without a look inside. They must be
             hashable, and tensors within are treated like closed-over ones.
         static_argnames: the same for keyword arguments.
@@ -73,9 +111,11 @@ def remat(
 
     Raises:
         ArgumentTypeError: `fn` is not callable; `static_argnums` or `static_argnames` are of a wrong type.
-        ArgumentValueError: `static_argnums` is out of range.
+        ArgumentValueError: `static_argnums` is out of range; `budget` is no size.
 
-    Called, the result raises `MutationError`, `ImpureFunctionError` or `RandomStateError` when a recompute
+    With a budget or a policy, the first call may raise `TraceError` (the function's course depends on data),
+    `BudgetError` (nothing fits; it says what would) or `PlanError` (the plan is another function's). Later the result
+    raises `MutationError`, `ImpureFunctionError` or `RandomStateError` when a recompute
     cannot be what the forward was.
 
     Example:
@@ -97,17 +137,30 @@ def remat(
         `jax.checkpoint`'s.
     """
     if fn is None:
-        return functools.partial(remat, static_argnums=static_argnums, static_argnames=static_argnames)
+        return functools.partial(
+            remat,
+            policy=policy,
+            budget=budget,
+            plan=plan,
+            solver=solver,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+        )
     _check_function(fn)
     static = StaticArguments(fn.forward if isinstance(fn, nn.Module) else fn, static_argnums, static_argnames)
+    make = functools.partial(_Region, static)
+    if policy is not None or budget is not None or plan is not None:
+        budget = None if budget is None else check_budget(budget)
+        make = functools.partial(_PlannedRegion, static, policy, budget, plan, solver)
     if isinstance(fn, nn.Module):
-        return remat_module(fn, functools.partial(_Region, static))
-    region = _Region(static)
+        return remat_module(fn, make)
+    region = make()
 
     @functools.wraps(fn)
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
         return region(fn, args, kwargs)
 
+    rematerialised._fckpt_region = region  # type: ignore[attr-defined]
     return rematerialised
 
 
@@ -140,6 +193,10 @@ class _Region:
         if not torch.is_grad_enabled() or _is_traced():
             return fn(*args, **kwargs)
         arguments = Arguments(args, kwargs, self.static)
+        return self.run(fn, arguments)
+
+    def run(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
+        """Runs `fn` as it stands; it will run again in backward."""
         if not self.differentiates:
             try:
                 if torch._C._are_functorch_transforms_active():
@@ -148,6 +205,57 @@ class _Region:
             except HooksUnavailable:
                 self.differentiates = True
         return run_nodes(fn, arguments, self.habits, discard=False)
+
+
+class _PlannedRegion(_Region):
+    """A function that is traced and planned, once per signature."""
+
+    __slots__ = ("planner",)
+
+    def __init__(
+        self,
+        static: StaticArguments,
+        policy: PolicyLike | None,
+        budget: Budget | None,
+        plan: Plan | None,
+        solver: str,
+    ):
+        super().__init__(static)
+        self.planner = Planner(policy, budget, plan, solver)
+
+    def run(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
+        if not _may_plan():
+            return super().run(fn, arguments)
+        call = UserCall(fn, arguments, self.habits)
+        observation = Observation(call.fn, arguments.statics, call.inputs, self.habits)
+        reached = Reached(observation, call.inputs)
+        if not any(layout_below(t).requires_grad for t in (*call.inputs, *reached.tensors)):
+            arguments.tensors = call.inputs
+            args, kwargs = arguments.rebuild(call.inputs)
+            return fn(*args, **kwargs)
+        program = self.planner.program(fn, arguments, observation, reached)
+        call.plan(program.lifted(reached.tensors), program.ends)
+        call.planned = Execution(program, reached.tensors, call.lifted)
+        return run_planned(call, program.trace.flags, observation.conditions)
+
+
+def planner_of(fn: Callable[..., Any]) -> Planner | None:
+    """Returns what plans the calls of a rematerialised function or module; None if `fn` is plain."""
+    region = getattr(fn, "_fckpt_region", None)
+    if region is None:
+        return None
+    return region.planner if isinstance(region, _PlannedRegion) else Planner()
+
+
+def _may_plan() -> bool:
+    """Whether a plan can run here; elsewhere the function is rematerialised as a whole.
+
+    Within another region it cannot: what it keeps, that region would have to keep. Nor under `vmap` and `jvp`.
+    """
+    if forward_ad._current_level >= 0 or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return False
+    levels = get_interpreter_stack() if torch._C._are_functorch_transforms_active() else ()
+    return all(level.key() == TransformType.Grad for level in levels or ())
 
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY

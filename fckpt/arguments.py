@@ -129,6 +129,15 @@ class Arguments:
         kept = [] if self._kept is None else [*self._kept[0].values(), *self._kept[1].values()]
         return [leaf for leaf in self._rest if leaf is not None] + kept
 
+    def signature(self) -> Any:
+        """What a trace of the call depends on besides the tensors' layouts: structure, repetitions, static leaves.
+
+        It can be hashed, and keeps the static leaves alive.
+        """
+        rest = tuple(_key(leaf) for leaf in self._rest)
+        kept = () if self._kept is None else (tuple(self._kept[0].items()), tuple(self._kept[1].items()))
+        return (self._spec, tuple(self._where), rest, kept)
+
     def rebuild(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) with `tensors` in the places of `self.tensors`."""
         leaves = list(self._rest)
@@ -162,6 +171,13 @@ class Arguments:
     def _path(self, position: int) -> str:
         path = self._spec.paths()[position]
         return ("args" if path.startswith("[0]") else "kwargs") + path[3:]
+
+
+def _key(leaf: Any) -> Any:
+    # 1 == 1.0 == True, but a function may tell them apart; and slices are hashable from Python 3.12 on.
+    if type(leaf) is slice:
+        return (slice, _key(leaf.start), _key(leaf.stop), _key(leaf.step))
+    return (type(leaf), leaf)
 
 
 _HASHABLE = frozenset({bool, int, float, complex, str, bytes, slice, torch.dtype, torch.device})

@@ -12,6 +12,7 @@ __all__ = [
     "MutationError",
     "OpaqueOutputError",
     "PlanError",
+    "PolicyWarning",
     "RandomStateError",
     "ScheduleError",
     "TraceError",
@@ -69,3 +70,7 @@ class RandomStateError(FckptError, RuntimeError):
 
 class OpaqueOutputError(FckptError, TypeError):
     """A function returned tensors inside an object that is no pytree."""
+
+
+class PolicyWarning(UserWarning):
+    """A policy does nothing, or names what does not occur."""

@@ -23,9 +23,11 @@ from fckpt.errors import ImpureFunctionError, MutationError, OpaqueOutputError
 from fckpt.lift import Recorder, Watch
 from fckpt.segment import HooksUnavailable
 
-__all__ = ["Batched", "Dual", "Flat", "Primitive", "Pullback", "UserCall"]
+__all__ = ["Batched", "Dual", "Flat", "Planned", "Primitive", "Pullback", "UserCall"]
 
 Flat = list[Any]  # tensors, or None where there is none
+Ends = tuple[tree.TreeSpec, Sequence[Any], list[tuple[torch.Size, torch.dtype]]]
+"""What a function returns: its structure, its leaves as in `UserCall.leaves`, its tensors' shapes and dtypes."""
 _autograd = torch._C._autograd
 
 
@@ -33,6 +35,16 @@ class Primitive(Protocol):
     """A pure function of a flat list of tensors."""
 
     def __call__(self, *operands: torch.Tensor) -> Flat: ...
+
+
+class Planned(Protocol):
+    """Computes outputs and gradients of one call by a plan, each once; None when it cannot (any more)."""
+
+    def forward(self, operands: Sequence[torch.Tensor]) -> Flat | None: ...
+
+    def backward(
+        self, operands: Sequence[torch.Tensor], given: Sequence[int], cotangents: Sequence[torch.Tensor]
+    ) -> Flat | None: ...
 
 
 class UserCall:
@@ -53,6 +65,8 @@ class UserCall:
         """The places of inputs and lifted tensors in the closure."""
         self.numbers: dict[int, int] = {}
         """Which operand lies there, by the id of the tensor; the slots keep it alive."""
+        self.planned: Planned | None = None
+        """What runs instead of the function, as far as it can."""
         self.stale: dict[int, weakref.ref[torch.Tensor]] = {}
         """What a recompute must not use any more."""
         self.conditions: Conditions
@@ -77,37 +91,47 @@ class UserCall:
                 raise
             observation.undo()
             raise HooksUnavailable from error
-        self.conditions = observation.conditions()
-        self.fn[0] = self.conditions.fn
+        conditions = observation.conditions()
         for i, _, _ in self._changed():
             raise self.arguments.written(i)
         leaves, self.spec = tree.flatten(result)
         recorder.visit(leaves)
         with unseen():
-            self._lift(recorder)
+            places = {id(x) for slot in conditions.slots for x in tensors_in(slot[2])}
+            self.lifted = [x for key, x in recorder.used.items() if key in places]
+            self.settle(conditions)
+            recorder.check_lifted(self.numbers)
+            self.stale |= recorder.others
         known = {id(x): ("in", i) for i, x in enumerate(self.inputs)}
         outputs = self._number(leaves, known)
         self.leaves = leaves
         self.shapes = [(x.shape, x.dtype) for x in outputs]
         return outputs
 
-    def _lift(self, recorder: Recorder) -> None:
-        """Makes operands of the closed-over tensors that the run has used."""
-        numbers = {id(x): i for i, x in enumerate(self.inputs)}
-        for slot in self.conditions.slots:
-            found = False
-            for x in tensors_in(slot[2]):
-                if id(x) not in numbers and id(x) in recorder.used:
-                    numbers[id(x)] = self.count + len(self.lifted)
-                    self.lifted.append(x)
-                if id(x) in numbers:
-                    self.numbers[id(x)] = numbers[id(x)]
-                    found = True
+    def plan(self, lifted: list[torch.Tensor], ends: Ends) -> None:
+        """Takes what `first` finds out from somebody else, who computes the outputs and sets `planned`.
+
+        Args:
+            lifted: the closed-over tensors that the function uses and does not write.
+            ends: what it returns.
+        """
+        self.lifted = lifted
+        self.spec, leaves, self.shapes = ends
+        self.leaves = list(leaves)
+
+    def settle(self, conditions: Conditions) -> None:
+        """Takes the conditions of the forward run, once it has ended."""
+        self.conditions = conditions
+        self.fn[0] = conditions.fn
+        operands = [*self.inputs, *self.lifted]
+        numbers = {id(x): i for i, x in enumerate(operands)}
+        for slot in conditions.slots:
+            found = {id(x): numbers[id(x)] for x in tensors_in(slot[2]) if id(x) in numbers}
             if found:
                 self.slots.append(slot)
-        recorder.check_lifted(numbers)
-        stale = [x for x in (*self.inputs, *self.lifted) if x.requires_grad or is_functorch_wrapped_tensor(x)]
-        self.stale = {id(x): weakref.ref(x) for x in stale} | recorder.others
+                self.numbers |= found
+        stale = [x for x in operands if x.requires_grad or is_functorch_wrapped_tensor(x)]
+        self.stale = {id(x): weakref.ref(x) for x in stale}
 
     def _changed(self) -> list[tuple[int, int, int]]:
         """The inputs that were changed in place since the call: (index, version then, version now)."""
@@ -135,6 +159,10 @@ class UserCall:
 
     def __call__(self, *operands: torch.Tensor) -> Flat:
         """The recompute: the same outputs from other operands."""
+        if self.planned is not None:
+            outputs = self.planned.forward(operands)
+            if outputs is not None:
+                return outputs
         for i, then, now in self._changed():
             raise MutationError(
                 f"{self.arguments.path(i)} of a rematerialised function was changed in place between forward and "
@@ -325,6 +353,10 @@ class Pullback:
     def __call__(self, *operands: torch.Tensor) -> Flat:
         count = len(self.needs)
         inputs, cotangents = operands[:count], operands[count:]
+        if isinstance(self.primitive, UserCall) and self.primitive.planned is not None and not self.layers:
+            grads = self.primitive.planned.backward(inputs, self.outputs, cotangents)
+            if grads is not None:
+                return [grad for grad, need in zip(grads, self.needs, strict=True) if need]
         wanted = [i for i, need in enumerate(self.needs) if need]
         pull = self._plain(inputs, wanted, operands) if self.plain else self._functional(inputs, wanted)
         for layer in self.layers:

@@ -1,55 +1,497 @@
-"""A function and example arguments to the graph of its forward and backward pass."""
+"""A function and example arguments to the graph of its forward and backward pass.
+
+The function runs once on fake tensors (shapes without data), with autograd recording, and autograd runs its
+backward pass; below autograd, every operation is written down. In-place work is made functional on the way by
+PyTorch's functionalization, views and aliases are known by their storage, and what a function closes over becomes
+an input like its arguments. All tracing, and the private interfaces of torch that it takes, is in this file.
+
+Seen on torch 2.11 and 2.13: `torch._enable_functionalization`, `torch._from_functional_tensor`, `torch._sync`,
+`torch._functionalize_has_data_mutation`; `aten.native_batch_norm` writes statistics that its schema does not name.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fckpt.graph import Graph
+from fckpt import tree
+from fckpt.arguments import Arguments
+from fckpt.closure import Slot, placed, replaced
+from fckpt.errors import TraceError
+from fckpt.graph import Graph, Node, Value
+from fckpt.operations import Call, Layout, Ref, TensorSpec, Trace, indices_of, statistics_of
+from fckpt.policies import names_recorded
 
-__all__ = ["Call", "Ref", "TensorSpec", "Trace"]
+__all__ = ["Call", "Layout", "Ref", "TensorSpec", "Trace", "trace"]
 
-
-class Ref(NamedTuple):
-    """Stands for tensor number `index` of a trace, in the arguments of a call."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """What is known of a tensor without its data."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    value: int
-    """The storage that it looks at, as a number of `Graph.values`."""
-    offset: int = 0
-    """Where in the storage it begins, in elements."""
+aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One operation of the trace, on tensors that are refs."""
+def trace(
+    fn: Callable[..., Any],
+    arguments: Arguments,
+    closure: Sequence[torch.Tensor],
+    slots: Sequence[Slot],
+    layouts: Sequence[Layout] = (),
+    origins: Sequence[str] = (),
+) -> Trace:
+    """Traces one call of `fn` and its backward pass, with the autocast state of the caller.
 
+    Args:
+        fn: any function whose control flow does not depend on the data of tensors.
+        arguments: those of the call.
+        closure: the tensors that `fn` closes over.
+        slots: the places where they lie.
+        layouts: shapes, strides and so on of the operands (arguments, then closure), if not those that they have.
+        origins: names for the operands.
+
+    Raises:
+        TraceError: the function's course depends on the data of tensors; it changes an argument in place; it uses a
+            tensor that is neither passed nor among `closure`; it returns what is no pytree of tensors.
+    """
+    tensors = [*arguments.tensors, *closure]
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or type(tensor) not in _TRACEABLE:
+            raise TraceError(
+                f"a {type(tensor).__name__} with layout {tensor.layout} cannot be traced: budgets and policies know "
+                f"dense torch.Tensors. {_WAY_OUT}"
+            )
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = _Recorder()
+    with _tracing(mode, recorder), _user_errors():
+        operands = [_stand_in(layout, recorder) for layout in layouts or map(Layout.of, tensors)]
+        numbers = [recorder.adopt(_bare(t)) for t in operands]
+        count = len(arguments.tensors)
+        new = {id(t): operand for t, operand in zip(tensors, operands, strict=True)}
+        args, kwargs = arguments.rebuild(operands[:count])
+        closed = [(holder, key, replaced(value, new)) for holder, key, value in slots]
+        with placed(closed), names_recorded(recorder.name):
+            result = fn(*args, **kwargs)
+        finished = _Ends(result, operands, numbers, count, recorder)
+        finished.note_updates(operands, arguments)
+        recorder.start_backward()
+        finished.differentiate()
+    return finished.trace([*origins, *[""] * (len(operands) - len(origins))])
+
+
+_TRACEABLE = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_WAY_OUT = "fckpt.remat without policy and budget takes any function; nothing is traced then."
+
+
+def _stand_in(layout: Layout, recorder: _Recorder) -> torch.Tensor:
+    with recorder.paused():
+        tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+    recorder.adopt(_bare(tensor))
+    return tensor.requires_grad_(layout.requires_grad)
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    """The fake tensor inside of a functional one, after all pending in-place work on it."""
+    if not torch._is_functional_tensor(tensor):
+        return tensor
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor)
+
+
+@contextlib.contextmanager
+def _tracing(mode: FakeTensorMode, recorder: _Recorder) -> Iterator[None]:
+    torch._enable_functionalization(reapply_views=True)
+    try:
+        with temporarily_clear_interpreter_stack(), mode, recorder, torch.enable_grad():
+            yield
+    finally:
+        torch._disable_functionalization()
+
+
+@contextlib.contextmanager
+def _user_errors() -> Iterator[None]:
+    """Turns what fake tensors cannot answer into an error that names the user's line."""
+    try:
+        yield
+    except Exception as error:
+        kind = type(error).__name__
+        if not any(word in kind for word in ("DataDependent", "DynamicOutputShape", "UnsupportedFakeTensor")):
+            raise
+        line = _line_of(error)
+        raise TraceError(
+            f"{line}: the function looks at the data of a tensor here ({kind}: {_first_line(error)}), so its "
+            f"operations are not the same for all data and cannot be planned ahead. {_WAY_OUT}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith((_HERE, _TORCH, "<frozen")) and f"{os.sep}contextlib.py" not in filename
+
+
+def _line_of(error: Exception) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    if not frames:
+        return "in the traced function"
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno}, in {last.name} ({(last.line or '').strip()})"
+
+
+def _user_line() -> str:
+    """The innermost line that is neither torch's nor ours: `model.py:12 (forward)`."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if _is_users(code.co_filename):
+            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})"
+        frame = frame.f_back
+    return ""
+
+
+class _Recorded(NamedTuple):
     op: Any
-    """A `torch._ops.OpOverload`."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[int | None, ...]
-    """The tensors that it returns, flat; None for what is none."""
-    node: int | None
-    """The node of the graph; None for a view, which makes no storage."""
+    is_view: bool
+    source: str
 
 
-@dataclass(frozen=True)
-class Trace:
-    """The graph, and the operations behind its nodes."""
+class _Recorder(TorchDispatchMode):
+    """Writes down the operations below autograd and functionalization."""
 
-    graph: Graph
-    calls: tuple[Call, ...]
-    tensors: tuple[TensorSpec, ...]
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Recorded] = []
+        self.tensors: list[torch.Tensor] = []  # alive, so that ids and storages are not used again
+        self.numbers: dict[int, int] = {}
+        self.values: list[int] = []  # by tensor
+        self.storages: dict[int, int] = {}
+        self.constants: dict[int, torch.Tensor] = {}
+        self.names: dict[int, list[str]] = {}
+        self.lines: dict[int, str] = {}
+        self.boundary: int | None = None
+        self.autograd_nodes: list[Any] = []
+        self.on = True
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self.on = False
+        try:
+            yield
+        finally:
+            self.on = True
+
+    def start_backward(self) -> None:
+        self.boundary = len(self.calls)
+
+    def name(self, tensor: torch.Tensor, name: str) -> None:
+        """Notes what `checkpoint_name` calls a tensor."""
+        number = self.numbers.get(id(_bare(tensor)))
+        if number is not None:
+            names = self.names.setdefault(self.values[number], [])
+            if name not in names:
+                names.append(name)
+
+    def adopt(self, tensor: torch.Tensor) -> int:
+        """Numbers a tensor, and its storage if that is new."""
+        number = self.numbers.get(id(tensor))
+        if number is None:
+            number = self.numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+            storage = tensor.untyped_storage()._cdata
+            self.values.append(self.storages.setdefault(storage, len(self.storages)))
+        return number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self.on or func.namespace == "prim" or not _holds_tensor(result):
+            return result
+        if func._schema.is_mutable:
+            raise TraceError(f"{_user_line()}: {func} writes in place in a way that cannot be traced. {_WAY_OUT}")
+        sent = self._refs(args, func), {k: self._refs(v, func) for k, v in kwargs.items()}
+        if func is aten.lift_fresh.default:
+            self._same_storage(args[0], result)
+        known = len(self.storages)
+        outputs = tuple(self.adopt(t) if isinstance(t, torch.Tensor) else None for t in _flat(result))
+        is_view = len(self.storages) == known and torch.Tag.nondeterministic_seeded not in func.tags
+        self.calls.append(_Recorded(func, *sent, outputs, is_view, self._source()))
+        return result
+
+    def _same_storage(self, constant: torch.Tensor, lifted: torch.Tensor) -> None:
+        # The fake one has a storage of its own; run on real tensors, the operation returns its argument.
+        if id(lifted) not in self.numbers:
+            self.storages[lifted.untyped_storage()._cdata] = self.values[self.numbers[id(constant)]]
+
+    def _source(self) -> str:
+        if self.boundary is None:
+            line = _user_line()
+            self.lines[torch.autograd._get_sequence_nr() - 1] = line
+            return line
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        if not self.autograd_nodes or self.autograd_nodes[-1] is not node:
+            self.autograd_nodes.append(node)
+        return self.lines.get(node._sequence_nr(), "")
+
+    def _refs(self, value: Any, func: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self.numbers:
+                self._constant(value, func)
+            return Ref(self.numbers[id(value)])
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._refs(v, func) for v in value)
+        return value
+
+    def _constant(self, tensor: torch.Tensor, func: Any) -> None:
+        data = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+        if data is None or data.requires_grad or (func is not aten.lift_fresh.default and data.dim() > 0):
+            raise TraceError(
+                f"{_user_line()}: {func} uses a tensor of shape {list(tensor.shape)} that is neither passed to the "
+                "function nor found in its closure. Pass it as an argument, or hold it in a variable, a module, or an "
+                f"attribute or container not deeper than four levels. {_WAY_OUT}"
+            )
+        self.constants[self.adopt(tensor)] = data
+
+    def release(self) -> None:
+        """Lets go of autograd's nodes from the outputs on: a long chain at once would exhaust the stack."""
+        self.autograd_nodes.reverse()
+        while self.autograd_nodes:
+            self.autograd_nodes.pop()
+
+
+def _flat(result: Any) -> list[Any]:
+    if isinstance(result, (list, tuple)):
+        return [inner for part in result for inner in _flat(part)]
+    return [result]
+
+
+def _holds_tensor(result: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) for x in _flat(result))
+
+
+class _Ends:
+    """What comes out of the forward run, and what backward makes of it."""
+
+    def __init__(self, result: Any, operands: list[torch.Tensor], numbers: list[int], count: int, recorder: _Recorder):
+        self.recorder = recorder
+        self.operands = operands
+        self.operand_numbers = numbers
+        self.leaves, self.spec = tree.flatten(result)
+        known = {id(t): ("in", i) for i, t in enumerate(operands[:count])}
+        self.results: list[torch.Tensor] = []
+        for position, leaf in enumerate(self.leaves):
+            if isinstance(leaf, torch.Tensor):
+                if id(leaf) not in known:
+                    known[id(leaf)] = ("out", len(self.results))
+                    self.results.append(leaf)
+                self.leaves[position] = known[id(leaf)]
+        self.flags = tuple(t.requires_grad for t in self.results)
+        self.outputs = tuple(recorder.adopt(_bare(t)) for t in self.results)
+        self.cotangents: tuple[int | None, ...] = ()
+        self.gradients: tuple[int | None, ...] = ()
+        self.updates: list[tuple[int, int]] = []
+
+    def differentiate(self) -> None:
+        """Runs the backward pass."""
+        recorder = self.recorder
+        cotangents: list[torch.Tensor | None] = []
+        for t, flag in zip(self.results, self.flags, strict=True):
+            layout = Layout(tuple(t.shape), t.stride(), t.dtype, t.device, False)
+            cotangents.append(_stand_in(layout, recorder) if flag else None)
+        self.cotangents = tuple(None if ct is None else recorder.adopt(_bare(ct)) for ct in cotangents)
+        wanted = [t for t in self.operands if t.requires_grad]
+        pairs = [(y, ct) for y, ct in zip(self.results, cotangents, strict=True) if ct is not None]
+        found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        if wanted and pairs:
+            ys, cts = [y for y, _ in pairs], [ct for _, ct in pairs]
+            self.results.clear()
+            pairs.clear()
+            found = torch.autograd.grad(ys, wanted, cts, allow_unused=True)
+            del ys
+            recorder.release()
+        grads = iter(found)
+        taken: set[int] = set(self.outputs)
+        gradients: list[int | None] = []
+        for operand in self.operands:
+            grad = next(grads) if operand.requires_grad else None
+            gradients.append(None if grad is None else self._own(grad, operand, taken))
+        self.gradients = tuple(gradients)
+
+    def _own(self, grad: torch.Tensor, operand: torch.Tensor, taken: set[int]) -> int:
+        """The gradient as `.grad` can take it over: a storage of its own, laid out like the operand.
+
+        Autograd would make a copy of it otherwise, unseen by the plan.
+        """
+        recorder = self.recorder
+        bare = _bare(grad)
+        number = recorder.adopt(bare)
+        value = recorder.values[number]
+        foreign = {recorder.values[i] for i in (*self.operand_numbers, *(c for c in self.cotangents if c is not None))}
+        dense = bare.stride() == operand.stride() and bare.untyped_storage().nbytes() == bare.nbytes
+        if not dense or value in taken or value in foreign:
+            copy = torch.empty_strided(
+                tuple(operand.shape), operand.stride(), dtype=grad.dtype, device=grad.device
+            ).copy_(grad)
+            number = recorder.adopt(_bare(copy))
+        taken.add(recorder.values[number])
+        return number
+
+    def note_updates(self, operands: Sequence[torch.Tensor], arguments: Arguments) -> None:
+        """Finds closed-over tensors that were changed in place (statistics): (operand, its new value)."""
+        for i, operand in enumerate(operands):
+            if torch._functionalize_has_data_mutation(operand):  # type: ignore[attr-defined]
+                if i < len(arguments.tensors):
+                    raise arguments.written(i)
+                self.updates.append((self.operand_numbers[i], self.recorder.adopt(_bare(operand))))
+
+    def trace(self, origins: Sequence[str]) -> Trace:
+        return _Assembly(self, origins).trace()
+
+
+class _Assembly:
+    """From what was recorded to a graph of what is needed."""
+
+    def __init__(self, ends: _Ends, origins: Sequence[str]):
+        self.ends = ends
+        self.recorder = recorder = ends.recorder
+        self.origins = origins
+        assert recorder.boundary is not None
+        updates = [_Recorded(aten.copy_.default, (Ref(a), Ref(b)), {}, (None,), False, "") for a, b in ends.updates]
+        self.recorded = [*recorder.calls[: recorder.boundary], *updates, *recorder.calls[recorder.boundary :]]
+        self.forward_calls = recorder.boundary + len(updates)
+        self.updated = {recorder.values[a] for a, _ in ends.updates}
+        self.values: list[Value] = []
+        self.known: dict[int, int] = {}  # from the recorder's storages to values
+        self.calls: list[Call] = []
+        self.nodes: list[Node] = []
+        self.late: set[int] = set()
+
+    def trace(self) -> Trace:
+        ends, recorder = self.ends, self.recorder
+        given = [*ends.operand_numbers, *recorder.constants]
+        names = [*self.origins, *["a constant"] * len(recorder.constants)]
+        inputs = tuple(dict.fromkeys(self._value(t, None, name) for t, name in zip(given, names, strict=True)))
+        late = [ct for ct in ends.cotangents if ct is not None]
+        cotangents = tuple(self._value(ct, None, "a cotangent") for ct in late)
+        self.late.update(cotangents)
+        boundary = 0
+        kept = self._needed()
+        for position, recorded in enumerate(self.recorded):
+            if position in kept:
+                self._add(recorded)
+            if position == self.forward_calls - 1:
+                boundary = len(self.nodes)
+        held = {*inputs, *cotangents}
+        outputs = dict.fromkeys(v for t in ends.outputs if (v := self.known[recorder.values[t]]) not in held)
+        gradients = dict.fromkeys(self.known[recorder.values[t]] for t in ends.gradients if t is not None)
+        graph = Graph(
+            tuple(self.nodes), tuple(self.values), inputs, cotangents, tuple(outputs), tuple(gradients), boundary
+        )
+        return Trace(
+            graph,
+            tuple(self.calls),
+            tuple(self._spec(t, value) for t, value in zip(recorder.tensors, recorder.values, strict=True)),
+            operands=tuple(ends.operand_numbers),
+            constants=tuple(recorder.constants.items()),
+            spec=ends.spec,
+            leaves=tuple(ends.leaves),
+            outputs=ends.outputs,
+            flags=ends.flags,
+            cotangents=ends.cotangents,
+            gradients=ends.gradients,
+        )
+
+    def _spec(self, tensor: torch.Tensor, storage: int) -> TensorSpec:
+        return TensorSpec(
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            self.known.get(storage, -1),
+            int(tensor.storage_offset()),
+        )
+
+    def _needed(self) -> set[int]:
+        """The calls that results depend on, and those that draw random numbers or change state."""
+        ends = self.ends
+        needed = {*ends.outputs, *(t for t in ends.gradients if t is not None)}
+        kept: set[int] = set()
+        for position in range(len(self.recorded) - 1, -1, -1):
+            call = self.recorded[position]
+            effect = _is_random(call.op) or call.op is aten.copy_.default or statistics_of(call)
+            if effect or not needed.isdisjoint(call.outputs):
+                kept.add(position)
+                needed.update(indices_of(call.args))
+                needed.update(indices_of(tuple(call.kwargs.values())))
+        return kept
+
+    def _value(self, tensor: int, producer: int | None, origin: str) -> int:
+        storage = self.recorder.values[tensor]
+        if storage not in self.known:
+            known = self.recorder.tensors[tensor]
+            self.known[storage] = len(self.values)
+            self.values.append(
+                Value(
+                    id=len(self.values),
+                    nbytes=known.untyped_storage().nbytes(),
+                    producer=producer,
+                    origin=origin,
+                    names=tuple(self.recorder.names.get(storage, ())),
+                    shape=tuple(known.shape),
+                    dtype=str(known.dtype).removeprefix("torch."),
+                )
+            )
+        return self.known[storage]
+
+    def _add(self, recorded: _Recorded) -> None:
+        op, args, kwargs, outputs, is_view, source = recorded
+        node = None
+        if not is_view:
+            node = len(self.nodes)
+            sent = [*indices_of(args), *indices_of(tuple(kwargs.values()))]
+            read = tuple(dict.fromkeys(self.known[self.recorder.values[t]] for t in sent))
+            made = len(self.values)
+            for t in outputs:
+                if t is not None:
+                    self._value(t, node, _name(op))
+            backward = not self.late.isdisjoint(read)
+            new = tuple(range(made, len(self.values)))
+            if backward:
+                self.late.update(new)
+            updates = {self.known[storage] for storage in self.updated}
+            once = op is aten.copy_.default or (not updates.isdisjoint(read) and not statistics_of(recorded))
+            self.nodes.append(
+                Node(
+                    id=node,
+                    op=_name(op),
+                    inputs=read,
+                    outputs=new,
+                    backward=backward,
+                    random=_is_random(op),
+                    once=once and not backward,
+                    source=source,
+                )
+            )
+        self.calls.append(Call(op, args, kwargs, outputs, node))
+
+
+def _name(op: Any) -> str:
+    return str(op)
+
+
+def _is_random(op: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags

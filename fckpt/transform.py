@@ -42,11 +42,11 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from fckpt.arguments import Arguments
-from fckpt.conditions import BufferHabits, unseen
+from fckpt.conditions import BufferHabits, Conditions, unseen
 from fckpt.errors import MutationError
 from fckpt.primitives import Batched, Dual, Flat, Primitive, Pullback, UserCall
 
-__all__ = ["run_nodes"]
+__all__ = ["run_nodes", "run_planned"]
 
 
 def run_nodes(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits, *, discard: bool = True) -> Any:
@@ -72,6 +72,25 @@ def run_nodes(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits
     result = call.assemble(attached, arguments.tensors)
     call.inputs = []
     arguments.release()
+    return result
+
+
+def run_planned(call: UserCall, flags: Sequence[bool], conditions: Callable[[], Conditions]) -> Any:
+    """Evaluates a call that has a plan below all levels, which must be those of reverse mode, and attaches it.
+
+    Args:
+        call: what `UserCall.plan` has made ready.
+        flags: whether each output requires grad.
+        conditions: returns those of the forward run, after it.
+    """
+    with unseen():
+        operands = [unwrap_if_dead(x) for x in (*call.inputs, *call.lifted)]
+        attached = _descend(call, operands, None, 0)
+        call.settle(conditions())
+        attached = [x if flag else x.detach() for x, flag in zip(attached, flags, strict=True)]
+    result = call.assemble(attached, call.arguments.tensors)
+    call.inputs = []
+    call.arguments.release()
     return result
 
 

@@ -1,0 +1,202 @@
+"""Costs from shapes alone: a roofline over a device profile.
+
+The roofline model is that of S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model
+for multicore architectures", 2009, https://doi.org/10.1145/1498765.1498785: an operation takes as long as its
+arithmetic or its memory traffic, whichever is longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fckpt.cost.calls import OpCost, extent, packet, refs, registered
+from fckpt.cost.profiles import DeviceProfile
+from fckpt.trace import Call, Ref, TensorSpec
+
+__all__ = ["Analytic", "flops_of"]
+
+
+@dataclass(frozen=True)
+class Analytic:
+    """Prices by `max(flops / peak, bytes moved / bandwidth) + launch`, for a device that need not be here.
+
+    Temporaries are estimates: what the main kernels were seen to allocate on CPU, and elsewhere of that only what torch
+    itself composes of several kernels; the workspaces of cuDNN and cuBLAS are not in there. Where a budget must hold to
+    the byte, use `Measured`.
+
+    Example:
+        >>> cpu = torch.device("cpu")
+        >>> x = TensorSpec((1024, 1024), (1024, 1), torch.float32, cpu, value=0)
+        >>> y = TensorSpec((1024, 1024), (1024, 1), torch.float32, cpu, value=1)
+        >>> call = Call(torch.ops.aten.mm.default, (Ref(0), Ref(0)), {}, (1,), 0)
+        >>> machine = DeviceProfile("mine", {torch.float32: 2e12}, 1e11, launch_seconds=1e-6, memory_nbytes=2**33)
+        >>> Analytic(machine)(call, [x, y])                  # 2 * 1024**3 / 2e12 s, and 1 us
+        OpCost(seconds=0.001074741824, flops=2147483648, temporary_nbytes=0)
+    """
+
+    profile: DeviceProfile
+
+    def __call__(self, call: Call, specs: Sequence[TensorSpec]) -> OpCost:
+        """Returns the estimated cost of `call`, or what the user registered for it."""
+        known = registered(call, specs)
+        if known is not None:
+            return known
+        flops = flops_of(call, specs)
+        dtype = _compute_dtype(call, specs)
+        traffic = _moved(call, specs) / self.profile.bytes_per_second * _slowdown(call, specs)
+        seconds = max(flops / self.profile.flops_of(dtype), traffic)
+        temporary = _temporary(call, specs)
+        grain = self.profile.allocation_granularity
+        return OpCost(seconds + self.profile.launch_seconds, flops, -(-temporary // grain) * grain)
+
+
+def flops_of(call: Call, specs: Sequence[TensorSpec]) -> int:
+    """Counts floating point operations: those of torch's FLOP counter, else one per element of the largest tensor."""
+    from torch.utils import flop_counter
+
+    formula = flop_counter.flop_registry.get(getattr(call.op, "overloadpacket", call.op))
+    if formula is None and packet(call).startswith(_FLASH_CPU):
+        backward = packet(call).endswith("backward")
+        formula = flop_counter.sdpa_backward_flop if backward else flop_counter.sdpa_flop
+    if formula is not None:
+        try:
+            args, kwargs = _shapes(call.args, specs), _shapes(call.kwargs, specs)
+            outputs = tuple(None if i is None else _Shape(specs[i].shape) for i in call.outputs)
+            return int(formula(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else outputs))
+        except (AssertionError, AttributeError, IndexError, TypeError, ValueError):
+            pass  # a call that the formula does not foresee: counted by its elements
+    inputs = _inputs(call, specs)[packet(call) in _GATHERS :]
+    tensors = [*inputs, *(specs[i] for i in call.outputs if i is not None)]
+    return max((math.prod(spec.shape) for spec in tensors), default=0)
+
+
+_FLASH_CPU = "aten._scaled_dot_product_flash_attention_for_cpu"
+
+
+class _Shape(tuple[int, ...]):
+    """Stands for a tensor in the formulas of torch's FLOP counter, which read nothing else of it."""
+
+    @property
+    def shape(self) -> _Shape:
+        return self
+
+
+def _shapes(value: Any, specs: Sequence[TensorSpec]) -> Any:
+    if isinstance(value, Ref):
+        return _Shape(specs[value.index].shape)
+    if isinstance(value, (list, tuple)):
+        return [_shapes(item, specs) for item in value]
+    if isinstance(value, dict):
+        return {k: _shapes(v, specs) for k, v in value.items()}
+    return value
+
+
+def _inputs(call: Call, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """The tensors that a call reads, each once."""
+    return [specs[i] for i in dict.fromkeys(ref.index for ref in refs((call.args, call.kwargs)))]
+
+
+def _compute_dtype(call: Call, specs: Sequence[TensorSpec]) -> torch.dtype:
+    tensors = [*_inputs(call, specs), *(specs[i] for i in call.outputs if i is not None)]
+    return next((spec.dtype for spec in tensors if spec.dtype.is_floating_point), torch.float32)
+
+
+def _nbytes(spec: TensorSpec) -> int:
+    """Bytes that reading or writing a tensor moves: expanded dimensions once, gaps not at all."""
+    return min(math.prod(spec.shape), extent(spec)) * spec.dtype.itemsize
+
+
+# These read only as much of their first argument as they return.
+_GATHERS = {
+    f"aten.{name}" for name in ("embedding", "gather", "index", "index_select", "take", "_unsafe_index", "slice_copy")
+}
+
+
+def _moved(call: Call, specs: Sequence[TensorSpec]) -> int:
+    inputs = _inputs(call, specs)
+    written = sum(_nbytes(specs[i]) for i in call.outputs if i is not None)
+    if packet(call) in _GATHERS and inputs:
+        return written + min(written, _nbytes(inputs[0])) + sum(map(_nbytes, inputs[1:]))
+    return written + sum(map(_nbytes, inputs))
+
+
+def _temporary(call: Call, specs: Sequence[TensorSpec]) -> int:
+    """What the kernel was seen to allocate besides its outputs, on CPU; elsewhere, what torch composes everywhere."""
+    on_cpu = all(specs[i].device.type == "cpu" for i in call.outputs if i is not None)
+    name, inputs = packet(call), _inputs(call, specs)
+    if not inputs or not (on_cpu or name in _COMPOSED):
+        return 0
+    first, written = _nbytes(inputs[0]), [_nbytes(specs[i]) for i in call.outputs if i is not None]
+    if name.startswith("aten.upsample_"):
+        return first + written[0]
+    if name in ("aten.convolution", "aten.convolution_backward"):
+        return _convolution(call, specs)
+    return int(_TEMPORARIES.get(name, 0) * first) + (written[0] if name == "aten.logsumexp" else 0)
+
+
+_TEMPORARIES = {
+    "aten.logsumexp": 1,
+    "aten.mse_loss": 1,
+    "aten.smooth_l1_loss": 1,
+    "aten.huber_loss": 1,
+    "aten.binary_cross_entropy_with_logits": 2,
+    "aten.native_dropout": 1,
+    "aten.native_dropout_backward": 1,
+    "aten.native_batch_norm_backward": 1,
+    "aten.linalg_inv_ex": 1,
+    "aten._safe_softmax": 0.25,
+    "aten._cdist_forward": 2,
+}
+"""Temporaries in multiples of the first argument, as `Measured` found them on an x86 CPU with torch 2.13."""
+_COMPOSED = {
+    "aten.logsumexp",
+    "aten.mse_loss",
+    "aten.smooth_l1_loss",
+    "aten.huber_loss",
+    "aten.binary_cross_entropy_with_logits",
+}
+"""Of these, what is made of other operations on every device."""
+
+
+def _convolution(call: Call, specs: Sequence[TensorSpec]) -> int:
+    """The copies that oneDNN reorders in float32 and narrower, the columns of an image in float64."""
+    backward = packet(call).endswith("backward")
+    tensors = _inputs(call, specs)
+    grad, x, weight = tensors[:3] if backward else (specs[call.outputs[0] or 0], *tensors[:2])
+    if x.dtype is torch.float64:
+        return math.prod((x.shape[0], *weight.shape[1:], *grad.shape[2:])) * x.dtype.itemsize
+    if backward:
+        return _nbytes(grad) + _nbytes(x)
+    if math.prod(weight.shape[2:]) == 1:
+        return 0
+    transposed = call.args[6]
+    reordered, out = _nbytes(x) + _nbytes(weight), _nbytes(grad)
+    return reordered + out if transposed else max(reordered, out)
+
+
+def _slowdown(call: Call, specs: Sequence[TensorSpec]) -> float:
+    """How much longer than its memory traffic an operation takes on CPU."""
+    on_cpu = all(specs[i].device.type == "cpu" for i in call.outputs if i is not None)
+    return _SLOWDOWNS.get(packet(call), 1.0) if on_cpu else 1.0
+
+
+_SLOWDOWNS = {
+    **dict.fromkeys(["aten.exp", "aten.gelu_backward", "aten.cumsum", "aten.native_dropout_backward"], 2.5),
+    **dict.fromkeys(["aten._softmax", "aten._log_softmax", "aten.gelu", "aten.silu", "aten.silu_backward"], 1.7),
+    **dict.fromkeys(["aten.log_sigmoid_forward", "aten._adaptive_avg_pool2d"], 3.0),
+    **dict.fromkeys(["aten.native_batch_norm", "aten._native_batch_norm_legit", "aten.argmax", "aten.max"], 5.0),
+    **dict.fromkeys(["aten._native_batch_norm_legit_functional", "aten.logaddexp"], 5.0),
+    **dict.fromkeys(["aten.logsumexp", "aten.where", "aten.masked_fill", "aten.topk", "aten.avg_pool2d"], 7.0),
+    **dict.fromkeys(["aten.binary_cross_entropy_with_logits", "aten.randn_like", "aten._safe_softmax"], 11.0),
+    **dict.fromkeys(["aten.upsample_bilinear2d", "aten.upsample_nearest2d"], 11.0),
+    "aten.max_pool2d_with_indices": 14.0,
+    **dict.fromkeys(["aten.var", "aten.var_mean", "aten.std", "aten.native_dropout", "aten.bernoulli"], 30.0),
+    **dict.fromkeys(["aten.sort", "aten.binary_cross_entropy"], 90.0),
+}
+"""Seconds over those of the memory traffic, as `Measured` found them on an x86 CPU, one thread, torch 2.13; what
+nothing is said of keeps to the roofline within a factor of about 2.5."""

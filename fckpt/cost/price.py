@@ -1,0 +1,95 @@
+"""A trace's graph with the cost of every node."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+import warnings
+
+from fckpt.cost.calls import CostSource, OpCost, signature
+from fckpt.cost.measured import Measured
+from fckpt.graph import Graph
+from fckpt.trace import Trace
+from fckpt.units import format_seconds
+
+__all__ = ["price"]
+
+
+def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
+    """Sets the seconds, FLOPs and temporary bytes of every node of a trace.
+
+    Operations on equal tensors (the same op, shapes, strides, dtypes, devices and other arguments) are priced once.
+    Views cost nothing.
+
+    Args:
+        trace: what to price.
+        source: `Measured()`, `Analytic(profile)`, or a function of a call and the specs of all tensors.
+        progress: whether to show a line on stderr, if that is a terminal and it takes more than a second.
+
+    Returns:
+        The graph of the trace, with costs.
+
+    Warns:
+        UserWarning: operations that `Measured` could not run, and so were estimated.
+    """
+    calls = [call for call in trace.calls if call.node is not None]
+    keys = [signature(call, trace.tensors) for call in calls]
+    distinct = dict(zip(keys, calls, strict=True))
+    costs: dict[str, OpCost] = {}
+    before = set(source.failures) if isinstance(source, Measured) else set()
+    line = _Line(len(distinct), progress)
+    try:
+        for key, call in distinct.items():
+            costs[key] = source(call, trace.tensors)
+            line.update(len(costs))
+    finally:
+        line.clear()
+    if isinstance(source, Measured) and (failed := {k: v for k, v in source.failures.items() if k not in before}):
+        listed = "; ".join(f"{op}: {reason}" for op, reason in failed.items())
+        warnings.warn(
+            f"fckpt estimated what it could not measure, as these operations do not run on made-up data. "
+            f"fckpt.cost.register_cost gives them a cost of your own. {listed}",
+            stacklevel=2,
+        )
+    total: dict[int, OpCost] = {}
+    for key, call in zip(keys, calls, strict=True):
+        assert call.node is not None
+        total[call.node] = _joined(total.get(call.node), costs[key])
+    nodes = list(trace.graph.nodes)
+    for i, cost in total.items():
+        nodes[i] = dataclasses.replace(nodes[i], **dataclasses.asdict(cost))
+    return dataclasses.replace(trace.graph, nodes=tuple(nodes))
+
+
+def _joined(first: OpCost | None, then: OpCost) -> OpCost:
+    """The cost of a node of several calls, one after the other."""
+    if first is None:
+        return then
+    temporary = max(first.temporary_nbytes, then.temporary_nbytes)
+    return OpCost(first.seconds + then.seconds, first.flops + then.flops, temporary)
+
+
+class _Line:
+    """A line on stderr that says how far the pricing is."""
+
+    def __init__(self, total: int, enabled: bool):
+        self.total = total
+        self.enabled = enabled and sys.stderr.isatty()
+        self.start = self.last = time.perf_counter()
+        self.shown = False
+
+    def update(self, done: int) -> None:
+        now = time.perf_counter()
+        left = (now - self.start) * (self.total - done) / done
+        if not self.enabled or now - self.last < 0.2 or not (self.shown or left > 1.0):
+            return
+        self.last, self.shown = now, True
+        text = f"fckpt: priced {done} of {self.total} operations, {format_seconds(left)} left"
+        sys.stderr.write(f"\r{text:<78}")
+        sys.stderr.flush()
+
+    def clear(self) -> None:
+        if self.shown:
+            sys.stderr.write(f"\r{'':<78}\r")
+            sys.stderr.flush()

@@ -1,0 +1,132 @@
+"""Measured costs on disk: one file per device and setting, one line per operation, only ever appended to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fckpt import ambient
+from fckpt.cost.calls import OpCost
+
+__all__ = ["Store", "environment"]
+
+FORMAT = 1  # part of the file names: a change of what is measured starts new files
+
+
+def environment(device: torch.device) -> str:
+    """Names the device and the settings on which the cost of an operation depends."""
+    settings = ambient.capture()[2:]
+    if device.type == "cpu":
+        name = f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    else:
+        module = torch.get_device_module(device)
+        name = module.get_device_name(device) if hasattr(module, "get_device_name") else str(device)
+    return f"{name}, torch {torch.__version__}, {settings}"
+
+
+@functools.cache
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        fields = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
+        known = {key.strip(): value.strip() for key, value in fields}
+        # Virtual machines call all models by one name, so the numbers are part of it.
+        if name := " ".join(known[key] for key in ("model name", "cpu family", "model") if key in known):
+            return name
+    return platform.processor() or platform.machine()
+
+
+def _folder() -> Path:
+    """FCKPT_CACHE, or `fckpt` where the platform keeps users' caches."""
+    named = os.environ.get("FCKPT_CACHE")
+    if named:
+        return Path(named)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "fckpt" / "Cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "fckpt"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fckpt"
+
+
+class Store:
+    """Costs by environment and signature.
+
+    Files may be shared by processes: a line is written by one append, which the system keeps whole, and the last line
+    for an operation counts. Lines that cannot be read are dropped, and the file is written anew without them. A folder
+    that cannot be written to is no error; nothing is kept then.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[str, dict[str, OpCost]] = {}
+
+    def get(self, where: str, key: str) -> OpCost | None:
+        """Returns what is kept for an operation. Files are read once."""
+        if where not in self._read:
+            self._read[where] = _load(_path(where))
+        return self._read[where].get(key)
+
+    def put(self, where: str, key: str, cost: OpCost) -> None:
+        """Keeps a cost."""
+        self._read.setdefault(where, {})[key] = cost
+        if " at 0x" in key:
+            return  # an address means something else in the next process
+        with contextlib.suppress(OSError):
+            path = _path(where)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab", buffering=0) as file:
+                # The first newline ends what another process may have left half-written.
+                file.write(f"\n{_line(key, cost)}\n".encode())
+
+
+def _path(where: str) -> Path:
+    readable = re.sub(r"[^A-Za-z0-9.]+", "-", where)[:60].strip("-")
+    return _folder() / f"costs-{FORMAT}-{readable}-{hashlib.sha256(where.encode()).hexdigest()[:16]}.jsonl"
+
+
+def _line(key: str, cost: OpCost) -> str:
+    return json.dumps({"signature": key, **dataclasses.asdict(cost)})
+
+
+def _load(path: Path) -> dict[str, OpCost]:
+    try:
+        lines = path.read_bytes().decode(errors="replace").splitlines()
+    except OSError:
+        return {}
+    found: dict[str, OpCost] = {}
+    corrupt = False
+    for line in filter(None, lines):
+        try:
+            key, cost = _parsed(json.loads(line))
+            found[key] = cost
+        except (ValueError, TypeError, KeyError, RecursionError):
+            corrupt = True
+    if corrupt:
+        _rewrite(path, found)
+    return found
+
+
+def _parsed(entry: dict[str, Any]) -> tuple[str, OpCost]:
+    key, seconds, flops, nbytes = (entry[k] for k in ("signature", "seconds", "flops", "temporary_nbytes"))
+    if not (isinstance(key, str) and isinstance(flops, int) and isinstance(nbytes, int) and 0 <= seconds < 1e9):
+        raise ValueError("not a cost")
+    return key, OpCost(float(seconds), flops, nbytes)
+
+
+def _rewrite(path: Path, costs: dict[str, OpCost]) -> None:
+    # What another process appends meanwhile is lost, and will be measured again.
+    with contextlib.suppress(OSError):
+        text = "".join(f"{_line(key, cost)}\n" for key, cost in costs.items())
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)

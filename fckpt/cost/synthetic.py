@@ -1,0 +1,147 @@
+"""Made-up arguments for an operation: tensors of the right form whose values it accepts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fckpt.cost.calls import extent, named, packet, refs
+from fckpt.trace import Call, Ref, TensorSpec
+
+__all__ = ["FILLS", "arguments"]
+
+FILLS = ("usual", "zeros", "ones")
+"""Ways to fill tensors, tried in this order until an operation accepts its arguments. Floats are from [0, 1), and
+"zeros" adds n to the diagonals of n by n matrices, for what wants them positive definite; integers are indices in
+range where an operation is known to index and zero elsewhere, or zero, or one; masks are half true, or false, or true.
+"""
+_BLOCK = 2**16  # numbers that are drawn; the rest are copies of them
+
+
+def arguments(call: Call, specs: Sequence[TensorSpec], fill: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Makes the arguments of `call`, the same at each call; equal refs become one tensor.
+
+    Args:
+        call: the operation.
+        specs: the tensors that its refs stand for.
+        fill: one of `FILLS`.
+
+    Returns:
+        args and kwargs. Generators in them are new.
+    """
+    bounds = _index_bounds(call, specs) if fill == "usual" else {}
+    indices = dict.fromkeys(ref.index for ref in refs((call.args, call.kwargs)))
+    tensors = {i: _tensor(specs[i], bounds.get(i, 0), fill) for i in indices}
+
+    def substituted(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return tensors[value.index]
+        if isinstance(value, (list, tuple)):
+            return [substituted(item) for item in value]
+        if isinstance(value, dict):
+            return {k: substituted(v) for k, v in value.items()}
+        return torch.Generator(value.device) if isinstance(value, torch.Generator) else value
+
+    return tuple(map(substituted, call.args)), substituted(call.kwargs)
+
+
+def _tensor(spec: TensorSpec, bound: int, fill: str) -> torch.Tensor:
+    count = extent(spec)
+    flat = torch.empty(count, dtype=spec.dtype, device=spec.device)
+    if count:
+        done = min(count, _BLOCK)
+        flat[:done].copy_(_numbers(spec.dtype, done, bound, fill))
+        while done < count:
+            more = min(done, count - done)
+            flat[done : done + more].copy_(flat[:more])
+            done += more
+    tensor = flat.as_strided(spec.shape, spec.stride)
+    rows, columns = (0, 0, *spec.shape)[-2:]
+    if fill == "zeros" and rows == columns > 1 and spec.dtype.is_floating_point and 0 not in spec.stride:
+        tensor.diagonal(dim1=-2, dim2=-1).add_(rows)
+    return tensor
+
+
+def _numbers(dtype: torch.dtype, count: int, bound: int, fill: str) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(0)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.rand(count, generator=generator, device="cpu", dtype=torch.float32)
+    if fill == "usual" and dtype is torch.bool:
+        return torch.rand(count, generator=generator, device="cpu", dtype=torch.float32) < 0.5
+    if fill == "usual" and bound > 1:
+        return torch.randint(bound, (count,), generator=generator, device="cpu", dtype=torch.int64)
+    return torch.full((count,), fill == "ones", device="cpu", dtype=torch.bool)
+
+
+def _index_bounds(call: Call, specs: Sequence[TensorSpec]) -> dict[int, int]:
+    """By tensor: how many values its elements may have, where they index another tensor."""
+    find = _BOUNDS.get(packet(call))
+    if find is None:
+        return {}
+    found = find(named(call), lambda ref: specs[ref.index].shape)
+    return {ref.index: bound for ref, bound in found if isinstance(ref, Ref)}
+
+
+_Shape = Callable[[Ref], tuple[int, ...]]
+_Bounds = list[tuple[Any, int]]
+
+
+def _rows(call: dict[str, Any], shape: _Shape) -> _Bounds:
+    return [(call["indices"], shape(call["weight"])[0])]
+
+
+def _weights(call: dict[str, Any], shape: _Shape) -> _Bounds:
+    return [(call["indices"], call["num_weights"])]
+
+
+def _along(call: dict[str, Any], shape: _Shape) -> _Bounds:
+    size = shape(call["self"])
+    return [(call["index"], size[call["dim"]] if size else 1)]
+
+
+def _anywhere(call: dict[str, Any], shape: _Shape) -> _Bounds:
+    return [(call["index"], math.prod(shape(call["self"])))]
+
+
+def _each(call: dict[str, Any], shape: _Shape) -> _Bounds:
+    return list(zip(call["indices"], shape(call["self"]), strict=False))
+
+
+def _classes(call: dict[str, Any], shape: _Shape) -> _Bounds:
+    size = shape(call["self"])
+    return [(call["target"], size[min(1, len(size) - 1)])]
+
+
+def _plane(dims: int) -> Callable[[dict[str, Any], _Shape], _Bounds]:
+    return lambda call, shape: [(call["indices"], math.prod(shape(call["self"])[-dims:]))]
+
+
+_BOUNDS: dict[str, Callable[[dict[str, Any], _Shape], _Bounds]] = {
+    "aten.embedding": _rows,
+    "aten._embedding_bag": _rows,
+    "aten._embedding_bag_forward_only": _rows,
+    "aten.embedding_dense_backward": _weights,
+    "aten.take": _anywhere,
+    "aten.put": _anywhere,
+    **dict.fromkeys(
+        ["aten.gather", "aten.scatter", "aten.scatter_", "aten.scatter_add", "aten.scatter_add_", "aten.scatter_reduce"]
+        + ["aten.index_select", "aten.index_add", "aten.index_add_", "aten.index_copy", "aten.index_fill"],
+        _along,
+    ),
+    **dict.fromkeys(
+        ["aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_"]
+        + ["aten._unsafe_index", "aten._unsafe_index_put"],
+        _each,
+    ),
+    "aten.nll_loss_forward": _classes,
+    "aten.nll_loss_backward": _classes,
+    "aten.nll_loss2d_forward": _classes,
+    "aten.nll_loss2d_backward": _classes,
+    "aten.max_pool2d_with_indices_backward": _plane(2),
+    "aten.adaptive_max_pool2d_backward": _plane(2),
+    "aten.max_pool3d_with_indices_backward": _plane(3),
+    "aten.adaptive_max_pool3d_backward": _plane(3),
+}

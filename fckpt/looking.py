@@ -1,0 +1,201 @@
+"""Looking before running: `plan`, `pareto`, `saved_residuals`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fckpt.api import planner_of
+from fckpt.arguments import Arguments
+from fckpt.conditions import Observation
+from fckpt.cost import Analytic, Measured, profile_of
+from fckpt.cost.calls import CostSource
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
+from fckpt.planner import Planner, Reached, traced_call
+from fckpt.plans import Budget, Plan, check_budget, make_plan
+from fckpt.policies import PolicyLike, nothing_saveable
+from fckpt.report.table import Residual, format_residuals
+
+__all__ = ["ParetoPoint", "pareto", "plan", "print_saved_residuals", "saved_residuals"]
+
+
+class ParetoPoint(NamedTuple):
+    """One end of the bargain between memory and time."""
+
+    peak_bytes: int
+    overhead: float
+    plan: Plan
+
+
+def plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    budget: Budget | None = None,
+    policy: PolicyLike | None = None,
+    solver: str = "auto",
+    costs: CostSource | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Plans a call of `fn` without running it: what to keep, what to compute again, and what that comes to.
+
+    Args:
+        fn: a function or a module, as for `remat`.
+        args: arguments as in the call to be planned. Tensors that require grad, and parameters that do, are
+            differentiated. Fake tensors will do (`torch._subclasses.FakeTensorMode`), of any device.
+        budget: see `remat`.
+        policy: see `remat`. With neither, what the plain function does.
+        solver: see `fckpt.solve.names()`.
+        costs: where times and temporaries come from: `fckpt.cost.Measured()`, the default for real tensors, or
+            `fckpt.cost.Analytic(profile)`, the default for fake ones.
+        kwargs: as in the call.
+
+    Raises:
+        TraceError: the function's course depends on the data of tensors.
+        BudgetError: nothing fits; `least_bytes` says what would.
+
+    Example:
+        >>> import torch, fckpt
+        >>> def loss(w, x):
+        ...     for _ in range(20):
+        ...         x = torch.tanh(x @ w)
+        ...     return x.sum()
+        >>> w = torch.randn(16, 16, requires_grad=True)
+        >>> plan = fckpt.plan(loss, w, torch.randn(1024, 16), budget=0.5)
+        >>> plan.peak_bytes <= plan.baseline_peak_bytes / 2
+        True
+    """
+    return _Looked(fn, args, kwargs, costs).plan(policy, budget, solver)
+
+
+def pareto(
+    fn: Callable[..., Any],
+    *args: Any,
+    points: int = 12,
+    policy: PolicyLike | None = None,
+    solver: str = "auto",
+    costs: CostSource | None = None,
+    **kwargs: Any,
+) -> list[ParetoPoint]:
+    """Plans a call for budgets from the least feasible one to the plain peak.
+
+    Args:
+        fn: see `plan`.
+        args: see `plan`.
+        points: how many budgets, at least 2; in equal ratios.
+        policy: see `plan`.
+        solver: see `plan`.
+        costs: see `plan`.
+        kwargs: as in the call.
+
+    Returns:
+        Points in ascending peak and descending overhead; budgets that bring nothing are left out.
+
+    Example:
+        >>> import torch, fckpt
+        >>> def loss(w, x):
+        ...     for _ in range(20):
+        ...         x = torch.tanh(x @ w)
+        ...     return x.sum()
+        >>> curve = fckpt.pareto(loss, torch.randn(16, 16, requires_grad=True), torch.randn(1024, 16), points=4)
+        >>> curve[0].peak_bytes < curve[-1].peak_bytes, curve[-1].overhead
+        (True, 0.0)
+    """
+    if type(points) is not int or points < 2:
+        raise ArgumentValueError(f"pareto needs at least 2 points, not {points!r}.")
+    looked = _Looked(fn, args, kwargs, costs)
+    plain = looked.plan(policy, 1.0, solver)
+    most = plain.baseline_peak_bytes
+    try:
+        looked.plan(policy, 1, solver)
+        least = 1
+    except BudgetError as error:
+        least = error.least_bytes
+    found: list[ParetoPoint] = []
+    for i in range(points):
+        budget = round(least * (most / least) ** (i / (points - 1))) if least < most else most
+        made = looked.plan(policy, max(budget, least), solver)
+        found.append(ParetoPoint(made.peak_bytes, made.overhead, made))
+    found.sort(key=lambda point: (point.peak_bytes, point.overhead))
+    best: list[ParetoPoint] = []
+    for point in found:
+        if point.overhead < (best[-1].overhead if best else math.inf):
+            best.append(point)
+    return best
+
+
+def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:
+    """Lists what a call of `fn` keeps for backward: bytes, shape, dtype, origin, name, and why.
+
+    Args:
+        fn: what `remat` returned, with or without a policy, budget or plan; or any function, for what plain
+            autograd keeps.
+        args: as in the call.
+        kwargs: as in the call.
+
+    Returns:
+        Intermediates, and the arguments and outputs that backward reads, which are held anyway.
+
+    Example:
+        >>> import torch, fckpt
+        >>> fn = lambda w, x: torch.sin(torch.tanh(x @ w)).sum()
+        >>> w, x = torch.randn(3, 3, requires_grad=True), torch.randn(2, 3)
+        >>> [row.shape for row in fckpt.saved_residuals(fckpt.remat(fn), w, x) if row.kind == "intermediate"]
+        []
+
+    References:
+        `jax.ad_checkpoint.saved_residuals`, here with bytes and reasons.
+    """
+    planner = planner_of(fn)
+    looked = _Looked(fn, args, kwargs, None)
+    if planner is None:
+        return looked.plan(None, None, "save_all").residuals
+    if planner.given is None and planner.budget is None and planner.policy is None:
+        return looked.plan(nothing_saveable, None, "policy").residuals
+    return planner.plan(looked.trace).residuals
+
+
+def print_saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Prints what `saved_residuals` lists, largest first, repeated blocks folded, with totals.
+
+    Example:
+        >>> import torch, fckpt
+        >>> w, x = torch.randn(3, 3, requires_grad=True), torch.randn(2, 3)
+        >>> fckpt.print_saved_residuals(fckpt.remat(lambda w, x: torch.sin(x @ w).sum()), w, x)  # doctest: +ELLIPSIS
+        ...
+    """
+    print(format_residuals(saved_residuals(fn, *args, **kwargs)))
+
+
+class _Looked:
+    """A traced call that is not run."""
+
+    def __init__(self, fn: Any, args: Sequence[Any], kwargs: dict[str, Any], costs: CostSource | None):
+        if not callable(fn):
+            raise ArgumentTypeError(f"a plan is made for a function or an nn.Module, not {type(fn).__name__}.")
+        inner = getattr(fn, "_fckpt_inner", fn)
+        run = inner.forward if isinstance(inner, nn.Module) else getattr(fn, "__wrapped__", fn)
+        arguments = Arguments(tuple(args), kwargs)
+        observation = Observation([run], arguments.statics, arguments.tensors, {})
+        reached = Reached(observation, arguments.tensors)
+        self.trace = traced_call(run, arguments, reached)
+        tensors = (*arguments.tensors, *reached.tensors)
+        fake = next((t for t in tensors if isinstance(t, FakeTensor) or t.device.type == "meta"), None)
+        if costs is None:
+            costs = Measured() if fake is None else Analytic(profile_of(fake.device))
+        self.costs = costs
+        self.graphs: dict[Any, Any] = {}
+
+    def plan(self, policy: PolicyLike | None, budget: Budget | None, solver: str) -> Plan:
+        budget = None if budget is None else check_budget(budget)
+        planner = Planner(policy, 1.0, None, solver, self.costs)
+        if policy not in self.graphs:
+            self.graphs[policy] = planner.priced(self.trace)
+        graph = self.graphs[policy]
+        if budget is None and policy is None:
+            budget, solver = 1.0, "save_all"
+        return make_plan(graph, budget, solver, str(torch.__version__))

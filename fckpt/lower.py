@@ -1,0 +1,260 @@
+"""A schedule to two Python functions, forward and backward, that run it.
+
+The functions are straight-line code, one line a step: an operation on local variables, or a variable let go. So a
+tensor lives exactly as long as the schedule says, and there is no interpreter between two operations. Views are
+made when an operation needs them and let go with their base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fckpt.errors import PlanError
+from fckpt.operations import Call, Ref, Trace, indices_of, statistics_of
+from fckpt.schedule import Compute, Schedule, Step
+
+__all__ = ["Lowered", "lower"]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What runs a schedule."""
+
+    forward: Callable[[list[torch.Tensor]], tuple[list[torch.Tensor], list[Any]]]
+    """From operands and constants to outputs and residuals."""
+    backward: Callable[[list[torch.Tensor], list[Any], list[torch.Tensor]], list[torch.Tensor | None]]
+    """From operands and constants, residuals (a list that it empties) and cotangents to gradients by operand."""
+    source: str
+    """The Python text of both."""
+
+
+def lower(trace: Trace, schedule: Schedule) -> Lowered:
+    """Writes the two functions. They run in whatever dispatch state the caller sets up.
+
+    Raises:
+        PlanError: the schedule does not belong to the trace.
+    """
+    writer = _Writer(trace, schedule)
+    source = writer.write()
+    scope = dict(writer.scope)
+    exec(compile(source, "<fckpt plan>", "exec"), scope)
+    return Lowered(scope["forward"], scope["backward"], source)
+
+
+def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, bytes]:
+    """Runs a random operation; returns its result and the generator's state before it."""
+    generator = _generator(kwargs, device)
+    state = generator.get_state().numpy().tobytes()
+    return op(*args, **kwargs), state
+
+
+def _redraw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, state: bytes) -> Any:
+    """Runs it again, with the numbers that it drew then; the generator is left as it is."""
+    generator = _generator(kwargs, device)
+    now = generator.get_state()
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    try:
+        return op(*args, **kwargs)
+    finally:
+        generator.set_state(now)
+
+
+def _generator(kwargs: dict[str, Any], device: torch.device) -> torch.Generator:
+    if kwargs.get("generator") is not None:
+        return kwargs["generator"]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+class _Writer:
+    def __init__(self, trace: Trace, schedule: Schedule):
+        self.trace = trace
+        self.schedule = schedule
+        self.scope: dict[str, Any] = {"draw": _draw, "redraw": _redraw}
+        self.names: dict[int, str] = {}  # of objects in the scope
+        self.producers = trace.producers()
+        self.by_node: dict[int, Call] = {call.node: call for call in trace.calls if call.node is not None}
+        self.given = [*trace.operands, *(t for t, _ in trace.constants)]
+        self.members: dict[int, list[int]] = {}
+        for tensor, spec in enumerate(trace.tensors):
+            self.members.setdefault(spec.value, []).append(tensor)
+        steps = [*schedule.forward, *schedule.backward]
+        computed = [step.node for step in steps if isinstance(step, Compute)]
+        if any(node not in self.by_node for node in computed):
+            raise PlanError("the schedule computes nodes that the traced function does not have.")
+        seen: set[int] = set()
+        self.repeated = {n for n in computed if n in seen or seen.add(n)}
+        self.done: set[int] = set()
+        self.lines: list[str] = []
+        self.live: set[int] = set()
+        self.states: set[int] = set()  # nodes whose generator state is held
+
+    # -- the functions
+
+    def write(self) -> str:
+        trace = self.trace
+        self.begin("forward(given)")
+        self.steps(self.schedule.forward)
+        for t in trace.outputs:
+            self.ensure(t)
+        residuals = self.residuals()
+        self.emit(f"return {_list(map(_var, trace.outputs))}, {_list(residuals)}")
+        forward = self.end()
+        carried = {t for t in self.live if _var(t) in residuals}
+        self.begin("backward(given, residuals, cotangents)", carried)
+        if residuals:
+            self.emit(f"{', '.join(residuals)}, = residuals")
+            self.emit("residuals.clear()")
+        arriving = [ct for ct in trace.cotangents if ct is not None]
+        if arriving:
+            self.emit(f"{', '.join(map(_var, arriving))}, = cotangents")
+        self.live.update(arriving)
+        self.steps(self.schedule.backward)
+        for t in trace.gradients:
+            if t is not None:
+                self.ensure(t)
+        self.emit(f"return {_list('None' if t is None else _var(t) for t in trace.gradients)}")
+        return forward + self.end()
+
+    def begin(self, signature: str, live: Iterable[int] = ()) -> None:
+        self.lines = [f"def {signature}:"]
+        self.live = {*self.given, *live}
+
+    def end(self) -> str:
+        """The text of a function, which takes those of the given tensors that it uses."""
+        body = "\n".join(self.lines[1:])
+        used = [(i, t) for i, t in enumerate(self.given) if f"t{t}_" in body]
+        takes = [f"    {_var(t)} = given[{i}]" for i, t in used]
+        return "\n".join([self.lines[0], *takes, body, "", ""])
+
+    def residuals(self) -> list[str]:
+        """The variables that backward begins with: the bases of live values, and generator states."""
+        held = self.trace.graph.held
+        bases = [
+            _var(t)
+            for t in sorted(self.live)
+            if self.trace.tensors[t].value not in held and self.producers[t].node is not None
+        ]
+        return bases + [f"s{node}" for node in sorted(self.states)]
+
+    # -- the steps
+
+    def steps(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            if isinstance(step, Compute):
+                self.compute(self.by_node[step.node], step.node)
+            else:
+                self.free(step.value)
+
+    def compute(self, call: Call, node: int) -> None:
+        again = node in self.done
+        self.done.add(node)
+        args = list(call.args)
+        if again:
+            for position in statistics_of(call):
+                args[position] = None  # which it wrote the first time
+        for t in (*indices_of(args), *indices_of(list(call.kwargs.values()))):
+            self.ensure(t)
+        text = self.call(call, args, node, again)
+        targets = [_var(t) if t is not None and t not in self.live else "_" for t in call.outputs]
+        fresh = [t for t in call.outputs if t is not None and t not in self.live]
+        if not fresh:
+            self.emit(text)
+        else:
+            self.emit(f"{self.targets(call, targets)} = {text}")
+        if "_" in targets and fresh:
+            self.emit("_ = None")
+        if node in self.repeated and self.trace.graph.nodes[node].random and not again:
+            self.states.add(node)
+        self.live.update(fresh)
+
+    @staticmethod
+    def targets(call: Call, targets: list[str]) -> str:
+        returns = call.op._schema.returns
+        if len(returns) == 1 and str(returns[0].type) == "Tensor":
+            return targets[0]
+        if len(returns) == 1:  # a list of tensors
+            return f"{', '.join(targets)},"
+        return f"{', '.join(targets)}"
+
+    def call(self, call: Call, args: list[Any], node: int, again: bool) -> str:
+        op = self.object(call.op, "op")
+        positional = [self.text(a) for a in args]
+        named = [f"{k}={self.text(v)}" for k, v in call.kwargs.items()]
+        if not self.trace.graph.nodes[node].random or node not in self.repeated:
+            return f"{op}({', '.join(positional + named)})"
+        kwargs = f"dict({', '.join(named)})"
+        device = self.object(self.trace.tensors[next(t for t in call.outputs if t is not None)].device, "device")
+        sent = f"{op}, ({', '.join(positional)},), {kwargs}, {device}"
+        if again:
+            return f"redraw({sent}, s{node})"
+        # The state goes first into a tuple with the result.
+        self.emit(f"r{node}, s{node} = draw({sent})")
+        return f"r{node}; r{node} = None"
+
+    def free(self, value: int) -> None:
+        gone = [t for t in self.members.get(value, ()) if t in self.live]
+        if gone:
+            self.emit(f"{' = '.join(map(_var, gone))} = None")
+            self.live.difference_update(gone)
+
+    def ensure(self, tensor: int) -> None:
+        """Makes a view, if it is one and not there."""
+        todo = [tensor]
+        while todo:
+            t = todo[-1]
+            if t in self.live:
+                todo.pop()
+                continue
+            call = self.producers.get(t)
+            if call is None or call.node is not None:
+                raise PlanError("the schedule reads a tensor before it is made; it belongs to another function.")
+            missing = [
+                x for x in (*indices_of(call.args), *indices_of(list(call.kwargs.values()))) if x not in self.live
+            ]
+            if missing:
+                todo += missing
+                continue
+            arguments = [self.text(a) for a in call.args] + [f"{k}={self.text(v)}" for k, v in call.kwargs.items()]
+            targets = self.targets(call, ["_" if x is None else _var(x) for x in call.outputs])
+            self.emit(f"{targets} = {self.object(call.op, 'op')}({', '.join(arguments)})")
+            self.live.update(x for x in call.outputs if x is not None)
+
+    # -- text
+
+    def emit(self, line: str) -> None:
+        self.lines.append(f"    {line}")
+
+    def text(self, value: Any) -> str:
+        if isinstance(value, Ref):
+            return _var(value.index)
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        if type(value) is float and value - value == 0:
+            return repr(value)
+        if type(value) is list:
+            return _list(map(self.text, value))
+        if type(value) is tuple:
+            return f"({''.join(self.text(v) + ', ' for v in value)})"
+        return self.object(value, "c")
+
+    def object(self, value: Any, kind: str) -> str:
+        name = self.names.get(id(value))
+        if name is None:
+            name = self.names[id(value)] = f"{kind}{len(self.names)}"
+            self.scope[name] = value
+        return name
+
+
+def _var(tensor: int) -> str:
+    return f"t{tensor}_"
+
+
+def _list(items: Iterable[str]) -> str:
+    return f"[{', '.join(items)}]"

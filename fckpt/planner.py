@@ -1,0 +1,161 @@
+"""Trace, price, solve, lower: once per signature of a call, and kept."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
+from fckpt.arguments import Arguments
+from fckpt.closure import Slot, tensors_in
+from fckpt.conditions import Observation, unseen
+from fckpt.cost import Measured, price
+from fckpt.cost.calls import CostSource
+from fckpt.errors import PlanError
+from fckpt.lower import lower
+from fckpt.operations import Layout, Trace
+from fckpt.plans import Budget, Plan, fingerprint, make_plan
+from fckpt.policies import PolicyLike, apply_policy
+from fckpt.run import Program
+from fckpt.trace import trace
+
+__all__ = ["Planner", "Reached"]
+
+
+class Reached:
+    """What a call's function closes over: the distinct tensors that are no arguments, and all places."""
+
+    def __init__(self, observation: Observation, inputs: Sequence[torch.Tensor]):
+        buffers: list[Slot] = [(b[0], b[1], b[3]) for b in observation.buffers]
+        self.slots = [*observation.slots, *observation.installed, *buffers]
+        numbers = {id(t): i for i, t in enumerate(inputs)}
+        self.tensors: list[torch.Tensor] = []
+        order: list[int] = []
+        for slot in self.slots:
+            for tensor in tensors_in(slot[2]):
+                if id(tensor) not in numbers:
+                    numbers[id(tensor)] = len(numbers)
+                    self.tensors.append(tensor)
+                order.append(numbers[id(tensor)])
+        self.order = tuple(order)
+        """Which tensor lies in each place."""
+
+
+class Planner:
+    """Plans the calls of one function and keeps what it planned."""
+
+    def __init__(
+        self,
+        policy: PolicyLike | None = None,
+        budget: Budget | None = None,
+        plan: Plan | None = None,
+        solver: str = "auto",
+        costs: CostSource | None = None,
+    ):
+        self.policy = policy
+        self.budget = budget
+        self.given = plan
+        self.solver = solver
+        self.costs = costs
+        self.programs: dict[Any, Program] = {}
+        self.plans: dict[Any, Plan] = {}
+        self.lock = threading.RLock()
+
+    def program(
+        self, fn: Callable[..., Any], arguments: Arguments, observation: Observation, reached: Reached
+    ) -> Program:
+        """Returns the program for a call, made now if there was none like it.
+
+        Raises:
+            TraceError: `fn` cannot be traced.
+            BudgetError: nothing fits the budget.
+            PlanError: the plan that was given is another function's.
+        """
+        key = _key(arguments, observation, reached)
+        program = self.programs.get(key)
+        if program is None:
+            with self.lock:
+                program = self.programs.get(key)
+                if program is None:
+                    traced = traced_call(fn, arguments, reached)
+                    plan = self.plan(traced)
+                    program = Program(traced, lower(traced, plan.schedule), len(arguments.tensors))
+                    self.plans[key] = plan
+                    self.programs[key] = program
+        return program
+
+    def plan(self, traced: Trace) -> Plan:
+        """Prices and solves a trace."""
+        if self.given is not None:
+            return self._fitting(self.given, traced)
+        return make_plan(self.priced(traced), self.budget, self.solver, str(torch.__version__))
+
+    def priced(self, traced: Trace) -> Any:
+        """The graph with costs and decisions."""
+        graph = traced.graph
+        if self.budget is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # operations that had to be estimated
+                graph = price(traced, self.costs or Measured(), progress=sys.stderr.isatty())
+        if self.policy is not None:
+            graph = apply_policy(graph, self.policy, budgeted=self.budget is not None)
+        return graph
+
+    @staticmethod
+    def _fitting(plan: Plan, traced: Trace) -> Plan:
+        if plan.fingerprint != fingerprint(traced.graph):
+            raise PlanError(
+                f"the plan was made for another computation: it has {len(plan.graph.nodes)} operations, this call has "
+                f"{len(traced.graph.nodes)}, or their shapes differ (plan: torch {plan.torch_version}, here: torch "
+                f"{torch.__version__}). Make one for these arguments with fckpt.plan, or give a budget instead."
+            )
+        return plan
+
+
+def traced_call(fn: Callable[..., Any], arguments: Arguments, reached: Reached) -> Trace:
+    """Traces a call, below the levels of torch.func that are in force."""
+    origins = [arguments.path(i) for i in range(len(arguments.tensors))]
+    origins += [_origin(reached.slots, t) for t in reached.tensors]
+    with unseen():
+        layouts = [layout_below(t) for t in (*arguments.tensors, *reached.tensors)]
+    return trace(fn, arguments, reached.tensors, reached.slots, layouts, origins)
+
+
+def _origin(slots: list[Slot], tensor: torch.Tensor) -> str:
+    for holder, key, value in slots:
+        if any(t is tensor for t in tensors_in(value)):
+            return f"closed-over {key!r}" if isinstance(holder, dict) else "a closed-over tensor"
+    return ""
+
+
+def _key(arguments: Arguments, observation: Observation, reached: Reached) -> Any:
+    """All that a trace depends on."""
+    with unseen():
+        layouts = tuple(layout_below(t) for t in (*arguments.tensors, *reached.tensors))
+    settings = tuple((m["training"], *_settings(m)) for m, _ in observation.modules)
+    cells = tuple(slot[2] for slot in observation.slots if type(slot[2]) in _PLAIN)
+    return (arguments.signature(), layouts, reached.order, observation.ambient, settings, cells)
+
+
+def layout_below(tensor: torch.Tensor) -> Layout:
+    """The layout below all levels; a tensor that any level tracks requires grad."""
+    tracked = tensor.requires_grad
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+        tracked = tracked or tensor.requires_grad
+    return Layout.of(tensor)._replace(requires_grad=tracked)
+
+
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
+def _settings(attributes: dict[str, Any]) -> list[Any]:
+    """The numbers and flags of a module: a dropout rate, say."""
+    return [v for k, v in attributes.items() if type(v) in _PLAIN and k not in _INTERNAL]

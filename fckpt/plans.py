@@ -1,0 +1,194 @@
+"""A plan: what to keep and what to compute again, with its price, to print, save and use again."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import html
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fckpt import solve
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, FckptError, PlanError
+from fckpt.graph import Graph
+from fckpt.report.summary import summary_line, summary_table
+from fckpt.report.table import Residual, residuals
+from fckpt.report.timeline import memory_svg
+from fckpt.schedule import Schedule
+from fckpt.simulate import Timeline, simulate
+from fckpt.units import parse_bytes
+
+__all__ = ["Plan", "check_budget", "make_plan"]
+
+FORMAT = 1
+Budget = int | float | str
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """One traced call, and the schedule that a solver found for it.
+
+    `print(plan)` shows it, a notebook draws it, `save` and `load` keep it, `fckpt.remat(fn, plan=plan)` runs it.
+    """
+
+    graph: Graph
+    schedule: Schedule
+    solver: str
+    budget_bytes: int | None
+    """What the plan was made for; None if only a policy decided."""
+    torch_version: str
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """What the plan does to memory, step by step."""
+        return simulate(self.graph, self.schedule)
+
+    @functools.cached_property
+    def baseline(self) -> Timeline:
+        """The same for the plain function, which computes everything once."""
+        return simulate(self.graph, solve.get("save_all")(self.graph, None))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that forward and backward hold at once, above what was held at the call."""
+        return self.timeline.peak_nbytes
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """The same for the plain function. A float budget is a fraction of it."""
+        return self.baseline.peak_nbytes
+
+    @property
+    def overhead(self) -> float:
+        """The time spent on computing again, as a fraction of the plain function's time."""
+        return self.timeline.overhead
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of the graph's structure: plans with the same one fit the same traced calls."""
+        return fingerprint(self.graph)
+
+    @functools.cached_property
+    def residuals(self) -> list[Residual]:
+        """What is held between the passes."""
+        return residuals(self.graph, self.schedule)
+
+    def __str__(self) -> str:
+        """One line, and a table of what is kept and what is computed again."""
+        return summary_table(
+            self.graph, self.schedule, self.timeline, self.baseline, solver=self.solver, budget=self.budget_bytes
+        )
+
+    def __repr__(self) -> str:
+        line = summary_line(self.timeline, self.baseline, solver=self.solver, budget=self.budget_bytes)
+        return f"<Plan: {line}>"
+
+    def _repr_html_(self) -> str:
+        """The memory over time, before and after, as notebooks show it."""
+        plain = solve.get("save_all")(self.graph, None)
+        steps = (len(plain.forward), len(self.schedule.forward))
+        svg = memory_svg(self.baseline, self.timeline, self.budget_bytes, forward_steps=steps)
+        return f"{svg}<pre>{html.escape(str(self))}</pre>"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as plain data."""
+        return {
+            "format": FORMAT,
+            "torch": self.torch_version,
+            "solver": self.solver,
+            "budget_bytes": self.budget_bytes,
+            "fingerprint": self.fingerprint,
+            "graph": self.graph.to_json(),
+            "schedule": self.schedule.to_json(),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to a file, `step.plan.json` by custom."""
+        target = Path(path)
+        temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(self.to_json()))
+        temporary.replace(target)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Reads a plan that `save` wrote.
+
+        Raises:
+            PlanError: the file is corrupt, of another format, or does not add up.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+            if data["format"] != FORMAT:
+                raise PlanError(f"{path} has the plan format {data['format']}; this fckpt reads format {FORMAT}.")
+            plan = Plan(
+                Graph.from_json(data["graph"]),
+                Schedule.from_json(data["schedule"]),
+                data["solver"],
+                data["budget_bytes"],
+                data["torch"],
+            )
+            plan.timeline  # noqa: B018  # validates the schedule
+        except OSError:
+            raise
+        except PlanError:
+            raise
+        except (ValueError, KeyError, TypeError, FckptError) as error:
+            raise PlanError(f"{path} is no plan of fckpt, or it is damaged: {error}") from error
+        if plan.fingerprint != data["fingerprint"]:
+            raise PlanError(f"{path} is damaged: its graph does not have the fingerprint that it was saved with.")
+        return plan
+
+
+def fingerprint(graph: Graph) -> str:
+    """Returns a hash of what a schedule depends on: operations, dependencies, sizes; not times."""
+    parts = [(n.op, n.inputs, n.outputs, n.backward, n.random, n.once) for n in graph.nodes]
+    sizes = [(v.nbytes, v.shape, v.dtype) for v in graph.values]
+    ends = (graph.inputs, graph.cotangents, graph.outputs, graph.gradients, graph.boundary)
+    return hashlib.sha256(repr((parts, sizes, ends)).encode()).hexdigest()
+
+
+def check_budget(budget: Any) -> Budget:
+    """Returns `budget` if it can be one.
+
+    Raises:
+        ArgumentTypeError: it is no int, float or str.
+        ArgumentValueError: it is no size, or a float that is no fraction of the plain peak.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        raise ArgumentTypeError(
+            f'a budget is a number of bytes (an int, or "4GiB"), or a float for a fraction of the plain peak, not '
+            f"{type(budget).__name__}: {budget!r}."
+        )
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise ArgumentValueError(
+                f"a float budget is a fraction of the plain function's peak, above 0 and at most 1, not {budget!r}. "
+                'Bytes are ints, or text like "4GiB".'
+            )
+        return budget
+    return parse_bytes(budget)
+
+
+def make_plan(graph: Graph, budget: Budget | None, solver: str, torch_version: str) -> Plan:
+    """Solves a priced graph.
+
+    Args:
+        graph: with costs, and with a policy's decisions if there are any.
+        budget: see `check_budget`; None to follow the decisions alone.
+        solver: the name of a solver.
+        torch_version: noted in the plan.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    if budget is None:
+        return Plan(graph, solve.get("policy")(graph, None), "policy", None, torch_version)
+    if isinstance(budget, float):
+        nbytes = int(simulate(graph, solve.get("save_all")(graph, None)).peak_nbytes * budget)
+    else:
+        nbytes = parse_bytes(budget)
+    schedule = solve.get(solver)(graph, nbytes)
+    return Plan(graph, schedule, solver, nbytes, torch_version)

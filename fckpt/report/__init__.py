@@ -1,0 +1,1 @@
+"""Tables and pictures of a plan, from `Graph`, `Schedule` and `Timeline`."""

@@ -1,0 +1,147 @@
+"""A plan in one line, and in one table: what is kept and what is computed again, line by line of the user's code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fckpt.graph import Graph, Node
+from fckpt.report.table import aligned, held_between, place, shortened
+from fckpt.schedule import Compute, Schedule
+from fckpt.simulate import Timeline
+from fckpt.units import format_bytes, format_seconds
+
+__all__ = ["ROWS", "summary_line", "summary_table"]
+
+ROWS = 40
+"""A table has no more rows than these; what weighs least is summed up in one more."""
+
+_WIDTH = 62
+
+
+@dataclass
+class _Row:
+    """Operations of one line of code with results of the same shape: those of repeated blocks."""
+
+    what: str
+    operations: int = 0
+    kept: int = 0
+    kept_nbytes: int = 0
+    again: int = 0
+    seconds: float = 0.0
+
+    def add(self, other: _Row) -> None:
+        self.operations += other.operations
+        self.kept += other.kept
+        self.kept_nbytes += other.kept_nbytes
+        self.again += other.again
+        self.seconds += other.seconds
+
+    def cells(self) -> list[str]:
+        kept = [str(self.kept), format_bytes(self.kept_nbytes)] if self.kept else ["-", "-"]
+        again = [str(self.again), format_seconds(self.seconds)] if self.again else ["-", "-"]
+        return [shortened(self.what, _WIDTH), str(self.operations), *kept, *again]
+
+
+def summary_line(timeline: Timeline, baseline: Timeline, *, solver: str, budget: int | None = None) -> str:
+    """Writes what a plan comes to, in one line.
+
+    Args:
+        timeline: the plan's.
+        baseline: that of the plain function.
+        solver: who made the plan.
+        budget: the bytes that were allowed, if a number was given.
+
+    Example:
+        >>> plan = Timeline((3, 2), 3 * 2**30, 0, 2**30, 1.5, 0.5, 7)
+        >>> plain = Timeline((8, 2), 8 * 2**30, 0, 2**30, 1.0, 0.0, 0)
+        >>> print(summary_line(plan, plain, solver="ogc", budget=4 * 2**30))
+        peak 3.00 GiB (budget 4.00 GiB), 37.5% of 8.00 GiB; time +50.0% (1.00 s -> 1.50 s); 7 recomputations; solver ogc
+    """
+    allowed = f" (budget {format_bytes(budget)})" if budget is not None else ""
+    if budget is not None and timeline.peak_nbytes > budget:
+        allowed = f" (over the budget of {format_bytes(budget)})"
+    parts = [f"peak {format_bytes(timeline.peak_nbytes)}{allowed}"]
+    if baseline.peak_nbytes:
+        share = timeline.peak_nbytes / baseline.peak_nbytes
+        parts[0] += f", {share:.1%} of {format_bytes(baseline.peak_nbytes)}"
+    if timeline.seconds:
+        before, after = format_seconds(timeline.seconds - timeline.recomputed_seconds), format_seconds(timeline.seconds)
+        parts.append(f"time +{timeline.overhead:.1%}" + (f" ({before} -> {after})" if before != after else ""))
+    number = timeline.recomputed_nodes
+    parts += [f"{number or 'no'} recomputation{'' if number == 1 else 's'}", f"solver {solver}"]
+    return "; ".join(parts)
+
+
+def summary_table(
+    graph: Graph,
+    schedule: Schedule,
+    timeline: Timeline,
+    baseline: Timeline,
+    *,
+    solver: str,
+    budget: int | None = None,
+) -> str:
+    """Writes the line of `summary_line`, and a table of what is kept and what is computed again.
+
+    Operations of the same line and shape, those of repeated blocks, are one row, in the order of the program. "kept"
+    counts the values that are held between the passes, outputs included; "again" the computations that are
+    repetitions, whose times are in the last column. Operations with neither are left out. At most 120 columns wide.
+
+    Args:
+        graph: the graph.
+        schedule: a valid schedule of it.
+        timeline: what `simulate` makes of it.
+        baseline: that of the plain function.
+        solver: who made the schedule.
+        budget: the bytes that were allowed, if a number was given.
+    """
+    line = summary_line(timeline, baseline, solver=solver, budget=budget)
+    rows = [row for row in _rows(graph, schedule) if row.kept or row.again]
+    if not rows:
+        return f"{line}\nNothing is kept, and nothing is computed again."
+    total = _sum("total", rows)
+    table = [
+        ["operation", "count", "kept", "bytes", "again", "time"],
+        *(row.cells() for row in [*_weightiest(rows), total]),
+    ]
+    return "\n".join([line, "", *aligned(table, right=range(1, 6))])
+
+
+def _rows(graph: Graph, schedule: Schedule) -> list[_Row]:
+    held = held_between(graph, schedule)
+    runs = Counter(step.node for step in (*schedule.forward, *schedule.backward) if isinstance(step, Compute))
+    rows: dict[object, _Row] = {}
+    for node in graph.nodes:
+        row = rows.setdefault(_block(graph, node), _Row(place(node) + (", backward" if node.backward else "")))
+        kept = [graph.values[v].nbytes for v in node.outputs if v in held]
+        again = max(runs[node.id] - 1, 0)
+        row.add(_Row("", 1, len(kept), sum(kept), again, again * node.seconds))
+    return list(rows.values())
+
+
+def _block(graph: Graph, node: Node) -> object:
+    return node.op, node.source, node.backward, tuple(graph.values[v].shape for v in node.outputs)
+
+
+def _sum(what: str, rows: Iterable[_Row]) -> _Row:
+    total = _Row(what)
+    for row in rows:
+        total.add(row)
+    return total
+
+
+def _weightiest(rows: Sequence[_Row]) -> list[_Row]:
+    """The rows that weigh most in bytes and repetitions, in order, and the others as one."""
+    if len(rows) <= ROWS:
+        return list(rows)
+    total = _sum("", rows)
+
+    def weight(row: _Row) -> float:
+        time = row.seconds / total.seconds if total.seconds else row.again / (total.again or 1)
+        return row.kept_nbytes / (total.kept_nbytes or 1) + time
+
+    chosen = sorted(range(len(rows)), key=lambda i: -weight(rows[i]))[:ROWS]
+    others = [row for i, row in enumerate(rows) if i not in chosen]
+    return [*(rows[i] for i in sorted(chosen)), _sum(f"{len(others)} others", others)]

@@ -1,0 +1,174 @@
+"""Memory over the steps of a plan, as a picture: SVG written by hand, for notebooks and pages of either brightness."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+from fckpt.simulate import Timeline
+from fckpt.units import format_bytes
+
+__all__ = ["POINTS", "memory_svg"]
+
+POINTS = 1000
+"""A curve has no more points than these: of more steps, the highest of each few in a row is drawn."""
+
+WIDTH, HEIGHT = 720, 360
+LEFT, RIGHT, TOP, BOTTOM = 76, 16, 44, 44
+"""Margins around the axes."""
+
+# Middling colours, which stand out from white and from black, and which colour-blind eyes tell apart. All else has the
+# colour of the page's text.
+BEFORE, AFTER, BUDGET = "#d97706", "#3b82f6", "#dc2626"
+# A page's own style goes first; on its own, as an <img>, the picture follows the brightness of the reader's screen.
+_STYLE = "svg:root{color:#1f2328}@media(prefers-color-scheme:dark){svg:root{color:#e6edf3}}"
+
+
+class _Axes(NamedTuple):
+    """From steps and bytes to the picture."""
+
+    steps: int
+    nbytes: float
+
+    def x(self, step: float) -> str:
+        return f"{LEFT + (WIDTH - LEFT - RIGHT) * step / self.steps:.2f}"
+
+    def y(self, nbytes: float) -> str:
+        return f"{HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * nbytes / self.nbytes:.2f}"
+
+
+def memory_svg(
+    before: Timeline,
+    after: Timeline,
+    budget: int | None = None,
+    *,
+    forward_steps: tuple[int, int] | None = None,
+) -> str:
+    """Draws the live bytes of two schedules over their steps.
+
+    Args:
+        before: the timeline of the plain function.
+        after: that of the plan.
+        budget: the bytes that were allowed; a dashed line.
+        forward_steps: how many steps the forward pass of each has; the boundary to the backward pass is marked.
+
+    Returns:
+        An `<svg>` element, to be put into a page or a file as it is. The peaks are exact, however many steps there are.
+
+    Example:
+        >>> plain = Timeline((4, 8, 6, 2), 8, 1, 8, 1.0, 0.0, 0)
+        >>> plan = Timeline((4, 5, 3, 5, 2), 5, 1, 3, 1.2, 0.2, 1)
+        >>> memory_svg(plain, plan, 6, forward_steps=(2, 2)).startswith("<svg ")
+        True
+    """
+    steps = max(len(before.live_nbytes), len(after.live_nbytes))
+    limit = max(before.peak_nbytes, after.peak_nbytes, budget or 0, 1)
+    unit, factor = _unit(limit)
+    tick = max(_round_up(limit / factor / 6) * factor, 1)
+    axes = _Axes(steps, math.ceil(limit / tick) * tick)
+    parts = [*_y_axis(axes, tick, unit, factor), *_x_axis(axes)]
+    if forward_steps is not None:
+        parts += _boundaries(axes, forward_steps)
+    parts += [_curve(axes, before.live_nbytes, BEFORE), _curve(axes, after.live_nbytes, AFTER)]
+    if budget is not None:
+        parts.append(_line(LEFT, axes.y(budget), WIDTH - RIGHT, axes.y(budget), BUDGET, 'stroke-dasharray="6 4"'))
+    parts += _legend(before, after, budget)
+    return _document(parts, _description(before, after, budget))
+
+
+def _document(parts: list[str], description: str) -> str:
+    content = "\n".join(parts)
+    mark = f"{zlib.crc32((content + description).encode()):08x}"  # ids must be unique on a page with several pictures
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="100%" '
+        f'style="max-width:{WIDTH}px" role="img" aria-labelledby="fckpt-title-{mark} fckpt-desc-{mark}" '
+        f'font-family="system-ui, sans-serif" font-size="12" fill="currentColor">\n'
+        f"<style>{_STYLE}</style>\n"
+        f'<title id="fckpt-title-{mark}">Memory during one training step</title>\n'
+        f'<desc id="fckpt-desc-{mark}">{escape(description)}</desc>\n'
+        f"{content}\n</svg>\n"
+    )
+
+
+def _description(before: Timeline, after: Timeline, budget: int | None) -> str:
+    allowed = "" if budget is None else f" The budget is {format_bytes(budget)}."
+    return (
+        f"Live bytes over the steps of the forward and the backward pass. The plain function peaks at "
+        f"{format_bytes(before.peak_nbytes)} in {len(before.live_nbytes)} steps, the plan at "
+        f"{format_bytes(after.peak_nbytes)} in {len(after.live_nbytes)} steps.{allowed}"
+    )
+
+
+def _curve(axes: _Axes, live: Sequence[int], colour: str) -> str:
+    points = _thinned(live)
+    path = f"M{axes.x(0)} {axes.y(points[0][1])}"
+    path += "".join(f"H{axes.x(step)}V{axes.y(nbytes)}" for step, nbytes in points[1:])
+    return f'<path d="{path}H{axes.x(len(live))}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+
+
+def _thinned(live: Sequence[int]) -> list[tuple[int, int]]:
+    """At most `POINTS` pairs of a step and the most bytes from there to the next pair."""
+    stride = math.ceil(len(live) / POINTS)
+    return [(i, max(live[i : i + stride])) for i in range(0, len(live), stride)]
+
+
+def _y_axis(axes: _Axes, tick: float, unit: str, factor: int) -> list[str]:
+    parts = []
+    for i in range(round(axes.nbytes / tick) + 1):
+        y = axes.y(i * tick)
+        parts.append(_line(LEFT, y, WIDTH - RIGHT, y, "currentColor", f'stroke-opacity="{0.15 if i else 0.6}"'))
+        parts.append(_text(LEFT - 8, float(y) + 4, f"{i * tick / factor:g} {unit}" if i else "0", "end"))
+    return parts
+
+
+def _x_axis(axes: _Axes) -> list[str]:
+    tick = max(round(_round_up(axes.steps / 8)), 1)
+    y = HEIGHT - BOTTOM + 18
+    parts = [_text(axes.x(step), y, str(step), "middle") for step in range(0, axes.steps + 1, tick)]
+    return [*parts, _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "steps", "middle")]
+
+
+def _boundaries(axes: _Axes, forward_steps: tuple[int, int]) -> list[str]:
+    parts = []
+    for step, colour in zip(forward_steps, (BEFORE, AFTER), strict=True):
+        x = axes.x(step)
+        parts.append(_line(x, TOP, x, HEIGHT - BOTTOM, colour, 'stroke-dasharray="2 3"'))
+    x = float(axes.x(forward_steps[1]))
+    return [*parts, _text(x - 6, TOP - 4, "forward", "end"), _text(x + 6, TOP - 4, "backward", "start")]
+
+
+def _legend(before: Timeline, after: Timeline, budget: int | None) -> list[str]:
+    entries = [
+        (BEFORE, f"plain: peak {format_bytes(before.peak_nbytes)}"),
+        (AFTER, f"plan: peak {format_bytes(after.peak_nbytes)}"),
+    ]
+    if budget is not None:
+        entries.append((BUDGET, f"budget: {format_bytes(budget)}"))
+    parts = []
+    for i, (colour, text) in enumerate(entries):
+        x = LEFT + 200 * i
+        parts += [_line(x, 16, x + 18, 16, colour, 'stroke-width="3"'), _text(x + 24, 20, text, "start")]
+    return parts
+
+
+def _line(x1: object, y1: object, x2: object, y2: object, colour: str, more: str) -> str:
+    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{colour}" {more}/>'
+
+
+def _text(x: object, y: object, text: str, anchor: str) -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _unit(nbytes: int) -> tuple[str, int]:
+    """The binary unit for an axis that goes to `nbytes`."""
+    power = min((nbytes.bit_length() - 1) // 10, 4)
+    return ("B", "KiB", "MiB", "GiB", "TiB")[power], 1024**power
+
+
+def _round_up(size: float) -> float:
+    """The next of ..., 0.5, 1, 2, 5, 10, 20, ..."""
+    power = 10.0 ** math.floor(math.log10(size))
+    return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= size)

@@ -1,0 +1,139 @@
+"""One call by a plan: the forward pass, the residuals that it leaves, the backward pass that uses them up."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from fckpt.lower import Lowered
+from fckpt.operations import Trace, written_by
+
+__all__ = ["Execution", "Program"]
+
+
+class Program:
+    """A traced function and a plan for it, ready to run any number of times, in any threads."""
+
+    def __init__(self, trace: Trace, lowered: Lowered, count: int):
+        """Prepares to run `lowered`.
+
+        Args:
+            trace: where it comes from.
+            lowered: what runs.
+            count: how many of the trace's operands are arguments; the rest is closed over.
+        """
+        self.trace = trace
+        self.lowered = lowered
+        self.count = count
+        self.constants = [data for _, data in trace.constants]
+        read = {trace.tensors[t].value for t in trace.operands}
+        used = read.intersection(v for node in trace.graph.nodes for v in node.inputs)
+        used.update(trace.tensors[t].value for t in trace.outputs)
+        self.uses = {i for i, t in enumerate(trace.operands) if i < count or trace.tensors[t].value in used}
+        """The operands that matter: all arguments, and the closed-over tensors that the function uses."""
+        self.differentiable = tuple(i for i, flag in enumerate(trace.flags) if flag)
+        self.strict = any("as_strided" in str(call.op) for call in trace.calls)
+        """Whether an operation relies on the strides that tensors had when traced."""
+        shapes = [(torch.Size(trace.tensors[t].shape), trace.tensors[t].dtype) for t in trace.outputs]
+        self.ends = (trace.spec, trace.leaves, shapes)
+        """What the function returns: structure, leaves, and its tensors' shapes and dtypes."""
+        writes = {t for call in trace.calls for t in written_by(call)}
+        self.writes = {i for i, t in enumerate(trace.operands) if t in writes}
+        """The operands that the forward pass writes: statistics."""
+
+    def lifted(self, closure: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the closed-over tensors that are used and not written."""
+        return [t for i, t in enumerate(closure, self.count) if i in self.uses and i not in self.writes]
+
+
+class Execution:
+    """One call of a `Program`."""
+
+    def __init__(self, program: Program, closure: Sequence[torch.Tensor], lifted: Sequence[torch.Tensor]):
+        """Prepares a call.
+
+        Args:
+            program: what runs.
+            closure: the closed-over tensors, in the order of the trace.
+            lifted: those of them that are operands of the call; the others (statistics) are held here.
+        """
+        self.program = program
+        numbers = {id(t): program.count + i for i, t in enumerate(lifted)}
+        self.sources: list[int | None] = [*range(program.count)]
+        """By operand of the trace: the operand of the call."""
+        self.others: list[torch.Tensor | None] = [None] * program.count
+        for i, tensor in enumerate(closure, program.count):
+            self.sources.append(numbers.get(id(tensor)))
+            self.others.append(tensor if i in program.uses and id(tensor) not in numbers else None)
+        self.residuals: list[Any] | None = None
+        self.versions: list[int] = []
+        self.has_run = False
+        self.lock = threading.Lock()
+
+    def forward(self, operands: Sequence[torch.Tensor]) -> list[Any] | None:
+        """Runs the forward pass, the first time; None after that."""
+        with self.lock:
+            if self.has_run:
+                return None
+            self.has_run = True
+        with _below_autograd():
+            outputs, self.residuals = self.program.lowered.forward(self._given(operands))
+        self.outputs = len(outputs)
+        return outputs
+
+    def backward(
+        self, operands: Sequence[torch.Tensor], given: Sequence[int], cotangents: Sequence[torch.Tensor]
+    ) -> list[Any] | None:
+        """Runs the backward pass, the first time and if it is the one that was planned; else None."""
+        program = self.program
+        tensors = (*operands, *cotangents)
+        if tuple(given) != program.differentiable or any(map(is_functorch_wrapped_tensor, tensors)):
+            return None
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return None
+        with self.lock:
+            residuals, self.residuals = self.residuals, None
+        if residuals is None:
+            return None
+        cts = list(cotangents)
+        if program.strict:
+            cts = [self._as_traced(ct, i) for i, ct in zip(given, cts, strict=True)]
+        with _below_autograd():
+            grads = program.lowered.backward(self._given(operands), residuals, cts)
+        by_operand: list[Any] = [None] * len(operands)
+        for source, grad in zip(self.sources, grads, strict=True):
+            if source is not None:
+                by_operand[source] = grad
+        return by_operand
+
+    def _given(self, operands: Sequence[torch.Tensor]) -> list[Any]:
+        own = [
+            other if source is None else operands[source]
+            for source, other in zip(self.sources, self.others, strict=True)
+        ]
+        return own + self.program.constants
+
+    def _as_traced(self, cotangent: torch.Tensor, output: int) -> torch.Tensor:
+        number = self.program.trace.cotangents[output]
+        assert number is not None
+        spec = self.program.trace.tensors[number]
+        if cotangent.stride() == spec.stride:
+            return cotangent
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).copy_(cotangent)
+
+
+@contextlib.contextmanager
+def _below_autograd() -> Iterator[None]:
+    """Where the trace was made: nothing records, casts or intercepts. Grad mode is on, which some kernels ask."""
+    with (
+        torch._C.DisableTorchFunction(),
+        torch.enable_grad(),
+        torch._C._DisableAutocast(),
+        torch._C._AutoDispatchBelowAutograd(),
+    ):
+        yield

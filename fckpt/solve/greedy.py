@@ -1,0 +1,120 @@
+"""The workhorse: from saving everything down to the budget, and from what is known to be small up to it.
+
+Of three ways the one that takes the least time wins: (1) save everything and `repair` the profile where it is over
+budget; (2) cut the forward pass into segments, as Chen et al. do (see `seeds`), nested ones too, and `prune` what fits;
+(3) `repair` the smallest of these. All of them end with `prune`. The backward pass keeps its recorded order unless
+another one has a lower peak.
+
+Nothing is optimal. On chains of equal layers it meets the optimum of one repetition per layer; against exhaustive search
+on small graphs see tests/solve. The least budget is the least peak over all of these, and of repairs of the smallest
+with ever lower budgets; it does not depend on the budget asked.
+
+Complexity: near-linear in practice; a graph of 9,000 nodes takes some seconds. Left out: search over the order beyond
+the list schedules, and over moves that do not help at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fckpt.graph import Graph
+from fckpt.schedule import Schedule, schedule_of
+from fckpt.simulate import simulate
+from fckpt.solve.base import Order, Rules, over_budget, peak_of, seconds_of
+from fckpt.solve.repair import prune, repair
+from fckpt.solve.seeds import backward_orders, save_everything, segmented
+from fckpt.solve.tape import Tape
+
+__all__ = ["fit", "greedy", "smallest"]
+
+DESCENTS = 6
+"""How many lower budgets are tried to find the least."""
+
+
+def greedy(graph: Graph, budget: int | None = None) -> Schedule:
+    """Returns a schedule with a peak of at most `budget` bytes, fast if not fastest.
+
+    Args:
+        graph: one training step.
+        budget: bytes; None saves everything.
+
+    Raises:
+        BudgetError: no schedule is known that fits.
+    """
+    rules = Rules(graph)
+    if budget is None:
+        return schedule_of(graph, *save_everything(rules))
+    best = min(_plans(rules, budget), key=lambda order: seconds_of(rules, order), default=None)
+    if best is None:
+        least = smallest(rules)
+        if peak_of(rules, least) > budget:
+            raise over_budget(graph, schedule_of(graph, *least), budget, "greedy")
+        best = fit(rules, least, budget) or least
+    schedule = schedule_of(graph, *best)
+    assert simulate(graph, schedule).peak_nbytes <= budget
+    return schedule
+
+
+def _plans(rules: Rules, budget: int) -> Iterator[Order]:
+    """Yields what fits: repairs of saving everything, and the fastest of the seeds, filled up."""
+    free = None
+    for order in backward_orders(rules):
+        plan = fit(rules, save_everything(rules, order), budget)
+        if plan is not None:
+            yield plan
+            free = seconds_of(rules, plan)
+            break
+    seeds = [(seconds_of(rules, s), i, s) for i, s in enumerate(segmented(rules)) if peak_of(rules, s) <= budget]
+    for seconds, _, seed in sorted(seeds)[:2]:
+        del seconds
+        plan = fit(rules, seed, budget)
+        if plan is not None:
+            yield plan
+    del free
+
+
+def fit(rules: Rules, order: Order, budget: int) -> Order | None:
+    """Returns `order` with as many changes as it takes to have a peak of `budget` bytes, and as few repetitions.
+
+    Returns:
+        The plan; None if it does not fit.
+    """
+    tape = Tape(rules, order)
+    if not repair(tape, budget):
+        return None
+    prune(tape, budget)
+    return tape.order()
+
+
+def smallest(rules: Rules) -> Order:
+    """Returns the plan with the least peak that can be found; the budget has no say in it."""
+    best = min(_candidates(rules), key=lambda order: peak_of(rules, order))
+    low, high = _working_set(rules), peak_of(rules, best)
+    for _ in range(DESCENTS):
+        target = (low + high) // 2
+        if target >= high:
+            break
+        tape = Tape(rules, best)
+        repair(tape, target)
+        peak = int(tape.memory.max())
+        if peak < high:
+            best, high = tape.order(), peak
+        if peak > target:
+            low = target
+    return best
+
+
+def _candidates(rules: Rules) -> Iterator[Order]:
+    for order in backward_orders(rules):
+        yield save_everything(rules, order)
+        yield from segmented(rules, order)
+
+
+def _working_set(rules: Rules) -> int:
+    """Returns a lower bound of the peak: the most that a single node reads, makes and uses."""
+    graph, most = rules.graph, 0
+    for index in {*rules.backward, *rules.forward_roots}:
+        node = graph.nodes[index]
+        around = {*node.inputs, *node.outputs}.difference(graph.held)
+        most = max(most, node.temporary_nbytes + sum(graph.values[v].nbytes for v in around))
+    return most

@@ -1,0 +1,89 @@
+"""Chooses what to save by a knapsack, as `torch.compile` does for its `activation_memory_budget`, but for the peak.
+
+`torch._functorch._activation_checkpointing.knapsack` (PyTorch 2.4 and later): each value that the backward pass reads
+is worth the seconds of the node that makes it and weighs its bytes; the most valuable set within a weight is saved.
+Optimal in that model, up to weights rounded up to a thousandth of the total. The model is wrong twice: what is computed
+again may need other things computed again, and bytes saved are not the peak. Unlike torch, this solver looks at the
+simulated peak for a row of weights, and takes the fastest plan that fits.
+
+Complexity: O(1000 values), and a simulation per weight. Left out: torch's choice between several knapsacks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fckpt.graph import Graph
+from fckpt.schedule import Schedule, schedule_of
+from fckpt.solve.base import Rules, over_budget, peak_of, replay, seconds_of
+
+__all__ = ["knapsack"]
+
+UNITS = 1000
+STEPS = 40
+"""How many weights are tried."""
+
+
+def knapsack(graph: Graph, budget: int | None = None) -> Schedule:
+    """Returns the schedule that saves the most seconds' worth of values, of those weights whose peak fits.
+
+    Args:
+        graph: one training step.
+        budget: bytes; None saves everything.
+
+    Raises:
+        BudgetError: no weight leads to a peak that fits.
+    """
+    rules = Rules(graph)
+    items = _items(rules)
+    chosen = _Table(
+        [rules.seconds[graph.values[v].producer or 0] for v in items], [graph.values[v].nbytes for v in items]
+    )
+    capacities = sorted({round(UNITS * k / STEPS) for k in range(STEPS + 1)}, reverse=True)
+    plans = []
+    for capacity in capacities if budget is not None else capacities[:1]:
+        saved = items if capacity == UNITS else [items[k] for k in chosen.at(capacity)]
+        plans.append(replay(rules, saved))
+    peaks = [peak_of(rules, plan) for plan in plans]
+    fits = [plan for plan, peak in zip(plans, peaks, strict=True) if budget is None or peak <= budget]
+    if not fits:
+        assert budget is not None
+        raise over_budget(graph, schedule_of(graph, *plans[peaks.index(min(peaks))]), budget, "knapsack")
+    return schedule_of(graph, *min(fits, key=lambda plan: seconds_of(rules, plan)))
+
+
+def _items(rules: Rules) -> list[int]:
+    """The forward values that the backward pass reads and that there is a choice about."""
+    graph = rules.graph
+    backward = replay(rules, [v for node in graph.nodes[: graph.boundary] for v in node.outputs]).backward
+    read = {v for index in backward for v in graph.nodes[index].inputs}
+    return [
+        v
+        for node in graph.nodes[: graph.boundary]
+        if not rules.pinned[node.id]
+        for v in node.outputs
+        if v in read and v not in rules.kept and v not in rules.unsaved
+    ]
+
+
+class _Table:
+    """The most valuable choice of items, for every capacity up to all of them."""
+
+    def __init__(self, worth: list[float], nbytes: list[int]):
+        total = sum(nbytes) or 1
+        self.weights = [-(-size * UNITS // total) for size in nbytes]
+        self.takes = np.zeros((len(worth), UNITS + 1), dtype=bool)
+        best = np.zeros(UNITS + 1)
+        for k, (gain, weight) in enumerate(zip(worth, self.weights, strict=True)):
+            with_it = best[: UNITS + 1 - weight] + gain
+            self.takes[k, weight:] = with_it > best[weight:]
+            best[weight:] = np.maximum(best[weight:], with_it)
+
+    def at(self, capacity: int) -> list[int]:
+        """Returns the items to take, of `capacity` thousandths of the total weight."""
+        taken = []
+        for k in range(len(self.weights) - 1, -1, -1):
+            if self.takes[k, capacity]:
+                taken.append(k)
+                capacity -= self.weights[k]
+        return taken[::-1]

@@ -1,0 +1,155 @@
+"""Chooses what to save by a minimum cut between what is computed in the forward pass and what the backward pass reads.
+
+H. He, S. Yu, "Min-cut optimal(*) recomputation (i.e. activation checkpointing) with AOTAutograd", 2022,
+https://dev-discuss.pytorch.org/t/467: what `torch.compile` does. A node is computed again at a price, a value is saved
+at a price, a node that is computed again needs its inputs, the backward pass needs what it reads; the cheapest choice
+is a minimum cut.
+
+Without a budget, as in torch: what is cheap to compute is free and the rest forbidden, and the fewest bytes are saved.
+Optimal in bytes saved between the passes, for that choice. With a budget: the price of a byte is a Lagrange multiplier,
+seconds plus price times bytes are least, and the least price with a peak that fits is sought. Optimal in seconds for
+the bytes that it happens to save, if everything is computed again at most once; not for the peak.
+
+    paper / networks            here
+    banned nodes                `dear`
+    c_u, M_u, lambda            `seconds`, `nbytes`, `price`
+
+Complexity: one maximum flow (Dinic, in scipy) per price. Left out: torch's bans by distance and fusion, which are about
+its code generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fckpt.graph import Graph
+from fckpt.schedule import Schedule, schedule_of
+from fckpt.solve.base import Order, Rules, over_budget, peak_of, replay, seconds_of
+
+__all__ = ["PRICES", "cheapest", "min_cut"]
+
+INFINITE = 2**30
+PRICES = tuple(10.0 ** (k / 4) for k in range(-12, 13))
+"""Prices of a byte that are always tried, in units of the mean: all seconds per all bytes."""
+BISECTIONS = 6
+
+
+def min_cut(graph: Graph, budget: int | None = None) -> Schedule:
+    """Returns the schedule that saves the cheapest cut.
+
+    Args:
+        graph: one training step.
+        budget: bytes; None saves as little as can be without computing dear nodes again.
+
+    Raises:
+        BudgetError: no price of a byte leads to a peak that fits.
+    """
+    rules = Rules(graph)
+    if budget is None:
+        return schedule_of(graph, *replay(rules, _saved(rules, *_as_torch(rules))))
+    plans = [(price, cheapest(rules, price)) for price in (0.0, *PRICES, float("inf"))]
+    fits = [k for k, (_, plan) in enumerate(plans) if peak_of(rules, plan) <= budget]
+    if not fits:
+        least = min((plan for _, plan in plans), key=lambda plan: peak_of(rules, plan))
+        raise over_budget(graph, schedule_of(graph, *least), budget, "min_cut")
+    low, high = plans[max(0, fits[0] - 1)][0], plans[fits[0]][0]
+    found = [plans[k][1] for k in fits]
+    for _ in range(BISECTIONS if 0 < low < high < float("inf") else 0):
+        middle = (low * high) ** 0.5
+        plan = cheapest(rules, middle)
+        if peak_of(rules, plan) <= budget:
+            found.append(plan)
+            high = middle
+        else:
+            low = middle
+    return schedule_of(graph, *min(found, key=lambda plan: seconds_of(rules, plan)))
+
+
+def cheapest(rules: Rules, price: float) -> Order:
+    """Returns the plan with the fewest seconds plus `price` times bytes saved, nothing being computed three times.
+
+    Args:
+        rules: of the graph.
+        price: of a byte, in mean seconds per byte of the graph's forward pass.
+    """
+    graph = rules.graph
+    made = [v for node in graph.nodes[: graph.boundary] for v in node.outputs]
+    if price == 0.0:
+        return replay(rules, made)
+    if price == float("inf"):
+        return replay(rules, ())
+    seconds = np.array([0.0 if n.id >= graph.boundary else rules.seconds[n.id] for n in graph.nodes])
+    nbytes = np.array([float(v.nbytes) for v in graph.values])
+    mean = (seconds.sum() or 1.0) / (nbytes[made].sum() or 1.0)
+    return replay(rules, _saved(rules, seconds, price * mean * nbytes))
+
+
+def _as_torch(rules: Rules) -> tuple[np.ndarray, np.ndarray]:
+    """What torch.compile has instead of prices: nodes are free or infinitely dear, values cost their bytes."""
+    graph, values = rules.graph, rules.graph.values
+    work = [float(n.flops) for n in graph.nodes] if any(n.flops for n in graph.nodes) else rules.seconds
+    touched = [sum(values[v].nbytes for v in (*n.inputs, *n.outputs)) for n in graph.nodes]
+    intense = sum(work) / (sum(touched) or 1)  # matmuls lie above the mean, what memory bounds lies below
+    cost = np.zeros(len(graph.nodes))
+    price = np.array([float(v.nbytes) for v in values])
+    for node in graph.nodes[: graph.boundary]:
+        decisions = {values[v].decision for v in node.outputs}
+        if "prefer_recompute" in decisions:
+            price[[v for v in node.outputs if values[v].decision == "prefer_recompute"]] = np.inf
+        elif "prefer_save" in decisions or (work[node.id] > intense * touched[node.id]):
+            if "must_recompute" not in decisions:
+                cost[node.id] = np.inf
+    return cost, price
+
+
+def _saved(rules: Rules, cost: np.ndarray, price: np.ndarray) -> list[int]:
+    """Returns the values that a minimum cut saves.
+
+    Args:
+        rules: of the graph.
+        cost: by node, of computing it again.
+        price: by value, of saving it.
+
+    The network: source -> node (its cost), node -> value (its price), value -> node that reads it and value -> sink if
+    the backward pass reads it (infinite). What is computed again, or needed, is on the side of the sink.
+    """
+    graph = rules.graph
+    nodes = [n for n in graph.nodes if not n.backward]
+    count, source = len(graph.nodes), len(graph.nodes) + len(graph.values)
+    sink = source + 1
+    needed = {v for i in rules.backward for v in graph.nodes[i].inputs if graph.nodes[i].backward}
+    needed.update(v for i in rules.backward if not graph.nodes[i].backward for v in graph.nodes[i].outputs)
+    arcs: list[tuple[int, int, float]] = []
+    for node in nodes:
+        late = node.id >= graph.boundary
+        again = np.inf if rules.pinned[node.id] else 0.0 if late else cost[node.id]
+        arcs.append((source, node.id, again))
+        for value in node.outputs:
+            if value not in graph.outputs:
+                may_save = not late and value not in rules.unsaved
+                arcs.append((node.id, count + value, price[value] if may_save else np.inf))
+                if value in needed:
+                    arcs.append((count + value, sink, np.inf))
+        arcs += [(count + v, node.id, np.inf) for v in node.inputs if v not in rules.kept]
+    kept_side = _source_side(arcs, source, sink)
+    return [v for n in nodes if n.id in kept_side for v in n.outputs if count + v not in kept_side]
+
+
+def _source_side(arcs: Sequence[tuple[int, int, float]], source: int, sink: int) -> set[int]:
+    """Returns the nodes on the source's side of a minimum cut; the cut that is nearest to the source."""
+    # scipy takes 0.4 s to import, which only this solver needs
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+    tails, heads = (np.array([arc[k] for arc in arcs], dtype=np.int32) for k in (0, 1))
+    limits = np.array([arc[2] for arc in arcs])
+    finite = np.isfinite(limits)
+    scale = (INFINITE - 1 - len(arcs)) / max(float(limits[finite].sum()), 1e-300)  # flows are int32 in scipy
+    capacity = np.full(len(arcs), INFINITE, dtype=np.int32)
+    capacity[finite] = np.floor(limits[finite] * scale).astype(np.int32)
+    network = csr_array((capacity, (tails, heads)), shape=(sink + 1, sink + 1))
+    residual = network - maximum_flow(network, source, sink).flow
+    residual.eliminate_zeros()
+    return set(breadth_first_order(residual, source, return_predecessors=False).tolist())

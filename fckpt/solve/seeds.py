@@ -1,0 +1,163 @@
+"""Plans to start from, and orders of the backward pass.
+
+`segments` is T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016,
+https://arxiv.org/abs/1604.06174, on graphs: the forward pass is cut where little is live, what crosses a cut is saved,
+and the backward pass computes one segment at a time again. With `leaf` segments are cut again, by halves (Griewank
+1992, see `base`): O(log n) memory for O(n log n) time on a chain of n equal layers.
+
+`early` and `small` are list schedules of the backward pass: most of what B. Steiner, M. Elhoushi, J. Kahn, J. Hegarty,
+"MODeL: Memory Optimizations for Deep Learning", 2023, https://proceedings.mlr.press/v202/steiner23a.html, gains by an
+exact search for an order comes from weight gradients that do not wait.
+
+Complexity: near-linear each. Nothing here is optimal; `repair` and `prune` follow.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from fckpt.solve.base import Order, Rules, peak_of, replay
+
+__all__ = ["backward_orders", "save_everything", "segmented"]
+
+
+def save_everything(rules: Rules, order: Sequence[int] | None = None) -> Order:
+    """Returns the plan that saves all that may be saved."""
+    graph = rules.graph
+    return replay(rules, [v for node in graph.nodes[: graph.boundary] for v in node.outputs], order)
+
+
+def segmented(rules: Rules, order: Sequence[int] | None = None) -> Iterator[Order]:
+    """Yields plans that keep what crosses the cuts between 1, 2, 3, 4, 6, 8, ... segments, also with nested ones."""
+    crossing = _Crossing(rules)
+    for leaf in (None, 64, 16, 4):
+        for count in _counts(crossing.length):
+            yield replay(rules, crossing.saved(count), order, leaf)
+
+
+def _counts(most: int) -> list[int]:
+    counts, count = [1], 2.0
+    while count <= most / 2:
+        counts.append(int(count))
+        count = max(count + 1, count * 2**0.5)
+    return counts
+
+
+class _Crossing:
+    """Which values of the forward pass are read by it across each of its steps."""
+
+    def __init__(self, rules: Rules):
+        graph = rules.graph
+        self.nodes = replay(rules, [v for n in graph.nodes[: graph.boundary] for v in n.outputs]).forward
+        self.length = len(self.nodes)
+        place = {index: i for i, index in enumerate(self.nodes)}
+        self.spans: list[tuple[int, int, int]] = []
+        live = np.zeros(self.length + 1, dtype=np.int64)
+        weight = np.zeros(self.length, dtype=np.int64)
+        for i, index in enumerate(self.nodes):
+            for value in graph.nodes[index].outputs:
+                nbytes = graph.values[value].nbytes
+                last = max((place[c] for c in graph.consumers[value] if c in place), default=i)
+                if last > i and value not in rules.kept:
+                    self.spans.append((i, last, value))
+                    live[i] += nbytes
+                    live[last] -= nbytes
+                weight[i] += nbytes
+        self.live = np.cumsum(live)
+        """By place in the forward pass: the bytes that it reads later."""
+        self.weight = np.cumsum(weight)
+
+    def cuts(self, count: int) -> list[int]:
+        """Returns about `count - 1` places with little live, which part the bytes evenly."""
+        total, found = int(self.weight[-1]) if self.length else 0, set()
+        for k in range(1, count):
+            low, high = (int(np.searchsorted(self.weight, total * (k + d) / count)) for d in (-0.34, 0.34))
+            window = self.live[low : max(high, low + 1)]
+            if len(window):
+                found.add(low + int(window.argmin()))
+        return sorted(found)
+
+    def saved(self, count: int) -> list[int]:
+        """Returns what `count` segments save."""
+        cuts = np.array(self.cuts(count), dtype=np.int64)
+        if not len(cuts):
+            return []
+        after = np.searchsorted(cuts, [first for first, _, _ in self.spans])
+        nearest = np.append(cuts, self.length)[after]
+        return [value for (_, last, value), cut in zip(self.spans, nearest, strict=True) if cut < last]
+
+
+def backward_orders(rules: Rules) -> list[Sequence[int]]:
+    """Returns orders of the backward pass, the recorded one first, others where they lower the peak of saving all."""
+    orders: list[Sequence[int]] = [rules.backward]
+    least = peak_of(rules, save_everything(rules))
+    for key in (_early, _small):
+        order = _listed(rules, key)
+        peak = peak_of(rules, save_everything(rules, order))
+        if peak < least:
+            orders.append(order)
+            least = peak
+    return orders
+
+
+def _early(change: int, index: int) -> tuple[int, int]:
+    return (0 if change <= 0 else 1, index)
+
+
+def _small(change: int, index: int) -> tuple[int, int]:
+    return (change, index)
+
+
+def _listed(rules: Rules, key: Callable[[int, int], tuple[int, int]]) -> list[int]:
+    """Returns the backward pass in the order in which nodes are ready, the one with the least `key` first.
+
+    Args:
+        rules: of the graph.
+        key: of the bytes by which a node changes what is live, and its number.
+    """
+    graph, kept = rules.graph, rules.kept
+    mine = set(rules.backward)
+    readers: dict[int, list[int]] = {}
+    for index in rules.backward:
+        for value in graph.nodes[index].inputs:
+            readers.setdefault(value, []).append(index)
+    left = {value: len(found) for value, found in readers.items()}
+    waits = {i: sum(graph.values[v].producer in mine for v in graph.nodes[i].inputs) for i in rules.backward}
+    random = [i for i in rules.backward if graph.nodes[i].random]
+    follower = dict(zip(random, random[1:], strict=False))
+    for index in follower.values():
+        waits[index] += 1
+
+    def change(index: int) -> int:
+        node = graph.nodes[index]
+        made = sum(graph.values[v].nbytes for v in node.outputs if v in left or v in kept)
+        return made - sum(graph.values[v].nbytes for v in node.inputs if left[v] == 1 and v not in kept)
+
+    ready = [(key(change(i), i), i) for i in rules.backward if not waits[i]]
+    heapq.heapify(ready)
+    done: set[int] = set()
+    order = []
+    while ready:
+        _, index = heapq.heappop(ready)
+        if index in done:
+            continue
+        done.add(index)
+        order.append(index)
+        node = graph.nodes[index]
+        woken = [follower[index]] if index in follower else []
+        for value in node.outputs:
+            woken += readers.get(value, ())
+        for other in woken:
+            waits[other] -= 1
+        freeing = []
+        for value in node.inputs:
+            left[value] -= 1
+            if left[value] == 1:  # whoever reads it last frees it, and may be worth more now
+                freeing += [i for i in readers[value] if i not in done]
+        for other in {*woken, *freeing}:
+            if not waits[other] and other not in done:
+                heapq.heappush(ready, (key(change(other), other), other))
+    return order

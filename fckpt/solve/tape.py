@@ -1,0 +1,231 @@
+"""A sequence of computations under edit, with its exact memory profile.
+
+A `Tape` is what `schedule_of` makes of a sequence (every value is freed after its last use before it is made again),
+kept up to date while computations are put in and taken out. An edit touches the values that it is about: a few slices
+of the profile, and one shift of the positions behind it, so some ten thousand edits of a sequence of some ten thousand
+computations are a matter of seconds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from fckpt.solve.base import Order, Rules, profile_of
+
+__all__ = ["Tape"]
+
+
+class Tape:
+    """The sequence.
+
+    A *moment* is one computation; its number stays the same while its position moves. Moments that are taken out
+    keep their position, empty. *Events* of a value are the moments that make it or read it.
+    """
+
+    def __init__(self, rules: Rules, order: Order):
+        graph = rules.graph
+        self.rules = rules
+        self.nbytes = [v.nbytes for v in graph.values]
+        self.producer = [v.producer for v in graph.values]
+        sequence = [*order.forward, *order.backward]
+        count = len(sequence)
+        self.split = len(order.forward)
+        """The position at which the backward pass begins."""
+        self.node = sequence
+        """By moment: its node, or -1 where it was taken out."""
+        self.at = np.arange(count, dtype=np.int64)
+        """By position: the moment."""
+        self.place = np.arange(count, dtype=np.int64)
+        """By moment: the position."""
+        self.memory = profile_of(rules, order)
+        """By position: the bytes held while it runs."""
+        self.runs: list[list[int]] = [[] for _ in graph.nodes]
+        """By node: its moments, in order."""
+        self.events: list[list[int]] = [[] for _ in graph.values]
+        """By value: its events in order; makes only for values that are kept to the end, none for inputs."""
+        for moment, index in enumerate(sequence):
+            self.runs[index].append(moment)
+            for value in self.touched([index]):
+                self.events[value].append(moment)
+        self.own = [self._own(moment) for moment in range(count)]
+        """By moment: what it holds besides values, temporaries and copies that are dropped."""
+
+    def _own(self, moment: int) -> int:
+        index, kept = self.node[moment], self.rules.kept
+        node = self.rules.graph.nodes[index]
+        copies = sum(self.nbytes[v] for v in node.outputs if v in kept) if self.runs[index][0] != moment else 0
+        return node.temporary_nbytes + copies
+
+    def touched(self, nodes: Iterable[int]) -> list[int]:
+        """The values with events that `nodes` make or read, each once."""
+        found: dict[int, None] = {}
+        for index in nodes:
+            node = self.rules.graph.nodes[index]
+            found.update(dict.fromkeys(node.outputs))
+            found.update((v, None) for v in node.inputs if v not in self.rules.kept)
+        return list(found)
+
+    def order(self) -> Order:
+        """Returns the sequence."""
+        sequence = [self.node[m] for m in self.at.tolist()]
+        forward = [i for i in sequence[: self.split] if i >= 0]
+        return Order(forward, [i for i in sequence[self.split :] if i >= 0])
+
+    def makes(self, moment: int, value: int) -> bool:
+        """Whether `moment` makes `value`, rather than reads it."""
+        return self.node[moment] == self.producer[value]
+
+    def index(self, value: int, position: int) -> int:
+        """How many events of `value` lie before `position`."""
+        return bisect_left(self.events[value], position, key=self.place.__getitem__)
+
+    def is_live(self, value: int, position: int) -> bool:
+        """Whether `value` can be read just before `position`."""
+        rules = self.rules
+        events = self.events[value]
+        if not events:
+            return value in rules.graph.held and (self.producer[value] is None) and self._came(value, position)
+        if value in rules.kept:
+            return bool(self.place[events[0]] < position)
+        i = self.index(value, position)
+        return 0 < i < len(events) and not self.makes(events[i], value)
+
+    def _came(self, value: int, position: int) -> bool:
+        return position >= self.split or value not in self.rules.graph.cotangents
+
+    def lives(self, value: int) -> Iterator[tuple[int, int]]:
+        """Yields the first and last positions at which each copy of `value` is held."""
+        events, place = self.events[value], self.place
+        if value in self.rules.kept:
+            if events:
+                yield int(place[events[0]]), len(self.at) - 1
+            return
+        first = last = -1
+        for moment in events:
+            if self.makes(moment, value):
+                if first >= 0:
+                    yield int(place[first]), int(place[last])
+                first = moment
+            last = moment
+        if first >= 0:
+            yield int(place[first]), int(place[last])
+
+    def _count(self, values: Iterable[int], sign: int) -> None:
+        for value in values:
+            change = sign * self.nbytes[value]
+            if change:
+                for first, last in self.lives(value):
+                    self.memory[first : last + 1] += change
+
+    def before(self, moment: int) -> int:
+        """The bytes held just before `moment`, counted or not as its profile stands."""
+        index = self.node[moment]
+        held = int(self.memory[self.place[moment]]) - self.own[moment]
+        if index < 0:
+            return held
+        first = self.runs[index][0] == moment
+        made = self.rules.graph.nodes[index].outputs
+        return held - sum(self.nbytes[v] for v in made if first or v not in self.rules.kept)
+
+    def insert(self, nodes: Sequence[int], moment: int) -> list[int]:
+        """Runs `nodes` again, in this order, just before `moment`; returns their moments.
+
+        None of them reads or makes what `moment` makes.
+        """
+        touched = self.touched(nodes)
+        self._count(touched, -1)
+        position = int(self.place[moment])
+        held = self.before(moment)
+        new = list(range(len(self.node), len(self.node) + len(nodes)))
+        self.node += nodes
+        self.place[self.at[position:]] += len(nodes)
+        self.place = np.concatenate([self.place, np.arange(position, position + len(nodes))])
+        self.at = np.insert(self.at, position, new)
+        for fresh, index in zip(new, nodes, strict=True):
+            insort(self.runs[index], fresh, key=self.place.__getitem__)
+            self._enter(fresh, index)
+        self.own += [self._own(fresh) for fresh in new]
+        self.memory = np.insert(self.memory, position, [held + self.own[fresh] for fresh in new])
+        self.split += len(nodes) * (position < self.split)
+        self._count(touched, +1)
+        return new
+
+    def _enter(self, moment: int, index: int) -> None:
+        for value in self.touched([index]):
+            insort(self.events[value], moment, key=self.place.__getitem__)
+
+    def remove(self, moment: int) -> list[int]:
+        """Takes out `moment` and what then has no use; returns the nodes, in the order in which they went.
+
+        What read its results reads the copies made before, which live longer.
+        """
+        gone = []
+        stack = [moment]
+        while stack:
+            moment = stack.pop()
+            index = self.node[moment]
+            if index < 0:
+                continue
+            touched = self.touched([index])
+            self._count(touched, -1)
+            self.memory[self.place[moment]] -= self.own[moment]
+            self.node[moment] = -1
+            self.runs[index].remove(moment)
+            for value in touched:
+                self.events[value].remove(moment)
+            self._count(touched, +1)
+            gone.append((moment, index))
+            stack += self.useless(self.rules.graph.nodes[index].inputs, int(self.place[moment]))
+        self.gone = gone
+        return [index for _, index in gone]
+
+    def restore(self, gone: Sequence[tuple[int, int]]) -> None:
+        """Undoes `remove`, nothing else having happened since.
+
+        Args:
+            gone: the moments and nodes that were taken out, `self.gone` after it.
+        """
+        for moment, index in reversed(gone):
+            touched = self.touched([index])
+            self._count(touched, -1)
+            self.node[moment] = index
+            insort(self.runs[index], moment, key=self.place.__getitem__)
+            self._enter(moment, index)
+            self.memory[self.place[moment]] += self.own[moment]
+            self._count(touched, +1)
+
+    def useless(self, values: Iterable[int], position: int) -> list[int]:
+        """The last moments before `position` that make `values`, where nothing reads what they make."""
+        found = []
+        for value in values:
+            producer = self.producer[value]
+            if producer is None:
+                continue
+            runs = self.runs[producer]
+            i = bisect_left(runs, position, key=self.place.__getitem__)
+            if i and not self._has_use(runs[i - 1], producer):
+                found.append(runs[i - 1])
+        return found
+
+    def _has_use(self, moment: int, index: int) -> bool:
+        node = self.rules.graph.nodes[index]
+        first = self.runs[index][0] == moment
+        if first and (node.once or node.random):
+            return True
+        for value in node.outputs:
+            if value in self.rules.kept:
+                if first:
+                    return True
+                continue
+            events = self.events[value]
+            i = self.index(value, int(self.place[moment])) + 1
+            if i < len(events) and not self.makes(events[i], value):
+                return True
+        return False
+
+    def crosses_boundary(self, value: int) -> bool:
+        """Whether a copy of `value` lives from the forward into the backward pass."""
+        return any(first < self.split <= last for first, last in self.lives(value))
