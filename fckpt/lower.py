@@ -15,6 +15,7 @@ import torch
 
 from fckpt.errors import PlanError
 from fckpt.operations import Call, Ref, Trace, indices_of, statistics_of
+from fckpt.rng import set_state, state_of
 from fckpt.schedule import Compute, Schedule, Step
 
 __all__ = ["Lowered", "lower"]
@@ -48,19 +49,19 @@ def lower(trace: Trace, schedule: Schedule) -> Lowered:
 def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, bytes]:
     """Runs a random operation; returns its result and the generator's state before it."""
     generator = _generator(kwargs, device)
-    state = generator.get_state().numpy().tobytes()
+    state = state_of(generator)
     return op(*args, **kwargs), state
 
 
 def _redraw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, state: bytes) -> Any:
     """Runs it again, with the numbers that it drew then; the generator is left as it is."""
     generator = _generator(kwargs, device)
-    now = generator.get_state()
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    now = state_of(generator)
+    set_state(generator, state)
     try:
         return op(*args, **kwargs)
     finally:
-        generator.set_state(now)
+        set_state(generator, now)
 
 
 def _generator(kwargs: dict[str, Any], device: torch.device) -> torch.Generator:

@@ -23,7 +23,7 @@ from fckpt.operations import Layout, Trace
 from fckpt.plans import Budget, Plan, fingerprint, make_plan
 from fckpt.policies import PolicyLike, apply_policy
 from fckpt.run import Program
-from fckpt.trace import trace
+from fckpt.trace import check_dense, trace
 
 __all__ = ["Planner", "Reached"]
 
@@ -145,6 +145,7 @@ def _key(arguments: Arguments, observation: Observation, reached: Reached) -> An
 
 def layout_below(tensor: torch.Tensor) -> Layout:
     """The layout below all levels; a tensor that any level tracks requires grad."""
+    check_dense(tensor)
     tracked = tensor.requires_grad
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)

@@ -20,7 +20,7 @@ import torch
 
 from fckpt.errors import RandomStateError
 
-__all__ = ["SHARED", "RandomState", "generator_types"]
+__all__ = ["SHARED", "RandomState", "generator_types", "set_state", "state_of"]
 
 
 def _memory_of(value: object) -> bytes:
@@ -32,6 +32,17 @@ _HEADER = 2 * ctypes.sizeof(ctypes.c_void_p)  # reference count and type
 _CPYTHON = sys.implementation.name == "cpython"
 
 
+def state_of(generator: torch.Generator) -> bytes:
+    """Reads a generator's state into memory that is not torch's, so that no budget has to count it."""
+    state = generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def set_state(generator: torch.Generator, state: bytes) -> None:
+    """Sets a generator to what `state_of` read."""
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
 class _Torch:
     """A `torch.Generator`."""
 
@@ -40,16 +51,15 @@ class _Torch:
     def __init__(self, generator: torch.Generator):
         self.generator = generator
 
-    def get(self) -> Any:
-        return self.generator.get_state()
+    def get(self) -> bytes:
+        return state_of(self.generator)
 
-    def set(self, state: Any) -> None:
-        self.generator.set_state(state)
+    def set(self, state: bytes) -> None:
+        set_state(self.generator, state)
 
     @staticmethod
-    def same(a: Any, b: Any) -> bool:
-        # Half the time of torch.equal.
-        return ctypes.string_at(a.data_ptr(), a.numel()) == ctypes.string_at(b.data_ptr(), b.numel())
+    def same(a: bytes, b: bytes) -> bool:
+        return a == b
 
 
 class _Cached:

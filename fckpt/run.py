@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from fckpt.errors import MutationError
 from fckpt.lower import Lowered
 from fckpt.operations import Trace, written_by
 
@@ -71,6 +72,8 @@ class Execution:
             self.sources.append(numbers.get(id(tensor)))
             self.others.append(tensor if i in program.uses and id(tensor) not in numbers else None)
         self.residuals: list[Any] | None = None
+        self.shared: list[tuple[torch.Tensor, int]] = []
+        """Outputs that are residuals too, and their versions: the caller may change them."""
         self.versions: list[int] = []
         self.has_run = False
         self.lock = threading.Lock()
@@ -83,7 +86,8 @@ class Execution:
             self.has_run = True
         with _below_autograd():
             outputs, self.residuals = self.program.lowered.forward(self._given(operands))
-        self.outputs = len(outputs)
+            kept = {t.untyped_storage()._cdata for t in self.residuals if isinstance(t, torch.Tensor)}
+            self.shared = [(t, t._version) for t in outputs if t.untyped_storage()._cdata in kept]
         return outputs
 
     def backward(
@@ -100,6 +104,7 @@ class Execution:
             residuals, self.residuals = self.residuals, None
         if residuals is None:
             return None
+        self._check_outputs()
         cts = list(cotangents)
         if program.strict:
             cts = [self._as_traced(ct, i) for i, ct in zip(given, cts, strict=True)]
@@ -110,6 +115,16 @@ class Execution:
             if source is not None:
                 by_operand[source] = grad
         return by_operand
+
+    def _check_outputs(self) -> None:
+        for tensor, then in self.shared:
+            if tensor._version != then:
+                raise MutationError(
+                    f"an output of a rematerialised function (shape {list(tensor.shape)}, {tensor.dtype}) was changed "
+                    f"in place between forward and backward (version {then} -> {tensor._version}), and its plan keeps "
+                    "that output for backward. Change a copy instead."
+                )
+        self.shared = []
 
     def _given(self, operands: Sequence[torch.Tensor]) -> list[Any]:
         own = [

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from fckpt.graph import Graph, Node, Value
 from fckpt.operations import Call, Layout, Ref, TensorSpec, Trace, indices_of, statistics_of
 from fckpt.policies import names_recorded
 
-__all__ = ["Call", "Layout", "Ref", "TensorSpec", "Trace", "trace"]
+__all__ = ["Call", "Layout", "Ref", "TensorSpec", "Trace", "check_dense", "trace"]
 
 aten = torch.ops.aten
 
@@ -59,12 +60,6 @@ def trace(
             tensor that is neither passed nor among `closure`; it returns what is no pytree of tensors.
     """
     tensors = [*arguments.tensors, *closure]
-    for tensor in tensors:
-        if tensor.layout is not torch.strided or type(tensor) not in _TRACEABLE:
-            raise TraceError(
-                f"a {type(tensor).__name__} with layout {tensor.layout} cannot be traced: budgets and policies know "
-                f"dense torch.Tensors. {_WAY_OUT}"
-            )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _Recorder()
     with _tracing(mode, recorder), _user_errors():
@@ -83,8 +78,17 @@ def trace(
     return finished.trace([*origins, *[""] * (len(operands) - len(origins))])
 
 
-_TRACEABLE = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_TRACEABLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 _WAY_OUT = "fckpt.remat without policy and budget takes any function; nothing is traced then."
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raises `TraceError` for a tensor that no plan can deal with."""
+    if tensor.layout is not torch.strided or type(tensor) not in _TRACEABLE:
+        raise TraceError(
+            f"a {type(tensor).__name__} with layout {tensor.layout} cannot be traced: budgets and policies know dense "
+            f"torch.Tensors. {_WAY_OUT}"
+        )
 
 
 def _stand_in(layout: Layout, recorder: _Recorder) -> torch.Tensor:
@@ -106,10 +110,36 @@ def _bare(tensor: torch.Tensor) -> torch.Tensor:
 def _tracing(mode: FakeTensorMode, recorder: _Recorder) -> Iterator[None]:
     torch._enable_functionalization(reapply_views=True)
     try:
-        with temporarily_clear_interpreter_stack(), mode, recorder, torch.enable_grad():
+        with temporarily_clear_interpreter_stack(), _seeds_refused(), mode, recorder, torch.enable_grad():
             yield
     finally:
         torch._disable_functionalization()
+
+
+class _SeedGuard:
+    """Stands for the default generator while a function is traced: it may be asked, and not be set."""
+
+    def __init__(self, generator: torch.Generator):
+        self.generator = generator
+        self.thread = threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("manual_seed", "set_state", "seed") and threading.get_ident() == self.thread:
+            raise TraceError(
+                f"{_user_line()}: the function sets the random generator (`{name}`), which a plan cannot repeat. Set "
+                f"it before the call, or pass a torch.Generator. {_WAY_OUT}"
+            )
+        return getattr(self.generator, name)
+
+
+@contextlib.contextmanager
+def _seeds_refused() -> Iterator[None]:
+    generator = torch.random.default_generator
+    torch.random.default_generator = _SeedGuard(generator)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.random.default_generator = generator
 
 
 @contextlib.contextmanager
@@ -119,7 +149,8 @@ def _user_errors() -> Iterator[None]:
         yield
     except Exception as error:
         kind = type(error).__name__
-        if not any(word in kind for word in ("DataDependent", "DynamicOutputShape", "UnsupportedFakeTensor")):
+        hidden = isinstance(error, RuntimeError) and "its data is not allocated yet" in str(error)
+        if not hidden and not any(word in kind for word in ("DataDependent", "DynamicOutputShape", "UnsupportedFake")):
             raise
         line = _line_of(error)
         raise TraceError(
@@ -209,6 +240,7 @@ class _Recorder(TorchDispatchMode):
         number = self.numbers.get(id(tensor))
         if number is None:
             number = self.numbers[id(tensor)] = len(self.tensors)
+            check_dense(tensor)
             self.tensors.append(tensor)
             storage = tensor.untyped_storage()._cdata
             self.values.append(self.storages.setdefault(storage, len(self.storages)))

@@ -5,9 +5,9 @@ budget; (2) cut the forward pass into segments, as Chen et al. do (see `seeds`),
 (3) `repair` the smallest of these. All of them end with `prune`. The backward pass keeps its recorded order unless
 another one has a lower peak.
 
-Nothing is optimal. On chains of equal layers it meets the optimum of one repetition per layer; against exhaustive search
-on small graphs see tests/solve. The least budget is the least peak over all of these, and of repairs of the smallest
-with ever lower budgets; it does not depend on the budget asked.
+Nothing is optimal. On chains of equal layers it meets the optimum of one repetition per layer; against exhaustive
+search on small graphs see tests/solve. The least budget is the least peak over all of these, and of repairs of the
+smallest with ever lower budgets; it does not depend on the budget asked.
 
 Complexity: near-linear in practice; a graph of 9,000 nodes takes some seconds. Left out: search over the order beyond
 the list schedules, and over moves that do not help at once.
@@ -15,18 +15,20 @@ the list schedules, and over moves that do not help at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from fckpt.graph import Graph
 from fckpt.schedule import Schedule, schedule_of
-from fckpt.simulate import simulate
-from fckpt.solve.base import Order, Rules, over_budget, peak_of, seconds_of
+from fckpt.solve.base import Order, Rules, over_budget, peak_of, seconds_of, within
 from fckpt.solve.repair import prune, repair
 from fckpt.solve.seeds import backward_orders, save_everything, segmented
 from fckpt.solve.tape import Tape
 
 __all__ = ["fit", "greedy", "smallest"]
 
+NEIGHBOURS = 2
+"""How many seeds on each side of the budget are repaired; one for graphs of more than `LARGE` nodes."""
+LARGE = 4000
 DESCENTS = 6
 """How many lower budgets are tried to find the least."""
 
@@ -44,33 +46,43 @@ def greedy(graph: Graph, budget: int | None = None) -> Schedule:
     rules = Rules(graph)
     if budget is None:
         return schedule_of(graph, *save_everything(rules))
-    best = min(_plans(rules, budget), key=lambda order: seconds_of(rules, order), default=None)
-    if best is None:
+    seeds = _front(rules, segmented(rules))
+    first = [save_everything(rules, order) for order in backward_orders(rules)]
+    if all(peak_of(rules, order) > budget for order in (*first, *(seed for _, seed in seeds))):
+        # Below all seeds the smallest plan decides whether anything fits, so that the least budget is one number.
         least = smallest(rules)
         if peak_of(rules, least) > budget:
             raise over_budget(graph, schedule_of(graph, *least), budget, "greedy")
-        best = fit(rules, least, budget) or least
-    schedule = schedule_of(graph, *best)
-    assert simulate(graph, schedule).peak_nbytes <= budget
-    return schedule
+        first = [least]
+    best = None
+    for order in (*first, *_nearest(seeds, budget, 1 if len(graph.nodes) > LARGE else NEIGHBOURS)):
+        # A repair adds time, so what takes longer than the best before it is repaired will not win.
+        if best is not None and peak_of(rules, order) > budget and seconds_of(rules, order) >= seconds_of(rules, best):
+            continue
+        plan = fit(rules, order, budget)
+        if plan is not None and (best is None or seconds_of(rules, plan) < seconds_of(rules, best)):
+            best = plan
+    assert best is not None  # one of them fitted as it was
+    return within(graph, schedule_of(graph, *best), budget, "greedy")
 
 
-def _plans(rules: Rules, budget: int) -> Iterator[Order]:
-    """Yields what fits: repairs of saving everything, and the fastest of the seeds, filled up."""
-    free = None
-    for order in backward_orders(rules):
-        plan = fit(rules, save_everything(rules, order), budget)
-        if plan is not None:
-            yield plan
-            free = seconds_of(rules, plan)
-            break
-    seeds = [(seconds_of(rules, s), i, s) for i, s in enumerate(segmented(rules)) if peak_of(rules, s) <= budget]
-    for seconds, _, seed in sorted(seeds)[:2]:
-        del seconds
-        plan = fit(rules, seed, budget)
-        if plan is not None:
-            yield plan
-    del free
+def _nearest(seeds: list[tuple[int, Order]], budget: int, count: int) -> list[Order]:
+    """Returns the `count` seeds with peaks next to the budget, on either side."""
+    inside = [order for peak, order in seeds if peak <= budget]
+    outside = [order for peak, order in seeds if peak > budget]
+    return [*inside[-count:], *outside[:count]]
+
+
+def _front(rules: Rules, orders: Iterable[Order]) -> list[tuple[int, Order]]:
+    """Returns those of `orders` that no other beats in both peak and time, by falling time, with their peaks."""
+    found = sorted((peak_of(rules, o), seconds_of(rules, o), i, o) for i, o in enumerate(orders))
+    front: list[tuple[int, Order]] = []
+    least = float("inf")
+    for peak, seconds, _, order in found:
+        if seconds < least:
+            front.append((peak, order))
+            least = seconds
+    return front
 
 
 def fit(rules: Rules, order: Order, budget: int) -> Order | None:

@@ -2,14 +2,16 @@
 
 `torch._functorch._activation_checkpointing.knapsack` (PyTorch 2.4 and later): each value that the backward pass reads
 is worth the seconds of the node that makes it and weighs its bytes; the most valuable set within a weight is saved.
-Optimal in that model, up to weights rounded up to a thousandth of the total. The model is wrong twice: what is computed
+Optimal in that model, up to weights rounded to 1/4000 of the total. The model is wrong twice: what is computed
 again may need other things computed again, and bytes saved are not the peak. Unlike torch, this solver looks at the
 simulated peak for a row of weights, and takes the fastest plan that fits.
 
-Complexity: O(1000 values), and a simulation per weight. Left out: torch's choice between several knapsacks.
+Complexity: O(4000 values), and a simulation per weight. Left out: torch's choice between several knapsacks.
 """
 
 from __future__ import annotations
+
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from fckpt.solve.base import Rules, over_budget, peak_of, replay, seconds_of
 
 __all__ = ["knapsack"]
 
-UNITS = 1000
+UNITS = 4000
 STEPS = 40
 """How many weights are tried."""
 
@@ -71,7 +73,8 @@ class _Table:
 
     def __init__(self, worth: list[float], nbytes: list[int]):
         total = sum(nbytes) or 1
-        self.weights = [-(-size * UNITS // total) for size in nbytes]
+        ends = [0, *(before * UNITS // total for before in accumulate(nbytes))]
+        self.weights = [end - start for start, end in pairwise(ends)]  # sums to UNITS, however many there are
         self.takes = np.zeros((len(worth), UNITS + 1), dtype=bool)
         best = np.zeros(UNITS + 1)
         for k, (gain, weight) in enumerate(zip(worth, self.weights, strict=True)):
@@ -80,7 +83,7 @@ class _Table:
             best[weight:] = np.maximum(best[weight:], with_it)
 
     def at(self, capacity: int) -> list[int]:
-        """Returns the items to take, of `capacity` thousandths of the total weight."""
+        """Returns the items to take, of `capacity` of `UNITS` parts of the total weight."""
         taken = []
         for k in range(len(self.weights) - 1, -1, -1):
             if self.takes[k, capacity]:

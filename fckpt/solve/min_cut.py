@@ -98,9 +98,9 @@ def _as_torch(rules: Rules) -> tuple[np.ndarray, np.ndarray]:
         decisions = {values[v].decision for v in node.outputs}
         if "prefer_recompute" in decisions:
             price[[v for v in node.outputs if values[v].decision == "prefer_recompute"]] = np.inf
-        elif "prefer_save" in decisions or (work[node.id] > intense * touched[node.id]):
-            if "must_recompute" not in decisions:
-                cost[node.id] = np.inf
+        elif "must_recompute" not in decisions:
+            dear = "prefer_save" in decisions or work[node.id] > intense * touched[node.id]
+            cost[node.id] = np.inf if dear else 0.0
     return cost, price
 
 
@@ -146,7 +146,7 @@ def _source_side(arcs: Sequence[tuple[int, int, float]], source: int, sink: int)
     tails, heads = (np.array([arc[k] for arc in arcs], dtype=np.int32) for k in (0, 1))
     limits = np.array([arc[2] for arc in arcs])
     finite = np.isfinite(limits)
-    scale = (INFINITE - 1 - len(arcs)) / max(float(limits[finite].sum()), 1e-300)  # flows are int32 in scipy
+    scale = (INFINITE - 1 - len(arcs)) / (float(limits[finite].sum()) or 1.0)  # flows are int32 in scipy
     capacity = np.full(len(arcs), INFINITE, dtype=np.int32)
     capacity[finite] = np.floor(limits[finite] * scale).astype(np.int32)
     network = csr_array((capacity, (tails, heads)), shape=(sink + 1, sink + 1))

@@ -12,8 +12,8 @@ Left out: moves of a computation without repeating it (the order comes from `ord
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,8 @@ __all__ = ["prune", "repair"]
 
 LEVELS = 10
 """How many generations of missing ancestors a move computes again before it gives up."""
+PASSES = 2
+"""How often `prune` looks at all repetitions: what did not fit may fit once others have gone."""
 TOLERANCE = 1.02
 """A move this much worse than the best is as good, where another look at all of them would cost time."""
 FORGET = 0.75
@@ -61,7 +63,7 @@ class Gaps:
             events = self.tape.events[value]
             old = {(int(self.first[r]), int(self.second[r])): r for r in self.rows[value]}
             rows = []
-            for first, second in itertools.pairwise(events):
+            for first, second in pairwise(events):
                 if not self.tape.makes(second, value):
                     row = old.pop((first, second), -1)
                     rows.append(self._add(value, first, second) if row < 0 else row)
@@ -72,9 +74,9 @@ class Gaps:
     def _add(self, value: int, first: int, second: int) -> int:
         row = len(self.value)
         if row == len(self.first):
-            self.first, self.second, self.score = (
-                np.concatenate([a, np.zeros_like(a)]) for a in (self.first, self.second, self.score)
-            )
+            self.first = np.concatenate([self.first, np.zeros_like(self.first)])
+            self.second = np.concatenate([self.second, np.zeros_like(self.second)])
+            self.score = np.concatenate([self.score, np.zeros_like(self.score)])
         self.value.append(value)
         self.first[row], self.second[row], self.score[row] = first, second, 0.0
         return row
@@ -288,7 +290,7 @@ def repair(tape: Tape, budget: int) -> bool:
 
 def prune(tape: Tape, budget: int) -> None:
     """Takes out repetitions, the dearest first, as long as the peak stays at most `budget` bytes."""
-    while True:
+    for _ in range(PASSES):
         repeated = [m for runs in tape.runs for m in runs[1:]]
         repeated.sort(key=lambda m: (-tape.rules.seconds[tape.node[m]], m))
         found = False

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -127,7 +128,7 @@ def _listed(rules: Rules, key: Callable[[int, int], tuple[int, int]]) -> list[in
     left = {value: len(found) for value, found in readers.items()}
     waits = {i: sum(graph.values[v].producer in mine for v in graph.nodes[i].inputs) for i in rules.backward}
     random = [i for i in rules.backward if graph.nodes[i].random]
-    follower = dict(zip(random, random[1:], strict=False))
+    follower = dict(pairwise(random))
     for index in follower.values():
         waits[index] += 1
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -96,28 +97,40 @@ class Tape:
     def _came(self, value: int, position: int) -> bool:
         return position >= self.split or value not in self.rules.graph.cotangents
 
-    def lives(self, value: int) -> Iterator[tuple[int, int]]:
-        """Yields the first and last positions at which each copy of `value` is held."""
+    def lives(self, value: int, low: int = 0, high: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yields the first and last positions at which copies of `value` are held.
+
+        Args:
+            value: the value.
+            low: only the last copy made before this position, and those made from there on;
+            high: and up to this position.
+        """
         events, place = self.events[value], self.place
+        high = len(self.at) if high is None else high
         if value in self.rules.kept:
             if events:
                 yield int(place[events[0]]), len(self.at) - 1
             return
+        i = max(self.index(value, low) - 1, 0) if low else 0
+        while i > 0 and not self.makes(events[i], value):
+            i -= 1
         first = last = -1
-        for moment in events:
+        for moment in islice(events, i, None):
             if self.makes(moment, value):
                 if first >= 0:
-                    yield int(place[first]), int(place[last])
-                first = moment
+                    yield first, int(place[last])
+                first = int(place[moment])
+                if first > high:
+                    return
             last = moment
         if first >= 0:
-            yield int(place[first]), int(place[last])
+            yield first, int(place[last])
 
-    def _count(self, values: Iterable[int], sign: int) -> None:
+    def _count(self, values: Iterable[int], sign: int, low: int, high: int) -> None:
         for value in values:
             change = sign * self.nbytes[value]
             if change:
-                for first, last in self.lives(value):
+                for first, last in self.lives(value, low, high):
                     self.memory[first : last + 1] += change
 
     def before(self, moment: int) -> int:
@@ -136,8 +149,8 @@ class Tape:
         None of them reads or makes what `moment` makes.
         """
         touched = self.touched(nodes)
-        self._count(touched, -1)
         position = int(self.place[moment])
+        self._count(touched, -1, position, position)
         held = self.before(moment)
         new = list(range(len(self.node), len(self.node) + len(nodes)))
         self.node += nodes
@@ -150,7 +163,7 @@ class Tape:
         self.own += [self._own(fresh) for fresh in new]
         self.memory = np.insert(self.memory, position, [held + self.own[fresh] for fresh in new])
         self.split += len(nodes) * (position < self.split)
-        self._count(touched, +1)
+        self._count(touched, +1, position, position + len(nodes) - 1)
         return new
 
     def _enter(self, moment: int, index: int) -> None:
@@ -170,15 +183,16 @@ class Tape:
             if index < 0:
                 continue
             touched = self.touched([index])
-            self._count(touched, -1)
-            self.memory[self.place[moment]] -= self.own[moment]
+            position = int(self.place[moment])
+            self._count(touched, -1, position, position)
+            self.memory[position] -= self.own[moment]
             self.node[moment] = -1
             self.runs[index].remove(moment)
             for value in touched:
                 self.events[value].remove(moment)
-            self._count(touched, +1)
+            self._count(touched, +1, position, position)
             gone.append((moment, index))
-            stack += self.useless(self.rules.graph.nodes[index].inputs, int(self.place[moment]))
+            stack += self.useless(self.rules.graph.nodes[index].inputs, position)
         self.gone = gone
         return [index for _, index in gone]
 
@@ -190,12 +204,13 @@ class Tape:
         """
         for moment, index in reversed(gone):
             touched = self.touched([index])
-            self._count(touched, -1)
+            position = int(self.place[moment])
+            self._count(touched, -1, position, position)
             self.node[moment] = index
             insort(self.runs[index], moment, key=self.place.__getitem__)
             self._enter(moment, index)
-            self.memory[self.place[moment]] += self.own[moment]
-            self._count(touched, +1)
+            self.memory[position] += self.own[moment]
+            self._count(touched, +1, position, position)
 
     def useless(self, values: Iterable[int], position: int) -> list[int]:
         """The last moments before `position` that make `values`, where nothing reads what they make."""

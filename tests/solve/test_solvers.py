@@ -1,0 +1,156 @@
+"""Every solver, on random small graphs: what it promises, and against exhaustive search."""
+
+from __future__ import annotations
+
+import pytest
+from graphs import graphs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fckpt import solve
+from fckpt.errors import ArgumentValueError, BudgetError
+from fckpt.graph import Graph
+from fckpt.schedule import Compute, Schedule, schedule_of
+from fckpt.simulate import Timeline, simulate
+from fckpt.solve.base import Rules, peak_of, profile_of, replay
+from fckpt.solve.repair import prune, repair
+from fckpt.solve.seeds import backward_orders, save_everything, segmented
+from fckpt.solve.tape import Tape
+
+NAMES = ("auto", "greedy", "knapsack", "min_cut", "policy", "recompute_all", "save_all")
+BUDGETED = ("auto", "greedy", "knapsack", "min_cut")
+
+
+def examples(count: int):
+    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def planned(name: str, graph: Graph, budget: int | None) -> tuple[Schedule | None, Timeline | None, BudgetError | None]:
+    try:
+        schedule = solve.get(name)(graph, budget)
+    except BudgetError as error:
+        return None, None, error
+    return schedule, simulate(graph, schedule), None
+
+
+def crossing(graph: Graph, schedule: Schedule) -> set[int]:
+    """What is live between the passes, besides what always is."""
+    live: set[int] = set()
+    for step in schedule.forward:
+        if isinstance(step, Compute):
+            live.update(graph.nodes[step.node].outputs)
+        else:
+            live.discard(step.value)
+    return live - set(graph.outputs)
+
+
+def computed(schedule: Schedule) -> list[int]:
+    return [s.node for s in (*schedule.forward, *schedule.backward) if isinstance(s, Compute)]
+
+
+def budget_of(graph: Graph, fraction: float) -> int:
+    return int(fraction * simulate(graph, solve.get("save_all")(graph, None)).peak_nbytes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@examples(60)
+@given(graph=graphs(most=8, decisions=True), fraction=st.floats(0.2, 1.0))
+def test_a_plan_fits_or_the_least_budget_does(name: str, graph: Graph, fraction: float):
+    budget = budget_of(graph, fraction)
+    schedule, timeline, error = planned(name, graph, budget)
+    if error is not None:
+        assert error.least_bytes > budget
+        schedule, timeline, again = planned(name, graph, error.least_bytes)
+        assert again is None
+        budget = error.least_bytes
+    assert timeline is not None and timeline.peak_nbytes <= budget
+    assert solve.get(name)(graph, budget) == schedule
+
+
+@pytest.mark.parametrize("name", NAMES)
+@examples(60)
+@given(graph=graphs(most=8, decisions=True), fraction=st.none() | st.floats(0.3, 1.0))
+def test_what_a_policy_forbids_and_obliges(name: str, graph: Graph, fraction: float | None):
+    schedule, _, _ = planned(name, graph, None if fraction is None else budget_of(graph, fraction))
+    if schedule is None:
+        return
+    counts = [computed(schedule).count(n.id) for n in graph.nodes]
+    for node in graph.nodes[: graph.boundary]:
+        decisions = {graph.values[v].decision for v in node.outputs}
+        if node.once or "must_save" in decisions:
+            assert counts[node.id] <= 1
+        elif "must_recompute" in decisions:
+            forbidden = {v for v in node.outputs if graph.values[v].decision == "must_recompute"}
+            assert forbidden.difference(graph.gradients).isdisjoint(crossing(graph, schedule))
+
+
+@examples(40)
+@given(graph=graphs(most=3, decisions=True), fraction=st.floats(0.3, 1.0))
+def test_nothing_beats_exhaustive_search(graph: Graph, fraction: float):
+    if len(graph.nodes) > 9:
+        return
+    budget = budget_of(graph, fraction)
+    _, best, error = planned("brute", graph, budget)
+    for name in NAMES:
+        _, timeline, other = planned(name, graph, budget)
+        if timeline is not None:
+            assert best is not None and best.seconds <= timeline.seconds
+        if error is not None:
+            assert other is not None and error.least_bytes <= other.least_bytes
+
+
+@examples(100)
+@given(graph=graphs(most=8, decisions=True), fraction=st.floats(0.3, 1.0))
+def test_a_tape_knows_its_profile(graph: Graph, fraction: float):
+    rules = Rules(graph)
+    tape = Tape(rules, save_everything(rules))
+    budget = int(fraction * tape.memory.max())
+    if repair(tape, budget):
+        prune(tape, budget)
+        assert tape.memory.max() <= budget
+    order = tape.order()
+    assert [m for m, at in zip(tape.memory, tape.at, strict=True) if tape.node[at] >= 0] == list(
+        profile_of(rules, order)
+    )
+    assert peak_of(rules, order) == simulate(graph, schedule_of(graph, *order)).peak_nbytes
+
+
+@examples(100)
+@given(graph=graphs(most=8, decisions=True), leaf=st.sampled_from([None, 1, 2, 4]), data=st.data())
+def test_any_set_can_be_saved(graph: Graph, leaf: int | None, data: st.DataObject):
+    saved = data.draw(st.sets(st.sampled_from(range(len(graph.values)))))
+    rules = Rules(graph)
+    order = replay(rules, saved, leaf=leaf)
+    assert peak_of(rules, order) == simulate(graph, schedule_of(graph, *order)).peak_nbytes
+    timeline = simulate(graph, solve.from_saved(graph, saved))
+    assert timeline.recomputed_nodes <= len(graph.nodes)
+    for seed in segmented(rules):
+        simulate(graph, schedule_of(graph, *seed))
+    for backward in backward_orders(rules):
+        simulate(graph, schedule_of(graph, *save_everything(rules, backward)))
+
+
+@examples(100)
+@given(graph=graphs(most=8, flags=False))
+def test_saving_everything_repeats_nothing(graph: Graph):
+    assert simulate(graph, solve.get("save_all")(graph, None)).recomputed_nodes == 0
+
+
+@examples(60)
+@given(graph=graphs(most=8, decisions=True))
+def test_a_policy_saves_what_it_says(graph: Graph):
+    schedule = solve.get("policy")(graph, None)
+    free = {
+        v
+        for n in graph.nodes
+        if n.once or any(graph.values[o].decision == "must_save" for o in n.outputs)
+        for v in n.outputs
+    }
+    wanted = {v.id for v in graph.values if v.decision in ("must_save", "prefer_save")}
+    assert crossing(graph, schedule) <= wanted | free | set(graph.gradients)
+
+
+def test_the_registry():
+    assert solve.names() == ("auto", "brute", "greedy", "knapsack", "min_cut", "policy", "recompute_all", "save_all")
+    with pytest.raises(ArgumentValueError, match=r"no solver 'magic'\. Take one of auto, brute, greedy"):
+        solve.get("magic")
