@@ -136,14 +136,13 @@ class Graph:
         Raises:
             ArgumentValueError: it is no graph, or one of another format.
         """
-        if isinstance(data, str):
-            data = json.loads(data)
+        read: dict[str, Any] = json.loads(data) if isinstance(data, str) else data
         try:
-            _require(data["format"] == FORMAT, f"the format is {data['format']}, not {FORMAT}")
-            nodes = tuple(Node(**{k: _frozen(v) for k, v in node.items()}) for node in data["nodes"])
-            values = tuple(Value(**{k: _frozen(v) for k, v in value.items()}) for value in data["values"])
-            ends = {k: tuple(data[k]) for k in ("inputs", "cotangents", "outputs", "gradients")}
-            return Graph(nodes, values, boundary=data["boundary"], **ends)
+            _require(read["format"] == FORMAT, f"the format is {read['format']}, not {FORMAT}")
+            nodes = tuple(Node(**{k: _frozen(v) for k, v in node.items()}) for node in read["nodes"])
+            values = tuple(Value(**{k: _frozen(v) for k, v in value.items()}) for value in read["values"])
+            ends = [tuple(read[k]) for k in ("inputs", "cotangents", "outputs", "gradients")]
+            return Graph(nodes, values, *ends, boundary=read["boundary"])
         except (KeyError, TypeError, IndexError) as error:
             raise ArgumentValueError(f"this is no graph of fckpt: {error!r}.") from error
 

@@ -93,6 +93,7 @@ class _Writer:
         self.repeated = {n for n in computed if n in seen or seen.add(n)}
         self.done: set[int] = set()
         self.lines: list[str] = []
+        self.used: set[int] = set()
         self.live: set[int] = set()
         self.states: set[int] = set()  # nodes whose generator state is held
 
@@ -104,6 +105,7 @@ class _Writer:
         self.steps(self.schedule.forward)
         for t in trace.outputs:
             self.ensure(t)
+            self.used.add(t)
         residuals = self.residuals()
         self.emit(f"return {_list(map(_var, trace.outputs))}, {_list(residuals)}")
         forward = self.end()
@@ -120,19 +122,19 @@ class _Writer:
         for t in trace.gradients:
             if t is not None:
                 self.ensure(t)
+                self.used.add(t)
         self.emit(f"return {_list('None' if t is None else _var(t) for t in trace.gradients)}")
         return forward + self.end()
 
     def begin(self, signature: str, live: Iterable[int] = ()) -> None:
         self.lines = [f"def {signature}:"]
+        self.used = set[int]()
         self.live = {*self.given, *live}
 
     def end(self) -> str:
         """The text of a function, which takes those of the given tensors that it uses."""
-        body = "\n".join(self.lines[1:])
-        used = [(i, t) for i, t in enumerate(self.given) if f"t{t}_" in body]
-        takes = [f"    {_var(t)} = given[{i}]" for i, t in used]
-        return "\n".join([self.lines[0], *takes, body, "", ""])
+        takes = [f"    {_var(t)} = given[{i}]" for i, t in enumerate(self.given) if t in self.used]
+        return "\n".join([self.lines[0], *takes, *self.lines[1:], "", ""])
 
     def residuals(self) -> list[str]:
         """The variables that backward begins with: the bases of live values, and generator states."""
@@ -234,7 +236,8 @@ class _Writer:
 
     def text(self, value: Any) -> str:
         if isinstance(value, Ref):
-            return _var(value.index)
+            self.used.add(value.tensor)
+            return _var(value.tensor)
         if value is None or type(value) in (bool, int, str):
             return repr(value)
         if type(value) is float and value - value == 0:

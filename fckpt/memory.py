@@ -64,7 +64,7 @@ def _measure_cpu(fn: Callable[[], Any]) -> PeakMemory:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recording:
         result = fn()
     held = peak = 0
     # Deltas are summed: the event's own running total starts from earlier recordings.

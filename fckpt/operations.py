@@ -16,9 +16,9 @@ aten = torch.ops.aten
 
 
 class Ref(NamedTuple):
-    """Stands for tensor number `index` of a trace, in the arguments of a call."""
+    """Stands for a tensor of a trace, in the arguments of a call: its number."""
 
-    index: int
+    tensor: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def written_by(call: Call) -> list[int]:
 
 def indices_of(value: Any) -> Iterator[int]:
     if isinstance(value, Ref):
-        yield value.index
+        yield value.tensor
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from indices_of(inner)

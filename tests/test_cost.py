@@ -75,7 +75,7 @@ def trace_of(*calls: tuple[Call, list[TensorSpec]]) -> Trace:
     for i, (call, specs) in enumerate(calls):
         start = len(tensors)
         shift = lambda value, start=start: (
-            Ref(value.index + start)
+            Ref(value.tensor + start)
             if isinstance(value, Ref)
             else [shift(v) for v in value]
             if isinstance(value, (list, tuple))
@@ -627,7 +627,7 @@ def test_users_costs_come_first(op: Any, source: Callable[[], Any]) -> None:
     cost = OpCost(0.25, 5, 6)
     before = dict(_REGISTRY)
     try:
-        register_cost(op, lambda call, specs: dataclasses.replace(cost, flops=specs[call.args[0].index].shape[0]))
+        register_cost(op, lambda call, specs: dataclasses.replace(cost, flops=specs[call.args[0].tensor].shape[0]))
         call, specs = call_of(aten.erfinv.default, torch.rand(5))
         assert source()(call, specs) == cost
     finally:

@@ -88,7 +88,7 @@ class _Shape(tuple[int, ...]):
 
 def _shapes(value: Any, specs: Sequence[TensorSpec]) -> Any:
     if isinstance(value, Ref):
-        return _Shape(specs[value.index].shape)
+        return _Shape(specs[value.tensor].shape)
     if isinstance(value, (list, tuple)):
         return [_shapes(item, specs) for item in value]
     if isinstance(value, dict):
@@ -98,7 +98,7 @@ def _shapes(value: Any, specs: Sequence[TensorSpec]) -> Any:
 
 def _inputs(call: Call, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     """The tensors that a call reads, each once."""
-    return [specs[i] for i in dict.fromkeys(ref.index for ref in refs((call.args, call.kwargs)))]
+    return [specs[i] for i in dict.fromkeys(ref.tensor for ref in refs((call.args, call.kwargs)))]
 
 
 def _compute_dtype(call: Call, specs: Sequence[TensorSpec]) -> torch.dtype:

@@ -85,10 +85,10 @@ def signature(call: Call, specs: Sequence[TensorSpec]) -> str:
 
 def _text(value: Any, specs: Sequence[TensorSpec], seen: dict[int, int]) -> str:
     if isinstance(value, Ref):
-        if value.index in seen:
-            return f"%{seen[value.index]}"
-        number = seen[value.index] = len(seen)
-        return f"%{number}={_spec_text(specs[value.index])}"
+        if value.tensor in seen:
+            return f"%{seen[value.tensor]}"
+        number = seen[value.tensor] = len(seen)
+        return f"%{number}={_spec_text(specs[value.tensor])}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_text(item, specs, seen) for item in value)}]"
     if isinstance(value, dict):
@@ -123,7 +123,7 @@ def register_cost(op: Any, fn: Callable[[Call, Sequence[TensorSpec]], OpCost]) -
 
     Example:
         >>> def scan_cost(call, specs):
-        ...     x = specs[call.args[0].index]                      # TensorSpec: shape, stride, dtype, device
+        ...     x = specs[call.args[0].tensor]                      # TensorSpec: shape, stride, dtype, device
         ...     nbytes = math.prod(x.shape) * x.dtype.itemsize
         ...     return OpCost(seconds=2 * nbytes / 2e12, flops=math.prod(x.shape), temporary_nbytes=nbytes)
         >>> import math

@@ -97,7 +97,7 @@ class Measured:
 
 def _device(call: Call, specs: Sequence[TensorSpec]) -> torch.device:
     """The accelerator that a call uses, else the CPU."""
-    used = [ref.index for ref in refs((call.args, call.kwargs))] + [i for i in call.outputs if i is not None]
+    used = [ref.tensor for ref in refs((call.args, call.kwargs))] + [i for i in call.outputs if i is not None]
     devices = [specs[i].device for i in used]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 

@@ -33,12 +33,12 @@ def arguments(call: Call, specs: Sequence[TensorSpec], fill: str) -> tuple[tuple
         args and kwargs. Generators in them are new.
     """
     bounds = _index_bounds(call, specs) if fill == "usual" else {}
-    indices = dict.fromkeys(ref.index for ref in refs((call.args, call.kwargs)))
+    indices = dict.fromkeys(ref.tensor for ref in refs((call.args, call.kwargs)))
     tensors = {i: _tensor(specs[i], bounds.get(i, 0), fill) for i in indices}
 
     def substituted(value: Any) -> Any:
         if isinstance(value, Ref):
-            return tensors[value.index]
+            return tensors[value.tensor]
         if isinstance(value, (list, tuple)):
             return [substituted(item) for item in value]
         if isinstance(value, dict):
@@ -81,8 +81,8 @@ def _index_bounds(call: Call, specs: Sequence[TensorSpec]) -> dict[int, int]:
     find = _BOUNDS.get(packet(call))
     if find is None:
         return {}
-    found = find(named(call), lambda ref: specs[ref.index].shape)
-    return {ref.index: bound for ref, bound in found if isinstance(ref, Ref)}
+    found = find(named(call), lambda ref: specs[ref.tensor].shape)
+    return {ref.tensor: bound for ref, bound in found if isinstance(ref, Ref)}
 
 
 _Shape = Callable[[Ref], tuple[int, ...]]
