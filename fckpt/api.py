@@ -17,10 +17,11 @@ from fckpt.errors import ArgumentTypeError
 from fckpt.module import remat_module
 from fckpt.planner import Planner, Reached, layout_below
 from fckpt.plans import Budget, Plan, check_budget
-from fckpt.policies import PolicyLike
+from fckpt.policies import PolicyLike, nothing_saveable
 from fckpt.primitives import UserCall
 from fckpt.run import Execution
 from fckpt.segment import HooksUnavailable, run_segment
+from fckpt.trace import inlined, is_tracing
 from fckpt.transform import run_nodes, run_planned
 
 __all__ = ["remat"]
@@ -177,9 +178,11 @@ def _check_function(fn: Any) -> None:
 class _Region:
     """What was learnt about one rematerialised function from call to call."""
 
-    __slots__ = ("differentiates", "habits", "static")
+    __slots__ = ("differentiates", "habits", "policy", "static")
 
-    def __init__(self, static: StaticArguments):
+    def __init__(self, static: StaticArguments, policy: PolicyLike | None = nothing_saveable):
+        self.policy = policy
+        """What it lets an enclosing plan keep of its inside."""
         self.static = static if static else None
         self.habits: BufferHabits = {}
         self.differentiates = False
@@ -190,6 +193,8 @@ class _Region:
             from fckpt import compiled  # imports Dynamo, which takes a second
 
             return compiled.call(self, fn, args, kwargs)
+        if is_tracing():
+            return inlined(fn, args, kwargs, self.policy)
         if not torch.is_grad_enabled() or _is_traced():
             return fn(*args, **kwargs)
         arguments = Arguments(args, kwargs, self.static)
@@ -220,7 +225,7 @@ class _PlannedRegion(_Region):
         plan: Plan | None,
         solver: str,
     ):
-        super().__init__(static)
+        super().__init__(static, policy)
         self.planner = Planner(policy, budget, plan, solver)
 
     def run(self, fn: Callable[..., Any], arguments: Arguments) -> Any:

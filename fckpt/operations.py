@@ -85,6 +85,8 @@ class Trace:
     """By output; None where it does not require grad."""
     gradients: tuple[int | None, ...] = ()
     """By operand; None where it does not require grad, or nothing depends on it."""
+    regions: tuple[tuple[frozenset[int], Any], ...] = ()
+    """Rematerialised functions inside, inner ones first: the nodes whose results stay inside, and the policy."""
 
     def producers(self) -> dict[int, Call]:
         """Returns the call that makes each tensor."""

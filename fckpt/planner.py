@@ -103,8 +103,11 @@ class Planner:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # operations that had to be estimated
                 graph = price(traced, self.costs or Measured(), progress=sys.stderr.isatty())
+        budgeted = self.budget is not None
+        for nodes, policy in traced.regions:
+            graph = apply_policy(graph, policy, nodes=nodes, budgeted=budgeted)
         if self.policy is not None:
-            graph = apply_policy(graph, self.policy, budgeted=self.budget is not None)
+            graph = apply_policy(graph, self.policy, budgeted=budgeted)
         return graph
 
     @staticmethod

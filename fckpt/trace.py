@@ -32,7 +32,7 @@ from fckpt.graph import Graph, Node, Value
 from fckpt.operations import Call, Layout, Ref, TensorSpec, Trace, indices_of, statistics_of
 from fckpt.policies import names_recorded
 
-__all__ = ["Call", "Layout", "Ref", "TensorSpec", "Trace", "check_dense", "trace"]
+__all__ = ["Call", "Layout", "Ref", "TensorSpec", "Trace", "check_dense", "inlined", "is_tracing", "trace"]
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ def trace(
     tensors = [*arguments.tensors, *closure]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _Recorder()
-    with _tracing(mode, recorder), _user_errors():
+    with _active.set_to(recorder), _tracing(mode, recorder), _user_errors():
         operands = [_stand_in(layout, recorder) for layout in layouts or map(Layout.of, tensors)]
         numbers = [recorder.adopt(_bare(t)) for t in operands]
         count = len(arguments.tensors)
@@ -80,6 +80,44 @@ def trace(
 
 _TRACEABLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 _WAY_OUT = "fckpt.remat without policy and budget takes any function; nothing is traced then."
+
+
+class _Active(threading.local):
+    """The recorder at work in this thread."""
+
+    recorder: _Recorder | None = None
+
+    @contextlib.contextmanager
+    def set_to(self, recorder: _Recorder) -> Iterator[None]:
+        before, self.recorder = self.recorder, recorder
+        try:
+            yield
+        finally:
+            self.recorder = before
+
+
+_active = _Active()
+
+
+def is_tracing() -> bool:
+    """Whether this thread is tracing a function."""
+    return _active.recorder is not None
+
+
+def inlined(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Any) -> Any:
+    """Calls a rematerialised function inside of one that is being traced: its operations become the outer's.
+
+    What `policy` says of the values that stay inside is noted; None has nothing to say.
+    """
+    recorder = _active.recorder
+    assert recorder is not None
+    first = len(recorder.calls)
+    result = fn(*args, **kwargs)
+    if policy is not None and recorder.boundary is None:
+        bare = [_bare(t) for t in tree.leaves(result) if isinstance(t, torch.Tensor)]
+        returned = {recorder.values[recorder.adopt(t)] for t in bare}
+        recorder.regions.append((range(first, len(recorder.calls)), returned, policy))
+    return result
 
 
 def check_dense(tensor: torch.Tensor) -> None:
@@ -214,6 +252,8 @@ class _Recorder(TorchDispatchMode):
         self.lines: dict[int, str] = {}
         self.boundary: int | None = None
         self.autograd_nodes: list[Any] = []
+        self.regions: list[tuple[range, set[int], Any]] = []
+        """Rematerialised functions inside: their calls, the storages that they return, their policies."""
         self.on = True
 
     @contextlib.contextmanager
@@ -411,6 +451,7 @@ class _Assembly:
         self.calls: list[Call] = []
         self.nodes: list[Node] = []
         self.late: set[int] = set()
+        self.node_of: dict[int, int] = {}  # by position in what was recorded
 
     def trace(self) -> Trace:
         ends, recorder = self.ends, self.recorder
@@ -424,6 +465,8 @@ class _Assembly:
         kept = self._needed()
         for position, recorded in enumerate(self.recorded):
             if position in kept:
+                if not recorded.is_view:
+                    self.node_of[position] = len(self.nodes)
                 self._add(recorded)
             if position == self.forward_calls - 1:
                 boundary = len(self.nodes)
@@ -445,7 +488,14 @@ class _Assembly:
             flags=ends.flags,
             cotangents=ends.cotangents,
             gradients=ends.gradients,
+            regions=tuple((self._inside(calls, returned), policy) for calls, returned, policy in recorder.regions),
         )
+
+    def _inside(self, calls: range, returned: set[int]) -> frozenset[int]:
+        """The nodes that were made of these calls and make none of these storages."""
+        outer = {self.known[storage] for storage in returned if storage in self.known}
+        nodes = (self.node_of[i] for i in calls if i in self.node_of)
+        return frozenset(n for n in nodes if outer.isdisjoint(self.nodes[n].outputs))
 
     def _spec(self, tensor: torch.Tensor, storage: int) -> TensorSpec:
         return TensorSpec(
