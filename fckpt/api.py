@@ -12,6 +12,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
 from fckpt.arguments import Arguments, StaticArguments
+from fckpt.batched import NOT_BATCHED, Batching, run_batched
 from fckpt.conditions import BufferHabits, Observation
 from fckpt.errors import ArgumentTypeError
 from fckpt.module import remat_module
@@ -229,16 +230,19 @@ class _PlannedRegion(_Region):
         self.planner = Planner(policy, budget, plan, solver)
 
     def run(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
-        if not _may_plan():
-            return super().run(fn, arguments)
+        return self.plan_and_run(fn, arguments) if _may_plan() else super().run(fn, arguments)
+
+    def plan_and_run(self, fn: Callable[..., Any], arguments: Arguments, batching: Batching = NOT_BATCHED) -> Any:
+        """Runs a call by its plan, below the `vmap`s of `batching`."""
         call = UserCall(fn, arguments, self.habits)
         observation = Observation(call.fn, arguments.statics, call.inputs, self.habits)
-        reached = Reached(observation, call.inputs)
+        reached = Reached(observation, call.inputs, batching.passed)
         if not any(layout_below(t).requires_grad for t in (*call.inputs, *reached.tensors)):
-            arguments.tensors = call.inputs
             args, kwargs = arguments.rebuild(call.inputs)
             return fn(*args, **kwargs)
-        program = self.planner.program(fn, arguments, observation, reached)
+        if _innermost() == TransformType.Vmap:
+            return run_batched(fn, arguments, reached.tensors, reached.slots, batching, self.plan_and_run)
+        program = self.planner.program(fn, arguments, observation, reached, batching.sizes)
         call.plan(program.lifted(reached.tensors), program.ends)
         call.planned = Execution(program, reached.tensors, call.lifted)
         return run_planned(call, program.trace.flags, observation.conditions)
@@ -255,12 +259,25 @@ def planner_of(fn: Callable[..., Any]) -> Planner | None:
 def _may_plan() -> bool:
     """Whether a plan can run here; elsewhere the function is rematerialised as a whole.
 
-    Within another region it cannot: what it keeps, that region would have to keep. Nor under `vmap` and `jvp`.
+    Within another region it cannot: what it keeps, that region would have to keep. Nor under forward mode, or where
+    a `vmap` is around the transform that differentiates.
     """
     if forward_ad._current_level >= 0 or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
-    levels = get_interpreter_stack() if torch._C._are_functorch_transforms_active() else ()
-    return all(level.key() == TransformType.Grad for level in levels or ())
+    levels = [level.key() for level in _levels()]
+    while levels and levels[-1] == TransformType.Vmap:
+        levels.pop()
+    return all(key == TransformType.Grad for key in levels)
+
+
+def _levels() -> Sequence[Any]:
+    """The levels of torch.func in force, outermost first."""
+    return (get_interpreter_stack() or ()) if torch._C._are_functorch_transforms_active() else ()
+
+
+def _innermost() -> Any:
+    levels = _levels()
+    return levels[-1].key() if levels else None
 
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
@@ -273,5 +290,4 @@ def _is_traced() -> bool:
     """
     if torch._C._get_dispatch_mode(_PROXY) is not None:
         return True
-    levels = get_interpreter_stack() if torch._C._are_functorch_transforms_active() else ()
-    return any(level.key() == TransformType.Functionalize for level in levels or ())
+    return any(level.key() == TransformType.Functionalize for level in _levels())

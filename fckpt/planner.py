@@ -12,16 +12,19 @@ import torch
 from torch import nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
+from fckpt import solve
 from fckpt.arguments import Arguments
 from fckpt.closure import Slot, tensors_in
 from fckpt.conditions import Observation, unseen
 from fckpt.cost import Measured, price
 from fckpt.cost.calls import CostSource
-from fckpt.errors import PlanError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, PlanError, TraceError
+from fckpt.graph import Graph
 from fckpt.lower import lower
 from fckpt.operations import Layout, Trace
 from fckpt.plans import Budget, Plan, fingerprint, make_plan
-from fckpt.policies import PolicyLike, apply_policy
+from fckpt.policies import PolicyLike, apply_policy, as_policy
+from fckpt.rng import RandomState
 from fckpt.run import Program
 from fckpt.trace import check_dense, trace
 
@@ -31,20 +34,30 @@ __all__ = ["Planner", "Reached"]
 class Reached:
     """What a call's function closes over: the distinct tensors that are no arguments, and all places."""
 
-    def __init__(self, observation: Observation, inputs: Sequence[torch.Tensor]):
+    def __init__(self, observation: Observation, inputs: Sequence[torch.Tensor], passed: Sequence[torch.Tensor] = ()):
+        """Finds them.
+
+        Args:
+            observation: of the call.
+            inputs: the arguments' tensors.
+            passed: tensors that the function is given in other ways, wherever they lie.
+        """
         buffers: list[Slot] = [(b[0], b[1], b[3]) for b in observation.buffers]
         self.slots = [*observation.slots, *observation.installed, *buffers]
-        numbers = {id(t): i for i, t in enumerate(inputs)}
+        numbers = {id(t): -1 for t in passed} | {id(t): i for i, t in enumerate(inputs)}
+        count = len(numbers)
         self.tensors: list[torch.Tensor] = []
         order: list[int] = []
         for slot in self.slots:
             for tensor in tensors_in(slot[2]):
                 if id(tensor) not in numbers:
-                    numbers[id(tensor)] = len(numbers)
+                    numbers[id(tensor)] = count + len(self.tensors)
                     self.tensors.append(tensor)
                 order.append(numbers[id(tensor)])
         self.order = tuple(order)
         """Which tensor lies in each place."""
+        self.random = observation.random
+        """The states of the generators that are in reach, before the call."""
 
 
 class Planner:
@@ -58,7 +71,14 @@ class Planner:
         solver: str = "auto",
         costs: CostSource | None = None,
     ):
-        self.policy = policy
+        if plan is not None and not isinstance(plan, Plan):
+            raise ArgumentTypeError(
+                f"plan must be what fckpt.plan made or fckpt.Plan.load read, not {type(plan).__name__}: {plan!r}."
+            )
+        if plan is not None and (policy is not None or budget is not None):
+            raise ArgumentValueError("a plan has its policy and budget in it: give a plan, or a policy or a budget.")
+        solve.get(solver)  # that there is one
+        self.policy = None if policy is None else as_policy(policy)
         self.budget = budget
         self.given = plan
         self.solver = solver
@@ -68,7 +88,12 @@ class Planner:
         self.lock = threading.RLock()
 
     def program(
-        self, fn: Callable[..., Any], arguments: Arguments, observation: Observation, reached: Reached
+        self,
+        fn: Callable[..., Any],
+        arguments: Arguments,
+        observation: Observation,
+        reached: Reached,
+        batches: tuple[int, ...] = (),
     ) -> Program:
         """Returns the program for a call, made now if there was none like it.
 
@@ -84,19 +109,19 @@ class Planner:
                 program = self.programs.get(key)
                 if program is None:
                     traced = traced_call(fn, arguments, reached)
-                    plan = self.plan(traced)
+                    plan = self.plan(traced, batches)
                     program = Program(traced, lower(traced, plan.schedule), len(arguments.tensors))
                     self.plans[key] = plan
                     self.programs[key] = program
         return program
 
-    def plan(self, traced: Trace) -> Plan:
-        """Prices and solves a trace."""
+    def plan(self, traced: Trace, batches: tuple[int, ...] = ()) -> Plan:
+        """Prices and solves a trace, which `vmap`s of these sizes batched."""
         if self.given is not None:
             return self._fitting(self.given, traced)
-        return make_plan(self.priced(traced), self.budget, self.solver, str(torch.__version__))
+        return make_plan(self.priced(traced, batches), self.budget, self.solver, str(torch.__version__))
 
-    def priced(self, traced: Trace) -> Any:
+    def priced(self, traced: Trace, batches: tuple[int, ...] = ()) -> Graph:
         """The graph with costs and decisions."""
         graph = traced.graph
         if self.budget is not None:
@@ -107,7 +132,8 @@ class Planner:
         for nodes, policy in traced.regions:
             graph = apply_policy(graph, policy, nodes=nodes, budgeted=budgeted)
         if self.policy is not None:
-            graph = apply_policy(graph, self.policy, budgeted=budgeted)
+            batching = {node.id: batches for node in graph.nodes} if batches else None
+            graph = apply_policy(graph, self.policy, batching=batching, budgeted=budgeted)
         return graph
 
     @staticmethod
@@ -127,7 +153,22 @@ def traced_call(fn: Callable[..., Any], arguments: Arguments, reached: Reached) 
     origins += [_origin(reached.slots, t) for t in reached.tensors]
     with unseen():
         layouts = [layout_below(t) for t in (*arguments.tensors, *reached.tensors)]
-    return trace(fn, arguments, reached.tensors, reached.slots, layouts, origins)
+    traced = trace(fn, arguments, reached.tensors, reached.slots, layouts, origins)
+    _check_random(reached.random)
+    return traced
+
+
+def _check_random(random: RandomState) -> None:
+    """Raises `TraceError` if the traced function drew from a generator that is not torch's, or seeded one."""
+    drawn = random.drawn()
+    states = [state for state in drawn.states if getattr(state[0], "generator", None) is not torch.default_generator]
+    if states and not drawn.disturbed:
+        RandomState(states).rewind()
+        raise TraceError(
+            "the function draws from Python's or NumPy's random generators, or seeds a torch.Generator: a plan would "
+            "repeat what came out when it was traced. Do it before the call and pass the result, or draw with "
+            "torch.rand and its like. fckpt.remat without policy and budget takes any function; nothing is traced then."
+        )
 
 
 def _origin(slots: list[Slot], tensor: torch.Tensor) -> str:

@@ -150,5 +150,10 @@ def _below_autograd() -> Iterator[None]:
         torch.enable_grad(),
         torch._C._DisableAutocast(),
         torch._C._AutoDispatchBelowAutograd(),
+        torch._C._ExcludeDispatchKeyGuard(_LEGACY_VMAP),
     ):
         yield
+
+
+# `is_grads_batched` runs backward under the older vmap, which forbids random operations, also those on no batches.
+_LEGACY_VMAP = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))  # type: ignore[call-overload]

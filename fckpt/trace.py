@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fckpt import tree
@@ -31,6 +32,7 @@ from fckpt.errors import TraceError
 from fckpt.graph import Graph, Node, Value
 from fckpt.operations import Call, Layout, Ref, TensorSpec, Trace, indices_of, statistics_of
 from fckpt.policies import names_recorded
+from fckpt.primitives import UserCall
 
 __all__ = ["Call", "Layout", "Ref", "TensorSpec", "Trace", "check_dense", "inlined", "is_tracing", "trace"]
 
@@ -148,10 +150,31 @@ def _bare(tensor: torch.Tensor) -> torch.Tensor:
 def _tracing(mode: FakeTensorMode, recorder: _Recorder) -> Iterator[None]:
     torch._enable_functionalization(reapply_views=True)
     try:
-        with temporarily_clear_interpreter_stack(), _seeds_refused(), mode, recorder, torch.enable_grad():
+        with temporarily_clear_interpreter_stack(), _seeds_refused(), mode, recorder, torch.enable_grad(), _NoData():
             yield
     finally:
         torch._disable_functionalization()
+
+
+class _NoData(TorchFunctionMode):
+    """Refuses what would read memory that the tensors of a trace do not have."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and torch._is_functional_tensor(args[0]):
+            raise TraceError(
+                f"{_user_line()}: the function looks at the data of a tensor here (`{func.__name__}`), so its "
+                f"operations are not the same for all data and cannot be planned ahead. {_WAY_OUT}"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_READS = {
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.tolist,
+    torch.Tensor.data_ptr,
+    torch.Tensor.__dlpack__,
+}
 
 
 class _SeedGuard:
@@ -364,13 +387,7 @@ class _Ends:
         self.operand_numbers = numbers
         self.leaves, self.spec = tree.flatten(result)
         known = {id(t): ("in", i) for i, t in enumerate(operands[:count])}
-        self.results: list[torch.Tensor] = []
-        for position, leaf in enumerate(self.leaves):
-            if isinstance(leaf, torch.Tensor):
-                if id(leaf) not in known:
-                    known[id(leaf)] = ("out", len(self.results))
-                    self.results.append(leaf)
-                self.leaves[position] = known[id(leaf)]
+        self.results: list[torch.Tensor] = UserCall._number(self.leaves, known)
         self.flags = tuple(t.requires_grad for t in self.results)
         self.outputs = tuple(recorder.adopt(_bare(t)) for t in self.results)
         self.cotangents: tuple[int | None, ...] = ()

@@ -1,0 +1,101 @@
+"""Planned functions under `vmap`: planned as functions of the batches, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_equal, seeded
+from torch import Tensor
+from torch.func import grad, vmap
+
+import fckpt
+from fckpt import planner, policies
+
+P = [torch.linspace(-1, 1, 64, dtype=torch.float64).reshape(8, 8).roll(k) for k in range(3)]
+X = torch.linspace(-2, 2, 512, dtype=torch.float64).reshape(64, 8)
+ENSEMBLE = [torch.stack([w, w.t(), w.cos()]) for w in P]
+Fn = Callable[[Any, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FCKPT_CACHE", str(tmp_path))
+
+
+def block(p: list[Tensor], x: Tensor) -> Tensor:
+    for w in p:
+        x = torch.tanh(x @ w)
+    return F.dropout(x, 0.2).sin()
+
+
+def backward(f: Fn) -> list[Tensor]:
+    p = [w.clone().requires_grad_() for w in P]
+    vmap(lambda x: f(p, x), randomness="different")(X).sum().backward()
+    return [w.grad for w in p if w.grad is not None]
+
+
+WAYS: dict[str, Callable[[Fn], Any]] = {
+    "backward": backward,
+    "grad": lambda f: grad(lambda p: vmap(lambda x: f(p, x), randomness="different")(X).sum())(P),
+    "same randomness": lambda f: grad(lambda p: vmap(lambda x: f(p, x), randomness="same")(X).sum())(P),
+    "ensemble": lambda f: grad(lambda p: vmap(lambda p: f(p, X), randomness="different")(p).sum())(ENSEMBLE),
+    "two levels": lambda f: grad(
+        lambda p: vmap(lambda p: vmap(lambda x: f(p, x), randomness="different")(X), randomness="different")(p).sum()
+    )(ENSEMBLE),
+    "closed over": lambda f: grad(lambda c: vmap(lambda x: f(P, x * c), randomness="different")(X).sum())(P[0][0]),
+    "second dimension": lambda f: grad(lambda p: vmap(lambda x: f(p, x), 1, 1, randomness="different")(X.t()).sum())(P),
+    # Planned as a whole is not what happens here; right it must be.
+    "per sample": lambda f: vmap(grad(lambda p, x: f(p, x).sum()), (None, 0), randomness="different")(P, X),
+    "no gradient": lambda f: vmap(lambda x: f(P, x), randomness="different")(X),
+}
+
+
+@pytest.mark.parametrize("options", [{"policy": policies.dots_saveable}, {"budget": 0.8}], ids=["policy", "budget"])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_bitwise_those_of_the_plain_function(way: str, options: dict[str, Any]) -> None:
+    region = fckpt.remat(block, **options)
+    for _ in range(2):
+        actual, state = seeded(lambda: WAYS[way](region))
+        expected, plain_state = seeded(lambda: WAYS[way](block))
+        assert_equal(actual, expected)
+        assert torch.equal(state, plain_state)
+
+
+def test_a_batched_call_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = []
+    trace = planner.trace
+    monkeypatch.setattr(planner, "trace", lambda *args: (traces.append(1), trace(*args))[1])
+    region = fckpt.remat(block, policy=policies.dots_saveable)
+    for _ in range(3):
+        WAYS["two levels"](region)
+    assert len(traces) == 1
+    WAYS["ensemble"](region)
+    assert len(traces) == 2
+
+
+def test_a_policy_means_the_same_under_vmap() -> None:
+    """A product is one of matrices, whatever `vmap` makes of it."""
+    policy = policies.dots_with_no_batch_dims_saveable
+    region = fckpt.remat(block, policy=policy)
+    WAYS["grad"](region)
+    WAYS["ensemble"](region)
+    plans = list(region._fckpt_region.planner.plans.values())  # type: ignore[attr-defined]
+    saved = [[row.origin for row in plan.residuals if row.kind == "intermediate"] for plan in plans]
+    assert [len(rows) for rows in saved] == [3, 3]
+
+
+def test_closed_over_parameters_get_their_gradient() -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[Tensor]:
+        p = [w.clone().requires_grad_() for w in P]
+        vmap(wrap(lambda x: block(p, x)), randomness="different")(X).sum().backward()
+        return [w.grad for w in p if w.grad is not None]
+
+    actual, _ = seeded(lambda: run(lambda fn: fckpt.remat(fn, policy=policies.nothing_saveable)))
+    expected, _ = seeded(lambda: run(lambda fn: fn))
+    assert len(actual) == 3
+    assert_equal(actual, expected)
