@@ -16,7 +16,7 @@ from fckpt.batched import NOT_BATCHED, Batching, run_batched
 from fckpt.conditions import BufferHabits, Observation
 from fckpt.errors import ArgumentTypeError
 from fckpt.module import remat_module
-from fckpt.planner import Planner, Reached, layout_below
+from fckpt.planner import Planner, Reached, layouts_below
 from fckpt.plans import Budget, Plan, check_budget
 from fckpt.policies import PolicyLike, nothing_saveable
 from fckpt.primitives import UserCall
@@ -237,12 +237,13 @@ class _PlannedRegion(_Region):
         call = UserCall(fn, arguments, self.habits)
         observation = Observation(call.fn, arguments.statics, call.inputs, self.habits)
         reached = Reached(observation, call.inputs, batching.passed)
-        if not any(layout_below(t).requires_grad for t in (*call.inputs, *reached.tensors)):
+        layouts = layouts_below((*call.inputs, *reached.tensors))
+        if not any(layout.requires_grad for layout in layouts):
             args, kwargs = arguments.rebuild(call.inputs)
             return fn(*args, **kwargs)
         if _innermost() == TransformType.Vmap:
             return run_batched(fn, arguments, reached.tensors, reached.slots, batching, self.plan_and_run)
-        program = self.planner.program(fn, arguments, observation, reached, batching.sizes)
+        program = self.planner.program(fn, arguments, observation, reached, layouts, batching.sizes)
         call.plan(program.lifted(reached.tensors), program.ends)
         call.planned = Execution(program, reached.tensors, call.lifted)
         return run_planned(call, program.trace.flags, observation.conditions)

@@ -47,7 +47,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 class _ModuleParts:
     """The dicts that hold a module tree's buffers and parameters, found once: the walk costs 1 us a module."""
 
-    __slots__ = ("buffers", "generators", "modules", "parameters")
+    __slots__ = ("buffers", "generators", "modules", "parameters", "settings")
 
     def __init__(self, module: nn.Module):
         kinds = generator_types()
@@ -55,6 +55,10 @@ class _ModuleParts:
         self.buffers = [(m, m._buffers) for m in module.modules() if m._buffers]
         self.parameters = [m["_parameters"] for m in modules if m["_parameters"]]
         self.generators = [v for m in modules for v in m.values() if isinstance(v, kinds)]
+        self.settings = [
+            (m, tuple(k for k, v in m.items() if type(v) in PLAIN and k not in _INTERNAL)) for m in modules
+        ]
+        """By module: its attributes, and the names of those that are numbers, flags and texts: a dropout rate, say."""
 
 
 _parts: weakref.WeakKeyDictionary[nn.Module, _ModuleParts] = weakref.WeakKeyDictionary()
@@ -70,7 +74,7 @@ def _parts_of(module: nn.Module) -> _ModuleParts:
 class Observation:
     """What is read right before a function runs; `conditions` completes it right after."""
 
-    __slots__ = ("ambient", "buffers", "copies", "fn", "habits", "installed", "modules", "random", "slots")
+    __slots__ = ("ambient", "buffers", "copies", "fn", "habits", "installed", "modules", "parts", "random", "slots")
 
     def __init__(
         self,
@@ -93,7 +97,7 @@ class Observation:
     ) -> None:
         self.fn = fn
         closure = closure_of(fn, statics)
-        parts = [_parts_of(module) for module in closure.modules]
+        parts = self.parts = [_parts_of(module) for module in closure.modules]
         generators = closure.generators + [g for part in parts for g in part.generators]
         self.modules = [(m, m["training"]) for part in parts for m in part.modules]
         self.slots: list[Slot] = closure.slots
@@ -139,6 +143,14 @@ class Observation:
         """The closed-over tensors that were found, by id."""
         found = {id(t): t for slot in (*self.slots, *self.installed) for t in tensors_in(slot[2])}
         return found | {id(buffer[3]): buffer[3] for buffer in self.buffers}
+
+    def settings(self) -> tuple[Any, ...]:
+        """The numbers and flags that decide what the function does: of its modules, and in its cells."""
+        cells = tuple(value for _, _, value in self.slots if type(value) in PLAIN)
+        modules = [
+            (m["training"], len(m), *[m.get(k) for k in names]) for part in self.parts for m, names in part.settings
+        ]
+        return (cells, tuple(modules))
 
     def conditions(self) -> Conditions:
         """Returns the conditions of the run that has just ended, without what it turned out not to use."""
@@ -307,4 +319,6 @@ _NORM_FORWARDS = {
     nn.modules.instancenorm._InstanceNorm.forward,
     nn.SyncBatchNorm.forward,
 }
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_INTERNAL = frozenset(vars(nn.Module()))
 _NOTHING = contextlib.nullcontext()

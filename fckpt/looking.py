@@ -16,7 +16,7 @@ from fckpt.conditions import Observation
 from fckpt.cost import Analytic, Measured, profile_of
 from fckpt.cost.calls import CostSource
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
-from fckpt.planner import Planner, Reached, traced_call
+from fckpt.planner import Planner, Reached, layouts_below, traced_call
 from fckpt.plans import Budget, Plan, check_budget, make_plan
 from fckpt.policies import PolicyLike, nothing_saveable
 from fckpt.report.table import Residual, format_residuals
@@ -182,8 +182,8 @@ class _Looked:
         arguments = Arguments(tuple(args), kwargs)
         observation = Observation([run], arguments.statics, arguments.tensors, {})
         reached = Reached(observation, arguments.tensors)
-        self.trace = traced_call(run, arguments, reached)
         tensors = (*arguments.tensors, *reached.tensors)
+        self.trace = traced_call(run, arguments, reached, layouts_below(tensors))
         fake = next((t for t in tensors if isinstance(t, FakeTensor) or t.device.type == "meta"), None)
         if costs is None:
             costs = Measured() if fake is None else Analytic(profile_of(fake.device))

@@ -187,7 +187,7 @@ class _Writer:
         return f"{', '.join(targets)}"
 
     def call(self, call: Call, args: list[Any], node: int, again: bool) -> str:
-        op = self.object(call.op, "op")
+        op = self.object(call.op._op, "op")  # what `call.op(...)` calls, without the way there
         positional = [self.text(a) for a in args]
         named = [f"{k}={self.text(v)}" for k, v in call.kwargs.items()]
         if not self.trace.graph.nodes[node].random or node not in self.repeated:
@@ -226,7 +226,7 @@ class _Writer:
                 continue
             arguments = [self.text(a) for a in call.args] + [f"{k}={self.text(v)}" for k, v in call.kwargs.items()]
             targets = self.targets(call, ["_" if x is None else _var(x) for x in call.outputs])
-            self.emit(f"{targets} = {self.object(call.op, 'op')}({', '.join(arguments)})")
+            self.emit(f"{targets} = {self.object(call.op._op, 'op')}({', '.join(arguments)})")
             self.live.update(x for x in call.outputs if x is not None)
 
     # -- text

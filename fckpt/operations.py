@@ -58,10 +58,6 @@ class Layout(NamedTuple):
     device: torch.device
     requires_grad: bool
 
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Layout:
-        return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
-
 
 @dataclass(frozen=True)
 class Trace:

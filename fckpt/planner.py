@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from fckpt import solve
@@ -93,6 +92,7 @@ class Planner:
         arguments: Arguments,
         observation: Observation,
         reached: Reached,
+        layouts: Sequence[Layout],
         batches: tuple[int, ...] = (),
     ) -> Program:
         """Returns the program for a call, made now if there was none like it.
@@ -102,13 +102,13 @@ class Planner:
             BudgetError: nothing fits the budget.
             PlanError: the plan that was given is another function's.
         """
-        key = _key(arguments, observation, reached)
+        key = (arguments.signature(), tuple(layouts), reached.order, observation.ambient, observation.settings())
         program = self.programs.get(key)
         if program is None:
             with self.lock:
                 program = self.programs.get(key)
                 if program is None:
-                    traced = traced_call(fn, arguments, reached)
+                    traced = traced_call(fn, arguments, reached, layouts)
                     plan = self.plan(traced, batches)
                     program = Program(traced, lower(traced, plan.schedule), len(arguments.tensors))
                     self.plans[key] = plan
@@ -147,12 +147,12 @@ class Planner:
         return plan
 
 
-def traced_call(fn: Callable[..., Any], arguments: Arguments, reached: Reached) -> Trace:
+def traced_call(fn: Callable[..., Any], arguments: Arguments, reached: Reached, layouts: Sequence[Layout]) -> Trace:
     """Traces a call, below the levels of torch.func that are in force."""
+    for tensor in (*arguments.tensors, *reached.tensors):
+        check_dense(tensor)
     origins = [arguments.path(i) for i in range(len(arguments.tensors))]
     origins += [_origin(reached.slots, t) for t in reached.tensors]
-    with unseen():
-        layouts = [layout_below(t) for t in (*arguments.tensors, *reached.tensors)]
     traced = trace(fn, arguments, reached.tensors, reached.slots, layouts, origins)
     _check_random(reached.random)
     return traced
@@ -178,29 +178,21 @@ def _origin(slots: list[Slot], tensor: torch.Tensor) -> str:
     return ""
 
 
-def _key(arguments: Arguments, observation: Observation, reached: Reached) -> Any:
-    """All that a trace depends on."""
+def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
+    """The layouts below all levels of torch.func; a tensor that any level tracks requires grad."""
+    if not torch._C._are_functorch_transforms_active():
+        return [Layout(t.shape, _stride(t), t.dtype, t.device, t.requires_grad) for t in tensors]
     with unseen():
-        layouts = tuple(layout_below(t) for t in (*arguments.tensors, *reached.tensors))
-    settings = tuple((m["training"], *_settings(m)) for m, _ in observation.modules)
-    cells = tuple(slot[2] for slot in observation.slots if type(slot[2]) in _PLAIN)
-    return (arguments.signature(), layouts, reached.order, observation.ambient, settings, cells)
+        return [_layout_below(t) for t in tensors]
 
 
-def layout_below(tensor: torch.Tensor) -> Layout:
-    """The layout below all levels; a tensor that any level tracks requires grad."""
-    check_dense(tensor)
+def _layout_below(tensor: torch.Tensor) -> Layout:
     tracked = tensor.requires_grad
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
         tracked = tracked or tensor.requires_grad
-    return Layout.of(tensor)._replace(requires_grad=tracked)
+    return Layout(tensor.shape, _stride(tensor), tensor.dtype, tensor.device, tracked)
 
 
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
-_INTERNAL = frozenset(vars(nn.Module()))
-
-
-def _settings(attributes: dict[str, Any]) -> list[Any]:
-    """The numbers and flags of a module: a dropout rate, say."""
-    return [v for k, v in attributes.items() if type(v) in _PLAIN and k not in _INTERNAL]
+def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else ()

@@ -44,7 +44,7 @@ def trace(
     arguments: Arguments,
     closure: Sequence[torch.Tensor],
     slots: Sequence[Slot],
-    layouts: Sequence[Layout] = (),
+    layouts: Sequence[Layout],
     origins: Sequence[str] = (),
 ) -> Trace:
     """Traces one call of `fn` and its backward pass, with the autocast state of the caller.
@@ -54,7 +54,7 @@ def trace(
         arguments: those of the call.
         closure: the tensors that `fn` closes over.
         slots: the places where they lie.
-        layouts: shapes, strides and so on of the operands (arguments, then closure), if not those that they have.
+        layouts: shapes, strides and so on of the operands: arguments, then closure.
         origins: names for the operands.
 
     Raises:
@@ -65,7 +65,7 @@ def trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _Recorder()
     with _active.set_to(recorder), _tracing(mode, recorder), _user_errors():
-        operands = [_stand_in(layout, recorder) for layout in layouts or map(Layout.of, tensors)]
+        operands = [_stand_in(layout, recorder) for layout in layouts]
         numbers = [recorder.adopt(_bare(t)) for t in operands]
         count = len(arguments.tensors)
         new = {id(t): operand for t, operand in zip(tensors, operands, strict=True)}
