@@ -7,6 +7,8 @@ from fckpt.api import remat as remat
 from fckpt.autodiff import grad as grad
 from fckpt.autodiff import grad_and_value as grad_and_value
 from fckpt.autodiff import vjp as vjp
+from fckpt.check import Check as Check
+from fckpt.check import check as check
 from fckpt.errors import ArgumentTypeError as ArgumentTypeError
 from fckpt.errors import ArgumentValueError as ArgumentValueError
 from fckpt.errors import BudgetError as BudgetError

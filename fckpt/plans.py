@@ -131,14 +131,14 @@ class Plan:
                 data["torch"],
             )
             plan.timeline  # noqa: B018  # validates the schedule
+            if plan.fingerprint != data["fingerprint"]:
+                raise PlanError(f"{path} is damaged: its graph does not have the fingerprint that it was saved with.")
         except OSError:
             raise
         except PlanError:
             raise
-        except (ValueError, KeyError, TypeError, FckptError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, FckptError) as error:
             raise PlanError(f"{path} is no plan of fckpt, or it is damaged: {error}") from error
-        if plan.fingerprint != data["fingerprint"]:
-            raise PlanError(f"{path} is damaged: its graph does not have the fingerprint that it was saved with.")
         return plan
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from fckpt import ambient
 from fckpt.errors import MutationError
 from fckpt.lower import Lowered
 from fckpt.operations import Trace, written_by
@@ -31,6 +32,8 @@ class Program:
         self.trace = trace
         self.lowered = lowered
         self.count = count
+        self.ambient = ambient.capture()
+        """The settings of the trace, which are those of every call: backward recomputes under them."""
         self.constants = [data for _, data in trace.constants]
         read = {trace.tensors[t].value for t in trace.operands}
         used = read.intersection(v for node in trace.graph.nodes for v in node.inputs)
@@ -108,7 +111,8 @@ class Execution:
         cts = list(cotangents)
         if program.strict:
             cts = [self._as_traced(ct, i) for i, ct in zip(given, cts, strict=True)]
-        with _below_autograd():
+        elsewhere = program.ambient != ambient.capture()
+        with ambient.restored(program.ambient) if elsewhere else contextlib.nullcontext(), _below_autograd():
             grads = program.lowered.backward(self._given(operands), residuals, cts)
         by_operand: list[Any] = [None] * len(operands)
         for source, grad in zip(self.sources, grads, strict=True):

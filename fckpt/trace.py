@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fckpt import tree
 from fckpt.arguments import Arguments
 from fckpt.closure import Slot, placed, replaced
+from fckpt.conditions import unwrapped
 from fckpt.errors import TraceError
 from fckpt.graph import Graph, Node, Value
 from fckpt.operations import Call, Layout, Ref, TensorSpec, Trace, indices_of, statistics_of
@@ -116,7 +117,7 @@ def inlined(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     first = len(recorder.calls)
     result = fn(*args, **kwargs)
     if policy is not None and recorder.boundary is None:
-        bare = [_bare(t) for t in tree.leaves(result) if isinstance(t, torch.Tensor)]
+        bare = [_bare(unwrapped(t)) for t in tree.leaves(result) if isinstance(t, torch.Tensor)]
         returned = {recorder.values[recorder.adopt(t)] for t in bare}
         recorder.regions.append((range(first, len(recorder.calls)), returned, policy))
     return result
