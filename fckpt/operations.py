@@ -57,6 +57,8 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    accumulates: bool
+    """Whether its gradient goes to `.grad`: a leaf of autograd."""
 
 
 @dataclass(frozen=True)

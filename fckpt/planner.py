@@ -181,7 +181,7 @@ def _origin(slots: list[Slot], tensor: torch.Tensor) -> str:
 def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
     """The layouts below all levels of torch.func; a tensor that any level tracks requires grad."""
     if not torch._C._are_functorch_transforms_active():
-        return [Layout(t.shape, _stride(t), t.dtype, t.device, t.requires_grad) for t in tensors]
+        return [Layout(t.shape, _stride(t), t.dtype, t.device, t.requires_grad, t.is_leaf) for t in tensors]
     with unseen():
         return [_layout_below(t) for t in tensors]
 
@@ -191,7 +191,9 @@ def _layout_below(tensor: torch.Tensor) -> Layout:
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
         tracked = tracked or tensor.requires_grad
-    return Layout(tensor.shape, _stride(tensor), tensor.dtype, tensor.device, tracked)
+    return Layout(
+        tensor.shape, _stride(tensor), tensor.dtype, tensor.device, tracked, tensor.is_leaf and tensor.requires_grad
+    )
 
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def trace(
         closed = [(holder, key, replaced(value, new)) for holder, key, value in slots]
         with placed(closed), names_recorded(recorder.name):
             result = fn(*args, **kwargs)
-        finished = _Ends(result, operands, numbers, count, recorder)
+        finished = _Ends(result, operands, numbers, layouts, count, recorder)
         finished.note_updates(operands, arguments)
         recorder.start_backward()
         finished.differentiate()
@@ -382,10 +382,19 @@ def _holds_tensor(result: Any) -> bool:
 class _Ends:
     """What comes out of the forward run, and what backward makes of it."""
 
-    def __init__(self, result: Any, operands: list[torch.Tensor], numbers: list[int], count: int, recorder: _Recorder):
+    def __init__(
+        self,
+        result: Any,
+        operands: list[torch.Tensor],
+        numbers: list[int],
+        layouts: Sequence[Layout],
+        count: int,
+        recorder: _Recorder,
+    ):
         self.recorder = recorder
         self.operands = operands
         self.operand_numbers = numbers
+        self.layouts = layouts
         self.leaves, self.spec = tree.flatten(result)
         known = {id(t): ("in", i) for i, t in enumerate(operands[:count])}
         self.results: list[torch.Tensor] = UserCall._number(self.leaves, known)
@@ -400,7 +409,7 @@ class _Ends:
         recorder = self.recorder
         cotangents: list[torch.Tensor | None] = []
         for t, flag in zip(self.results, self.flags, strict=True):
-            layout = Layout(tuple(t.shape), t.stride(), t.dtype, t.device, False)
+            layout = Layout(tuple(t.shape), t.stride(), t.dtype, t.device, False, False)
             cotangents.append(_stand_in(layout, recorder) if flag else None)
         self.cotangents = tuple(None if ct is None else recorder.adopt(_bare(ct)) for ct in cotangents)
         wanted = [t for t in self.operands if t.requires_grad]
@@ -416,29 +425,29 @@ class _Ends:
         grads = iter(found)
         taken: set[int] = set(self.outputs)
         gradients: list[int | None] = []
-        for operand in self.operands:
+        for operand, layout in zip(self.operands, self.layouts, strict=True):
             grad = next(grads) if operand.requires_grad else None
-            gradients.append(None if grad is None else self._own(grad, operand, taken))
+            if grad is not None and layout.accumulates:
+                grad = self._own(grad, layout, taken)
+            gradients.append(None if grad is None else recorder.adopt(_bare(grad)))
         self.gradients = tuple(gradients)
 
-    def _own(self, grad: torch.Tensor, operand: torch.Tensor, taken: set[int]) -> int:
-        """The gradient as `.grad` can take it over: a storage of its own, laid out like the operand.
+    def _own(self, grad: torch.Tensor, layout: Layout, taken: set[int]) -> torch.Tensor:
+        """The gradient as `.grad` can take it over: a storage of its own, laid out like the leaf.
 
         Autograd would make a copy of it otherwise, unseen by the plan.
         """
         recorder = self.recorder
         bare = _bare(grad)
-        number = recorder.adopt(bare)
-        value = recorder.values[number]
-        foreign = {recorder.values[i] for i in (*self.operand_numbers, *(c for c in self.cotangents if c is not None))}
-        dense = bare.stride() == operand.stride() and bare.untyped_storage().nbytes() == bare.nbytes
-        if not dense or value in taken or value in foreign:
-            copy = torch.empty_strided(
-                tuple(operand.shape), operand.stride(), dtype=grad.dtype, device=grad.device
-            ).copy_(grad)
-            number = recorder.adopt(_bare(copy))
-        taken.add(recorder.values[number])
-        return number
+        storage = recorder.values[recorder.adopt(bare)]
+        given = [*self.operand_numbers, *(ct for ct in self.cotangents if ct is not None)]
+        shared = storage in taken or storage in {recorder.values[t] for t in given}
+        stride = _strides_of_grad(layout)
+        if shared or bare.stride() != stride or bare.untyped_storage().nbytes() != bare.nbytes:
+            grad = torch.empty_strided(layout.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+            storage = recorder.values[recorder.adopt(_bare(grad))]
+        taken.add(storage)
+        return grad
 
     def note_updates(self, operands: Sequence[torch.Tensor], arguments: Arguments) -> None:
         """Finds closed-over tensors that were changed in place (statistics): (operand, its new value)."""
@@ -450,6 +459,16 @@ class _Ends:
 
     def trace(self, origins: Sequence[str]) -> Trace:
         return _Assembly(self, origins).trace()
+
+
+def _strides_of_grad(layout: Layout) -> tuple[int, ...]:
+    """The leaf's own strides where its elements fill its memory, else those of a contiguous tensor."""
+    extent = 1
+    for stride, size in sorted((st, n) for n, st in zip(layout.shape, layout.stride, strict=True) if n != 1):
+        if stride != extent:
+            return tuple(torch._prims_common.make_contiguous_strides_for(layout.shape))
+        extent *= size
+    return tuple(layout.stride)
 
 
 class _Assembly:
