@@ -10,7 +10,7 @@ import torch
 
 from fckpt.graph import Graph
 
-__all__ = ["Call", "Layout", "Ref", "TensorSpec", "Trace", "indices_of", "statistics_of", "written_by"]
+__all__ = ["Call", "Layout", "Recorded", "Ref", "TensorSpec", "Trace", "indices_of", "statistics_of", "written_by"]
 
 aten = torch.ops.aten
 
@@ -95,7 +95,18 @@ _NORMS = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.mi
 _STATISTICS = dict.fromkeys(_NORMS, (3, 4))
 
 
-def statistics_of(call: Call | Any) -> tuple[int, ...]:
+class Recorded(NamedTuple):
+    """A call as it was recorded, before anything is known of the graph."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int | None, ...]
+    is_view: bool
+    source: str
+
+
+def statistics_of(call: Call | Recorded) -> tuple[int, ...]:
     """The positions of running statistics that `call` writes (and does not read), unknown to its schema.
 
     The same operation without them computes the same: so it is run again.

@@ -23,7 +23,7 @@ from fckpt.errors import ImpureFunctionError, MutationError, OpaqueOutputError
 from fckpt.lift import Recorder, Watch
 from fckpt.segment import HooksUnavailable
 
-__all__ = ["Batched", "Dual", "Flat", "Planned", "Primitive", "Pullback", "UserCall"]
+__all__ = ["Batched", "Dual", "Flat", "Planned", "Primitive", "Pullback", "UserCall", "numbered"]
 
 Flat = list[Any]  # tensors, or None where there is none
 Ends = tuple[tree.TreeSpec, Sequence[Any], list[tuple[torch.Size, torch.dtype]]]
@@ -103,7 +103,7 @@ class UserCall:
             recorder.check_lifted(self.numbers)
             self.stale |= recorder.others
         known = {id(x): ("in", i) for i, x in enumerate(self.inputs)}
-        outputs = self._number(leaves, known)
+        outputs = numbered(leaves, known)
         self.leaves = leaves
         self.shapes = [(x.shape, x.dtype) for x in outputs]
         return outputs
@@ -139,24 +139,6 @@ class UserCall:
             pairs = [(then, version(base)) for base, then in self.versions]
         return [(i, then, now) for i, (then, now) in enumerate(pairs) if then != now]
 
-    @staticmethod
-    def _number(leaves: list[Any], known: dict[int, tuple[str, int]]) -> Flat:
-        """Replaces the tensors in `leaves` by their numbers; returns the distinct new ones."""
-        outputs: Flat = []
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                if id(leaf) not in known:
-                    known[id(leaf)] = ("out", len(outputs))
-                    outputs.append(leaf)
-                leaves[position] = known[id(leaf)]
-            elif _hides_tensors(leaf):
-                raise OpaqueOutputError(
-                    f"a rematerialised function returned a {type(leaf).__name__}, which holds tensors and is no "
-                    "pytree, so torch.func cannot differentiate through it. Return a tuple or a dict, or "
-                    "register the type with optree.register_pytree_node."
-                )
-        return outputs
-
     def __call__(self, *operands: torch.Tensor) -> Flat:
         """The recompute: the same outputs from other operands."""
         if self.planned is not None:
@@ -183,7 +165,7 @@ class UserCall:
                 "pure. Its result must depend on its arguments alone."
             )
         known = {id(x): ("in", i) for i, x in enumerate(inputs)}
-        outputs = self._number(leaves, known)
+        outputs = numbered(leaves, known)
         for i, x in enumerate(outputs):
             if i >= len(self.shapes) or (x.shape, x.dtype) != self.shapes[i]:
                 then = f"{self.shapes[i][1]}{list(self.shapes[i][0])}" if i < len(self.shapes) else "nothing"
@@ -198,6 +180,24 @@ class UserCall:
         sources = {"out": outputs, "in": inputs}
         leaves = [sources[x[0]][x[1]] if _is_number(x) else x for x in self.leaves]
         return tree.unflatten(self.spec, leaves)
+
+
+def numbered(leaves: list[Any], known: dict[int, tuple[str, int]]) -> Flat:
+    """Replaces the tensors in `leaves` by their numbers; returns the distinct new ones."""
+    outputs: Flat = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) not in known:
+                known[id(leaf)] = ("out", len(outputs))
+                outputs.append(leaf)
+            leaves[position] = known[id(leaf)]
+        elif _hides_tensors(leaf):
+            raise OpaqueOutputError(
+                f"a rematerialised function returned a {type(leaf).__name__}, which holds tensors and is no "
+                "pytree, so torch.func cannot differentiate through it. Return a tuple or a dict, or "
+                "register the type with optree.register_pytree_node."
+            )
+    return outputs
 
 
 def _is_number(leaf: Any) -> bool:
