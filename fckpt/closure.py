@@ -24,7 +24,7 @@ _DEPTH = 4
 _LARGE = 1000  # entries of a container that is data rather than state
 _MOST = 4000  # values looked at in one walk
 
-Attributes = Iterable[dict[str, Any]]
+Attributes = Iterable[tuple[dict[str, Any], str]]
 Slot = tuple[Any, Any, Any]
 """A place and what it holds: (cell, None, content), (dict, key, value), (object, attribute, value), or
 (list, None, its items). The value is a tensor, or something immutable that may hold tensors (a tuple, a method)."""
@@ -52,16 +52,15 @@ def closure_of(fn: list[Callable[..., Any]], statics: Iterable[Any] = (), *, att
     Args:
         fn: the function, in a list, so that it lies in a place too (it may be a tensor's method).
         statics: the arguments of its call that are no tensors: modules, objects.
-        attributes: of modules, to be searched for tensors that are neither parameters nor buffers.
+        attributes: (dict, name) of attributes of modules that are neither parameters nor buffers.
     """
     walk = _Walk()
     walk.items_of(fn, _DEPTH)
     for value in statics:
         walk.visit(None, value, _DEPTH)
-    for held in attributes:
-        for name, value in held.items():
-            if name not in _MODULE_INTERNALS:
-                walk.visit((held, name, value), value, _DEPTH)
+    for held, name in attributes:
+        value = held.get(name)
+        walk.visit((held, name, value), value, _DEPTH)
     return walk.found
 
 
@@ -84,7 +83,7 @@ class _Walk:
                 slots.append(slot)
         elif kind in (types.MethodType, types.BuiltinMethodType):
             self.visit(slot, value.__self__, depth)
-            if kind is types.MethodType and not value.__func__.__module__.startswith("torch.nn."):
+            if kind is types.MethodType and not (value.__func__.__module__ or "").startswith("torch.nn."):
                 self.visit(None, value.__func__, depth)
         elif isinstance(value, tuple):
             if len(value) <= _LARGE:
@@ -114,11 +113,11 @@ class _Walk:
                 for item in value:
                     self.visit(None, item, depth - 1)
         elif not isinstance(value, type):
-            attributes = getattr(value, "__dict__", None)
+            attributes = _attribute(value, "__dict__")
             if type(attributes) is dict:
                 self.items(attributes, depth - 1)
             for name in _slot_names(kind):
-                held = getattr(value, name, None)
+                held = _attribute(value, name)
                 self.visit((value, name, held), held, depth - 1)
 
     def items_of(self, holder: list[Any], depth: int) -> None:
@@ -166,6 +165,13 @@ class _Walk:
                 self.visit((scope, name, held), held, depth)
 
 
+def _attribute(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name, None)
+    except Exception:  # a lazy proxy, say, that cannot be resolved
+        return None
+
+
 @functools.lru_cache(maxsize=4096)
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
     names = set(code.co_names)
@@ -191,7 +197,6 @@ _INERT = frozenset(
         torch.Size,
     }
 )  # fmt: skip
-_MODULE_INTERNALS = frozenset(vars(nn.Module()))
 
 
 # -- places ------------------------------------------------------------------------------------------------
@@ -244,7 +249,7 @@ def _put(holder: Any, key: Any, value: Any) -> None:
     elif value is _ABSENT:
         delattr(holder, key)
     else:
-        setattr(holder, key, value)
+        object.__setattr__(holder, key, value)  # frozen dataclasses too
 
 
 @contextlib.contextmanager
@@ -297,6 +302,7 @@ def frozen(fn: Callable[..., Any], slots: list[Slot]) -> tuple[Callable[..., Any
         return clones[id(value)]
 
     result = clone(fn)
+    del clone, own_cell  # they refer to one another, and to all that is held
     return result, [
         (cells[id(holder)], None, cells[id(holder)].cell_contents) if id(holder) in cells else (holder, key, value)
         for holder, key, value in slots

@@ -47,7 +47,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 class _ModuleParts:
     """The dicts that hold a module tree's buffers and parameters, found once: the walk costs 1 us a module."""
 
-    __slots__ = ("buffers", "generators", "modules", "parameters", "settings")
+    __slots__ = ("buffers", "children", "generators", "modules", "open", "parameters", "settings")
 
     def __init__(self, module: nn.Module):
         kinds = generator_types()
@@ -59,6 +59,13 @@ class _ModuleParts:
             (m, tuple(k for k, v in m.items() if type(v) in PLAIN and k not in _INTERNAL)) for m in modules
         ]
         """By module: its attributes, and the names of those that are numbers, flags and texts: a dropout rate, say."""
+        self.open = [(m, k) for m in modules for k, v in m.items() if k not in _INTERNAL and not _is_closed(v)]
+        """Other attributes, which may hold tensors and modules."""
+        self.children = [(m["_modules"], list(m["_modules"].values()), m, len(m)) for m in modules]
+
+    def valid(self) -> bool:
+        """Whether the tree still has the same modules and attributes."""
+        return all(len(m) == count and list(d.values()) == kept for d, kept, m, count in self.children)
 
 
 _parts: weakref.WeakKeyDictionary[nn.Module, _ModuleParts] = weakref.WeakKeyDictionary()
@@ -66,7 +73,7 @@ _parts: weakref.WeakKeyDictionary[nn.Module, _ModuleParts] = weakref.WeakKeyDict
 
 def _parts_of(module: nn.Module) -> _ModuleParts:
     parts = _parts.get(module)
-    if parts is None:
+    if parts is None or not parts.valid():
         parts = _parts[module] = _ModuleParts(module)
     return parts
 
@@ -74,7 +81,19 @@ def _parts_of(module: nn.Module) -> _ModuleParts:
 class Observation:
     """What is read right before a function runs; `conditions` completes it right after."""
 
-    __slots__ = ("ambient", "buffers", "copies", "fn", "habits", "installed", "modules", "parts", "random", "slots")
+    __slots__ = (
+        "ambient",
+        "buffers",
+        "copies",
+        "fn",
+        "habits",
+        "installed",
+        "modules",
+        "parts",
+        "random",
+        "slots",
+        "versions",
+    )
 
     def __init__(
         self,
@@ -98,6 +117,12 @@ class Observation:
         self.fn = fn
         closure = closure_of(fn, statics)
         parts = self.parts = [_parts_of(module) for module in closure.modules]
+        attributes = [(m, k) for part in parts for m, k in part.open]
+        if attributes:
+            further = closure_of([], attributes=attributes)
+            closure.slots += further.slots
+            closure.generators += further.generators
+            parts += [_parts_of(module) for module in further.modules]
         generators = closure.generators + [g for part in parts for g in part.generators]
         self.modules = [(m, m["training"]) for part in parts for m in part.modules]
         self.slots: list[Slot] = closure.slots
@@ -109,9 +134,8 @@ class Observation:
             for name, p in parameters.items()
             if p is not None
         ]
-        if self.modules and torch._C._are_functorch_transforms_active():
-            self.slots += closure_of([], attributes=[m for m, _ in self.modules]).slots
         held = [t for slot in self.slots for t in tensors_in(slot[2])]
+        self.versions = [(t, version(t)) for t in map(unwrapped, held)]
         tensors = (*inputs, *held, *[slot[2] for slot in self.installed])
         devices = {device for t in tensors if (device := t.device).type not in ("cpu", "meta")}
         self.habits = habits
@@ -160,6 +184,13 @@ class Observation:
     def _conditions(self) -> Conditions:
         # What the function itself puts elsewhere (a counter, a log) is left to it.
         slots = [slot for slot in self.slots if present(slot)]
+        for tensor, then in self.versions:
+            if version(tensor) != then:
+                raise MutationError(
+                    f"the rematerialised function changed a tensor that it closes over in place (shape "
+                    f"{list(tensor.shape)}, {tensor.dtype}): its recompute would change it again. Return the new value, "
+                    "or register the tensor as a buffer of a module."
+                )
         held = [t for slot in slots for t in tensors_in(slot[2])] + [slot[2] for slot in self.installed]
         watched = [(t, version(t)) for t in map(unwrapped, held)]
         written = []
@@ -319,6 +350,15 @@ _NORM_FORWARDS = {
     nn.modules.instancenorm._InstanceNorm.forward,
     nn.SyncBatchNorm.forward,
 }
+
+
+def _is_closed(value: Any) -> bool:
+    """Whether `value` holds no tensor, and cannot."""
+    if isinstance(value, (tuple, list)):
+        return len(value) < 20 and all(map(_is_closed, value)) and type(value) is tuple
+    return type(value) in PLAIN or callable(value) or isinstance(value, (torch.dtype, torch.device))
+
+
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _INTERNAL = frozenset(vars(nn.Module()))
 _NOTHING = contextlib.nullcontext()

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fckpt.errors import PlanError
+from fckpt.errors import PlanError, RandomStateError
 from fckpt.operations import Call, Ref, Trace, indices_of, statistics_of
-from fckpt.rng import set_state, state_of
+from fckpt.rng import SHARED, set_state, state_of
 from fckpt.schedule import Compute, Schedule, Step
 
 __all__ = ["Lowered", "lower"]
@@ -46,20 +46,32 @@ def lower(trace: Trace, schedule: Schedule) -> Lowered:
     return Lowered(scope["forward"], scope["backward"], source)
 
 
-def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, bytes]:
-    """Runs a random operation; returns its result and the generator's state before it."""
+State = tuple[bytes, bytes]
+"""A generator's state before and after a random operation."""
+
+
+def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, State]:
+    """Runs a random operation; returns its result and the generator's states around it."""
     generator = _generator(kwargs, device)
-    state = state_of(generator)
-    return op(*args, **kwargs), state
+    before = state_of(generator)
+    result = op(*args, **kwargs)
+    return result, (before, state_of(generator))
 
 
-def _redraw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, state: bytes) -> Any:
-    """Runs it again, with the numbers that it drew then; the generator is left as it is."""
+def _redraw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, state: State) -> Any:
+    """Runs it again, with the numbers that it drew then; the generator is left as it is.
+
+    Raises:
+        RandomStateError: another thread draws from the same generator, then or now.
+    """
     generator = _generator(kwargs, device)
     now = state_of(generator)
-    set_state(generator, state)
+    set_state(generator, state[0])
     try:
-        return op(*args, **kwargs)
+        result = op(*args, **kwargs)
+        if state_of(generator) != state[1]:
+            raise RandomStateError(SHARED)
+        return result
     finally:
         set_state(generator, now)
 
@@ -101,50 +113,57 @@ class _Writer:
 
     def write(self) -> str:
         trace = self.trace
-        self.begin("forward(given)")
+        self.begin()
         self.steps(self.schedule.forward)
         for t in trace.outputs:
             self.ensure(t)
             self.used.add(t)
-        residuals = self.residuals()
-        self.emit(f"return {_list(map(_var, trace.outputs))}, {_list(residuals)}")
-        forward = self.end()
-        carried = {t for t in self.live if _var(t) in residuals}
-        self.begin("backward(given, residuals, cotangents)", carried)
-        if residuals:
-            self.emit(f"{', '.join(residuals)}, = residuals")
-            self.emit("residuals.clear()")
+        forward, forward_used = self.lines, self.used
+        candidates = self.bases()
+        states = sorted(self.states)
+        self.begin(candidates)
         arriving = [ct for ct in trace.cotangents if ct is not None]
-        if arriving:
-            self.emit(f"{', '.join(map(_var, arriving))}, = cotangents")
         self.live.update(arriving)
         self.steps(self.schedule.backward)
         for t in trace.gradients:
             if t is not None:
                 self.ensure(t)
                 self.used.add(t)
-        self.emit(f"return {_list('None' if t is None else _var(t) for t in trace.gradients)}")
-        return forward + self.end()
+        backward, backward_used = self.lines, self.used
+        # What the backward pass does not use is not kept: an output that the caller lets go, say.
+        residuals = [_var(t) for t in candidates if t in backward_used] + [f"s{node}" for node in states]
+        constants = {t for t, _ in trace.constants}
+        outputs = [f"{_var(t)}.clone()" if self.base(t) in constants else _var(t) for t in trace.outputs]
+        takes = [f"{_var(t)} = given[{i}]" for i, t in enumerate(self.given) if t in forward_used]
+        forward = [*takes, *forward, f"return {_list(outputs)}, {_list(residuals)}"]
+        takes = [f"{_var(t)} = given[{i}]" for i, t in enumerate(self.given) if t in backward_used]
+        if residuals:
+            takes += [f"{', '.join(residuals)}, = residuals", "residuals.clear()"]
+        if arriving:
+            takes.append(f"{', '.join(map(_var, arriving))}, = cotangents")
+        gradients = ["None" if t is None else _var(t) for t in trace.gradients]
+        backward = [*takes, *backward, f"return {_list(gradients)}"]
+        return _function("forward(given)", forward) + _function("backward(given, residuals, cotangents)", backward)
 
-    def begin(self, signature: str, live: Iterable[int] = ()) -> None:
-        self.lines = [f"def {signature}:"]
+    def begin(self, live: Iterable[int] = ()) -> None:
+        self.lines: list[str] = []
         self.used = set[int]()
         self.live = {*self.given, *live}
 
-    def end(self) -> str:
-        """The text of a function, which takes those of the given tensors that it uses."""
-        takes = [f"    {_var(t)} = given[{i}]" for i, t in enumerate(self.given) if t in self.used]
-        return "\n".join([self.lines[0], *takes, *self.lines[1:], "", ""])
-
-    def residuals(self) -> list[str]:
-        """The variables that backward begins with: the bases of live values, and generator states."""
+    def bases(self) -> list[int]:
+        """The live tensors that are no views and that nobody else holds."""
         held = self.trace.graph.held
-        bases = [
-            _var(t)
+        return [
+            t
             for t in sorted(self.live)
             if self.trace.tensors[t].value not in held and self.producers[t].node is not None
         ]
-        return bases + [f"s{node}" for node in sorted(self.states)]
+
+    def base(self, tensor: int) -> int:
+        """The given tensor that `tensor` is a view of; itself if it is none of those."""
+        while tensor in self.producers and self.producers[tensor].node is None:
+            tensor = indices_first(self.producers[tensor])
+        return tensor
 
     # -- the steps
 
@@ -226,13 +245,15 @@ class _Writer:
                 continue
             arguments = [self.text(a) for a in call.args] + [f"{k}={self.text(v)}" for k, v in call.kwargs.items()]
             targets = self.targets(call, ["_" if x is None else _var(x) for x in call.outputs])
-            self.emit(f"{targets} = {self.object(call.op._op, 'op')}({', '.join(arguments)})")
+            # A cotangent may come with other strides than the traced one had, where only a copy can be viewed so.
+            op = torch.ops.aten.reshape.default if call.op is torch.ops.aten.view.default else call.op
+            self.emit(f"{targets} = {self.object(op._op, 'op')}({', '.join(arguments)})")
             self.live.update(x for x in call.outputs if x is not None)
 
     # -- text
 
     def emit(self, line: str) -> None:
-        self.lines.append(f"    {line}")
+        self.lines.append(line)
 
     def text(self, value: Any) -> str:
         if isinstance(value, Ref):
@@ -254,6 +275,18 @@ class _Writer:
             name = self.names[id(value)] = f"{kind}{len(self.names)}"
             self.scope[name] = value
         return name
+
+
+def _function(signature: str, lines: list[str]) -> str:
+    return "\n    ".join([f"def {signature}:", *lines]) + "\n\n"
+
+
+def indices_first(call: Call) -> int:
+    """The first tensor that a call reads: what a view is a view of."""
+    return next(iter(indices_of(call.args)))
+
+
+_RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def _var(tensor: int) -> str:

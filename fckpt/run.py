@@ -41,7 +41,7 @@ class Program:
         self.uses = {i for i, t in enumerate(trace.operands) if i < count or trace.tensors[t].value in used}
         """The operands that matter: all arguments, and the closed-over tensors that the function uses."""
         self.differentiable = tuple(i for i, flag in enumerate(trace.flags) if flag)
-        self.strict = any("as_strided" in str(call.op) for call in trace.calls)
+        self.strict = any(op in str(call.op) for call in trace.calls for op in ("as_strided", "_reshape_alias"))
         """Whether an operation relies on the strides that tensors had when traced."""
         shapes = [(torch.Size(trace.tensors[t].shape), trace.tensors[t].dtype) for t in trace.outputs]
         self.ends = (trace.spec, trace.leaves, shapes)
@@ -135,6 +135,8 @@ class Execution:
             other if source is None else operands[source]
             for source, other in zip(self.sources, self.others, strict=True)
         ]
+        # Lazy conjugation and negation are views above the operations that were recorded.
+        own = [t.resolve_conj().resolve_neg() if t is not None and t.is_complex() else t for t in own]
         return own + self.program.constants
 
     def _as_traced(self, cotangent: torch.Tensor, output: int) -> torch.Tensor:
