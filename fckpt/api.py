@@ -16,7 +16,7 @@ from fckpt.batched import NOT_BATCHED, Batching, run_batched
 from fckpt.conditions import BufferHabits, Observation
 from fckpt.errors import ArgumentTypeError
 from fckpt.module import remat_module
-from fckpt.planner import Planner, Reached, layouts_below
+from fckpt.planner import TRACING, Planner, Reached, layouts_below
 from fckpt.plans import Budget, Plan, check_budget
 from fckpt.policies import PolicyLike, nothing_saveable
 from fckpt.primitives import UserCall
@@ -235,15 +235,19 @@ class _PlannedRegion(_Region):
     def plan_and_run(self, fn: Callable[..., Any], arguments: Arguments, batching: Batching = NOT_BATCHED) -> Any:
         """Runs a call by its plan, below the `vmap`s of `batching`."""
         call = UserCall(fn, arguments, self.habits)
-        observation = Observation(call.fn, arguments.statics, call.inputs, self.habits)
-        reached = Reached(observation, call.inputs, batching.passed)
-        layouts = layouts_below((*call.inputs, *reached.tensors))
-        if not any(layout.requires_grad for layout in layouts):
+        with TRACING:
+            observation = Observation(call.fn, arguments.statics, call.inputs, self.habits, facts=True)
+            reached = Reached(observation, call.inputs, batching.passed)
+            layouts = layouts_below((*call.inputs, *reached.tensors))
+            tracked = any(layout.requires_grad for layout in layouts)
+            program = None
+            if tracked and _innermost() != TransformType.Vmap:
+                program = self.planner.program(fn, arguments, observation, reached, layouts, batching.sizes)
+        if not tracked:
             args, kwargs = arguments.rebuild(call.inputs)
             return fn(*args, **kwargs)
-        if _innermost() == TransformType.Vmap:
+        if program is None:
             return run_batched(fn, arguments, reached.tensors, reached.slots, batching, self.plan_and_run)
-        program = self.planner.program(fn, arguments, observation, reached, layouts, batching.sizes)
         call.plan(program.lifted(reached.tensors), program.ends)
         call.planned = Execution(program, reached.tensors, call.lifted)
         return run_planned(call, program.trace.flags, observation.conditions)

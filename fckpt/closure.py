@@ -8,6 +8,7 @@ and in which places they lie, because a recompute may have to find other tensors
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +19,7 @@ from torch import nn
 
 from fckpt.rng import generator_types
 
-__all__ = ["Closure", "Slot", "closure_of", "frozen", "placed", "present", "replaced", "tensors_in"]
+__all__ = ["PLAIN", "Closure", "Slot", "closure_of", "fact", "frozen", "placed", "present", "replaced", "tensors_in"]
 
 _DEPTH = 4
 _LARGE = 1000  # entries of a container that is data rather than state
@@ -42,7 +43,13 @@ class Closure:
         """All cells, and the other places that hold tensors (those inside of `modules` apart)."""
 
 
-def closure_of(fn: list[Callable[..., Any]], statics: Iterable[Any] = (), *, attributes: Attributes = ()) -> Closure:
+def closure_of(
+    fn: list[Callable[..., Any]],
+    statics: Iterable[Any] = (),
+    *,
+    attributes: Attributes = (),
+    facts: list[Any] | None = None,
+) -> Closure:
     """Walks a function's cells, bound object, partial arguments, defaults and the globals that its code names.
 
     Containers and plain objects are looked into `_DEPTH` levels deep, large ones not at all; functions at any
@@ -52,9 +59,10 @@ def closure_of(fn: list[Callable[..., Any]], statics: Iterable[Any] = (), *, att
     Args:
         fn: the function, in a list, so that it lies in a place too (it may be a tensor's method).
         statics: the arguments of its call that are no tensors: modules, objects.
+        facts: a list to which what is found besides tensors is added, hashable: numbers, code, structure.
         attributes: (dict, name) of attributes of modules that are neither parameters nor buffers.
     """
-    walk = _Walk()
+    walk = _Walk(facts)
     walk.items_of(fn, _DEPTH)
     for value in statics:
         walk.visit(None, value, _DEPTH)
@@ -65,9 +73,10 @@ def closure_of(fn: list[Callable[..., Any]], statics: Iterable[Any] = (), *, att
 
 
 class _Walk:
-    __slots__ = ("found", "generators", "seen")
+    __slots__ = ("facts", "found", "generators", "seen")
 
-    def __init__(self) -> None:
+    def __init__(self, facts: list[Any] | None) -> None:
+        self.facts = facts
         self.found = Closure()
         self.generators = generator_types()
         self.seen: set[int] = set()
@@ -75,6 +84,8 @@ class _Walk:
     def visit(self, slot: Slot | None, value: Any, depth: int) -> None:
         """Visits `value`, which lies in `slot`, by itself or inside of something immutable."""
         kind = type(value)
+        if self.facts is not None:
+            self.facts.append(fact(value))
         if kind in _INERT or depth < 0:
             return
         if isinstance(value, torch.Tensor):
@@ -191,6 +202,23 @@ def _slot_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
+def fact(value: Any) -> Any:
+    """What can be told of a value without the tensors in it: hashable, and equal for what a function treats alike."""
+    kind = type(value)
+    if kind in PLAIN:
+        return (kind, repr(value)) if kind in (float, complex) else (kind, value)  # NaN equals itself here
+    if kind is types.FunctionType:
+        return value.__code__
+    if kind in (dict, list, tuple):
+        return (kind, tuple(value) if kind is dict and all(type(k) in PLAIN for k in value) else len(value))
+    if isinstance(value, (torch.Generator, types.BuiltinFunctionType)):
+        return (kind, id(value))
+    if isinstance(value, enum.Enum):
+        return (kind, value.name)
+    return value if isinstance(value, (type, torch.dtype, torch.device)) else kind
+
+
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _INERT = frozenset(
     {
         type(None), bool, int, float, complex, str, bytes, types.ModuleType, type, torch.dtype, torch.device,
@@ -278,35 +306,41 @@ def frozen(fn: Callable[..., Any], slots: list[Slot]) -> tuple[Callable[..., Any
     held = {id(holder): value for holder, _, value in slots if type(holder) is types.CellType}
     if not held:
         return fn, slots
-    cells: dict[int, types.CellType] = {}
-    clones: dict[int, types.FunctionType] = {}
-
-    def own_cell(cell: types.CellType) -> types.CellType:
-        if id(cell) not in held:
-            return cell  # assigned by the function itself, or not at all
-        if id(cell) not in cells:
-            new = cells[id(cell)] = types.CellType()
-            new.cell_contents = clone(held[id(cell)])
-        return cells[id(cell)]
-
-    def clone(value: Any) -> Any:
-        if type(value) is not types.FunctionType or not value.__closure__:
-            return value
-        if id(value) not in clones:
-            own = tuple(map(own_cell, value.__closure__))
-            new = clones[id(value)] = types.FunctionType(
-                value.__code__, value.__globals__, value.__name__, value.__defaults__, own
-            )
-            new.__kwdefaults__ = value.__kwdefaults__
-            new.__dict__.update({name: clone(attribute) for name, attribute in value.__dict__.items()})
-        return clones[id(value)]
-
-    result = clone(fn)
-    del clone, own_cell  # they refer to one another, and to all that is held
+    freezer = _Freezer(held)
+    result, cells = freezer.clone(fn), freezer.cells
     return result, [
         (cells[id(holder)], None, cells[id(holder)].cell_contents) if id(holder) in cells else (holder, key, value)
         for holder, key, value in slots
     ]
+
+
+class _Freezer:
+    """Clones functions over new cells."""
+
+    def __init__(self, held: dict[int, Any]):
+        self.held = held
+        self.cells: dict[int, types.CellType] = {}
+        self.clones: dict[int, types.FunctionType] = {}
+
+    def own_cell(self, cell: types.CellType) -> types.CellType:
+        if id(cell) not in self.held:
+            return cell  # assigned by the function itself, or not at all
+        if id(cell) not in self.cells:
+            new = self.cells[id(cell)] = types.CellType()
+            new.cell_contents = self.clone(self.held[id(cell)])
+        return self.cells[id(cell)]
+
+    def clone(self, value: Any) -> Any:
+        if type(value) is not types.FunctionType or not value.__closure__:
+            return value
+        if id(value) not in self.clones:
+            own = tuple(map(self.own_cell, value.__closure__))
+            new = self.clones[id(value)] = types.FunctionType(
+                value.__code__, value.__globals__, value.__name__, value.__defaults__, own
+            )
+            new.__kwdefaults__ = value.__kwdefaults__
+            new.__dict__.update({name: self.clone(attribute) for name, attribute in value.__dict__.items()})
+        return self.clones[id(value)]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ the forward saw and leaves no trace: generators end, and buffers stand, where th
 from __future__ import annotations
 
 import contextlib
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from fckpt import ambient
-from fckpt.closure import Slot, closure_of, frozen, placed, present, tensors_in
+from fckpt.closure import PLAIN, Slot, closure_of, fact, frozen, placed, present, tensors_in
 from fckpt.errors import MutationError
 from fckpt.rng import RandomState, generator_types
 
@@ -85,6 +86,7 @@ class Observation:
         "ambient",
         "buffers",
         "copies",
+        "facts",
         "fn",
         "habits",
         "installed",
@@ -101,11 +103,17 @@ class Observation:
         statics: Sequence[Any],
         inputs: Sequence[torch.Tensor],
         habits: BufferHabits,
+        *,
+        facts: bool = False,
     ):
-        """Observes the function in the list `fn`, about to run; `habits` is kept from call to call."""
+        """Observes the function in the list `fn`, about to run; `habits` is kept from call to call.
+
+        With `facts`, what it closes over besides tensors is noted for `settings`.
+        """
+        self.facts: list[Any] = []
         self.ambient = ambient.capture()
         with unseen():
-            self._observe(fn, statics, inputs, habits)
+            self._observe(fn, statics, inputs, habits, self.facts if facts else None)
 
     def _observe(
         self,
@@ -113,13 +121,14 @@ class Observation:
         statics: Sequence[Any],
         inputs: Sequence[torch.Tensor],
         habits: BufferHabits,
+        facts: list[Any] | None,
     ) -> None:
         self.fn = fn
-        closure = closure_of(fn, statics)
+        closure = closure_of(fn, statics, facts=facts)
         parts = self.parts = [_parts_of(module) for module in closure.modules]
         attributes = [(m, k) for part in parts for m, k in part.open]
         if attributes:
-            further = closure_of([], attributes=attributes)
+            further = closure_of([], attributes=attributes, facts=facts)
             closure.slots += further.slots
             closure.generators += further.generators
             parts += [_parts_of(module) for module in further.modules]
@@ -169,12 +178,15 @@ class Observation:
         return found | {id(buffer[3]): buffer[3] for buffer in self.buffers}
 
     def settings(self) -> tuple[Any, ...]:
-        """The numbers and flags that decide what the function does: of its modules, and in its cells."""
-        cells = tuple(value for _, _, value in self.slots if type(value) in PLAIN)
-        modules = [
-            (m["training"], len(m), *[m.get(k) for k in names]) for part in self.parts for m, names in part.settings
-        ]
-        return (cells, tuple(modules))
+        """What decides, besides tensors, what the function does: found in its closure, and set on its modules."""
+        modules = []
+        for part in self.parts:
+            for m, names in part.settings:
+                values = [m.get(k) for k in names]
+                hooks = (*m["_forward_hooks"], None, *m["_forward_pre_hooks"])
+                modules.append((m["training"], hooks, *map(fact, values)))
+        places = tuple(slot[1] for slot in (*self.slots, *self.installed, *self.buffers))
+        return (tuple(self.facts), tuple(modules), places)
 
     def conditions(self) -> Conditions:
         """Returns the conditions of the run that has just ended, without what it turned out not to use."""
@@ -187,9 +199,9 @@ class Observation:
         for tensor, then in self.versions:
             if version(tensor) != then:
                 raise MutationError(
-                    f"the rematerialised function changed a tensor that it closes over in place (shape "
-                    f"{list(tensor.shape)}, {tensor.dtype}): its recompute would change it again. Return the new value, "
-                    "or register the tensor as a buffer of a module."
+                    "the rematerialised function changed a tensor that it closes over in place (shape "
+                    f"{list(tensor.shape)}, {tensor.dtype}): its recompute would change it again. Return the new "
+                    "value, or register the tensor as a buffer of a module."
                 )
         held = [t for slot in slots for t in tensors_in(slot[2])] + [slot[2] for slot in self.installed]
         watched = [(t, version(t)) for t in map(unwrapped, held)]
@@ -354,11 +366,12 @@ _NORM_FORWARDS = {
 
 def _is_closed(value: Any) -> bool:
     """Whether `value` holds no tensor, and cannot."""
-    if isinstance(value, (tuple, list)):
-        return len(value) < 20 and all(map(_is_closed, value)) and type(value) is tuple
-    return type(value) in PLAIN or callable(value) or isinstance(value, (torch.dtype, torch.device))
+    if type(value) is tuple:
+        return len(value) < 20 and all(map(_is_closed, value))
+    if type(value) is types.FunctionType:
+        return not value.__closure__
+    return type(value) in PLAIN or isinstance(value, (torch.dtype, torch.device, type, types.BuiltinFunctionType))
 
 
-PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _INTERNAL = frozenset(vars(nn.Module()))
 _NOTHING = contextlib.nullcontext()

@@ -30,6 +30,12 @@ from fckpt.trace import check_dense, trace
 __all__ = ["Planner", "Reached"]
 
 
+TRACING = threading.RLock()
+"""Held while a function is traced, because fake tensors lie in its closure then, and while a closure is looked at."""
+
+_MOST = 128  # programs of one function: a number that changes at every call makes a new one each time
+
+
 class Reached:
     """What a call's function closes over: the distinct tensors that are no arguments, and all places."""
 
@@ -84,7 +90,6 @@ class Planner:
         self.costs = costs
         self.programs: dict[Any, Program] = {}
         self.plans: dict[Any, Plan] = {}
-        self.lock = threading.RLock()
 
     def program(
         self,
@@ -105,9 +110,12 @@ class Planner:
         key = (arguments.signature(), tuple(layouts), reached.order, observation.ambient, observation.settings())
         program = self.programs.get(key)
         if program is None:
-            with self.lock:
+            with TRACING:
                 program = self.programs.get(key)
                 if program is None:
+                    while len(self.programs) >= _MOST:
+                        oldest = next(iter(self.programs))
+                        del self.programs[oldest], self.plans[oldest]
                     traced = traced_call(fn, arguments, reached, layouts)
                     plan = self.plan(traced, batches)
                     program = Program(traced, lower(traced, plan.schedule), len(arguments.tensors))

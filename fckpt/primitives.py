@@ -56,7 +56,7 @@ class UserCall:
         self.arguments = arguments
         self.inputs: list[torch.Tensor] = list(arguments.tensors)
         with unseen():
-            self.versions = [(base, version(base)) for base in map(unwrapped, self.inputs)]
+            self.versions = [(weakref.ref(base), version(base)) for base in map(unwrapped, self.inputs)]
         self.count = len(self.inputs)
         self.habits = habits
         self.lifted: list[torch.Tensor] = []
@@ -136,7 +136,8 @@ class UserCall:
     def _changed(self) -> list[tuple[int, int, int]]:
         """The inputs that were changed in place since the call: (index, version then, version now)."""
         with unseen():
-            pairs = [(then, version(base)) for base, then in self.versions]
+            bases = [(then, ref()) for ref, then in self.versions]
+            pairs = [(then, then if base is None else version(base)) for then, base in bases]
         return [(i, then, now) for i, (then, now) in enumerate(pairs) if then != now]
 
     def __call__(self, *operands: torch.Tensor) -> Flat:

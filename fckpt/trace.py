@@ -64,6 +64,7 @@ def trace(
     """
     tensors = [*arguments.tensors, *closure]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # what comes from its cache may have less storage (aten.copy of a row, torch 2.13)
     recorder = _Recorder()
     with _active.set_to(recorder), _tracing(mode, recorder), _user_errors():
         operands = [_stand_in(layout, recorder) for layout in layouts]
