@@ -658,7 +658,7 @@ NETWORKS: dict[str, Network] = {
             "cuda": {"batch": 64, "side": 224},
             "cpu": {"batch": 8, "side": 128, "hidden": 512},
             "quick": {"batch": 8, "side": 64, "width": 32, "hidden": 256},
-            "tiny": {"batch": 2, "side": 32, "width": 4, "hidden": 16},
+            "tiny": {"batch": 4, "side": 32, "width": 4, "hidden": 16},
         },
     ),
     "googlenet": Network(
@@ -691,7 +691,7 @@ NETWORKS: dict[str, Network] = {
             "cuda": {"batch": 64, "side": 224},
             "cpu": {"batch": 8, "side": 224, "hidden": 256, "heads": 4},
             "quick": {"batch": 4, "side": 160, "hidden": 128, "heads": 4},
-            "tiny": {"batch": 2, "side": 64, "hidden": 32, "heads": 2, "layers": 2},
+            "tiny": {"batch": 2, "side": 32, "patch": 4, "hidden": 32, "heads": 2, "layers": 2},
         },
     ),
     "bert": Network(
@@ -735,7 +735,7 @@ NETWORKS: dict[str, Network] = {
             "cuda": {"batch": 128, "side": 224},
             "cpu": {"batch": 8, "side": 224, "hidden": 256},
             "quick": {"batch": 4, "side": 160, "hidden": 128},
-            "tiny": {"batch": 2, "side": 64, "hidden": 32, "layers": 2},
+            "tiny": {"batch": 2, "side": 32, "patch": 4, "hidden": 32, "layers": 2},
         },
     ),
     "lstm": Network(

@@ -250,7 +250,7 @@ class _PlannedRegion(_Region):
             return run_batched(fn, arguments, reached.tensors, reached.slots, batching, self.plan_and_run)
         call.plan(program.lifted(reached.tensors), program.ends)
         call.planned = Execution(program, reached.tensors, call.lifted)
-        return run_planned(call, program.trace.flags, observation.conditions)
+        return run_planned(call, program.trace.flags, lambda: observation.conditions(program.draws))
 
 
 def planner_of(fn: Callable[..., Any]) -> Planner | None:

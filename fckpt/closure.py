@@ -19,7 +19,20 @@ from torch import nn
 
 from fckpt.rng import generator_types
 
-__all__ = ["PLAIN", "Closure", "Slot", "closure_of", "fact", "frozen", "placed", "present", "replaced", "tensors_in"]
+__all__ = [
+    "PLAIN",
+    "Closure",
+    "Slot",
+    "closure_of",
+    "content",
+    "fact",
+    "frozen",
+    "moved",
+    "placed",
+    "present",
+    "replaced",
+    "tensors_in",
+]
 
 _DEPTH = 4
 _LARGE = 1000  # entries of a container that is data rather than state
@@ -34,9 +47,11 @@ Slot = tuple[Any, Any, Any]
 class Closure:
     """What a function closes over."""
 
-    __slots__ = ("generators", "modules", "slots")
+    __slots__ = ("containers", "generators", "modules", "slots")
 
     def __init__(self) -> None:
+        self.containers: list[Any] = []
+        """Dicts (attributes of objects among them) and lists; with `facts` only."""
         self.modules: list[nn.Module] = []
         self.generators: list[Any] = []
         self.slots: list[Slot] = []
@@ -133,12 +148,16 @@ class _Walk:
 
     def items_of(self, holder: list[Any], depth: int) -> None:
         if len(holder) <= _LARGE:
+            if self.facts is not None:
+                self.found.containers.append(holder)
             slot = (holder, None, tuple(holder))
             for item in slot[2]:
                 self.visit(slot, item, depth)
 
     def items(self, holder: dict[Any, Any], depth: int) -> None:
         if len(holder) <= _LARGE:
+            if self.facts is not None:
+                self.found.containers.append(holder)
             for key, item in list(holder.items()):
                 self.visit((holder, key, item), item, depth)
 
@@ -242,13 +261,19 @@ def present(slot: Slot) -> bool:
     holder, key, value = slot
     if isinstance(holder, dict):
         return holder.get(key, _ABSENT) is value
-    held = _get(holder, key)
+    held = content(holder, key)
     if type(holder) is list:
         return len(held) == len(value) and all(a is b for a, b in zip(held, value, strict=True))
     return held is value
 
 
-def _get(holder: Any, key: Any) -> Any:
+def moved(slots: Iterable[Slot]) -> list[Slot]:
+    """The slots whose places hold something else by now."""
+    return [slot for slot in slots if not present(slot)]
+
+
+def content(holder: Any, key: Any) -> Any:
+    """What lies in a place."""
     if isinstance(holder, dict):
         return holder.get(key, _ABSENT)
     if type(holder) is list:
@@ -283,7 +308,7 @@ def _put(holder: Any, key: Any, value: Any) -> None:
 @contextlib.contextmanager
 def placed(slots: list[Slot]) -> Iterator[None]:
     """Puts values into places, and what lies there now back after the body."""
-    before = [(holder, key, _get(holder, key)) for holder, key, _ in slots]
+    before = [(holder, key, content(holder, key)) for holder, key, _ in slots]
     try:
         for slot in slots:
             _put(*slot)

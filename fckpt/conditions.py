@@ -85,6 +85,7 @@ class Observation:
     __slots__ = (
         "ambient",
         "buffers",
+        "containers",
         "copies",
         "facts",
         "fn",
@@ -126,11 +127,13 @@ class Observation:
         self.fn = fn
         closure = closure_of(fn, statics, facts=facts)
         parts = self.parts = [_parts_of(module) for module in closure.modules]
+        self.containers = closure.containers
         attributes = [(m, k) for part in parts for m, k in part.open]
         if attributes:
             further = closure_of([], attributes=attributes, facts=facts)
             closure.slots += further.slots
             closure.generators += further.generators
+            self.containers += further.containers
             parts += [_parts_of(module) for module in further.modules]
         generators = closure.generators + [g for part in parts for g in part.generators]
         self.modules = [(m, m["training"]) for part in parts for m in part.modules]
@@ -188,12 +191,16 @@ class Observation:
         places = tuple(slot[1] for slot in (*self.slots, *self.installed, *self.buffers))
         return (tuple(self.facts), tuple(modules), places)
 
-    def conditions(self) -> Conditions:
-        """Returns the conditions of the run that has just ended, without what it turned out not to use."""
-        with unseen():
-            return self._conditions()
+    def conditions(self, draws: bool | None = None) -> Conditions:
+        """Returns the conditions of the run that has just ended, without what it turned out not to use.
 
-    def _conditions(self) -> Conditions:
+        Args:
+            draws: whether it drew random numbers, if that is known.
+        """
+        with unseen():
+            return self._conditions(self.random.drawn() if draws is None else self.random.assumed(draws))
+
+    def _conditions(self, random: RandomState) -> Conditions:
         # What the function itself puts elsewhere (a counter, a log) is left to it.
         slots = [slot for slot in self.slots if present(slot)]
         for tensor, then in self.versions:
@@ -224,7 +231,7 @@ class Observation:
                 watched.append((unwrapped(tensor), before))
         fn, slots = frozen(self.fn[0], slots)
         slots += self.installed
-        return Conditions(fn, self.ambient, self.random.drawn(), watched, written, slots, self.modules)
+        return Conditions(fn, self.ambient, random, watched, written, slots, self.modules)
 
     def undo(self) -> None:
         """Takes back what an aborted run did to generators and buffers."""

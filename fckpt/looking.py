@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fckpt.api import planner_of
 from fckpt.arguments import Arguments
 from fckpt.conditions import Observation
-from fckpt.cost import Analytic, Measured, profile_of
+from fckpt.cost import Analytic, Measured, profile_of, profiles
 from fckpt.cost.calls import CostSource
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
 from fckpt.planner import Planner, Reached, layouts_below, traced_call
@@ -185,6 +185,11 @@ class _Looked:
         tensors = (*arguments.tensors, *reached.tensors)
         self.trace = traced_call(run, arguments, reached, layouts_below(tensors))
         fake = next((t for t in tensors if isinstance(t, FakeTensor) or t.device.type == "meta"), None)
+        if costs is None and fake is not None and fake.device.type == "meta":
+            raise ArgumentValueError(
+                "tensors on the meta device do not say for which device to plan: give "
+                f"costs=fckpt.cost.Analytic(fckpt.cost.profiles[name]), name one of {', '.join(profiles)}."
+            )
         if costs is None:
             costs = Measured() if fake is None else Analytic(profile_of(fake.device))
         self.costs = costs

@@ -7,6 +7,7 @@ made when an operation needs them and let go with their base.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +47,8 @@ def lower(trace: Trace, schedule: Schedule) -> Lowered:
     return Lowered(scope["forward"], scope["backward"], source)
 
 
-State = tuple[bytes, bytes]
-"""A generator's state before and after a random operation."""
+State = tuple[bytes, bytes | None]
+"""A generator's state before a random operation and, where other threads might draw from it, after it."""
 
 
 def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, State]:
@@ -55,7 +56,7 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.
     generator = _generator(kwargs, device)
     before = state_of(generator)
     result = op(*args, **kwargs)
-    return result, (before, state_of(generator))
+    return result, (before, state_of(generator) if threading.active_count() > 1 else None)
 
 
 def _redraw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, state: State) -> Any:
@@ -69,7 +70,7 @@ def _redraw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torc
     set_state(generator, state[0])
     try:
         result = op(*args, **kwargs)
-        if state_of(generator) != state[1]:
+        if state[1] is not None and state_of(generator) != state[1]:
             raise RandomStateError(SHARED)
         return result
     finally:

@@ -59,6 +59,9 @@ class Reached:
                     numbers[id(tensor)] = count + len(self.tensors)
                     self.tensors.append(tensor)
                 order.append(numbers[id(tensor)])
+        self.state = [d for m, _ in observation.modules for d in (m, m["_parameters"], m["_buffers"])]
+        self.state += observation.containers
+        """The dicts of the modules, and other dicts and lists."""
         self.order = tuple(order)
         """Which tensor lies in each place."""
         self.random = observation.random
@@ -107,7 +110,8 @@ class Planner:
             BudgetError: nothing fits the budget.
             PlanError: the plan that was given is another function's.
         """
-        key = (arguments.signature(), tuple(layouts), reached.order, observation.ambient, observation.settings())
+        call = (arguments.signature(), tuple(layouts), reached.order, observation.ambient)
+        key = (*call, observation.settings())
         program = self.programs.get(key)
         if program is None:
             with TRACING:
@@ -119,8 +123,11 @@ class Planner:
                     traced = traced_call(fn, arguments, reached, layouts)
                     plan = self.plan(traced, batches)
                     program = Program(traced, lower(traced, plan.schedule), len(arguments.tensors))
-                    self.plans[key] = plan
-                    self.programs[key] = program
+                    # A counter that the function moves has moved, and will not move again.
+                    after = Observation([fn], arguments.statics, arguments.tensors, {}, facts=True)
+                    for known in (key, (*call, after.settings())):
+                        self.plans[known] = plan
+                        self.programs[known] = program
         return program
 
     def plan(self, traced: Trace, batches: tuple[int, ...] = ()) -> Plan:
@@ -161,7 +168,7 @@ def traced_call(fn: Callable[..., Any], arguments: Arguments, reached: Reached, 
         check_dense(tensor)
     origins = [arguments.path(i) for i in range(len(arguments.tensors))]
     origins += [_origin(reached.slots, t) for t in reached.tensors]
-    traced = trace(fn, arguments, reached.tensors, reached.slots, layouts, origins)
+    traced = trace(fn, arguments, reached.tensors, reached.slots, layouts, origins, reached.state)
     _check_random(reached.random)
     return traced
 

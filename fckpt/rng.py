@@ -274,6 +274,11 @@ class RandomState:
             return RandomState(self.states, threaded=True, disturbed=True)
         return RandomState(states, threaded=bool(states) and threading.active_count() > 1)
 
+    def assumed(self, drawn: bool) -> RandomState:
+        """The same, known beforehand for the generators of torch: reading them takes memory that a plan counts."""
+        states = [state for state in self.states if isinstance(state[0], _Torch)] if drawn else []
+        return RandomState(states)
+
     def rewind(self) -> None:
         """Sets every source back to its state before the call, for good."""
         for source, before, _ in self.states:

@@ -40,6 +40,8 @@ class Program:
         used.update(trace.tensors[t].value for t in trace.outputs)
         self.uses = {i for i, t in enumerate(trace.operands) if i < count or trace.tensors[t].value in used}
         """The operands that matter: all arguments, and the closed-over tensors that the function uses."""
+        self.draws = any(node.random for node in trace.graph.nodes)
+        """Whether it draws random numbers."""
         self.differentiable = tuple(i for i, flag in enumerate(trace.flags) if flag)
         self.strict = any(op in str(call.op) for call in trace.calls for op in ("as_strided", "_reshape_alias"))
         """Whether an operation relies on the strides that tensors had when traced."""

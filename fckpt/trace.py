@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fckpt import tree
 from fckpt.arguments import Arguments
 from fckpt.assemble import Assembly
-from fckpt.closure import Slot, placed, replaced
+from fckpt.closure import Slot, content, moved, placed, replaced
 from fckpt.conditions import unwrapped
 from fckpt.errors import TraceError
 from fckpt.operations import Call, Layout, Recorded, Ref, TensorSpec, Trace
@@ -47,6 +47,7 @@ def trace(
     slots: Sequence[Slot],
     layouts: Sequence[Layout],
     origins: Sequence[str] = (),
+    state: Sequence[Any] = (),
 ) -> Trace:
     """Traces one call of `fn` and its backward pass, with the autocast state of the caller.
 
@@ -57,10 +58,12 @@ def trace(
         slots: the places where they lie.
         layouts: shapes, strides and so on of the operands: arguments, then closure.
         origins: names for the operands.
+        state: the dicts and lists that `fn` closes over, attributes, parameters and buffers of modules among them.
 
     Raises:
-        TraceError: the function's course depends on the data of tensors; it changes an argument in place; it uses a
-            tensor that is neither passed nor among `closure`; it returns what is no pytree of tensors.
+        TraceError: the function's course depends on the data of tensors; it uses a tensor that is neither passed nor
+            among `closure`, or puts one elsewhere than into its result.
+        MutationError: it changes an argument in place.
     """
     tensors = [*arguments.tensors, *closure]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -74,16 +77,79 @@ def trace(
         args, kwargs = arguments.rebuild(operands[:count])
         closed = [(holder, key, replaced(value, new)) for holder, key, value in slots]
         with placed(closed), names_recorded(recorder.name):
+            before = [(held, held.copy()) for held in state]
             result = fn(*args, **kwargs)
+            _check_places(closed, before)
         finished = _Ends(result, operands, numbers, layouts, count, recorder)
         finished.note_updates(operands, arguments)
+        _check_updates(finished.updates, numbers, tensors)
         recorder.start_backward()
         finished.differentiate()
+    written = {number for number, _ in finished.updates}
+    for number, gradient in zip(numbers, finished.gradients, strict=True):
+        if number in written and gradient is not None:
+            raise TraceError(
+                "the function changes a closed-over tensor in place that it is also differentiated for (an embedding "
+                f"with max_norm, say), which a plan cannot follow. {_WAY_OUT}"
+            )
     return finished.trace([*origins, *[""] * (len(operands) - len(origins))])
 
 
 _TRACEABLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 _WAY_OUT = "fckpt.remat without policy and budget takes any function; nothing is traced then."
+
+
+def _check_places(slots: Sequence[Slot], before: list[tuple[Any, Any]]) -> None:
+    """Raises `TraceError` if the function put tensors anywhere: they are fake ones. What was there is put back."""
+    names = [str(key or "a variable") for holder, key, _ in moved(slots) if _has_fake(content(holder, key))]
+    for container, then in before:
+        if isinstance(container, dict):
+            for key in [k for k, v in container.items() if then.get(k, _ABSENT) is not v and _has_fake(v)]:
+                names.append(str(key))
+                if key in then:
+                    container[key] = then[key]
+                else:
+                    del container[key]
+        elif _has_fake(container) and not _has_fake(then):
+            names.append("an item of a list")
+            container[:] = then
+    if names:
+        raise TraceError(
+            f"the function assigns {', '.join(sorted(set(names)))} while it runs. A plan runs its operations, not its "
+            f"Python code, so it would assign nothing. Return the value instead. {_WAY_OUT}"
+        )
+
+
+_ABSENT = object()
+
+
+def _has_fake(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_fake, value))
+    if isinstance(value, dict):
+        return any(map(_has_fake, value.values()))
+    return isinstance(value, torch.Tensor) and (isinstance(value, FakeTensor) or torch._is_functional_tensor(value))
+
+
+def _check_updates(updates: list[tuple[int, int]], numbers: list[int], tensors: Sequence[torch.Tensor]) -> None:
+    """Raises `TraceError` if a tensor that is changed in place shares memory with another: they are traced apart."""
+    if not updates:
+        return
+    storages = [_storage(t) for t in tensors]
+    written = {number for number, _ in updates}
+    for number, storage in zip(numbers, storages, strict=True):
+        if number in written and storage is not None and storages.count(storage) > 1:
+            raise TraceError(
+                "the function changes a closed-over tensor in place that shares memory with another one that it uses. "
+                f"Close over one of them. {_WAY_OUT}"
+            )
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 class _Active(threading.local):
@@ -130,6 +196,11 @@ def check_dense(tensor: torch.Tensor) -> None:
         raise TraceError(
             f"a {type(tensor).__name__} with layout {tensor.layout} cannot be traced: budgets and policies know dense "
             f"torch.Tensors. {_WAY_OUT}"
+        )
+    if tensor.device.type == "cuda" and not torch.cuda.is_available():
+        raise TraceError(
+            "fake CUDA tensors cannot be traced where there is no CUDA (autograd would end the process). Use tensors "
+            'on the meta device, and costs=fckpt.cost.Analytic(fckpt.cost.profiles["H100"]), for a plan for a GPU.'
         )
 
 

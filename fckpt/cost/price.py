@@ -7,9 +7,11 @@ import sys
 import time
 import warnings
 
+import torch
+
 from fckpt.cost.calls import CostSource, OpCost, signature
 from fckpt.cost.measured import Measured
-from fckpt.graph import Graph
+from fckpt.graph import Graph, Node
 from fckpt.trace import Trace
 from fckpt.units import format_seconds
 
@@ -59,7 +61,17 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
     nodes = list(trace.graph.nodes)
     for i, cost in total.items():
         nodes[i] = dataclasses.replace(nodes[i], **dataclasses.asdict(cost))
+    for node in [n for n in nodes if n.random and _is_on_cpu(trace, n)]:
+        # Before a random operation that will run again the generator's state is read, and let go at once.
+        made = sum(trace.graph.values[v].nbytes for v in node.outputs)
+        least = torch.default_generator.get_state().nbytes - made
+        nodes[node.id] = dataclasses.replace(node, temporary_nbytes=max(node.temporary_nbytes, least))
     return dataclasses.replace(trace.graph, nodes=tuple(nodes))
+
+
+def _is_on_cpu(trace: Trace, node: Node) -> bool:
+    devices = {spec.device.type for spec in trace.tensors if spec.value in node.outputs}
+    return bool(devices & {"cpu", "meta"})
 
 
 def _joined(first: OpCost | None, then: OpCost) -> OpCost:

@@ -1,0 +1,122 @@
+"""Every differentiable op of PyTorch's op database, traced, planned and run by the plan, against itself, bit for bit.
+
+Functional tensors see other formulas than plain ones for a few operations: PyTorch chooses composite-compliant ones
+for tensor subclasses and wrappers. They are named below, with what they differ by.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from opinfo_harness import MODES, Case, _case_maker, _equal, _probe, _run, differentiable_ops, distance
+from torch import Tensor
+
+import fckpt
+
+SAMPLES = 2
+POLICIES = {"everything": fckpt.policies.everything_saveable, "nothing": fckpt.policies.nothing_saveable}
+OPS = {op.formatted_name: op for op in differentiable_ops() if torch.float64 in op.supported_backward_dtypes("cpu")}
+
+KNOWN: dict[str, tuple[float, str]] = {
+    "masked_fill": (1e-14, "backward sums a masked product instead of selecting: autograd's formula for subclasses"),
+    "prod": (1e-14, "backward without a look at the zeros, which would depend on data"),
+}
+"""By op: the largest difference of a gradient, and why."""
+
+
+@dataclass
+class Tally:
+    """What was compared over all ops."""
+
+    equal: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    """By error, the samples that a plan refuses to deal with."""
+    known: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+def samples_of(op: Any) -> list[Case]:
+    torch.manual_seed(0)
+    pool = op.sample_inputs("cpu", torch.float64, requires_grad=True)
+    found = filter(None, map(_case_maker(op), itertools.islice(pool, 4 * SAMPLES)))
+    return [case for case in itertools.islice(found, SAMPLES) if _probe(case)]
+
+
+def compare(tally: Tally, name: str, case: Case, plain: Any, policy: str) -> None:
+    remat = fckpt.remat(case.program, policy=POLICIES[policy])
+    try:
+        ours = _run("backward", case, remat)
+    except (fckpt.TraceError, fckpt.MutationError) as error:
+        tally.refused[type(error).__name__] += 1
+        return
+    except Exception as error:
+        tally.wrong.append(f"{name}, {policy}: {type(error).__name__}: {str(error)[:200]}")
+        return
+    if not torch.equal(plain.generator, ours.generator):
+        tally.wrong.append(f"{name}, {policy}: the generator ends elsewhere")
+    gaps = [distance(a, b) for a, b in zip(plain.result, ours.result, strict=True)]
+    if not any(gaps):
+        tally.equal += 1
+    elif name in KNOWN and gaps[0] == 0 and gaps[1] <= KNOWN[name][0]:
+        tally.known[name] += 1
+    elif any(_equal(plain, again) for again in (_run("backward", case, case.program) for _ in range(3))):
+        tally.wrong.append(f"{name}, {policy}: values differ by {gaps[0]:.2g}, gradients by {gaps[1]:.2g}")
+
+
+@cache
+def tally() -> Tally:
+    found = Tally()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, op in OPS.items():
+            for case in samples_of(op):
+                plain = _run("backward", case, case.program)
+                for policy in POLICIES:
+                    compare(found, name, case, plain, policy)
+    print(f"{found.equal} equal, {dict(found.refused)}, {dict(found.known)}, {len(found.wrong)} wrong")
+    return found
+
+
+def test_every_op_by_a_plan_is_bitwise_the_op_or_is_refused() -> None:
+    wrong = tally().wrong
+    assert not wrong, "\n".join(wrong[:10])
+
+
+def test_nearly_every_sample_was_compared() -> None:
+    found = tally()
+    assert len(OPS) >= 450
+    assert found.equal >= 1800
+    assert found.refused["TraceError"] <= 130
+    assert found.refused["MutationError"] <= 20
+    assert sum(found.known.values()) <= 12
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_known_difference_still_exists(name: str) -> None:
+    assert tally().known[name] > 0
+
+
+def test_the_comparison_sees_a_wrong_gradient() -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.tracing = type(x) is not Tensor or torch._is_functional_tensor(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+            return g * (2.0 if ctx.tracing else 1.0)
+
+    assert "backward" in MODES
+    (case, *_) = samples_of(OPS["sin"])
+    case.program = Wrong.apply
+    found = Tally()
+    compare(found, "sin", case, _run("backward", case, case.program), "everything")
+    assert len(found.wrong) == 1

@@ -1,0 +1,93 @@
+"""The benches that plan: every network is right in its tiny size, and both scripts run from end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich")
+
+import torch
+
+from benches import promise, side_by_side
+from benches.models import TorchCheckpoint, wrap_blocks
+from benches.zoo import NETWORKS, size_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_trains_and_has_blocks_to_wrap(name: str) -> None:
+    task = NETWORKS[name].task("tiny", CPU)
+    buffers = promise.buffers_of(task.loss)
+    plain = promise.outcome_of(task.loss, task, buffers)
+    assert plain.loss.isfinite()
+    assert all(g is not None for g in plain.gradients.values())
+    assert not promise.unequal(plain, promise.outcome_of(task.loss, task, buffers))
+    wrap_blocks(task.loss, TorchCheckpoint, kind=task.loss.model.block)  # type: ignore[arg-type]
+    wrapped = promise.outcome_of(task.loss, task, buffers)
+    # PyTorch's checkpoint updates statistics a second time.
+    assert not [what for what in promise.unequal(plain, wrapped) if not what.startswith("buffer")]
+
+
+def test_networks_have_the_same_sizes() -> None:
+    assert {tuple(network.sizes) for network in NETWORKS.values()} == {("cuda", "cpu", "quick", "tiny")}
+    assert [size_of(CPU), size_of(CPU, quick=True), size_of(CPU, tiny=True)] == ["cpu", "quick", "tiny"]
+    assert size_of(torch.device("cuda")) == "cuda"
+
+
+def test_differences_are_named() -> None:
+    task = NETWORKS["resnet50"].task("tiny", CPU)
+    buffers = promise.buffers_of(task.loss)
+    one = promise.outcome_of(task.loss, task, buffers)
+    with torch.no_grad():
+        buffers[0].add_(1)
+        next(task.loss.parameters())[0].fill_(0.5)
+    found = promise.unequal(one, promise.outcome_of(task.loss, task, buffers))
+    assert "loss" in found
+    assert "gradient model.features.0.0.weight" in found
+    assert "buffer model.features.0.1.running_mean" in found
+    assert "generator" not in found
+
+
+def test_promise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "promise.json"
+    arguments = ["--tiny", "--device", "cpu", "--rounds", "1", "--networks", "vit", "--budgets", "0.6", "0.01"]
+    assert promise.main([*arguments, "--json", str(target)]) == 0
+    document = json.loads(target.read_text())
+    assert document["command"].startswith("python -m benches.promise --tiny")
+    (report,) = document["networks"]
+    fits, refused, least = report["rows"]
+    for row in (fits, least):
+        assert row["predicted_bytes"] <= row["budget_bytes"]
+        assert abs(row["predicted_bytes"] - row["measured_bytes"]) <= 0.02 * row["measured_bytes"]
+        assert row["unequal"] == row["complaints"] == []
+    assert refused["measured_bytes"] is None
+    assert refused["least_bytes"] == least["budget_bytes"]
+    assert "0 complaints about 1 networks." in capsys.readouterr().out
+
+
+def test_side_by_side(tmp_path: Path) -> None:
+    target = tmp_path / "pairs.json"
+    arguments = ["--tiny", "--device", "cpu", "--rounds", "1", "--networks", "vit", "--compile-budgets"]
+    assert side_by_side.main([*arguments, "--json", str(target)]) == 0
+    (report,) = json.loads(target.read_text())["networks"]
+    assert [pair["contender"] for pair in report["pairs"]] == ["plain", "torch", "remat"]
+    for pair in report["pairs"]:
+        assert pair["bitwise"]
+        assert pair["planned_bitwise"]
+        assert pair["planned_bytes"] <= pair["peak_bytes"]
+
+
+@pytest.mark.parametrize("bench", [promise, side_by_side])
+def test_help(bench: object, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse(["--help"])  # type: ignore[attr-defined]
+    assert "--networks" in capsys.readouterr().out
+
+
+def test_a_budget_is_a_fraction() -> None:
+    with pytest.raises(SystemExit):
+        promise.parse(["--budgets", "2"])

@@ -1,0 +1,437 @@
+"""What a trace sees, and what it refuses: every refusal names the user's line, or the argument, and a way out."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_equal, leaf
+from torch import Tensor, nn
+
+import fckpt
+from fckpt import policies
+
+WAY_OUT = "without policy and budget"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def costs_of_this_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measured costs go to a folder of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FCKPT_CACHE", str(tmp_path_factory.mktemp("costs")))
+        yield
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(5))
+
+
+def planned(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return fckpt.remat(fn, policy=policies.nothing_saveable)
+
+
+def line_of(fn: Callable[..., Any], offset: int = 1) -> str:
+    return f"{__file__}:{fn.__code__.co_firstlineno + offset}"
+
+
+# -- courses that depend on data -----------------------------------------------------------------------------
+
+
+def branch(x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return x.sin()
+    return x.cos()
+
+
+def item(x: Tensor) -> Tensor:
+    return x * x.detach().sum().item()
+
+
+def mask(x: Tensor) -> Tensor:
+    return x[x > 0].sin()
+
+
+def positions(x: Tensor) -> Tensor:
+    return x * x.nonzero().sum()
+
+
+def distinct(x: Tensor) -> Tensor:
+    return x * x.detach().unique().sum()
+
+
+def number(x: Tensor) -> Tensor:
+    return x * float(x.detach().sum())
+
+
+def length(x: Tensor) -> Tensor:
+    return x * torch.arange(int(x.detach().abs().sum()) + 1).sum()
+
+
+def array(x: Tensor) -> Tensor:
+    return x * float(x.detach().numpy().sum())
+
+
+def as_array(x: Tensor) -> Tensor:
+    return x * float(np.asarray(x.detach())[0, 0])
+
+
+def as_list(x: Tensor) -> Tensor:
+    return x * x.tolist()[0][0]
+
+
+def repeated(x: Tensor) -> Tensor:
+    return x.repeat_interleave(x.detach().abs().long().flatten()[:3] + 1, 0)
+
+
+def equality(x: Tensor) -> Tensor:
+    return x.sin() if torch.equal(x, x) else x.cos()
+
+
+def address(x: Tensor) -> Tensor:
+    return x * (x.data_ptr() % 7)
+
+
+DATA_DEPENDENT = [
+    branch, item, mask, positions, distinct, number, length, array, as_array, as_list, repeated, equality, address,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+@pytest.mark.parametrize("fn", DATA_DEPENDENT, ids=lambda fn: fn.__name__)
+def test_a_look_at_data_names_the_line_and_the_way_out(fn: Callable[[Tensor], Tensor]) -> None:
+    for region in (planned(fn), fckpt.remat(fn, budget=0.9)):
+        with pytest.raises(fckpt.TraceError) as caught:
+            region(leaf(X))
+        assert f"test_trace.py:{fn.__code__.co_firstlineno + 1}" in str(caught.value)
+        assert WAY_OUT in str(caught.value)
+    with pytest.raises(fckpt.TraceError, match="test_trace"):
+        fckpt.plan(fn, leaf(X))
+
+
+@pytest.mark.parametrize("fn", DATA_DEPENDENT[:6], ids=lambda fn: fn.__name__)
+def test_the_way_out_is_one(fn: Callable[[Tensor], Tensor]) -> None:
+    x, y = leaf(X), leaf(X)
+    fckpt.remat(fn)(x).sum().backward()
+    fn(y).sum().backward()
+    assert_equal(x.grad, y.grad)
+
+
+def test_the_line_is_that_of_a_module_deep_inside() -> None:
+    class Router(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x.sum(1) > 0]
+
+    with pytest.raises(fckpt.TraceError, match=r"test_trace\.py:\d+.*x\[x\.sum\(1\) > 0\]"):
+        planned(nn.Sequential(nn.Linear(4, 4), Router()))(X)
+
+
+def test_a_refused_trace_leaves_nothing_behind() -> None:
+    region = planned(branch)
+    state = torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(fckpt.TraceError):
+            region(leaf(X))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert type(torch.ones(2) + 1) is Tensor
+    assert not torch._is_functional_tensor(torch.ones(2))
+    torch.manual_seed(3)
+    x = leaf(X)
+    planned(torch.sin)(x).sum().backward()
+    assert_equal(x.grad, X.cos())
+
+
+# -- random numbers ------------------------------------------------------------------------------------------
+
+
+def seeds(x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    return x * torch.rand(4)
+
+
+def forks(x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return x * torch.rand(4)
+
+
+def sets_state(x: Tensor) -> Tensor:
+    torch.set_rng_state(torch.get_rng_state())
+    return x.sin()
+
+
+@pytest.mark.parametrize("fn", [seeds, forks, sets_state], ids=lambda fn: fn.__name__)
+def test_a_seed_set_inside_is_refused_with_its_line(fn: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(fckpt.TraceError, match=rf"test_trace\.py:\d+ \({fn.__name__}\).*sets the random generator"):
+        planned(fn)(leaf(X))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.sin() * random.random(),
+        lambda x: x.sin() * float(np.random.rand()),
+        lambda x: (random.seed(3), x.sin())[1],
+    ],
+    ids=["random.random", "numpy.random", "random.seed"],
+)
+def test_other_generators_are_refused_and_left_as_they_were(fn: Callable[[Tensor], Tensor]) -> None:
+    before = random.getstate(), str(np.random.get_state())
+    with pytest.raises(fckpt.TraceError, match="Python's or NumPy's"):
+        planned(fn)(leaf(X))
+    assert (random.getstate(), str(np.random.get_state())) == before
+
+
+def test_a_generator_that_is_passed_or_closed_over_is_drawn_from_and_may_not_be_seeded() -> None:
+    def draws(x: Tensor, g: torch.Generator) -> Tensor:
+        return (x.sin() * torch.rand(4, generator=g)).sin() * torch.empty(4).normal_(generator=g)
+
+    def run(wrap: Callable[..., Any], closed: bool) -> Any:
+        g = torch.Generator().manual_seed(7)
+        region = wrap(lambda x: draws(x, g)) if closed else wrap(draws)
+        found = []
+        for _ in range(3):
+            x = leaf(X)
+            out = region(x) if closed else region(x, g)
+            out.sum().backward()
+            found += [out, x.grad]
+        return found, g.get_state()
+
+    for closed in (False, True):
+        assert_equal(run(planned, closed), run(lambda f: f, closed))
+    with pytest.raises(fckpt.TraceError, match="seeds"):
+        planned(lambda x, g: x * torch.rand(4, generator=g.manual_seed(3)))(leaf(X), torch.Generator())
+
+
+# -- closures ------------------------------------------------------------------------------------------------
+
+
+class Holder:
+    def __init__(self, held: Any):
+        self.held = held
+
+
+def test_a_tensor_that_cannot_be_found_is_an_error() -> None:
+    for requires_grad in (False, True):
+        deep: Any = torch.ones(4, requires_grad=requires_grad)
+        for _ in range(6):
+            deep = Holder(deep)
+        hidden = lambda x: x.sin() * deep.held.held.held.held.held.held
+        with pytest.raises(fckpt.TraceError, match=r"test_trace\.py:\d+.*neither passed.*closure"):
+            planned(hidden)(leaf(X))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_a_tensor_that_can_be_found_gets_its_gradient(depth: int) -> None:
+    held: Any = leaf(torch.ones(4))
+    weight = held
+    for i in range(depth):
+        held = (Holder(held), [held], {"held": held})[i % 3]
+
+    def fn(x: Tensor) -> Tensor:
+        inner = held
+        for i in reversed(range(depth)):
+            inner = (lambda h: h.held, lambda h: h[0], lambda h: h["held"])[i % 3](inner)
+        return (x * inner).sin().exp()
+
+    x, y = leaf(X), leaf(X)
+    planned(fn)(x).sum().backward()
+    actual, weight.grad = weight.grad, None
+    fn(y).sum().backward()
+    assert_equal((x.grad, actual), (y.grad, weight.grad))
+
+
+class Statistics(nn.Module):
+    """A running mean and a count, which its forward also reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.total.mul_(0.9).add_(x.mean(0))
+            self.count.add_(1)
+        return (x.sin() * self.total).exp()
+
+
+def test_statistics_of_a_module_change_once_a_call() -> None:
+    def run(wrap: Callable[..., Any]) -> Any:
+        module = Statistics()
+        region, found = wrap(module), []
+        for i in range(3):
+            x = leaf(X + i)
+            region(x).sum().backward()
+            found += [x.grad, module.total.clone(), module.count.clone()]
+        return found
+
+    assert_equal(run(planned), run(lambda f: f))
+
+
+def test_other_closed_over_tensors_may_not_be_written() -> None:
+    total = torch.zeros(4)
+    with pytest.raises(fckpt.MutationError, match="closes over"):
+        planned(lambda x: (total.add_(1), (x * total).sin())[1])(leaf(X))
+
+
+def test_a_tensor_of_the_trace_that_is_stored_outside_is_refused() -> None:
+    cache: dict[str, Tensor] = {}
+
+    def caches(x: Tensor) -> Tensor:
+        if "table" not in cache:
+            cache["table"] = torch.arange(4.0).cos()
+        return (x * cache["table"]).sin()
+
+    try:
+        planned(caches)(leaf(X))
+    except fckpt.TraceError as error:
+        assert "table" in str(error)
+    assert "table" not in cache or not torch._is_functional_tensor(cache["table"])
+    cache.clear()
+    caches(X)  # filled by a plain call
+    x, y = leaf(X), leaf(X)
+    planned(caches)(x).sum().backward()
+    caches(y).sum().backward()
+    assert_equal(x.grad, y.grad)
+
+
+def test_a_module_that_counts_its_calls_is_not_planned_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(4, 4), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.linear(x).sin().exp()
+
+    traces = 0
+    trace = fckpt.planner.trace
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        return trace(*args, **kwargs)
+
+    monkeypatch.setattr("fckpt.planner.trace", counting)
+    region = planned(Counting())
+    for _ in range(20):
+        region(X).sum().backward()
+    assert traces <= 3
+
+
+# -- arguments and results -----------------------------------------------------------------------------------
+
+
+def test_an_argument_that_is_written_is_named() -> None:
+    for fn in (
+        lambda x, y: (y.add_(1), x.sin())[1],
+        lambda x, y: (y[0].zero_(), x.sin())[1],
+        lambda x, y: (y.t().unsqueeze(0).mul_(2), x.sin())[1],
+        lambda x, y: (torch.sin(x.detach(), out=y), x.sin())[1],
+    ):
+        with pytest.raises(fckpt.MutationError, match=r"kwargs\['y'\]"):
+            planned(fn)(leaf(X), y=X.clone())
+        y = X.clone()
+        with pytest.raises(fckpt.MutationError):
+            planned(fn)(leaf(X), y)
+        assert_equal(y, X)  # only the stand-in was written
+
+
+def test_results_that_hide_tensors_are_refused() -> None:
+    with pytest.raises(fckpt.OpaqueOutputError, match="Holder"):
+        planned(lambda x: Holder(x.sin()))(leaf(X))
+
+
+def test_sparse_tensors_and_subclasses_are_refused() -> None:
+    class Tagged(Tensor):
+        pass
+
+    sparse = torch.eye(3).to_sparse().requires_grad_()
+    for tensor in (sparse, X.as_subclass(Tagged).requires_grad_()):
+        with pytest.raises(fckpt.TraceError, match=WAY_OUT):
+            planned(lambda x: x * 2)(tensor)
+
+
+def test_parameters_and_buffers_of_all_kinds_are_traced() -> None:
+    for tensor in (nn.Parameter(X), nn.Buffer(X), leaf(X)):
+        w = leaf(X)
+        planned(lambda t, w: (t * w).sin().exp())(tensor, w).sum().backward()
+        (expected,) = torch.autograd.grad((tensor * w).sin().exp().sum(), w)
+        assert_equal(w.grad, expected)
+
+
+def test_an_error_of_the_function_itself_comes_through_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|same reduction dim"):
+        planned(lambda x: x @ x)(leaf(X))
+    with pytest.raises(ZeroDivisionError):
+        planned(lambda x: x * (1 // 0))(leaf(X))
+    with pytest.raises(TypeError):
+        planned(lambda x: x.sin())(leaf(X), 3, nonsense=4)
+
+
+def test_a_warning_of_the_function_is_seen() -> None:
+    def warns(x: Tensor) -> Tensor:
+        warnings.warn("deprecated", stacklevel=1)
+        return x.sin()
+
+    with pytest.warns(UserWarning, match="deprecated"):
+        planned(warns)(leaf(X))
+
+
+# -- the graph -----------------------------------------------------------------------------------------------
+
+
+def test_the_graph_says_where_values_come_from() -> None:
+    def fn(params: Any, x: Tensor) -> Tensor:
+        h = fckpt.checkpoint_name(torch.tanh(x @ params["w"]), "hidden")
+        return h.sin().sum()
+
+    plan = fckpt.plan(fn, {"w": leaf(torch.randn(4, 5))}, X)
+    graph = plan.graph
+    assert {graph.values[v].origin for v in graph.inputs} == {"args[0]['w']", "args[1]"}
+    (hidden,) = [v for v in graph.values if v.names == ("hidden",)]
+    assert (hidden.shape, hidden.nbytes, hidden.dtype) == ((3, 5), 60, "float32")
+    forward, backward = graph.nodes[: graph.boundary], graph.nodes[graph.boundary :]
+    assert [n.op.split(".")[1] for n in forward] == ["mm", "tanh", "sin", "sum"]
+    assert "aten.tanh_backward.default" in [n.op for n in backward]
+    first = fn.__code__.co_firstlineno
+    assert [n.source for n in forward] == [f"test_trace.py:{first + i} (fn)" for i in (1, 1, 2, 2)]
+    assert [n.source for n in backward if "tanh" in n.op] == [f"test_trace.py:{first + 1} (fn)"]
+
+
+def test_dead_code_and_views_are_no_nodes() -> None:
+    def fn(x: Tensor) -> Tensor:
+        x.cos().exp()  # nobody reads it
+        return x.t().reshape(2, 6).unsqueeze(0)[0].sin()
+
+    plan = fckpt.plan(fn, leaf(X))
+    assert [n.op.split(".")[1] for n in plan.graph.nodes[: plan.graph.boundary]] == ["clone", "sin"]
+
+
+def test_frozen_parameters_have_no_gradient_nodes() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    both = fckpt.plan(net, X).graph
+    net[0].requires_grad_(False)
+    one = fckpt.plan(net, X).graph
+    assert len(one.gradients) == 2
+    assert len(both.gradients) == 4
+    assert len(one.nodes) < len(both.nodes)
+
+
+def test_plans_are_made_for_tensors_without_data() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = torch.tanh(x @ w)
+        return x.sum()
+
+    with FakeTensorMode():
+        w, x = torch.randn(64, 64, requires_grad=True), torch.randn(2**20, 64)
+    plan = fckpt.plan(fn, w, x, budget=0.5)
+    assert plan.peak_bytes <= plan.baseline_peak_bytes / 2
+    assert plan.baseline_peak_bytes > 20 * 2**20 * 64 * 4
