@@ -165,8 +165,10 @@ def print_saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     Example:
         >>> import torch, fckpt
         >>> w, x = torch.randn(3, 3, requires_grad=True), torch.randn(2, 3)
-        >>> fckpt.print_saved_residuals(fckpt.remat(lambda w, x: torch.sin(x @ w).sum()), w, x)  # doctest: +ELLIPSIS
-        ...
+        >>> fn = fckpt.remat(lambda w, x: torch.sin(x @ w).sum())
+        >>> fckpt.print_saved_residuals(fn, w, x)  # doctest: +ELLIPSIS +NORMALIZE_WHITESPACE
+        bytes what from needed by recompute
+        36 B float32[3, 3] args[0] ...
     """
     print(format_residuals(saved_residuals(fn, *args, **kwargs)))
 

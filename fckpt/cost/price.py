@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 import time
 import warnings
 
@@ -62,8 +63,9 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
     for i, cost in total.items():
         nodes[i] = dataclasses.replace(nodes[i], **dataclasses.asdict(cost))
     for node in [n for n in nodes if n.random and _is_on_cpu(trace, n)]:
-        # Before a random operation that will run again the generator's state is read, and let go at once.
-        made = sum(trace.graph.values[v].nbytes for v in node.outputs)
+        # Before a random operation that will run again the generator's state is read, and let go at once; and after
+        # it too, where another thread might draw.
+        made = sum(trace.graph.values[v].nbytes for v in node.outputs) if threading.active_count() == 1 else 0
         least = torch.default_generator.get_state().nbytes - made
         nodes[node.id] = dataclasses.replace(node, temporary_nbytes=max(node.temporary_nbytes, least))
     return dataclasses.replace(trace.graph, nodes=tuple(nodes))
