@@ -17,10 +17,10 @@ PUBLIC = sorted(name for name in vars(fckpt) if not name.startswith("_") and not
 
 # Each file may import from those before it.
 ORDER = [
-    "errors", "units", "tree", "rng", "ambient", "closure", "conditions", "arguments", "segment", "lift", "batched", "primitives",
-    "transform", "compiled",
-    "graph", "naming", "decisions", "policies", "operations", "assemble", "trace", "memory", "cost", "schedule", "simulate",
-    "solve", "report", "lower", "run", "module", "autodiff", "plans", "planner", "api", "looking", "check", "segments",
+    "errors", "units", "tree", "rng", "ambient", "closure", "conditions", "arguments", "segment", "lift", "batched",
+    "primitives", "transform", "compiled", "graph", "naming", "decisions", "policies", "operations", "assemble", "trace",
+    "memory", "cost", "schedule", "simulate", "solve", "report", "lower", "run", "module", "autodiff", "plans", "planner",
+    "api", "looking", "check", "segments",
 ]  # fmt: skip
 
 

@@ -435,3 +435,25 @@ def test_plans_are_made_for_tensors_without_data() -> None:
     plan = fckpt.plan(fn, w, x, budget=0.5)
     assert plan.peak_bytes <= plan.baseline_peak_bytes / 2
     assert plan.baseline_peak_bytes > 20 * 2**20 * 64 * 4
+
+
+SETTINGS: dict[str, Any] = {"scale": 1.0, "act": torch.tanh}
+
+
+def test_numbers_and_functions_in_the_closure_are_part_of_the_signature() -> None:
+    class Config:
+        power = 1.0
+
+    config = Config()
+    config.power = 2.0
+    fn = lambda x: (SETTINGS["act"](x) * SETTINGS["scale"]) ** config.power
+    region = planned(fn)
+    x = torch.linspace(0.1, 1, 4, requires_grad=True)
+    try:
+        for change in (lambda: None, lambda: SETTINGS.update(scale=3.0), lambda: SETTINGS.update(act=torch.sin)):
+            change()
+            assert_equal(region(x), fn(x))
+        config.power = 3.0
+        assert_equal(region(x), fn(x))
+    finally:
+        SETTINGS.update(scale=1.0, act=torch.tanh)
