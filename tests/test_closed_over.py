@@ -279,3 +279,17 @@ def test_variable_that_takes_the_result_makes_no_cycle(how: str) -> None:
         del out
     gc.collect()
     assert results[0]() is None
+
+
+def test_what_a_finished_region_closed_over_is_let_go_at_once() -> None:
+    def step() -> weakref.ref[Tensor]:
+        held, x = torch.ones(3), torch.ones(3, requires_grad=True)
+        fckpt.remat(lambda x: (x * held).sin())(x).sum().backward()
+        return weakref.ref(held)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert step()() is None
+    finally:
+        gc.enable()

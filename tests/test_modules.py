@@ -324,3 +324,27 @@ def test_under_torch_func_closed_over_statistics_fail_as_they_do_without_remat()
     for f in (model, fckpt.remat(model)):
         with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
             grad(lambda x, f=f: f(x).sum())(X)
+
+
+def test_a_submodule_replaced_after_a_call_is_seen() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity())
+    region = fckpt.remat(model)
+    region(torch.randn(8, 4)).sum().backward()
+    model[1] = nn.BatchNorm1d(4)
+    region(torch.randn(8, 4)).sin().sum().backward()
+    assert int(model[1].num_batches_tracked) == 1
+
+
+def test_modules_in_plain_attributes_keep_their_statistics() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms, self.scale = [nn.BatchNorm1d(4)], torch.full((4,), 2.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norms[0](x * self.scale).sin()
+
+    for options in ({}, {"policy": fckpt.policies.nothing_saveable}):
+        holder = Holder()
+        fckpt.remat(holder, **options)(torch.randn(8, 4, requires_grad=True)).sum().backward()
+        assert int(holder.norms[0].num_batches_tracked) == 1

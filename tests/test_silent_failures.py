@@ -358,3 +358,15 @@ def test_backward_in_many_threads_of_one_retained_graph() -> None:
         thread.join()
     assert len(results) == 80
     assert_equal(results, [expected] * 80)
+
+
+def test_closed_over_tensor_that_the_function_changes_itself_is_an_error() -> None:
+    total = torch.ones(2, 3)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x) * total.clone()
+        total.mul_(3)
+        return y * 2
+
+    with pytest.raises(fckpt.MutationError, match="register the tensor as a buffer"):
+        fckpt.remat(fn)(torch.ones(2, 3, requires_grad=True))

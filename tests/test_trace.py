@@ -457,3 +457,49 @@ def test_numbers_and_functions_in_the_closure_are_part_of_the_signature() -> Non
         assert_equal(region(x), fn(x))
     finally:
         SETTINGS.update(scale=1.0, act=torch.tanh)
+
+
+def test_state_that_a_plan_cannot_keep_is_refused() -> None:
+    class Rebinding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps = self.steps + 1
+            return (x * self.steps).sin()
+
+    module = Rebinding()
+    with pytest.raises(fckpt.TraceError, match="assigns steps"):
+        planned(module)(torch.ones(3, requires_grad=True))
+    assert torch.equal(module.steps, torch.zeros(3))
+    with pytest.raises(fckpt.TraceError, match="also differentiated"):
+        planned(nn.Embedding(5, 3, max_norm=1.0))(torch.tensor([1, 2]))
+
+
+def test_the_caller_may_change_what_it_gets() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = torch.tensor([1.0, 2.0])
+        return torch.tanh(x) * scale, scale
+
+    region, x = planned(fn), torch.ones(2, requires_grad=True)
+    region(x)[1].add_(100)
+    assert_equal(region(x), fn(x))
+    hidden = planned(lambda x: torch.tanh(x @ x) @ x)(torch.eye(3, requires_grad=True))
+    hidden += 1  # nobody needs it for backward
+    hidden.sum().backward()
+
+
+def test_operands_of_all_layouts_get_their_gradient() -> None:
+    fn = lambda x: (x * x.sin()).sum()
+    for view in (lambda p: p.unfold(0, 4, 2), lambda p: p.expand(3, 10), lambda p: p[::2], lambda p: p[:, None].T):
+        grads = []
+        for f in (fn, planned(fn)):
+            p = (torch.arange(10.0) / 5).requires_grad_()
+            f(view(p)).backward()
+            grads.append(p.grad)
+        assert_equal(*grads)
+    z = torch.randn(3, dtype=torch.complex64).conj().requires_grad_()
+    real = lambda z: torch.view_as_real(z.resolve_conj()).sin().sum()
+    plain, region = (torch.autograd.grad(f(z), z)[0].resolve_conj() for f in (real, planned(real)))
+    assert_equal(region, plain)
