@@ -88,8 +88,8 @@ def remat(
     With one of them, `fn` is traced once per signature (structure, shapes, dtypes, devices, static leaves, autocast
     state), and planned: a policy says what is kept; a budget says how many bytes forward and backward may hold at
     once, above what is held at the call, and a solver finds what to compute again in the least time. Within
-    another region, under `vmap` and forward mode, and in second derivatives, a planned function is rematerialised
-    as a whole.
+    another region, under forward mode, with a `vmap` around the transform that differentiates, and in second
+    derivatives, a planned function is rematerialised as a whole.
 
     Composes with `.backward()` and all of `torch.func`, in any order and nesting. Whether an argument requires
     grad changes nothing for the others. Under `torch.compile` the region becomes `torch.utils.checkpoint`'s
@@ -259,6 +259,13 @@ def planner_of(fn: Callable[..., Any]) -> Planner | None:
     if region is None:
         return None
     return region.planner if isinstance(region, _PlannedRegion) else Planner()
+
+
+def plain_of(fn: Callable[..., Any]) -> Any:
+    """Returns the function or module that `remat` made `fn` of; `fn` itself if it is plain."""
+    if not hasattr(fn, "_fckpt_region"):
+        return fn
+    return getattr(fn, "_fckpt_inner", None) or fn.__wrapped__  # type: ignore[attr-defined]  # functools.wraps sets it
 
 
 def _may_plan() -> bool:

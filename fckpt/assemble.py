@@ -26,7 +26,7 @@ class Assembly:
         updates = [Recorded(aten.copy_.default, (Ref(a), Ref(b)), {}, (None,), False, "") for a, b in ends.updates]
         self.recorded = [*recorder.calls[: recorder.boundary], *updates, *recorder.calls[recorder.boundary :]]
         self.forward_calls = recorder.boundary + len(updates)
-        self.updated = {recorder.values[a] for a, _ in ends.updates}
+        self.updated: set[int] = set()  # values that the forward pass changes in place
         self.values: list[Value] = []
         self.known: dict[int, int] = {}  # from the recorder's storages to values
         self.calls: list[Call] = []
@@ -39,6 +39,7 @@ class Assembly:
         given = [*ends.operand_numbers, *recorder.constants]
         names = [*self.origins, *["a constant"] * len(recorder.constants)]
         inputs = tuple(dict.fromkeys(self._value(t, None, name) for t, name in zip(given, names, strict=True)))
+        self.updated.update(self.known[recorder.values[a]] for a, _ in ends.updates)
         late = [ct for ct in ends.cotangents if ct is not None]
         cotangents = tuple(self._value(ct, None, "a cotangent") for ct in late)
         self.late.update(cotangents)
@@ -130,17 +131,17 @@ class Assembly:
             made = len(self.values)
             for t in outputs:
                 if t is not None:
-                    self._value(t, node, _name(op))
+                    self._value(t, node, str(op))
             backward = not self.late.isdisjoint(read)
             new = tuple(range(made, len(self.values)))
             if backward:
                 self.late.update(new)
-            updates = {self.known[storage] for storage in self.updated}
-            once = op is aten.copy_.default or (not updates.isdisjoint(read) and not statistics_of(recorded))
+            rereads = any(v in self.updated for v in read) and not statistics_of(recorded)
+            once = op is aten.copy_.default or rereads
             self.nodes.append(
                 Node(
                     id=node,
-                    op=_name(op),
+                    op=str(op),
                     inputs=read,
                     outputs=new,
                     backward=backward,
@@ -150,10 +151,6 @@ class Assembly:
                 )
             )
         self.calls.append(Call(op, args, kwargs, outputs, node))
-
-
-def _name(op: Any) -> str:
-    return str(op)
 
 
 def _is_random(op: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fckpt import tree
-from fckpt.api import remat
+from fckpt.api import plain_of, remat
 from fckpt.arguments import Arguments
 from fckpt.conditions import Observation
 from fckpt.errors import ArgumentValueError
@@ -73,10 +73,8 @@ def check(
         >>> bool(fckpt.check(lambda w, x: torch.tanh(torch.tanh(x @ w) @ w).sum(), w, x))
         True
     """
-    if hasattr(fn, "_fckpt_region"):
-        plain, region = getattr(fn, "_fckpt_inner", None) or fn.__wrapped__, fn  # type: ignore[attr-defined]
-    else:
-        plain, region = fn, remat(fn, policy=policy, budget=budget, plan=plan)
+    plain = plain_of(fn)
+    region = remat(fn, policy=policy, budget=budget, plan=plan) if plain is fn else fn
     comparison = _Comparison(plain, args, kwargs)
     comparison.run(region)  # traces and plans, if it has to
     expected, plain_peak = comparison.run(plain)

@@ -67,9 +67,8 @@ def closure_of(
 ) -> Closure:
     """Walks a function's cells, bound object, partial arguments, defaults and the globals that its code names.
 
-    Containers and plain objects are looked into `_DEPTH` levels deep, large ones not at all; functions at any
-    depth. The walk is quick
-    (microseconds for a lambda) and is made at every call, because cells and attributes change.
+    Containers and plain objects are looked into `_DEPTH` levels deep, large ones not at all; functions at any depth.
+    The walk is quick (microseconds for a lambda) and is made at every call, because cells and attributes change.
 
     Args:
         fn: the function, in a list, so that it lies in a place too (it may be a tensor's method).
@@ -228,6 +227,8 @@ def fact(value: Any) -> Any:
         return (kind, repr(value)) if kind in (float, complex) else (kind, value)  # NaN equals itself here
     if kind is types.FunctionType:
         return value.__code__
+    if kind is tuple and len(value) <= _LARGE:
+        return (kind, tuple(map(fact, value)))
     if kind in (dict, list, tuple):
         return (kind, tuple(value) if kind is dict and all(type(k) in PLAIN for k in value) else len(value))
     if isinstance(value, (torch.Generator, types.BuiltinFunctionType)):

@@ -25,7 +25,7 @@ from fckpt.rng import RandomState, generator_types
 __all__ = ["BufferHabits", "Conditions", "Observation", "may_be_statistics", "unseen", "unwrapped", "version"]
 
 # Reading an attribute of a tensor, too, calls the torch function modes in force: those of an enclosing region, which
-# may put another tensor in its place. What fckpt does to tensors itself is none of their business.
+# notes or refuses it. What fckpt does to tensors itself is none of their business.
 unseen = torch._C.DisableTorchFunction
 
 BufferKey = tuple[int, str, bool, bool]
@@ -56,10 +56,8 @@ class _ModuleParts:
         self.buffers = [(m, m._buffers) for m in module.modules() if m._buffers]
         self.parameters = [m["_parameters"] for m in modules if m["_parameters"]]
         self.generators = [v for m in modules for v in m.values() if isinstance(v, kinds)]
-        self.settings = [
-            (m, tuple(k for k, v in m.items() if type(v) in PLAIN and k not in _INTERNAL)) for m in modules
-        ]
-        """By module: its attributes, and the names of those that are numbers, flags and texts: a dropout rate, say."""
+        self.settings = [(m, [k for k, v in m.items() if k not in _INTERNAL and _is_closed(v)]) for m in modules]
+        """By module: its attributes, and the names of those that hold no tensors: a rate, a stride, an activation."""
         self.open = [(m, k) for m in modules for k, v in m.items() if k not in _INTERNAL and not _is_closed(v)]
         """Other attributes, which may hold tensors and modules."""
         self.children = [(m["_modules"], list(m["_modules"].values()), m, len(m)) for m in modules]

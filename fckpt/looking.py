@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fckpt.api import planner_of
+from fckpt.api import plain_of, planner_of
 from fckpt.arguments import Arguments
 from fckpt.conditions import Observation
 from fckpt.cost import Analytic, Measured, profile_of, profiles
@@ -179,8 +179,8 @@ class _Looked:
     def __init__(self, fn: Any, args: Sequence[Any], kwargs: dict[str, Any], costs: CostSource | None):
         if not callable(fn):
             raise ArgumentTypeError(f"a plan is made for a function or an nn.Module, not {type(fn).__name__}.")
-        inner = getattr(fn, "_fckpt_inner", fn)
-        run = inner.forward if isinstance(inner, nn.Module) else getattr(fn, "__wrapped__", fn)
+        plain = plain_of(fn)
+        run = plain.forward if isinstance(plain, nn.Module) else plain
         arguments = Arguments(tuple(args), kwargs)
         observation = Observation([run], arguments.statics, arguments.tensors, {})
         reached = Reached(observation, arguments.tensors)

@@ -503,3 +503,21 @@ def test_operands_of_all_layouts_get_their_gradient() -> None:
     real = lambda z: torch.view_as_real(z.resolve_conj()).sin().sum()
     plain, region = (torch.autograd.grad(f(z), z)[0].resolve_conj() for f in (real, planned(real)))
     assert_equal(region, plain)
+
+
+def test_settings_of_modules_that_are_no_numbers_are_part_of_the_signature() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.act = nn.Conv1d(2, 2, 3), torch.tanh
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.conv(x))
+
+    block, x = Block(), torch.randn(1, 2, 9)
+    region = planned(block)
+    assert_equal(region(x), block(x))
+    block.conv.stride = (2,)
+    assert_equal(region(x), block(x))
+    block.act = torch.sigmoid
+    assert_equal(region(x), block(x))
