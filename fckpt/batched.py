@@ -82,25 +82,20 @@ def run_batched(
     key = _Key(dims, interpreter.batch_size(), interpreter.randomness(), arguments.signature())
     count = len(arguments.tensors)
 
-    def one(*xs: torch.Tensor) -> tuple[list[torch.Tensor], _Result]:
-        new = {id(t): x for t, x in zip(tensors, xs, strict=True)}
-        args, kwargs = arguments.rebuild(xs[:count])
-        with placed([(holder, key, replaced(value, new)) for holder, key, value in slots]):
-            leaves, spec = tree.flatten(fn(*args, **kwargs))
-        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        rest = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        return found, _Result(spec, rest, ())
-
     def batched(key: _Key, *batches: torch.Tensor) -> tuple[list[torch.Tensor], _Result]:
-        results: list[_Result] = []
+        ends: list[tuple[tree.TreeSpec, list[Any]]] = []
 
         def tensors_of(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            found, result = one(*xs)
-            results.append(result)
-            return tuple(found)
+            new = {id(t): x for t, x in zip(tensors, xs, strict=True)}
+            args, kwargs = arguments.rebuild(xs[:count])
+            with placed([(holder, key, replaced(value, new)) for holder, key, value in slots]):
+                leaves, spec = tree.flatten(fn(*args, **kwargs))
+            ends.append((spec, [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]))
+            return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
         outputs, dims = restore_vmap(tensors_of, key.dims, key.size, key.randomness)(*batches)
-        return list(outputs), _Result(results[0].spec, results[0].leaves, tuple(dims))
+        spec, leaves = ends[0]
+        return list(outputs), _Result(spec, tuple(leaves), tuple(dims))
 
     with interpreter.lower():
         below = Arguments((key, *(value for value, _ in pairs)), {})
