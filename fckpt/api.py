@@ -249,7 +249,7 @@ class _PlannedRegion(_Region):
         if program is None:
             return run_batched(fn, arguments, reached.tensors, reached.slots, batching, self.plan_and_run)
         call.plan(program.lifted(reached.tensors), program.ends)
-        call.planned = Execution(program, reached.tensors, call.lifted)
+        call.planned = Execution(program, reached.tensors)
         return run_planned(call, program.trace.flags, lambda: observation.conditions(program.draws))
 
 

@@ -8,8 +8,11 @@ the forward saw and leaves no trace: generators end, and buffers stand, where th
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -48,23 +51,88 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 class _ModuleParts:
     """The dicts that hold a module tree's buffers and parameters, found once: the walk costs 1 us a module."""
 
-    __slots__ = ("buffers", "children", "generators", "modules", "open", "parameters", "settings")
+    __slots__ = (
+        "_buffers", "_children", "_hooks", "_names", "_owners", "_settings", "_sizes", "_structure", "_values",
+        "generators", "modules", "open", "parameters",
+    )  # fmt: skip
 
     def __init__(self, module: nn.Module):
         kinds = generator_types()
         modules = self.modules = [vars(m) for m in module.modules()]
-        self.buffers = [(m, m._buffers) for m in module.modules() if m._buffers]
+        self._buffers = [(m, m._buffers) for m in module.modules() if m._buffers]
         self.parameters = [m["_parameters"] for m in modules if m["_parameters"]]
         self.generators = [v for m in modules for v in m.values() if isinstance(v, kinds)]
-        self.settings = [(m, [k for k, v in m.items() if k not in _INTERNAL and _is_closed(v)]) for m in modules]
-        """By module: its attributes, and the names of those that hold no tensors: a rate, a stride, an activation."""
-        self.open = [(m, k) for m in modules for k, v in m.items() if k not in _INTERNAL and not _is_closed(v)]
-        """Other attributes, which may hold tensors and modules."""
-        self.children = [(m["_modules"], list(m["_modules"].values()), m, len(m)) for m in modules]
+        own = [(m, k, v) for m in modules for k, v in m.items() if k not in _INTERNAL]
+        self.open = [(m, k) for m, k, v in own if not _is_closed(v)]
+        """Attributes that may hold tensors and modules."""
+        # All others hold a rate, a stride, an activation. They are read and compared at every call, by identity and
+        # without a line of Python for each: there are thousands.
+        closed = [(m, k) for m, k, v in own if _is_closed(v)]
+        closed += [(m, k) for m in modules for k in ("training", *_HOOKS)]
+        self._owners = [m for m, _ in closed]
+        self._names = [k for _, k in closed]
+        self._hooks = [m[k] for m in modules for k in _HOOKS]
+        self._children = [m["_modules"] for m in modules]
+        self._sizes = [*modules, *self._children]
+        self._structure = self._read_structure()
+        self._values = self._read()
+        self._settings: _Settings | None = None
 
     def valid(self) -> bool:
-        """Whether the tree still has the same modules and attributes."""
-        return all(len(m) == count and list(d.values()) == kept for d, kept, m, count in self.children)
+        """Whether the tree still has the same modules, and attributes that hold tensors in the same places."""
+        if self._structure != self._read_structure():
+            return False
+        values = self._read()
+        if not all(map(operator.is_, values, self._values)):
+            changed = [v for v, then in zip(values, self._values, strict=True) if v is not then]
+            if not all(map(_is_closed, changed)):
+                return False
+            self._values, self._settings = values, None
+        return True
+
+    def _read(self) -> list[Any]:
+        return list(map(dict.get, self._owners, self._names))
+
+    def _read_structure(self) -> tuple[list[int], list[Any], list[str]]:
+        children = itertools.chain.from_iterable(map(dict.values, self._children))
+        return list(map(len, self._sizes)), list(children), [k for _, buffers in self._buffers for k in buffers]
+
+    def settings(self) -> _Settings:
+        """What decides, besides tensors, what the modules do: attributes and hooks."""
+        if self._settings is None or any(self._hooks):
+            hooks = [(i, *d) for i, d in enumerate(self._hooks) if d]
+            values = [fact(v) for v in self._values if type(v) is not OrderedDict]
+            self._settings = _Settings((tuple(hooks), tuple(values)))
+        return self._settings
+
+    def buffers(self) -> list[tuple[dict[str, Any], str, BufferKey, torch.Tensor, int]]:
+        """The buffers: (dict, name, key, tensor, its version)."""
+        return [
+            (buffers, name, (id(buffers), name, owner.training, norm), tensor, version(unwrapped(tensor)))
+            for owner, buffers in self._buffers
+            for norm in (_is_norm(owner),)
+            for name, tensor in buffers.items()
+            if tensor is not None
+        ]
+
+
+class _Settings:
+    """Facts by the thousand, hashed once."""
+
+    __slots__ = ("facts", "hash")
+
+    def __init__(self, facts: tuple[Any, ...]):
+        self.facts = facts
+        self.hash = hash(facts)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Settings) and self.facts == other.facts)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 _parts: weakref.WeakKeyDictionary[nn.Module, _ModuleParts] = weakref.WeakKeyDictionary()
@@ -147,21 +215,9 @@ class Observation:
         held = [t for slot in self.slots for t in tensors_in(slot[2])]
         self.versions = [(t, version(t)) for t in map(unwrapped, held)]
         tensors = (*inputs, *held, *[slot[2] for slot in self.installed])
-        devices = {device for t in tensors if (device := t.device).type not in ("cpu", "meta")}
+        devices = {device for device in {t.device for t in tensors} if device.type not in ("cpu", "meta")}
         self.habits = habits
-        self.buffers = [
-            (
-                buffers,
-                name,
-                (id(buffers), name, owner.training, _is_norm(owner)),
-                tensor,
-                version(unwrapped(tensor)),
-            )
-            for part in parts
-            for owner, buffers in part.buffers
-            for name, tensor in buffers.items()
-            if tensor is not None
-        ]
+        self.buffers = [buffer for part in parts for buffer in part.buffers()]
         self.copies = [self._copy(buffer[2], buffer[3]) for buffer in self.buffers]
         self.random = RandomState.capture(devices, generators)
 
@@ -180,14 +236,8 @@ class Observation:
 
     def settings(self) -> tuple[Any, ...]:
         """What decides, besides tensors, what the function does: found in its closure, and set on its modules."""
-        modules = []
-        for part in self.parts:
-            for m, names in part.settings:
-                values = [m.get(k) for k in names]
-                hooks = (*m["_forward_hooks"], None, *m["_forward_pre_hooks"])
-                modules.append((m["training"], hooks, *map(fact, values)))
         places = tuple(slot[1] for slot in (*self.slots, *self.installed, *self.buffers))
-        return (tuple(self.facts), tuple(modules), places)
+        return (tuple(self.facts), tuple(part.settings() for part in self.parts), places)
 
     def conditions(self, draws: bool | None = None) -> Conditions:
         """Returns the conditions of the run that has just ended, without what it turned out not to use.

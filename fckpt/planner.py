@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import warnings
@@ -49,16 +50,18 @@ class Reached:
         """
         buffers: list[Slot] = [(b[0], b[1], b[3]) for b in observation.buffers]
         self.slots = [*observation.slots, *observation.installed, *buffers]
+        found = [t for slot in observation.slots for t in tensors_in(slot[2])]
+        found += [slot[2] for slot in (*observation.installed, *buffers)]
         numbers = {id(t): -1 for t in passed} | {id(t): i for i, t in enumerate(inputs)}
         count = len(numbers)
         self.tensors: list[torch.Tensor] = []
         order: list[int] = []
-        for slot in self.slots:
-            for tensor in tensors_in(slot[2]):
-                if id(tensor) not in numbers:
-                    numbers[id(tensor)] = count + len(self.tensors)
-                    self.tensors.append(tensor)
-                order.append(numbers[id(tensor)])
+        for tensor in found:
+            number = numbers.get(id(tensor))
+            if number is None:
+                number = numbers[id(tensor)] = count + len(self.tensors)
+                self.tensors.append(tensor)
+            order.append(number)
         self.state = [d for m, _ in observation.modules for d in (m, m["_parameters"], m["_buffers"])]
         self.state += observation.containers
         """The dicts of the modules, and other dicts and lists."""
@@ -196,7 +199,12 @@ def _origin(slots: list[Slot], tensor: torch.Tensor) -> str:
 def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
     """The layouts below all levels of torch.func; a tensor that any level tracks requires grad."""
     if not torch._C._are_functorch_transforms_active():
-        return [Layout(t.shape, _stride(t), t.dtype, t.device, t.requires_grad, t.is_leaf) for t in tensors]
+        # There may be a thousand, at every call, and the constructor of a named tuple takes most of the time.
+        new, strided = functools.partial(tuple.__new__, Layout), torch.strided
+        return [
+            new((t.shape, t.stride() if t.layout is strided else (), t.dtype, t.device, t.requires_grad, t.is_leaf))
+            for t in tensors
+        ]
     with unseen():
         return [_layout_below(t) for t in tensors]
 

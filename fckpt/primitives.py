@@ -126,10 +126,12 @@ class UserCall:
         operands = [*self.inputs, *self.lifted]
         numbers = {id(x): i for i, x in enumerate(operands)}
         for slot in conditions.slots:
-            found = {id(x): numbers[id(x)] for x in tensors_in(slot[2]) if id(x) in numbers}
-            if found:
+            value = slot[2]
+            found = (value,) if isinstance(value, torch.Tensor) else tensors_in(value)
+            if keys := [id(x) for x in found if id(x) in numbers]:
                 self.slots.append(slot)
-                self.numbers |= found
+                for key in keys:
+                    self.numbers[key] = numbers[key]
         stale = [x for x in operands if x.requires_grad or is_functorch_wrapped_tensor(x)]
         self.stale = {id(x): weakref.ref(x) for x in stale}
 

@@ -49,33 +49,27 @@ class Program:
         self.ends = (trace.spec, trace.leaves, shapes)
         """What the function returns: structure, leaves, and its tensors' shapes and dtypes."""
         writes = {t for call in trace.calls for t in written_by(call)}
-        self.writes = {i for i, t in enumerate(trace.operands) if t in writes}
-        """The operands that the forward pass writes: statistics."""
+        written = {i for i, t in enumerate(trace.operands) if t in writes}
+        closed_over = [i for i in range(count, len(trace.operands)) if i in self.uses]
+        self.lifts = [i for i in closed_over if i not in written]
+        """The closed-over tensors that are used and not written: operands of the call."""
+        self.statistics = [i for i in closed_over if i in written]
+        """Those that the forward pass writes."""
+        self.complex = [i for i, t in enumerate(trace.operands) if trace.tensors[t].dtype.is_complex]
 
     def lifted(self, closure: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the closed-over tensors that are used and not written."""
-        return [t for i, t in enumerate(closure, self.count) if i in self.uses and i not in self.writes]
+        return [closure[i - self.count] for i in self.lifts]
 
 
 class Execution:
     """One call of a `Program`."""
 
-    def __init__(self, program: Program, closure: Sequence[torch.Tensor], lifted: Sequence[torch.Tensor]):
-        """Prepares a call.
-
-        Args:
-            program: what runs.
-            closure: the closed-over tensors, in the order of the trace.
-            lifted: those of them that are operands of the call; the others (statistics) are held here.
-        """
+    def __init__(self, program: Program, closure: Sequence[torch.Tensor]):
+        """Prepares a call of `program`; `closure` are the closed-over tensors, in the order of the trace."""
         self.program = program
-        numbers = {id(t): program.count + i for i, t in enumerate(lifted)}
-        self.sources: list[int | None] = [*range(program.count)]
-        """By operand of the trace: the operand of the call."""
-        self.others: list[torch.Tensor | None] = [None] * program.count
-        for i, tensor in enumerate(closure, program.count):
-            self.sources.append(numbers.get(id(tensor)))
-            self.others.append(tensor if i in program.uses and id(tensor) not in numbers else None)
+        self.statistics = [(i, closure[i - program.count]) for i in program.statistics]
+        """The operands of the trace that are none of the call."""
         self.residuals: list[Any] | None = None
         self.shared: list[tuple[torch.Tensor, int]] = []
         """Outputs that are residuals too, and their versions: the caller may change them."""
@@ -116,11 +110,7 @@ class Execution:
         elsewhere = program.ambient != ambient.capture()
         with ambient.restored(program.ambient) if elsewhere else contextlib.nullcontext(), _below_autograd():
             grads = program.lowered.backward(self._given(operands), residuals, cts)
-        by_operand: list[Any] = [None] * len(operands)
-        for source, grad in zip(self.sources, grads, strict=True):
-            if source is not None:
-                by_operand[source] = grad
-        return by_operand
+        return [*grads[: program.count], *(grads[i] for i in program.lifts)]
 
     def _check_outputs(self) -> None:
         for tensor, then in self.shared:
@@ -133,13 +123,17 @@ class Execution:
         self.shared = []
 
     def _given(self, operands: Sequence[torch.Tensor]) -> list[Any]:
-        own = [
-            other if source is None else operands[source]
-            for source, other in zip(self.sources, self.others, strict=True)
-        ]
-        # Lazy conjugation and negation are views above the operations that were recorded.
-        own = [t.resolve_conj().resolve_neg() if t is not None and t.is_complex() else t for t in own]
-        return own + self.program.constants
+        program = self.program
+        own: list[Any] = [None] * len(program.trace.operands)
+        own[: program.count] = operands[: program.count]
+        for i, tensor in zip(program.lifts, operands[program.count :], strict=True):
+            own[i] = tensor
+        for i, tensor in self.statistics:
+            own[i] = tensor
+        for i in program.complex:
+            if own[i] is not None:  # lazy conjugation and negation are views above the operations that were recorded
+                own[i] = own[i].resolve_conj().resolve_neg()
+        return own + program.constants
 
     def _as_traced(self, cotangent: torch.Tensor, output: int) -> torch.Tensor:
         number = self.program.trace.cotangents[output]
