@@ -193,7 +193,8 @@ def floor_bytes(graph: Graph) -> int:
     for node in reversed(graph.nodes):
         if node.once or not needed.isdisjoint(node.outputs):
             needed.update(node.inputs)
-            floor = max(floor, held((*node.inputs, *node.outputs)) + node.temporary_nbytes)
+            made = () if node.overwrites else node.outputs
+            floor = max(floor, held((*node.inputs, *made)) + node.temporary_nbytes)
     return floor
 
 

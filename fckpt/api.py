@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from fckpt.arguments import Arguments, StaticArguments
 from fckpt.batched import NOT_BATCHED, Batching, run_batched
 from fckpt.conditions import BufferHabits, Observation
-from fckpt.errors import ArgumentTypeError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.module import remat_module
 from fckpt.planner import TRACING, Planner, Reached, layouts_below
 from fckpt.plans import Budget, Plan, check_budget
@@ -113,7 +113,7 @@ def remat(
 
     Raises:
         ArgumentTypeError: `fn` is not callable; `static_argnums` or `static_argnames` are of a wrong type.
-        ArgumentValueError: `static_argnums` is out of range; `budget` is no size.
+        ArgumentValueError: `static_argnums` is out of range; `budget` is no size; a `solver` without a budget.
 
     With a budget or a policy, the first call may raise `TraceError` (the function's course depends on data),
     `BudgetError` (nothing fits; it says what would) or `PlanError` (the plan is another function's). Later the result
@@ -151,6 +151,10 @@ def remat(
     _check_function(fn)
     static = StaticArguments(fn.forward if isinstance(fn, nn.Module) else fn, static_argnums, static_argnames)
     make = functools.partial(_Region, static)
+    if solver != "auto" and budget is None:
+        raise ArgumentValueError(
+            f"solver={solver!r} looks for a plan within a budget, and there is none: give budget=..."
+        )
     if policy is not None or budget is not None or plan is not None:
         budget = None if budget is None else check_budget(budget)
         make = functools.partial(_PlannedRegion, static, policy, budget, plan, solver)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from fckpt import tree
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, MutationError
 
-__all__ = ["Arguments", "StaticArguments"]
+__all__ = ["Arguments", "StaticArguments", "outlived"]
 
 
 class StaticArguments:
@@ -132,10 +134,11 @@ class Arguments:
     def signature(self) -> Any:
         """What a trace of the call depends on besides the tensors' layouts: structure, repetitions, static leaves.
 
-        It can be hashed, and keeps the static leaves alive.
+        It can be hashed. Objects that equal nothing but themselves (modules, say) are not kept alive by it; see
+        `outlived`.
         """
         rest = tuple(_key(leaf) for leaf in self._rest)
-        kept = () if self._kept is None else (tuple(self._kept[0].items()), tuple(self._kept[1].items()))
+        kept = () if self._kept is None else tuple((k, _key(v)) for part in self._kept for k, v in part.items())
         return (self._spec, tuple(self._where), rest, kept)
 
     def rebuild(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -177,7 +180,17 @@ def _key(leaf: Any) -> Any:
     # 1 == 1.0 == True, but a function may tell them apart; and slices are hashable from Python 3.12 on.
     if type(leaf) is slice:
         return (slice, _key(leaf.start), _key(leaf.stop), _key(leaf.step))
+    if type(leaf).__hash__ is object.__hash__:
+        with contextlib.suppress(TypeError):  # no weak reference to it
+            return weakref.ref(leaf)
     return (type(leaf), leaf)
+
+
+def outlived(signature: Any) -> bool:
+    """Whether a call with this `Arguments.signature` cannot come again, as an object in it is gone."""
+    if isinstance(signature, tuple):
+        return any(map(outlived, signature))
+    return isinstance(signature, weakref.ref) and signature() is None
 
 
 _HASHABLE = frozenset({bool, int, float, complex, str, bytes, slice, torch.dtype, torch.device})

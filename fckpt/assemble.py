@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fckpt.graph import Graph, Node, Value
+from fckpt.in_place import overwritable
 from fckpt.operations import Call, Recorded, Ref, TensorSpec, Trace, indices_of, statistics_of
 
 __all__ = ["Assembly"]
@@ -27,6 +28,7 @@ class Assembly:
         self.recorded = [*recorder.calls[: recorder.boundary], *updates, *recorder.calls[recorder.boundary :]]
         self.forward_calls = recorder.boundary + len(updates)
         self.updated: set[int] = set()  # values that the forward pass changes in place
+        self.written: dict[int, int] = {}  # statistics, and a result of the operation that wrote them last
         self.values: list[Value] = []
         self.known: dict[int, int] = {}  # from the recorder's storages to values
         self.calls: list[Call] = []
@@ -128,6 +130,9 @@ class Assembly:
             node = len(self.nodes)
             sent = [*indices_of(args), *indices_of(tuple(kwargs.values()))]
             read = tuple(dict.fromkeys(self.known[self.recorder.values[t]] for t in sent))
+            statistics = [self.known[self.recorder.values[args[i].tensor]] for i in statistics_of(recorded)]
+            if not statistics:  # what reads statistics comes after what wrote them, which their values do not say
+                read = tuple(dict.fromkeys([*read, *(self.written[v] for v in read if v in self.written)]))
             made = len(self.values)
             for t in outputs:
                 if t is not None:
@@ -136,7 +141,9 @@ class Assembly:
             new = tuple(range(made, len(self.values)))
             if backward:
                 self.late.update(new)
-            rereads = any(v in self.updated for v in read) and not statistics_of(recorded)
+            if new:
+                self.written |= dict.fromkeys(statistics, min(new, key=lambda v: self.values[v].nbytes))
+            rereads = any(v in self.updated for v in read) and not statistics
             once = op is aten.copy_.default or rereads
             self.nodes.append(
                 Node(
@@ -148,9 +155,18 @@ class Assembly:
                     random=_is_random(op),
                     once=once and not backward,
                     source=source,
+                    overwrites=self._overwrites(recorded, once),
                 )
             )
         self.calls.append(Call(op, args, kwargs, outputs, node))
+
+    def _overwrites(self, recorded: Recorded, once: bool) -> tuple[int, ...]:
+        if once or len(recorded.outputs) != 1 or recorded.outputs[0] is None:
+            return ()
+        recorder = self.recorder
+        found = overwritable(recorded.op, recorded.args, recorder.tensors, recorder.values, recorded.outputs[0])
+        given = (self.known[recorder.values[recorded.args[i].tensor]] for i in found)
+        return tuple(dict.fromkeys(v for v in given if self.values[v].producer is not None))
 
 
 def _is_random(op: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 __all__ = [
     "ArgumentTypeError",
     "ArgumentValueError",
@@ -16,6 +18,7 @@ __all__ = [
     "RandomStateError",
     "ScheduleError",
     "TraceError",
+    "users_stacklevel",
 ]
 
 
@@ -74,3 +77,11 @@ class OpaqueOutputError(FckptError, TypeError):
 
 class PolicyWarning(UserWarning):
     """A policy does nothing, or names what does not occur."""
+
+
+def users_stacklevel() -> int:
+    """Returns the `stacklevel` with which a warning of the caller points at the line that called fckpt."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "fckpt":
+        frame, level = frame.f_back, level + 1
+    return level

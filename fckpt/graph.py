@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from fckpt.errors import ArgumentValueError
 
 __all__ = ["DECISIONS", "Graph", "Node", "Value"]
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,12 @@ class Node:
     """What it allocates while it runs, besides its outputs."""
     source: str = ""
     """The user's line, `model.py:12 (forward)`."""
+    overwrites: tuple[int, ...] = ()
+    """Inputs over which it may write its one output, if this is their last use; the first of those that die is."""
+
+    def overwritten(self, freed: Collection[int]) -> int | None:
+        """The input over which it writes its output, where `freed` are the values that go right after it."""
+        return next((v for v in self.overwrites if v in freed), None)
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,10 @@ class Graph:
             _require(made.issuperset(node.inputs), f"node {i} ({node.op}) reads a value before it is made")
             _require(not made.intersection(node.outputs), f"node {i} ({node.op}) makes a value again")
             _require(all(self.values[v].producer == i for v in node.outputs), f"a producer is not node {i}")
+            if node.overwrites:
+                whole = len(node.outputs) == 1 and set(node.inputs).issuperset(node.overwrites) and not node.once
+                sizes = {self.values[v].nbytes for v in (*node.overwrites, *node.outputs)}
+                _require(whole and len(sizes) == 1, f"node {i} ({node.op}) overwrites what it cannot")
             _require(node.backward == (not late.isdisjoint(node.inputs)), f"node {i}: the flag `backward` is wrong")
             if node.backward:
                 _require(i >= self.boundary and not node.once, f"node {i} cannot be in the forward pass")
@@ -119,6 +130,11 @@ class Graph:
     def held(self) -> frozenset[int]:
         """Values that are never counted or freed in favour of recomputing: inputs and cotangents."""
         return frozenset(self.inputs) | frozenset(self.cotangents)
+
+    @functools.cached_property
+    def plain(self) -> Graph:
+        """The same computation as autograd runs it, which writes nothing over an operand."""
+        return dataclasses.replace(self, nodes=tuple(dataclasses.replace(n, overwrites=()) for n in self.nodes))
 
     @functools.cached_property
     def seconds(self) -> float:

@@ -46,7 +46,8 @@ def plan(
     Args:
         fn: a function or a module, as for `remat`.
         args: arguments as in the call to be planned. Tensors that require grad, and parameters that do, are
-            differentiated. Fake tensors will do (`torch._subclasses.FakeTensorMode`), of any device.
+            differentiated. Fake tensors will do (`torch._subclasses.FakeTensorMode`); for a device that is not at
+            hand, meta tensors, with `costs`.
         budget: see `remat`.
         policy: see `remat`. With neither, what the plain function does.
         solver: see `fckpt.solve.names()`.
@@ -204,5 +205,5 @@ class _Looked:
             self.graphs[policy] = planner.priced(self.trace)
         graph = self.graphs[policy]
         if budget is None and policy is None:
-            budget, solver = 1.0, "save_all"
+            graph, budget, solver = graph.plain, 1.0, "save_all"
         return make_plan(graph, budget, solver, str(torch.__version__))

@@ -8,16 +8,18 @@ made when an operation needs them and let go with their base.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fckpt.errors import PlanError, RandomStateError
+from fckpt.graph import Graph
+from fckpt.in_place import writer_of
 from fckpt.operations import Call, Ref, Trace, indices_of, statistics_of
 from fckpt.rng import SHARED, set_state, state_of
-from fckpt.schedule import Compute, Schedule, Step
+from fckpt.schedule import Compute, Schedule, Step, with_freed
 
 __all__ = ["Lowered", "lower"]
 
@@ -34,13 +36,18 @@ class Lowered:
     """The Python text of both."""
 
 
-def lower(trace: Trace, schedule: Schedule) -> Lowered:
+def lower(trace: Trace, schedule: Schedule, graph: Graph | None = None) -> Lowered:
     """Writes the two functions. They run in whatever dispatch state the caller sets up.
+
+    Args:
+        trace: what was traced.
+        schedule: a schedule of its graph.
+        graph: says which inputs are overwritten, if not the trace's own; none may be that could not be there.
 
     Raises:
         PlanError: the schedule does not belong to the trace.
     """
-    writer = _Writer(trace, schedule)
+    writer = _Writer(trace, schedule, graph or trace.graph)
     source = writer.write()
     scope = dict(writer.scope)
     exec(compile(source, "<fckpt plan>", "exec"), scope)
@@ -87,8 +94,9 @@ def _generator(kwargs: dict[str, Any], device: torch.device) -> torch.Generator:
 
 
 class _Writer:
-    def __init__(self, trace: Trace, schedule: Schedule):
+    def __init__(self, trace: Trace, schedule: Schedule, graph: Graph):
         self.trace = trace
+        self.graph = graph
         self.schedule = schedule
         self.scope: dict[str, Any] = {"draw": _draw, "redraw": _redraw}
         self.names: dict[int, str] = {}  # of objects in the scope
@@ -168,14 +176,14 @@ class _Writer:
 
     # -- the steps
 
-    def steps(self, steps: Iterable[Step]) -> None:
-        for step in steps:
+    def steps(self, steps: Sequence[Step]) -> None:
+        for step, freed in with_freed(steps):
             if isinstance(step, Compute):
-                self.compute(self.by_node[step.node], step.node)
+                self.compute(self.by_node[step.node], step.node, freed)
             else:
                 self.free(step.value)
 
-    def compute(self, call: Call, node: int) -> None:
+    def compute(self, call: Call, node: int, freed: Collection[int]) -> None:
         again = node in self.done
         self.done.add(node)
         args = list(call.args)
@@ -184,7 +192,11 @@ class _Writer:
                 args[position] = None  # which it wrote the first time
         for t in (*indices_of(args), *indices_of(list(call.kwargs.values()))):
             self.ensure(t)
-        text = self.call(call, args, node, again)
+        over = self.graph.nodes[node].overwritten(freed)
+        if over is None or call.outputs[0] in self.live:
+            text = self.call(call, args, node, again)
+        else:
+            text = self.call_over(call, args, over)
         targets = [_var(t) if t is not None and t not in self.live else "_" for t in call.outputs]
         fresh = [t for t in call.outputs if t is not None and t not in self.live]
         if not fresh:
@@ -220,6 +232,15 @@ class _Writer:
         # The state goes first into a tuple with the result.
         self.emit(f"r{node}, s{node} = draw({sent})")
         return f"r{node}; r{node} = None"
+
+    def call_over(self, call: Call, args: list[Any], value: int) -> str:
+        """The same call, with its result written over `value`."""
+        op, keyword = writer_of(call.op)
+        sent = [self.text(a) for a in args] + [f"{k}={self.text(v)}" for k, v in call.kwargs.items()]
+        if keyword:
+            out = next(a for a in args if isinstance(a, Ref) and self.trace.tensors[a.tensor].value == value)
+            sent.append(f"{keyword}={self.text(out)}")
+        return f"{self.object(op._op, 'op')}({', '.join(sent)})"
 
     def free(self, value: int) -> None:
         gone = [t for t in self.members.get(value, ()) if t in self.live]

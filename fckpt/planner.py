@@ -13,14 +13,13 @@ import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from fckpt import solve
-from fckpt.arguments import Arguments
+from fckpt.arguments import Arguments, outlived
 from fckpt.closure import Slot, tensors_in
 from fckpt.conditions import Observation, unseen
 from fckpt.cost import Measured, price
 from fckpt.cost.calls import CostSource
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, PlanError, TraceError
 from fckpt.graph import Graph
-from fckpt.lower import lower
 from fckpt.operations import Layout, Trace
 from fckpt.plans import Budget, Plan, fingerprint, make_plan
 from fckpt.policies import PolicyLike, apply_policy, as_policy
@@ -120,18 +119,22 @@ class Planner:
             with TRACING:
                 program = self.programs.get(key)
                 if program is None:
-                    while len(self.programs) >= _MOST:
-                        oldest = next(iter(self.programs))
-                        del self.programs[oldest], self.plans[oldest]
+                    self._make_room()
                     traced = traced_call(fn, arguments, reached, layouts)
                     plan = self.plan(traced, batches)
-                    program = Program(traced, lower(traced, plan.schedule), len(arguments.tensors))
+                    program = Program(traced, plan.schedule, plan.graph, len(arguments.tensors))
                     # A counter that the function moves has moved, and will not move again.
                     after = Observation([fn], arguments.statics, arguments.tensors, {}, facts=True)
                     for known in (key, (*call, after.settings())):
                         self.plans[known] = plan
                         self.programs[known] = program
         return program
+
+    def _make_room(self) -> None:
+        gone = [key for key in self.programs if outlived(key[0])]
+        gone += [key for key in self.programs if key not in gone][: max(0, len(self.programs) - len(gone) - _MOST + 1)]
+        for key in gone:
+            del self.programs[key], self.plans[key]
 
     def plan(self, traced: Trace, batches: tuple[int, ...] = ()) -> Plan:
         """Prices and solves a trace, which `vmap`s of these sizes batched."""
@@ -156,10 +159,14 @@ class Planner:
 
     @staticmethod
     def _fitting(plan: Plan, traced: Trace) -> Plan:
-        if plan.fingerprint != fingerprint(traced.graph):
+        nodes = zip(plan.graph.nodes, traced.graph.nodes, strict=False)
+        if plan.fingerprint != fingerprint(traced.graph) or any(
+            {*a.overwrites}.difference(b.overwrites) for a, b in nodes
+        ):
+            counts = len(plan.graph.nodes), len(traced.graph.nodes)
+            how = "it has {} operations, this call has {}".format(*counts) if counts[0] != counts[1] else "sizes differ"
             raise PlanError(
-                f"the plan was made for another computation: it has {len(plan.graph.nodes)} operations, this call has "
-                f"{len(traced.graph.nodes)}, or their shapes differ (plan: torch {plan.torch_version}, here: torch "
+                f"the plan was made for another computation: {how} (plan: torch {plan.torch_version}, here: torch "
                 f"{torch.__version__}). Make one for these arguments with fckpt.plan, or give a budget instead."
             )
         return plan

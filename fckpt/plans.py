@@ -23,7 +23,7 @@ from fckpt.units import parse_bytes
 
 __all__ = ["Plan", "check_budget", "make_plan"]
 
-FORMAT = 1
+FORMAT = 2
 Budget = int | float | str
 
 
@@ -49,7 +49,7 @@ class Plan:
     @functools.cached_property
     def baseline(self) -> Timeline:
         """The same for the plain function, which computes everything once."""
-        return simulate(self.graph, solve.get("save_all")(self.graph, None))
+        return simulate(self.graph.plain, solve.get("save_all")(self.graph, None))
 
     @property
     def peak_bytes(self) -> int:
@@ -187,7 +187,7 @@ def make_plan(graph: Graph, budget: Budget | None, solver: str, torch_version: s
     if budget is None:
         return Plan(graph, solve.get("policy")(graph, None), "policy", None, torch_version)
     if isinstance(budget, float):
-        nbytes = int(simulate(graph, solve.get("save_all")(graph, None)).peak_nbytes * budget)
+        nbytes = int(simulate(graph.plain, solve.get("save_all")(graph, None)).peak_nbytes * budget)
     else:
         nbytes = parse_bytes(budget)
     schedule = solve.get(solver)(graph, nbytes)

@@ -52,7 +52,7 @@ from fckpt.decisions import PolicyNode as PolicyNode
 from fckpt.decisions import as_policy as as_policy
 from fckpt.decisions import combine_nested as combine_nested
 from fckpt.decisions import nested_decision
-from fckpt.errors import ArgumentTypeError, ArgumentValueError, PolicyWarning
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, PolicyWarning, users_stacklevel
 from fckpt.graph import Graph
 from fckpt.naming import check_name
 from fckpt.naming import checkpoint_name as checkpoint_name
@@ -313,7 +313,7 @@ def apply_policy(
     answers = [policy.decide(node) for node in asked]
     complaints = [*_unknown_names(graph, policy), *_idle(policy, asked, answers, budgeted)]
     if complaints:
-        warnings.warn(" ".join(complaints), PolicyWarning, stacklevel=2)
+        warnings.warn(" ".join(complaints), PolicyWarning, stacklevel=users_stacklevel())
     remaining = iter(answers)
     decisions: dict[int, Decision | None] = {}
     for node in region:

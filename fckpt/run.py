@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
 from fckpt import ambient
 from fckpt.errors import MutationError
-from fckpt.lower import Lowered
+from fckpt.graph import Graph
+from fckpt.lower import Lowered, lower
 from fckpt.operations import Trace, written_by
+from fckpt.schedule import Schedule
 
 __all__ = ["Execution", "Program"]
 
@@ -21,16 +24,19 @@ __all__ = ["Execution", "Program"]
 class Program:
     """A traced function and a plan for it, ready to run any number of times, in any threads."""
 
-    def __init__(self, trace: Trace, lowered: Lowered, count: int):
-        """Prepares to run `lowered`.
+    def __init__(self, trace: Trace, schedule: Schedule, graph: Graph, count: int):
+        """Prepares to run a schedule.
 
         Args:
-            trace: where it comes from.
-            lowered: what runs.
+            trace: the function.
+            schedule: what runs.
+            graph: the trace's, as the schedule was made for it.
             count: how many of the trace's operands are arguments; the rest is closed over.
         """
         self.trace = trace
-        self.lowered = lowered
+        self.schedule = schedule
+        self.graph = graph
+        self.lowered = lower(trace, schedule, graph)
         self.count = count
         self.ambient = ambient.capture()
         """The settings of the trace, which are those of every call: backward recomputes under them."""
@@ -56,6 +62,11 @@ class Program:
         self.statistics = [i for i in closed_over if i in written]
         """Those that the forward pass writes."""
         self.complex = [i for i, t in enumerate(trace.operands) if trace.tensors[t].dtype.is_complex]
+
+    @functools.cached_property
+    def functional(self) -> Lowered:
+        """The same, with nothing written over anything: a residual has no room for a batch of results."""
+        return lower(self.trace, self.schedule, self.graph.plain)
 
     def lifted(self, closure: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the closed-over tensors that are used and not written."""
@@ -109,7 +120,8 @@ class Execution:
             cts = [self._as_traced(ct, i) for i, ct in zip(given, cts, strict=True)]
         elsewhere = program.ambient != ambient.capture()
         with ambient.restored(program.ambient) if elsewhere else contextlib.nullcontext(), _below_autograd():
-            grads = program.lowered.backward(self._given(operands), residuals, cts)
+            lowered = program.functional if any(map(is_legacy_batchedtensor, cts)) else program.lowered
+            grads = lowered.backward(self._given(operands), residuals, cts)
         return [*grads[: program.count], *(grads[i] for i in program.lifts)]
 
     def _check_outputs(self) -> None:

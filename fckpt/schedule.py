@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fckpt.errors import ArgumentValueError
 from fckpt.graph import Graph
 
-__all__ = ["Compute", "Free", "Schedule", "schedule_of"]
+__all__ = ["Compute", "Free", "Schedule", "schedule_of", "with_freed"]
 
 
 class Compute(NamedTuple):
@@ -49,6 +49,16 @@ class Schedule:
             return Schedule(tuple(map(_step, data["forward"])), tuple(map(_step, data["backward"])))
         except (KeyError, TypeError) as error:
             raise ArgumentValueError(f"this is no schedule of fckpt: {error!r}.") from error
+
+
+def with_freed(steps: Sequence[Step]) -> Iterator[tuple[Step, frozenset[int]]]:
+    """Yields the steps, and with each the values that are freed right after it."""
+    freed: list[int] = []
+    found: list[tuple[Step, frozenset[int]]] = []
+    for step in reversed(steps):
+        found.append((step, frozenset(freed)))
+        freed = [*freed, step.value] if isinstance(step, Free) else []
+    return reversed(found)
 
 
 def _number(step: Step) -> int:

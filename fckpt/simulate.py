@@ -1,16 +1,18 @@
 """The judge of all schedules: how many bytes are live at every step, and what is computed again.
 
-A step that computes holds, while it runs, all that was live before, its outputs and its temporaries. So the
-simulated peak is what the allocator sees, as far as the graph's bytes are.
+A step that computes holds, while it runs, all that was live before, its outputs and its temporaries; an output that
+is written over an input takes nothing. So the simulated peak is what the allocator sees, as far as the graph's bytes
+are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from fckpt.errors import ScheduleError
 from fckpt.graph import Graph
-from fckpt.schedule import Compute, Schedule
+from fckpt.schedule import Compute, Schedule, Step, with_freed
 
 __all__ = ["Timeline", "simulate"]
 
@@ -48,14 +50,14 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
             freed or missing at the end of its pass.
     """
     run = _Run(graph)
-    for step in schedule.forward:
-        run.step(step, backward=False)
+    for step, freed in with_freed(schedule.forward):
+        run.step(step, freed, backward=False)
     run.end_of_forward()
     forward_nbytes = run.held_nbytes
     run.held_nbytes += sum(graph.values[v].nbytes for v in graph.cotangents)
     run.live.update(graph.cotangents)
-    for step in schedule.backward:
-        run.step(step, backward=True)
+    for step, freed in with_freed(schedule.backward):
+        run.step(step, freed, backward=True)
     run.end()
     profile = run.profile or [0]
     peak = max(profile)
@@ -77,6 +79,8 @@ class _Run:
         self.graph = graph
         self.live = set(graph.inputs)
         self.held_nbytes = 0
+        self.overwritten: set[int] = set()
+        """Values that are about to be freed, and whose bytes another has taken over."""
         self.profile: list[int] = []
         self.counts = [0] * len(graph.nodes)
         self.last_random = -1
@@ -85,13 +89,13 @@ class _Run:
         self.recomputed_nodes = 0
         self.kept = graph.held.union(graph.outputs, graph.gradients)
 
-    def step(self, step: object, *, backward: bool) -> None:
+    def step(self, step: Step, freed: Collection[int], *, backward: bool) -> None:
         if isinstance(step, Compute):
-            self.compute(step.node, backward)
+            self.compute(step.node, freed, backward)
         else:
-            self.free(step.value)  # type: ignore[attr-defined]
+            self.free(step.value)
 
-    def compute(self, index: int, backward: bool) -> None:
+    def compute(self, index: int, freed: Collection[int], backward: bool) -> None:
         graph, position = self.graph, len(self.profile)
         if not 0 <= index < len(graph.nodes):
             raise ScheduleError(f"step {position} computes node {index} of {len(graph.nodes)}.")
@@ -101,9 +105,13 @@ class _Run:
             raise ScheduleError(f"step {position} computes node {index} ({node.op}), but value {missing[0]} is gone.")
         if not backward and node.backward:
             raise ScheduleError(f"step {position} computes node {index} ({node.op}) before the backward pass.")
+        new = [v for v in node.outputs if v not in self.live]
+        over = node.overwritten(freed) if new else None
+        if over is not None:  # it goes now, as far as bytes are concerned
+            self.held_nbytes -= graph.values[over].nbytes
+            self.overwritten.add(over)
         made = sum(graph.values[v].nbytes for v in node.outputs)
         self.profile.append(self.held_nbytes + made + node.temporary_nbytes)
-        new = [v for v in node.outputs if v not in self.live]
         self.held_nbytes += sum(graph.values[v].nbytes for v in new)
         self.live.update(new)
         self.count(index, backward)
@@ -130,7 +138,10 @@ class _Run:
         if value in self.kept:
             raise ScheduleError(f"step {len(self.profile)} frees value {value}, which must be kept.")
         self.live.discard(value)
-        self.held_nbytes -= self.graph.values[value].nbytes
+        if value in self.overwritten:
+            self.overwritten.discard(value)
+        else:
+            self.held_nbytes -= self.graph.values[value].nbytes
         self.profile.append(self.held_nbytes)
 
     def end_of_forward(self) -> None:

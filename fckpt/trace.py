@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -259,6 +260,15 @@ class _SeedGuard:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("manual_seed", "set_state", "seed") and threading.get_ident() == self.thread:
+            frame, inside = sys._getframe(1), False
+            while frame is not None and not inside:
+                inside, frame = frame.f_code.co_filename == torch.utils.checkpoint.__file__, frame.f_back
+            if inside:
+                raise TraceError(
+                    "the function uses torch.utils.checkpoint inside, which decides for itself what is computed again. "
+                    "Leave it out (a plan decides for the whole function), put fckpt.remat in its place, or tell it "
+                    f"preserve_rng_state=False if nothing in it is random. {_WAY_OUT}"
+                )
             raise TraceError(
                 f"{_user_line()}: the function sets the random generator (`{name}`), which a plan cannot repeat. Set "
                 f"it before the call, or pass a torch.Generator. {_WAY_OUT}"

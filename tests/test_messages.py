@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import grad
+from torch.utils.checkpoint import checkpoint
 
 import fckpt
 
@@ -140,3 +141,26 @@ def test_modules() -> None:
     patched.forward = lambda x: x  # type: ignore[method-assign]
     with raises(fckpt.ArgumentValueError, "had its forward replaced on the instance"):
         fckpt.remat(patched)
+
+
+def test_a_solver_without_a_budget() -> None:
+    with pytest.raises(fckpt.ArgumentValueError, match=r"solver='greedy' looks for a plan within a budget.*budget="):
+        fckpt.remat(torch.sin, solver="greedy")
+    with pytest.raises(fckpt.ArgumentValueError, match="budget="):
+        fckpt.remat(torch.sin, solver="greedy", policy=fckpt.policies.nothing_saveable)
+
+
+def test_a_checkpoint_inside_a_planned_function() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda h: h.sin().exp(), x, use_reentrant=False).sum()
+
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(fckpt.TraceError, match=r"torch.utils.checkpoint inside.*preserve_rng_state=False"):
+        fckpt.remat(fn, budget=1.0)(x)
+
+
+def test_a_policy_warning_points_at_the_users_line() -> None:
+    region = fckpt.remat(lambda x: x.sin().exp().sum(), policy=fckpt.policies.save_only_these_names("nobody"))
+    with pytest.warns(fckpt.PolicyWarning, match="'nobody'") as caught:
+        region(torch.randn(3, requires_grad=True))
+    assert [warning.filename for warning in caught] == [__file__]

@@ -781,6 +781,28 @@ def test_a_call_keeps_no_argument_alive() -> None:
     assert alive() is None
 
 
+def test_an_object_whose_method_is_planned_is_not_kept_alive(counts: Counts) -> None:
+    class Layer:
+        def __init__(self) -> None:
+            self.w = leaf(torch.ones(4, 4))
+
+        @fckpt.remat(policy=NOTHING)
+        def __call__(self, x: Tensor) -> Tensor:
+            return (x @ self.w).sin().exp()
+
+    alive = []
+    for _ in range(3):
+        layer = Layer()
+        layer(torch.ones(2, 4)).sum().backward()
+        assert layer.w.grad is not None
+        alive += [weakref.ref(layer), weakref.ref(layer.w)]
+        del layer
+        gc.collect()
+    assert [ref() for ref in alive] == [None] * 6
+    assert counts.traces == 3
+    assert len(Layer.__call__._fckpt_region.planner.programs) == 1  # type: ignore[attr-defined]
+
+
 def test_eight_threads_share_one_trace(counts: Counts) -> None:
     fn = lambda x: x.sin().exp().tanh()
     region = fckpt.remat(fn, policy=NOTHING)

@@ -12,6 +12,7 @@ import torch
 
 from fckpt.cost.calls import CostSource, OpCost, signature
 from fckpt.cost.measured import Measured
+from fckpt.errors import users_stacklevel
 from fckpt.graph import Graph, Node
 from fckpt.trace import Trace
 from fckpt.units import format_seconds
@@ -53,7 +54,7 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
         warnings.warn(
             f"fckpt estimated what it could not measure, as these operations do not run on made-up data. "
             f"fckpt.cost.register_cost gives them a cost of your own. {listed}",
-            stacklevel=2,
+            stacklevel=users_stacklevel(),
         )
     total: dict[int, OpCost] = {}
     for key, call in zip(keys, calls, strict=True):

@@ -101,7 +101,7 @@ def _residual(graph: Graph, index: int, kind: Kind, reason: str, held: Collectio
         origin=value.origin if value.producer is None else place(graph.nodes[value.producer]),
         name=", ".join(value.names),
         reason=reason,
-        recompute_seconds=_recompute_seconds(graph, index, held) if kind == "intermediate" else None,
+        recompute_seconds=_recompute_seconds(graph, index, held) if kind == "intermediate" and graph.seconds else None,
         kind=kind,
     )
 

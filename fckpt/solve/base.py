@@ -238,6 +238,16 @@ def profile_of(rules: Rules, order: Order) -> np.ndarray:
     end = [0] * len(nbytes)
     change = [0] * (len(sequence) + 1)
     own = [0] * len(sequence)
+    overwrites = [node.overwrites for node in graph.nodes]
+    saved = [0] * len(sequence)  # where an output is written over an input
+
+    def ends(value: int) -> None:
+        last = end[value]
+        change[last + 1] -= nbytes[value]
+        if value in overwrites[sequence[last]] and fresh[last]:
+            saved[last] = nbytes[value]
+
+    fresh = [True] * len(sequence)
     for i, index in enumerate(sequence):
         node = graph.nodes[index]
         own[i] = node.temporary_nbytes
@@ -246,18 +256,20 @@ def profile_of(rules: Rules, order: Order) -> np.ndarray:
         for value in node.outputs:
             if start[value] >= 0 and value in kept:
                 own[i] += nbytes[value]  # a second copy, dropped at once
+                fresh[i] = False
                 continue
             if start[value] >= 0:
                 change[start[value]] += nbytes[value]
-                change[end[value] + 1] -= nbytes[value]
+                ends(value)
             start[value] = end[value] = i
     for value, first in enumerate(start):
         if first >= 0:
             change[first] += nbytes[value]
             if value not in kept:
-                change[end[value] + 1] -= nbytes[value]
+                ends(value)
     change[len(order.forward)] += sum(nbytes[v] for v in graph.cotangents)
-    return np.cumsum(np.array(change[:-1], dtype=np.int64)) + np.array(own, dtype=np.int64)
+    held = np.cumsum(np.array(change[:-1], dtype=np.int64))
+    return held + np.array(own, dtype=np.int64) - np.array(saved, dtype=np.int64)
 
 
 def within(graph: Graph, schedule: Schedule, budget: int | None, solver: str) -> Schedule:
@@ -282,7 +294,7 @@ def over_budget(
     place = f" at {node.source}" if node.source else ""
     least = timeline.peak_nbytes
     return BudgetError(
-        f"no plan of the solver {solver!r} fits {format_bytes(budget)} ({budget} bytes): the least that it knows is "
+        f"no plan fits {format_bytes(budget)} ({budget} bytes): the least that the solver {solver!r} finds is "
         f"{format_bytes(least)} ({least} bytes), which node {node.id} ({node.op}{place}) needs while it runs. "
         f"Give at least that, or a smaller batch.",
         least,

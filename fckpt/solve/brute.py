@@ -1,9 +1,8 @@
 """The optimum of small graphs, by trying everything: what other solvers are tested against.
 
-Dijkstra's algorithm over (pass, values live, nodes computed so far). Optimal among all schedules that first run the
-nodes of the forward pass in recorded order; the backward pass may have any order. Any number of repetitions, in both
-passes. The problem is Checkmate's (P. Jain et al., 2020, https://arxiv.org/abs/1910.02653), with a free order,
-temporaries and nodes of several outputs.
+Dijkstra's algorithm over (pass, values live, nodes computed so far). Optimal among all schedules: any order, any number
+of repetitions, in both passes. The problem is Checkmate's (P. Jain et al., 2020, https://arxiv.org/abs/1910.02653), with
+a free order, temporaries, nodes of several outputs, and outputs written over inputs.
 
 Complexity: exponential; graphs of more than `MOST` nodes are refused. Nothing is left out.
 """
@@ -105,12 +104,15 @@ class _Search:
             if not self._may_run(node, state):
                 continue
             peak = held + node.temporary_nbytes + sum(self.graph.values[v].nbytes for v in node.outputs)
+            fresh = not state.live & _mask(node.outputs)
             live, done = state.live | _mask(node.outputs), state.done | 1 << node.id
             # a value may as well go right after its last use
             touched = [v for v in (*node.inputs, *node.outputs) if v not in self.rules.kept]
             for count in range(len(touched) + 1):
                 for freed in combinations(touched, count):
-                    yield node.id, _State(state.backward, live & ~_mask(freed), done), peak
+                    over = node.overwritten(freed) if fresh else None
+                    saved = 0 if over is None else self.graph.values[over].nbytes
+                    yield node.id, _State(state.backward, live & ~_mask(freed), done), peak - saved
 
     def _may_run(self, node: Node, state: _State) -> bool:
         makes_nothing = not _mask(node.outputs) & ~state.live
@@ -120,11 +122,9 @@ class _Search:
             return False
         if state.done >> node.id & 1:
             return not self.rules.pinned[node.id]
-        if not state.backward:
-            return not state.done >> node.id  # in recorded order
-        if node.once or (node.random and node.id < self.graph.boundary):
+        if state.backward and (node.once or (node.random and node.id < self.graph.boundary)):
             return False
-        return not node.random or not (state.done & self.random) >> node.id
+        return not node.random or not (state.done & self.random) >> node.id  # those keep their order
 
 
 def _mask(bits: Iterable[int]) -> int:

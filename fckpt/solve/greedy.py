@@ -127,6 +127,6 @@ def _working_set(rules: Rules) -> int:
     graph, most = rules.graph, 0
     for index in {*rules.backward, *rules.forward_roots}:
         node = graph.nodes[index]
-        around = {*node.inputs, *node.outputs}.difference(graph.held)
+        around = {*node.inputs, *(() if node.overwrites else node.outputs)}.difference(graph.held)
         most = max(most, node.temporary_nbytes + sum(graph.values[v].nbytes for v in around))
     return most

@@ -30,6 +30,8 @@ TOLERANCE = 1.02
 """A move this much worse than the best is as good, where another look at all of them would cost time."""
 FORGET = 0.75
 """All scores are taken anew whenever the excess has fallen to this part of what it was."""
+PATIENCE = 50
+"""After so many moves that remove nothing over budget it gives up: gains are exact but for overwritten inputs."""
 PREFERENCE = {"prefer_save": 1.001, "prefer_recompute": 0.999}
 """What the tie-breakers of a policy do to the price of computing a value again."""
 
@@ -105,7 +107,8 @@ class Repair:
     def run(self) -> bool:
         """Moves until the peak is at most the budget (true) or no move helps (false)."""
         stale = self.excess()
-        while True:
+        least, idle = stale, 0
+        while idle < PATIENCE:
             position = int(self.tape.memory.argmax())
             if self.tape.memory[position] <= self.budget:
                 return True
@@ -116,6 +119,9 @@ class Repair:
             if move is None:
                 return False
             self.apply(move)
+            idle = 0 if excess < least else idle + 1
+            least = min(excess, least)
+        return False
 
     def best(self, position: int) -> Move | None:
         """The move with the least price per byte and step over budget, of those that free a value at `position`."""
@@ -193,6 +199,12 @@ class Repair:
         i = self.tape.index(value, position)
         return int(self.tape.place[self.tape.events[value][i - 1]]) if i else -1
 
+    def behind(self, value: int, position: int) -> int:
+        """Where the memory of the last copy of `value` before `position` is free: at its end, if it is overwritten."""
+        end = self.end(value, position)
+        index = self.tape.node[self.tape.at[end]] if end >= 0 else -1
+        return end + (index < 0 or value not in self.tape.rules.graph.nodes[index].overwrites)
+
     def price(self, index: int, moment: int) -> float:
         """What it costs to run node `index` before `moment`: next to nothing if a later run becomes useless by it."""
         tape = self.tape
@@ -215,9 +227,9 @@ class Repair:
         for index in nodes:
             for value in tape.rules.graph.nodes[index].outputs:
                 if value not in tape.rules.kept and tape.is_live(value, position):
-                    changes.append((self.end(value, position) + 1, -tape.nbytes[value]))
+                    changes.append((self.behind(value, position), -tape.nbytes[value]))
                     stays.add(value)
-        changes += [(self.end(value, position) + 1, tape.nbytes[value]) for value in extended]
+        changes += [(self.behind(value, position), tape.nbytes[value]) for value in extended]
         first = min(start for start, _ in changes)
         over = tape.memory[first:position] - self.budget
         before = int(np.maximum(over, 0).sum())
@@ -233,7 +245,8 @@ class Repair:
         mine = set(extended)
         for index in nodes:
             node = tape.rules.graph.nodes[index]
-            made = sum(tape.nbytes[v] for v in node.outputs)
+            over = any(last[v] == index and v in mine and v not in stays for v in node.overwrites)
+            made = 0 if over else sum(tape.nbytes[v] for v in node.outputs)
             excess += max(0, held + made + node.temporary_nbytes - self.budget)
             for value in node.outputs:
                 if value in stays or (value in last and value not in tape.rules.kept):

@@ -53,6 +53,30 @@ class Tape:
                 self.events[value].append(moment)
         self.own = [self._own(moment) for moment in range(count)]
         """By moment: what it holds besides values, temporaries and copies that are dropped."""
+        self.saved = [self._saves(moment) for moment in range(count)]
+        """By moment: what it does not hold, because it writes its output over an input."""
+
+    def _saves(self, moment: int) -> int:
+        index = self.node[moment]
+        if index < 0:
+            return 0
+        node = self.rules.graph.nodes[index]
+        dies = any(v not in self.rules.kept and self._dies(v, moment) for v in node.overwrites)
+        if not dies or (node.outputs[0] in self.rules.kept and self.runs[index][0] != moment):
+            return 0
+        return self.nbytes[node.outputs[0]]
+
+    def _dies(self, value: int, moment: int) -> bool:
+        events = self.events[value]
+        following = self.index(value, int(self.place[moment])) + 1
+        return following == len(events) or self.makes(events[following], value)
+
+    def _save(self, moments: Iterable[int]) -> None:
+        """Takes up anew what `moments` save."""
+        for moment in moments:
+            saved = self._saves(moment)
+            self.memory[self.place[moment]] += self.saved[moment] - saved
+            self.saved[moment] = saved
 
     def _own(self, moment: int) -> int:
         index, kept = self.node[moment], self.rules.kept
@@ -126,17 +150,24 @@ class Tape:
         if first >= 0:
             yield first, int(place[last])
 
-    def _count(self, values: Iterable[int], sign: int, low: int, high: int) -> None:
+    def _count(self, values: Iterable[int], sign: int, low: int, high: int) -> list[int]:
+        """Counts or discounts lives; returns the moments at which they end and an output may be written over them."""
+        ends = []
         for value in values:
             change = sign * self.nbytes[value]
             if change:
                 for first, last in self.lives(value, low, high):
                     self.memory[first : last + 1] += change
+                    moment = int(self.at[last])
+                    index = self.node[moment]
+                    if index >= 0 and value in self.rules.graph.nodes[index].overwrites:
+                        ends.append(moment)
+        return ends
 
     def before(self, moment: int) -> int:
         """The bytes held just before `moment`, counted or not as its profile stands."""
         index = self.node[moment]
-        held = int(self.memory[self.place[moment]]) - self.own[moment]
+        held = int(self.memory[self.place[moment]]) - self.own[moment] + self.saved[moment]
         if index < 0:
             return held
         first = self.runs[index][0] == moment
@@ -150,7 +181,7 @@ class Tape:
         """
         touched = self.touched(nodes)
         position = int(self.place[moment])
-        self._count(touched, -1, position, position)
+        ends = self._count(touched, -1, position, position)
         held = self.before(moment)
         new = list(range(len(self.node), len(self.node) + len(nodes)))
         self.node += nodes
@@ -161,9 +192,11 @@ class Tape:
             insort(self.runs[index], fresh, key=self.place.__getitem__)
             self._enter(fresh, index)
         self.own += [self._own(fresh) for fresh in new]
+        self.saved += [0] * len(new)
         self.memory = np.insert(self.memory, position, [held + self.own[fresh] for fresh in new])
         self.split += len(nodes) * (position < self.split)
-        self._count(touched, +1, position, position + len(nodes) - 1)
+        ends += self._count(touched, +1, position, position + len(nodes) - 1)
+        self._save({*ends, *new})
         return new
 
     def _enter(self, moment: int, index: int) -> None:
@@ -184,13 +217,14 @@ class Tape:
                 continue
             touched = self.touched([index])
             position = int(self.place[moment])
-            self._count(touched, -1, position, position)
+            ends = self._count(touched, -1, position, position)
             self.memory[position] -= self.own[moment]
             self.node[moment] = -1
             self.runs[index].remove(moment)
             for value in touched:
                 self.events[value].remove(moment)
-            self._count(touched, +1, position, position)
+            ends += self._count(touched, +1, position, position)
+            self._save({moment, *ends})
             gone.append((moment, index))
             stack += self.useless(self.rules.graph.nodes[index].inputs, position)
         self.gone = gone
@@ -205,12 +239,13 @@ class Tape:
         for moment, index in reversed(gone):
             touched = self.touched([index])
             position = int(self.place[moment])
-            self._count(touched, -1, position, position)
+            ends = self._count(touched, -1, position, position)
             self.node[moment] = index
             insort(self.runs[index], moment, key=self.place.__getitem__)
             self._enter(moment, index)
             self.memory[position] += self.own[moment]
-            self._count(touched, +1, position, position)
+            ends += self._count(touched, +1, position, position)
+            self._save({moment, *ends})
 
     def useless(self, values: Iterable[int], position: int) -> list[int]:
         """The last moments before `position` that make `values`, where nothing reads what they make."""

@@ -158,7 +158,7 @@ def network(
 def graphs(draw: st.DrawFn, most: int = 6, decisions: bool = False, flags: bool = True) -> Graph:
     """Random training steps of at most `most` forward nodes, with all that a graph may have."""
     build = Builder()
-    size, cost = st.integers(0, 9), st.integers(0, 4)
+    size, cost = draw(st.sampled_from([st.integers(0, 9), st.sampled_from([2, 5])])), st.integers(0, 4)
     inputs = [build.value(draw(size)) for _ in range(draw(st.integers(1, 2)))]
     known, layers = list(inputs), []
     for _ in range(draw(st.integers(1, most))):
@@ -176,6 +176,7 @@ def graphs(draw: st.DrawFn, most: int = 6, decisions: bool = False, flags: bool 
         layers[0].saved = list(dict.fromkeys([*layers[0].saved, late]))
     graph = differentiated(build, layers, inputs, ends)
     graph = with_late_node(graph) if draw(st.booleans()) else graph
+    graph = dataclasses.replace(graph, nodes=tuple(_overwriting(draw, graph, node) for node in graph.nodes))
     if not decisions:
         return graph
     choice = st.sampled_from(["", *DECISIONS])
@@ -184,6 +185,16 @@ def graphs(draw: st.DrawFn, most: int = 6, decisions: bool = False, flags: bool 
     for v in made:
         values[v] = dataclasses.replace(values[v], decision=draw(choice))
     return dataclasses.replace(graph, values=tuple(values))
+
+
+def _overwriting(draw: st.DrawFn, graph: Graph, node: Node) -> Node:
+    """The same node; it may write over some of its inputs if they are as large as its output."""
+    if len(node.outputs) != 1 or node.once:
+        return node
+    nbytes = graph.values[node.outputs[0]].nbytes
+    fitting = [v for v in node.inputs if graph.values[v].nbytes == nbytes and graph.values[v].producer is not None]
+    chosen = draw(st.lists(st.sampled_from(fitting), unique=True)) if fitting else []
+    return dataclasses.replace(node, overwrites=tuple(chosen))
 
 
 def with_late_node(graph: Graph) -> Graph:

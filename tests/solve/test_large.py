@@ -61,7 +61,7 @@ def test_greedy_fits_a_chain_into_the_logarithm():
         solve.get("greedy")(graph, 5)
     assert caught.value.least_bytes <= 2 * math.log2(256)
     assert overhead("greedy", graph, caught.value.least_bytes) < 10
-    assert "no plan of the solver 'greedy' fits 5 B (5 bytes)" in str(caught.value)
+    assert "no plan fits 5 B (5 bytes): the least that the solver 'greedy' finds" in str(caught.value)
 
 
 @pytest.mark.parametrize(
