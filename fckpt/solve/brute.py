@@ -1,8 +1,9 @@
 """The optimum of small graphs, by trying everything: what other solvers are tested against.
 
 Dijkstra's algorithm over (pass, values live, nodes computed so far). Optimal among all schedules: any order, any number
-of repetitions, in both passes. The problem is Checkmate's (P. Jain et al., 2020, https://arxiv.org/abs/1910.02653), with
-a free order, temporaries, nodes of several outputs, and outputs written over inputs.
+of repetitions, in both passes. The problem is that of Checkmate (P. Jain et al., 2020,
+https://arxiv.org/abs/1910.02653), with a free order, temporaries, nodes of several outputs, and outputs written over
+inputs.
 
 Complexity: exponential; graphs of more than `MOST` nodes are refused. Nothing is left out.
 """
