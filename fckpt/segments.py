@@ -55,7 +55,7 @@ def sequential(fns: Any, segments: Segments = "sqrt", *, remat_last: bool = Fals
 
     References:
         T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training deep nets with sublinear memory cost" (2016),
-        https://arxiv.org/abs/1604.06174, section 4.1, for sqrt(n) segments.
+        https://arxiv.org/abs/1604.06174, section 4.3, for sqrt(n) segments.
     """
     links = list(fns.children()) if isinstance(fns, nn.Sequential) else list(fns)
     modules = [isinstance(link, nn.Module) for link in links]

@@ -82,15 +82,18 @@ profiles: Mapping[str, DeviceProfile] = MappingProxyType(
 )
 """Devices by name: the data sheet's peaks times `COMPUTE_EFFICIENCY` and `BANDWIDTH_EFFICIENCY`.
 
-Peaks are dense, without sparsity. float16, bfloat16, float64 and float8 are tensor core rates with accumulation in
-float32 (RTX 4090: float64 without); float32 is without tensor cores, since torch does not use TF32 for products unless
-asked to (`torch.set_float32_matmul_precision`).
+Peaks are dense, without sparsity. float16, bfloat16 and float8 are tensor core rates with accumulation in float32, and
+float64 runs on tensor cores too (RTX 4090: without); float32 is without tensor cores, since torch does not use TF32 for
+products of matrices unless asked to (`torch.set_float32_matmul_precision`). For convolutions it does by default
+(`torch.backends.cudnn.allow_tf32`): there the float32 peaks are too low.
 
-* H100 SXM 80 GB, H200 SXM 141 GB: NVIDIA, "H100 Tensor Core GPU Architecture" white paper, 2022, table 2; "NVIDIA H200
-  Tensor Core GPU" data sheet, 2024. 989.4 TFLOPS bfloat16, 66.9 float32 and float64, 1978.9 float8; 3.35 and 4.8 TB/s.
-* A100 SXM 80 GB: NVIDIA, "A100 80GB" data sheet, 2021. 312 TFLOPS bfloat16, 19.5 float32 and float64; 2039 GB/s.
-* RTX 4090: NVIDIA, "Ada GPU Architecture" white paper, 2023, appendix A. 165.2 TFLOPS bfloat16, 82.6 float32, 1.29
-  float64, 330.3 float8; 1008 GB/s.
+* H100 SXM 80 GB, H200 SXM 141 GB: NVIDIA, "NVIDIA H100 Tensor Core GPU Architecture" white paper, V1.04, 2023, table 2;
+  bandwidths from the H100 and "NVIDIA H200 Tensor Core GPU" data sheets. 989.4 TFLOPS bfloat16, 66.9 float32 and
+  float64, 1978.9 float8; 3.35 and 4.8 TB/s.
+* A100 SXM 80 GB: NVIDIA, "NVIDIA A100 Tensor Core GPU" data sheet, 2021. 312 TFLOPS bfloat16, 19.5 float32 and float64;
+  2039 GB/s.
+* RTX 4090: NVIDIA, "NVIDIA Ada GPU Architecture" white paper, V2.02, 2023, appendix A. 165.2 TFLOPS bfloat16, 82.6
+  float32 and 1/64 of that, 1.29, float64, 330.3 float8 (660.6 before V2.02, an error); 1008 GB/s.
 * cpu: two cores of a server processor of 2023 with AVX-512, rounded; `profile_of("cpu")` tries this machine's instead.
 """
 
@@ -126,7 +129,7 @@ def profile_of(device: torch.device | str) -> DeviceProfile:
 
 def _listed(name: str) -> DeviceProfile | None:
     """The profile of a GPU that calls itself `name`; none if it is another variant of the chip than that listed."""
-    if re.search("PCIe|NVL|40GB|Laptop|MIG", name, re.IGNORECASE):
+    if re.search("PCIe|NVL|40GB|Laptop|MIG|4090 ?D", name, re.IGNORECASE):
         return None
     return next((known for key, known in profiles.items() if re.search(rf"\b{key}\b", name)), None)
 

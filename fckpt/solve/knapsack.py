@@ -1,7 +1,8 @@
 """Chooses what to save by a knapsack, as `torch.compile` does for its `activation_memory_budget`, but for the peak.
 
-`torch._functorch._activation_checkpointing.knapsack` (PyTorch 2.4 and later): each value that the backward pass reads
-is worth the seconds of the node that makes it and weighs its bytes; the most valuable set within a weight is saved.
+`torch._functorch._activation_checkpointing.knapsack` (PyTorch 2.13): each value that there is a choice about is worth
+what its node takes (there FLOPs by default, here seconds) and weighs its bytes; the most valuable set within a weight
+is saved.
 Optimal in that model, up to weights rounded to 1/4000 of the total. The model is wrong twice: what is computed
 again may need other things computed again, and bytes saved are not the peak. Unlike torch, this solver looks at the
 simulated peak for a row of weights, and takes the fastest plan that fits.

@@ -1,18 +1,18 @@
 """Chooses what to save by a minimum cut between what is computed in the forward pass and what the backward pass reads.
 
-H. He, S. Yu, "Min-cut optimal(*) recomputation (i.e. activation checkpointing) with AOTAutograd", 2022,
-https://dev-discuss.pytorch.org/t/467: what `torch.compile` does. A node is computed again at a price, a value is saved
-at a price, a node that is computed again needs its inputs, the backward pass needs what it reads; the cheapest choice
-is a minimum cut.
+H. He, "Min-cut optimal(*) recomputation (i.e. activation checkpointing) with AOTAutograd", 2022,
+https://dev-discuss.pytorch.org/t/467, and H. He, S. Yu, "Transcending Runtime-Memory Tradeoffs in Checkpointing by
+being Fusion Aware", MLSys 2023: what `torch.compile` does. A node is computed again at a price, a value is saved at a
+price, a node that is computed again needs its inputs, the backward pass needs what it reads; the cheapest choice is a
+minimum cut.
 
 Without a budget, as in torch: what is cheap to compute is free and the rest forbidden, and the fewest bytes are saved.
 Optimal in bytes saved between the passes, for that choice. With a budget: the price of a byte is a Lagrange multiplier,
 seconds plus price times bytes are least, and the least price with a peak that fits is sought. Optimal in seconds for
 the bytes that it happens to save, if everything is computed again at most once; not for the peak.
 
-    paper / networks            here
+    torch                       here
     banned nodes                `dear`
-    c_u, M_u, lambda            `seconds`, `nbytes`, `price`
 
 Complexity: one maximum flow (Dinic, in scipy) per price. Left out: torch's bans by distance and fusion, which are about
 its code generator.

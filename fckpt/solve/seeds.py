@@ -2,12 +2,12 @@
 
 `segments` is T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016,
 https://arxiv.org/abs/1604.06174, on graphs: the forward pass is cut where little is live, what crosses a cut is saved,
-and the backward pass computes one segment at a time again. With `leaf` segments are cut again, by halves (Griewank
-1992, see `base`): O(log n) memory for O(n log n) time on a chain of n equal layers.
+and the backward pass computes one segment at a time again. With `leaf` segments are cut again, by halves (section 4.4
+there, with k = 1; Griewank 1992, see `base`): O(log n) memory for O(n log n) time on a chain of n equal layers.
 
-`early` and `small` are list schedules of the backward pass: most of what B. Steiner, M. Elhoushi, J. Kahn, J. Hegarty,
-"MODeL: Memory Optimizations for Deep Learning", 2023, https://proceedings.mlr.press/v202/steiner23a.html, gains by an
-exact search for an order comes from weight gradients that do not wait.
+`early` and `small` are list schedules of the backward pass: above all, weight gradients do not wait. B. Steiner,
+M. Elhoushi, J. Kahn, J. Hegarty, "MODeL: Memory Optimizations for Deep Learning", 2023,
+https://proceedings.mlr.press/v202/steiner23a.html, search for an order exactly.
 
 Complexity: near-linear each. Nothing here is optimal; `repair` and `prune` follow.
 """
