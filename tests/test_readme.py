@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import subprocess
@@ -233,3 +234,33 @@ def test_the_licence_is_the_one_named() -> None:
 def test_make_help_lists_the_targets() -> None:
     shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert {"setup", "demo", "test", "tiny", "lint", "type", "bench", "docs"} <= set(shown.split())
+
+
+RESULTS = README.parent / "benches" / "results"
+
+
+def cost_of_budgets() -> list[str]:
+    """The rows of the table, from what the bench wrote."""
+    rows = []
+    for network in json.loads((RESULTS / "promise-cpu.json").read_text())["networks"]:
+        found = {row["budget"]: row for row in network["rows"] if row["measured_bytes"] is not None}
+        times = [
+            f"{found[b]['time_ratio']['median']:.2f}" if b in found else "" for b in ("1.0", "0.8", "0.6", "0.4", "0.2")
+        ]
+        least = found["least"]
+        share = f"{least['measured_bytes'] / network['plain_bytes']:.2f}"
+        cells = [network["name"], f"{network['plain_bytes'] / 2**20:,.0f} MiB", *times, share]
+        cells += [f"{least['time_ratio']['median']:.2f}", f"{network['blocks_bytes'] / network['plain_bytes']:.2f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def test_the_table_of_budgets_is_what_the_bench_wrote() -> None:
+    text = README.read_text()
+    for row in cost_of_budgets():
+        assert row in text
+    for network in json.loads((RESULTS / "promise-cpu.json").read_text())["networks"]:
+        for row in network["rows"]:
+            if row["measured_bytes"] is not None:
+                assert row["measured_bytes"] == row["predicted_bytes"] <= row["budget_bytes"]
+                assert not row["unequal"]

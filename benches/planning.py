@@ -1,0 +1,128 @@
+"""How long planning takes, from forty operations to nine thousand: to trace a step, and to find a plan for it.
+
+    python -m benches.planning --json benches/results/planning-cpu.json
+    python -m benches.planning --networks "GPT-2, 12 layers" --solver greedy        # seconds
+
+Times of operations come from a device profile (`fckpt.cost.Analytic`), so nothing is measured and nothing runs: this is
+what planning costs when all costs are known. The networks are small and deep, because planning does not depend on the
+sizes of tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import fckpt
+from benches.models import DenseNet
+from benches.timing import describe_machine, machine_line, progress_bar, write_json
+from benches.zoo import Decoder, TrainingLoss
+from fckpt import solve
+from fckpt.cost import Analytic, profile_of
+from fckpt.plans import make_plan
+
+BUDGETS = (0.8, 0.5, 0.3)
+
+
+def _gpt(layers: int) -> tuple[nn.Module, Tensor, Tensor]:
+    tokens = torch.randint(64, (8, 33))
+    model = Decoder(hidden=32, layers=layers, heads=2, vocabulary=64, positions=32)
+    return model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _densenet(*layers: int) -> tuple[nn.Module, Tensor, Tensor]:
+    model = DenseNet(32, layers, classes=10, small=False)
+    return model, torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
+
+
+NETWORKS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {
+    "GPT-2, 1 layer": lambda: _gpt(1),
+    "GPT-2, 12 layers": lambda: _gpt(12),
+    "GPT-2, 50 layers": lambda: _gpt(50),
+    "DenseNet-121": lambda: _densenet(6, 12, 24, 16),
+    "DenseNet-201": lambda: _densenet(6, 12, 48, 32),
+    "GPT-2, 230 layers": lambda: _gpt(230),
+}
+
+
+def examine(name: str, solver: str, advance: Callable[[str], object]) -> dict[str, Any]:
+    """Times the planning of one network."""
+    torch.manual_seed(0)
+    model, inputs, labels = NETWORKS[name]()
+    loss = TrainingLoss(model)
+    advance(f"{name}: trace")
+    start = time.perf_counter()
+    plain = fckpt.plan(loss, inputs, labels, budget=1.0, costs=Analytic(profile_of("cpu")))
+    seconds = time.perf_counter() - start  # with that budget the solver has nothing to do
+    graph = plain.graph
+    found: dict[str, Any] = {"network": name, "nodes": len(graph.nodes), "trace_seconds": seconds}
+    for budget in BUDGETS:
+        advance(f"{name}: {budget:.0%}")
+        start = time.perf_counter()
+        try:
+            plan = make_plan(graph, budget, solver, plain.torch_version)
+            row = {"overhead": plan.overhead, "peak_bytes": plan.peak_bytes}
+        except fckpt.BudgetError as error:
+            row = {"least_bytes": error.least_bytes}
+        found[f"{budget}"] = row | {"solve_seconds": time.perf_counter() - start}
+    return found
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    """Prints the table."""
+    table = Table(box=SIMPLE_HEAD)
+    for column in (
+        "network",
+        "operations",
+        "trace",
+        *(f"solve {b:.0%}" for b in BUDGETS),
+        *(f"extra {b:.0%}" for b in BUDGETS),
+    ):
+        table.add_column(column, justify="left" if column == "network" else "right", no_wrap=True)
+    for row in rows:
+        plans = [row[f"{b}"] for b in BUDGETS]
+        seconds = [row["trace_seconds"], *(plan["solve_seconds"] for plan in plans)]
+        extras = [f"{plan['overhead']:.1%}" if "overhead" in plan else "none" for plan in plans]
+        table.add_row(row["network"], f"{row['nodes']:,}", *(f"{s:.2f} s" for s in seconds), *extras)
+    console.print(table)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the bench."""
+    parser = argparse.ArgumentParser(prog="python -m benches.planning", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), metavar="NAME", help="; ".join(NETWORKS))
+    parser.add_argument("--solver", choices=solve.names(), default="auto", help="default: auto")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers there as well")
+    parsed = parser.parse_args(arguments)
+    machine = describe_machine(torch.device("cpu"))
+    console = Console()
+    console.print(f"{machine_line(machine)}\n", style="dim", highlight=False, soft_wrap=True)
+    names = parsed.networks or list(NETWORKS)
+    given = sys.argv[1:] if arguments is None else arguments
+    with progress_bar() as progress:
+        bar = progress.add_task("", total=len(names) * (1 + len(BUDGETS)))
+
+        def advance(what: str) -> None:
+            progress.update(bar, advance=1, description=what)
+
+        rows = [examine(name, parsed.solver, advance) for name in names]
+    show(rows, console)
+    if parsed.json:
+        command = shlex.join(["python", "-m", "benches.planning", *given])
+        write_json(parsed.json, {"command": command, "machine": machine, "networks": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
