@@ -205,7 +205,7 @@ def prepare(task: Task) -> Prepared:
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # operations that had to be estimated: kept below
-        plan = fckpt.plan(task.loss, task.inputs, task.labels, costs=clocked)
+        plan = fckpt.plan(task.loss, task.inputs, task.labels, budget=1.0, costs=clocked)
     seconds = time.perf_counter() - start - clocked.seconds
     return Prepared(plan, seconds, clocked.seconds, dict(source.failures))
 
@@ -319,9 +319,9 @@ def _examine_planning(task: Task, report: Report) -> Prepared:
     report.nodes = len(prepared.plain.graph.nodes)
     report.trace_seconds, report.price_seconds = prepared.trace_seconds, prepared.price_seconds
     report.estimated = prepared.estimated
-    report.predicted_plain_bytes = prepared.plain.peak_bytes
+    report.predicted_plain_bytes = prepared.plain.baseline_peak_bytes
     report.floor_bytes = floor_bytes(prepared.plain.graph)
-    if wrong := _off(prepared.plain.peak_bytes, report.plain_bytes):
+    if wrong := _off(prepared.plain.baseline_peak_bytes, report.plain_bytes):
         report.complaints.append(f"plain peak {wrong}")
     return prepared
 
@@ -341,7 +341,7 @@ def _examine_budget(
     rounds: int,
     device: torch.device,
 ) -> Row:
-    nbytes = prepared.least_bytes() if isinstance(budget, str) else int(prepared.plain.peak_bytes * budget)
+    nbytes = prepared.least_bytes() if isinstance(budget, str) else int(prepared.plain.baseline_peak_bytes * budget)
     row = Row(str(budget), nbytes)
     start = time.perf_counter()
     try:

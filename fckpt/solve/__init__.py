@@ -9,6 +9,7 @@ from fckpt.solve.brute import brute
 from fckpt.solve.greedy import greedy
 from fckpt.solve.knapsack import knapsack
 from fckpt.solve.min_cut import min_cut
+from fckpt.solve.moments import moments
 from fckpt.solve.policy import policy
 from fckpt.solve.recompute_all import recompute_all
 from fckpt.solve.save_all import save_all
@@ -39,5 +40,5 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_SOLVERS))
 
 
-for _solver in (auto, brute, greedy, knapsack, min_cut, policy, recompute_all, save_all):
+for _solver in (auto, brute, greedy, knapsack, min_cut, moments, policy, recompute_all, save_all):
     register(_solver.__name__, _solver)

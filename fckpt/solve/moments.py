@@ -23,22 +23,26 @@ which is that of the base plan.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fckpt.solve.base import Order, Rules, profile_of
+from fckpt.graph import Graph
+from fckpt.schedule import Schedule, schedule_of
+from fckpt.solve.base import Order, Rules, peak_of, profile_of, seconds_of, within
+from fckpt.solve.greedy import fit, smallest
+from fckpt.solve.seeds import backward_orders, save_everything
 
-__all__ = ["lazily", "relaxed"]
+__all__ = ["generated", "moments"]
 
 ROUNDS = 10
 """How often moments are added before the rest is left to repairs."""
 FRESH = 3
 """The most moments that one round adds."""
-GAP = 1e-3
+GAP = 1e-2
 """How far from the optimum, as a part of the repetitions' time, the integer program may stop."""
-NODES = 200
+NODES = 20
 """Branches of the search for integers, at most. A count and not a time, so that plans do not depend on the machine."""
 
 
@@ -50,31 +54,50 @@ class Retention(NamedTuple):
     held: list[set[int]]
 
 
-def relaxed(rules: Rules, base: Order, budget: int) -> list[Order]:
-    """Returns plans round by round: the first respects the budget at the peak of `base`, the last at more moments.
+def moments(graph: Graph, budget: int | None = None) -> Schedule:
+    """Returns the fastest of the plans that moments lead to and that repairs make fit.
+
+    Args:
+        graph: one training step.
+        budget: bytes; None saves everything.
+
+    Raises:
+        BudgetError: neither they nor the smallest plan of `greedy` fit.
+    """
+    rules = Rules(graph)
+    base = min((save_everything(rules, o) for o in backward_orders(rules)), key=lambda order: peak_of(rules, order))
+    if budget is None or peak_of(rules, base) <= budget:
+        return schedule_of(graph, *base)
+    found = [plan for order in generated(rules, base, budget) if (plan := fit(rules, order, budget)) is not None]
+    if not found:
+        least = smallest(rules)
+        found = [least] if (plan := fit(rules, least, budget)) is None else [plan]
+    best = min(found, key=lambda order: seconds_of(rules, order))
+    return within(graph, schedule_of(graph, *best), budget, "moments")
+
+
+def generated(rules: Rules, base: Order, budget: int) -> Iterator[Order]:
+    """Yields plans round by round: the first respects the budget at the peak of `base`, later ones at more moments.
+
+    The last one fits, or the rounds are over, or no plan fits at the chosen moments.
 
     Args:
         rules: of the graph.
         base: computes everything once; its first runs are those of all the plans.
         budget: bytes.
-
-    Returns:
-        The plans, the last of which fits if any does. They need not fit; none if `budget` is too small at a moment.
     """
     program = _Program(rules, base)
-    room: dict[int, int] = {int(profile_of(rules, base).argmax()): budget}
-    plans: list[Order] = []
+    room = {int(profile_of(rules, base).argmax()): budget}
     for _ in range(ROUNDS):
         retention = program.solve(room)
         if retention is None:
-            break
+            return
         order, stages = lazily(rules, base, retention)
-        plans.append(order)
+        yield order
         profile = profile_of(rules, order)
         if int(profile.max()) <= budget:
-            break
+            return
         _overflow(room, profile, stages, budget)
-    return plans
 
 
 def _overflow(room: dict[int, int], profile: np.ndarray, stages: Sequence[int], budget: int) -> None:

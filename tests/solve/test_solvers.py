@@ -17,8 +17,8 @@ from fckpt.solve.repair import prune, repair
 from fckpt.solve.seeds import backward_orders, save_everything, segmented
 from fckpt.solve.tape import Tape
 
-NAMES = ("auto", "greedy", "knapsack", "min_cut", "policy", "recompute_all", "save_all")
-BUDGETED = ("auto", "greedy", "knapsack", "min_cut")
+NAMES = ("auto", "greedy", "knapsack", "min_cut", "moments", "policy", "recompute_all", "save_all")
+BUDGETED = ("auto", "greedy", "knapsack", "min_cut", "moments")
 
 
 def examples(count: int):
@@ -154,6 +154,8 @@ def test_a_policy_saves_what_it_says(graph: Graph):
 
 
 def test_the_registry():
-    assert solve.names() == ("auto", "brute", "greedy", "knapsack", "min_cut", "policy", "recompute_all", "save_all")
+    assert solve.names() == (
+        "auto", "brute", "greedy", "knapsack", "min_cut", "moments", "policy", "recompute_all", "save_all",
+    )  # fmt: skip
     with pytest.raises(ArgumentValueError, match=r"no solver 'magic'\. Take one of auto, brute, greedy"):
         solve.get("magic")
