@@ -52,13 +52,14 @@ class _ModuleParts:
     """The dicts that hold a module tree's buffers and parameters, found once: the walk costs 1 us a module."""
 
     __slots__ = (
-        "_buffers", "_children", "_hooks", "_names", "_owners", "_settings", "_sizes", "_structure", "_values",
-        "generators", "modules", "open", "parameters",
+        "_buffers", "_children", "_hooks", "_names", "_owners", "_settings", "_sizes", "_structure", "_types",
+        "_values", "generators", "modules", "open", "parameters",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module):
         kinds = generator_types()
         modules = self.modules = [vars(m) for m in module.modules()]
+        self._types = tuple(type(m) for m in module.modules())
         self._buffers = [(m, m._buffers) for m in module.modules() if m._buffers]
         self.parameters = [m["_parameters"] for m in modules if m["_parameters"]]
         self.generators = [v for m in modules for v in m.values() if isinstance(v, kinds)]
@@ -98,12 +99,13 @@ class _ModuleParts:
         return list(map(len, self._sizes)), list(children), [k for _, buffers in self._buffers for k in buffers]
 
     def settings(self) -> _Settings:
-        """What decides, besides tensors, what the modules do: attributes and hooks."""
-        if self._settings is None or any(self._hooks):
-            hooks = [(i, *d) for i, d in enumerate(self._hooks) if d]
-            values = [fact(v) for v in self._values if type(v) is not OrderedDict]
-            self._settings = _Settings((tuple(hooks), tuple(values)))
-        return self._settings
+        """What decides, besides tensors, what the modules do: their classes, attributes and hooks."""
+        if self._settings is None:
+            values = tuple(fact(v) for v in self._values if type(v) is not OrderedDict)
+            self._settings = _Settings((self._types, tuple(self._names), values))
+        if not any(self._hooks):
+            return self._settings
+        return _Settings((self._settings, *((i, *d) for i, d in enumerate(self._hooks) if d)))
 
     def buffers(self) -> list[tuple[dict[str, Any], str, BufferKey, torch.Tensor, int]]:
         """The buffers: (dict, name, key, tensor, its version)."""

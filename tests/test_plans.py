@@ -750,6 +750,35 @@ def test_a_parameter_that_is_swapped_or_frozen_is_seen(counts: Counts) -> None:
     assert counts.traces == 3
 
 
+class TwiceIt(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class ThriceIt(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 3
+
+
+@pytest.mark.parametrize("closed_over", [False, True])
+def test_a_submodule_of_another_class_and_a_hook_that_goes_are_seen(closed_over: bool) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = X.float()
+    region = fckpt.remat((lambda x: net(x)) if closed_over else net, policy=NOTHING)
+
+    def same() -> bool:
+        return torch.equal(region(x), net(x))
+
+    assert same()
+    for module in (nn.Sigmoid(), TwiceIt(), ThriceIt()):  # they have no attributes that would tell them apart
+        net[1] = module
+        assert same()
+    handle = net[1].register_forward_hook(lambda module, args, output: output * 5)
+    assert same()
+    handle.remove()
+    assert same()
+
+
 def test_nothing_outlives_the_function() -> None:
     class Big:
         pass
