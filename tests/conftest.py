@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,3 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def costs_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measured costs go to a folder of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FCKPT_CACHE", str(tmp_path_factory.mktemp("costs")))
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +28,6 @@ PROFILE = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def costs_of_this_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Measured costs go to a folder of their own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FCKPT_CACHE", str(tmp_path_factory.mktemp("costs")))
-        yield
 
 
 def every_third(node: policies.PolicyNode) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,6 @@ import fckpt
 from fckpt import policies
 
 WAY_OUT = "without policy and budget"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def costs_of_this_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Measured costs go to a folder of their own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FCKPT_CACHE", str(tmp_path_factory.mktemp("costs")))
-        yield
 
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(5))
