@@ -11,7 +11,7 @@ pytest.importorskip("rich")
 
 import torch
 
-from benches import promise, side_by_side
+from benches import planning, promise, side_by_side
 from benches.models import TorchCheckpoint, wrap_blocks
 from benches.zoo import NETWORKS, size_of
 
@@ -91,3 +91,12 @@ def test_help(bench: object, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_budget_is_a_fraction() -> None:
     with pytest.raises(SystemExit):
         promise.parse(["--budgets", "2"])
+
+
+def test_planning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "planning.json"
+    assert planning.main(["--networks", "GPT-2, 1 layer", "--json", str(target)]) == 0
+    (network,) = json.loads(target.read_text())["networks"]
+    assert network["nodes"] > 50
+    assert network["0.8"]["overhead"] > 0
+    assert "GPT-2, 1 layer" in capsys.readouterr().out
