@@ -244,8 +244,9 @@ class _Program:
 
     def solve(self, room: dict[int, int]) -> Retention | None:
         """Returns what to hold so that at each moment of `room` no more than its bytes are there; None if none can."""
-        # scipy takes 0.4 s to import
-        from scipy.optimize import Bounds, LinearConstraint, milp
+        import scipy.optimize  # takes 0.4 s
+
+        optimize: Any = scipy.optimize  # its bounds are annotated as floats, and may be arrays
 
         moments = sorted(room)
         build = _Build()
@@ -258,10 +259,10 @@ class _Program:
             self._limit(build, k, moment, left)
         if not build.cost:
             return Retention(moments, [set() for _ in moments])
-        rows = LinearConstraint(build.matrix(), np.array(build.low), np.array(build.high))
-        bounds = Bounds(np.array(build.least, dtype=float), np.array(build.most, dtype=float))
+        rows = optimize.LinearConstraint(build.matrix(), np.array(build.low), np.array(build.high))
+        bounds = optimize.Bounds(np.array(build.least, dtype=float), np.array(build.most, dtype=float))
         options: dict[str, Any] = {"mip_rel_gap": GAP, "node_limit": NODES}
-        found = milp(
+        found = optimize.milp(
             np.array(build.cost), integrality=np.ones(len(build.cost)), bounds=bounds, constraints=rows, options=options
         )
         if found.x is None:
