@@ -12,7 +12,6 @@ import itertools
 import operator
 import types
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -101,8 +100,7 @@ class _ModuleParts:
     def settings(self) -> _Settings:
         """What decides, besides tensors, what the modules do: their classes, attributes and hooks."""
         if self._settings is None:
-            values = tuple(fact(v) for v in self._values if type(v) is not OrderedDict)
-            self._settings = _Settings((self._types, tuple(self._names), values))
+            self._settings = _Settings((self._types, tuple(self._names), tuple(map(fact, self._values))))
         if not any(self._hooks):
             return self._settings
         return _Settings((self._settings, *((i, *d) for i, d in enumerate(self._hooks) if d)))

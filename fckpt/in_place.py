@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fckpt.operations import Ref, indices_of
+from fckpt.operations import Ref, indices_of, is_dense
 
 __all__ = ["overwritable", "writer_of"]
 
@@ -88,9 +88,5 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _is_whole(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is all of its memory, without gaps or repetitions."""
-    expected = 1
-    for stride, size in sorted((st, n) for n, st in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return tensor.untyped_storage().nbytes() == expected * tensor.element_size() > 0
+    nbytes = tensor.numel() * tensor.element_size()
+    return tensor.untyped_storage().nbytes() == nbytes > 0 and is_dense(tensor.shape, tensor.stride())

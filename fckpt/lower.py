@@ -36,18 +36,18 @@ class Lowered:
     """The Python text of both."""
 
 
-def lower(trace: Trace, schedule: Schedule, graph: Graph | None = None) -> Lowered:
+def lower(trace: Trace, schedule: Schedule, graph: Graph) -> Lowered:
     """Writes the two functions. They run in whatever dispatch state the caller sets up.
 
     Args:
         trace: what was traced.
         schedule: a schedule of its graph.
-        graph: says which inputs are overwritten, if not the trace's own; none may be that could not be there.
+        graph: says which inputs are overwritten: the trace's, or one with fewer of them.
 
     Raises:
         PlanError: the schedule does not belong to the trace.
     """
-    writer = _Writer(trace, schedule, graph or trace.graph)
+    writer = _Writer(trace, schedule, graph)
     source = writer.write()
     scope = dict(writer.scope)
     exec(compile(source, "<fckpt plan>", "exec"), scope)
@@ -220,8 +220,7 @@ class _Writer:
 
     def call(self, call: Call, args: list[Any], node: int, again: bool) -> str:
         op = self.object(call.op._op, "op")  # what `call.op(...)` calls, without the way there
-        positional = [self.text(a) for a in args]
-        named = [f"{k}={self.text(v)}" for k, v in call.kwargs.items()]
+        positional, named = self.sent(args, call.kwargs)
         if not self.trace.graph.nodes[node].random or node not in self.repeated:
             return f"{op}({', '.join(positional + named)})"
         kwargs = f"dict({', '.join(named)})"
@@ -236,11 +235,11 @@ class _Writer:
     def call_over(self, call: Call, args: list[Any], value: int) -> str:
         """The same call, with its result written over `value`."""
         op, keyword = writer_of(call.op)
-        sent = [self.text(a) for a in args] + [f"{k}={self.text(v)}" for k, v in call.kwargs.items()]
+        positional, named = self.sent(args, call.kwargs)
         if keyword:
             out = next(a for a in args if isinstance(a, Ref) and self.trace.tensors[a.tensor].value == value)
-            sent.append(f"{keyword}={self.text(out)}")
-        return f"{self.object(op._op, 'op')}({', '.join(sent)})"
+            named.append(f"{keyword}={self.text(out)}")
+        return f"{self.object(op._op, 'op')}({', '.join(positional + named)})"
 
     def free(self, value: int) -> None:
         gone = [t for t in self.members.get(value, ()) if t in self.live]
@@ -265,17 +264,21 @@ class _Writer:
             if missing:
                 todo += missing
                 continue
-            arguments = [self.text(a) for a in call.args] + [f"{k}={self.text(v)}" for k, v in call.kwargs.items()]
+            positional, named = self.sent(call.args, call.kwargs)
             targets = self.targets(call, ["_" if x is None else _var(x) for x in call.outputs])
             # A cotangent may come with other strides than the traced one had, where only a copy can be viewed so.
             op = torch.ops.aten.reshape.default if call.op is torch.ops.aten.view.default else call.op
-            self.emit(f"{targets} = {self.object(op._op, 'op')}({', '.join(arguments)})")
+            self.emit(f"{targets} = {self.object(op._op, 'op')}({', '.join(positional + named)})")
             self.live.update(x for x in call.outputs if x is not None)
 
     # -- text
 
     def emit(self, line: str) -> None:
         self.lines.append(line)
+
+    def sent(self, args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[str], list[str]]:
+        """What a call is given, by position and by name."""
+        return [self.text(a) for a in args], [f"{k}={self.text(v)}" for k, v in kwargs.items()]
 
     def text(self, value: Any) -> str:
         if isinstance(value, Ref):

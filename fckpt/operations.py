@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +10,18 @@ import torch
 
 from fckpt.graph import Graph
 
-__all__ = ["Call", "Layout", "Recorded", "Ref", "TensorSpec", "Trace", "indices_of", "statistics_of", "written_by"]
+__all__ = [
+    "Call",
+    "Layout",
+    "Recorded",
+    "Ref",
+    "TensorSpec",
+    "Trace",
+    "indices_of",
+    "is_dense",
+    "statistics_of",
+    "written_by",
+]
 
 aten = torch.ops.aten
 
@@ -129,3 +140,13 @@ def indices_of(value: Any) -> Iterator[int]:
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from indices_of(inner)
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements with these strides fill memory without gaps or repetitions, in any order of dimensions."""
+    extent = 1
+    for step, size in sorted((st, n) for n, st in zip(shape, stride, strict=True) if n != 1):
+        if step != extent:
+            return False
+        extent *= size
+    return True

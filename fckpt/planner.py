@@ -94,7 +94,6 @@ class Planner:
         self.solver = solver
         self.costs = costs
         self.programs: dict[Any, Program] = {}
-        self.plans: dict[Any, Plan] = {}
 
     def program(
         self,
@@ -126,15 +125,14 @@ class Planner:
                     # A counter that the function moves has moved, and will not move again.
                     after = Observation([fn], arguments.statics, arguments.tensors, {}, facts=True)
                     for known in (key, (*call, after.settings())):
-                        self.plans[known] = plan
                         self.programs[known] = program
         return program
 
     def _make_room(self) -> None:
-        gone = [key for key in self.programs if outlived(key[0])]
-        gone += [key for key in self.programs if key not in gone][: max(0, len(self.programs) - len(gone) - _MOST + 1)]
-        for key in gone:
-            del self.programs[key], self.plans[key]
+        for key in [key for key in self.programs if outlived(key[0])]:
+            del self.programs[key]
+        while len(self.programs) >= _MOST:
+            del self.programs[next(iter(self.programs))]
 
     def plan(self, traced: Trace, batches: tuple[int, ...] = ()) -> Plan:
         """Prices and solves a trace, which `vmap`s of these sizes batched."""

@@ -32,7 +32,7 @@ from fckpt.assemble import Assembly
 from fckpt.closure import Slot, content, moved, placed, replaced
 from fckpt.conditions import unwrapped
 from fckpt.errors import TraceError
-from fckpt.operations import Call, Layout, Recorded, Ref, TensorSpec, Trace
+from fckpt.operations import Call, Layout, Recorded, Ref, TensorSpec, Trace, is_dense
 from fckpt.policies import names_recorded
 from fckpt.primitives import numbered
 
@@ -536,9 +536,6 @@ class _Ends:
 
 def _strides_of_grad(layout: Layout) -> tuple[int, ...]:
     """The leaf's own strides where its elements fill its memory, else those of a contiguous tensor."""
-    extent = 1
-    for stride, size in sorted((st, n) for n, st in zip(layout.shape, layout.stride, strict=True) if n != 1):
-        if stride != extent:
-            return tuple(torch._prims_common.make_contiguous_strides_for(layout.shape))
-        extent *= size
+    if not is_dense(layout.shape, layout.stride):
+        return tuple(torch._prims_common.make_contiguous_strides_for(layout.shape))
     return tuple(layout.stride)

@@ -15,6 +15,7 @@ from torch.func import grad, vmap
 
 import fckpt
 from fckpt import planner, policies
+from fckpt.report.table import residuals
 
 P = [torch.linspace(-1, 1, 64, dtype=torch.float64).reshape(8, 8).roll(k) for k in range(3)]
 X = torch.linspace(-2, 2, 512, dtype=torch.float64).reshape(64, 8)
@@ -84,8 +85,8 @@ def test_a_policy_means_the_same_under_vmap() -> None:
     region = fckpt.remat(block, policy=policy)
     WAYS["grad"](region)
     WAYS["ensemble"](region)
-    plans = list(region._fckpt_region.planner.plans.values())  # type: ignore[attr-defined]
-    saved = [[row.origin for row in plan.residuals if row.kind == "intermediate"] for plan in plans]
+    programs = region._fckpt_region.planner.programs.values()  # type: ignore[attr-defined]
+    saved = [[row.origin for row in residuals(p.graph, p.schedule) if row.kind == "intermediate"] for p in programs]
     assert [len(rows) for rows in saved] == [3, 3]
 
 

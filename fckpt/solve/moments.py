@@ -30,7 +30,7 @@ import numpy as np
 
 from fckpt.graph import Graph
 from fckpt.schedule import Schedule, schedule_of
-from fckpt.solve.base import Order, Rules, peak_of, profile_of, seconds_of, within
+from fckpt.solve.base import Order, Rules, ancestors, peak_of, profile_of, seconds_of, within
 from fckpt.solve.greedy import fit, smallest
 from fckpt.solve.seeds import backward_orders, save_everything
 
@@ -71,7 +71,7 @@ def moments(graph: Graph, budget: int | None = None) -> Schedule:
     found = [plan for order in generated(rules, base, budget) if (plan := fit(rules, order, budget)) is not None]
     if not found:
         least = smallest(rules)
-        found = [least] if (plan := fit(rules, least, budget)) is None else [plan]
+        found = [fit(rules, least, budget) or least]
     best = min(found, key=lambda order: seconds_of(rules, order))
     return within(graph, schedule_of(graph, *best), budget, "moments")
 
@@ -132,7 +132,9 @@ def lazily(rules: Rules, base: Order, retention: Retention) -> tuple[Order, list
             live.update(graph.cotangents)
             live.difference_update(rules.unsaved)
         node = graph.nodes[index]
-        todo = _missing(rules, node.inputs, live)
+        todo = ancestors(
+            graph, [p for v in node.inputs if v not in live and (p := graph.values[v].producer) is not None], live
+        )
         for again in (*todo, index):
             runs.append(again)
             stages.append(position)
@@ -143,19 +145,6 @@ def lazily(rules: Rules, base: Order, retention: Retention) -> tuple[Order, list
     kept = _used(rules, runs, boundary)
     forward = [runs[i] for i in kept if i < boundary]
     return Order(forward, [runs[i] for i in kept if i >= boundary]), [stages[i] for i in kept]
-
-
-def _missing(rules: Rules, values: Iterable[int], live: set[int]) -> list[int]:
-    """The nodes to run for `values`, in recorded order."""
-    found: set[int] = set()
-    stack = [v for v in values if v not in live]
-    while stack:
-        producer = rules.graph.values[stack.pop()].producer
-        assert producer is not None
-        if producer not in found:
-            found.add(producer)
-            stack += [v for v in rules.graph.nodes[producer].inputs if v not in live]
-    return sorted(found)
 
 
 def _used(rules: Rules, runs: Sequence[int], boundary: int) -> list[int]:
