@@ -25,11 +25,10 @@ from torch import Tensor, nn
 
 import fckpt
 from benches.models import bert_base, densenet_bc_100, wrap_blocks
+from benches.script import opening
 from benches.timing import (
     Spread,
     alternate,
-    describe_machine,
-    machine_line,
     mib,
     paired_ratio,
     progress_bar,
@@ -232,9 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the demo. Returns 0 if everything was bitwise equal, 1 if not."""
     parsed = parse(arguments)
     device = set_up(parsed.device)
-    machine = describe_machine(device)
-    console = Console()
-    console.print(f"{machine_line(machine)}\n", style="dim", highlight=False, soft_wrap=True)
+    console, machine = opening(device)
 
     results = []
     with progress_bar() as progress:

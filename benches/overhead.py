@@ -39,11 +39,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fckpt
 from benches.models import TorchCheckpoint, bert_base, densenet121, resnet50, wrap_blocks
+from benches.script import opening
 from benches.timing import (
     Spread,
     alternate,
-    describe_machine,
-    machine_line,
     mib,
     paired_ratio,
     progress_bar,
@@ -313,9 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
     parsed = parse(arguments)
     device = set_up(parsed.device)
-    machine = describe_machine(device)
-    console = Console()
-    console.print(f"{machine_line(machine)}\n", style="dim", highlight=False, soft_wrap=True)
+    console, machine = opening(device)
 
     parts: dict[str, Callable[..., Iterator[Case]]]
     parts = {"tiny": tiny_cases, "steps": step_cases, "grad": grad_cases}

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 import fckpt
 from benches.models import DenseNet
-from benches.timing import describe_machine, machine_line, progress_bar, write_json
+from benches.script import opening
+from benches.timing import progress_bar, write_json
 from benches.zoo import Decoder, TrainingLoss
 from fckpt import solve
 from fckpt.cost import Analytic, profile_of
@@ -100,9 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--solver", choices=solve.names(), default="auto", help="default: auto")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers there as well")
     parsed = parser.parse_args(arguments)
-    machine = describe_machine(torch.device("cpu"))
-    console = Console()
-    console.print(f"{machine_line(machine)}\n", style="dim", highlight=False, soft_wrap=True)
+    console, machine = opening(torch.device("cpu"))
     names = parsed.networks or list(NETWORKS)
     given = sys.argv[1:] if arguments is None else arguments
     with progress_bar() as progress:

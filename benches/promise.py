@@ -26,14 +26,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import shlex
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,20 +42,17 @@ from torch import Tensor, nn
 
 import fckpt
 from benches.models import TorchCheckpoint, wrap_blocks
+from benches.script import each_network, in_mib, network_parser, opening, rounds_of
 from benches.timing import (
     Spread,
     alternate,
-    describe_machine,
-    machine_line,
     mib,
     paired_ratio,
-    progress_bar,
     set_up,
     sign_test,
     spread,
-    write_json,
 )
-from benches.zoo import NETWORKS, Task, size_of
+from benches.zoo import Task, size_of
 from fckpt.cost import CostSource, Measured, OpCost
 from fckpt.errors import BudgetError
 from fckpt.graph import Graph
@@ -421,7 +416,7 @@ def show(report: Report, console: Console) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     seconds = f"{report.plain_seconds.least * 1e3:.1f} ms" if report.plain_seconds else ""
     predicted, measured = report.predicted_plain_bytes, report.plain_bytes
-    sizes = [_mib(predicted), _mib(measured), _percent(predicted, measured)]
+    sizes = [in_mib(predicted), in_mib(measured), _percent(predicted, measured)]
     table.add_row("plain", "", *sizes, "", seconds, "", "yes" if report.plain_repeats else "no", style="dim")
     for row in report.rows:
         table.add_row(*_cells(row, report), style="bold red" if row.complaints else None)
@@ -440,15 +435,15 @@ def show(report: Report, console: Console) -> None:
 
 
 def _cells(row: Row, report: Report) -> list[str]:
-    cells = [row.budget, _mib(row.budget_bytes)]
+    cells = [row.budget, in_mib(row.budget_bytes)]
     solve = f"{row.solve_seconds:.2f}"
     if row.measured_bytes is None or row.predicted_bytes is None:
-        least = f"least {_mib(row.least_bytes)}" if row.least_bytes is not None else "error"
+        least = f"least {in_mib(row.least_bytes)}" if row.least_bytes is not None else "error"
         return [*cells, "", "", "", "", least, solve, ""]
     return [
         *cells,
-        _mib(row.predicted_bytes),
-        _mib(row.measured_bytes),
+        in_mib(row.predicted_bytes),
+        in_mib(row.measured_bytes),
         _percent(row.predicted_bytes, row.measured_bytes),
         f"{row.predicted_overhead:.3f}",
         str(row.time_ratio or ""),
@@ -457,29 +452,18 @@ def _cells(row: Row, report: Report) -> list[str]:
     ]
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f}"
-
-
 def _percent(predicted: int, measured: int) -> str:
     return f"{predicted / measured - 1:+.1%}" if measured else ""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benches.promise", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; default: a GPU when there is one")
-    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), metavar="NAME", help=", ".join(NETWORKS))
+    parser = network_parser("promise", __doc__, "exit 1 if a promise is broken")
     parser.add_argument(
         "--budgets", nargs="+", type=_fraction, metavar="X", default=BUDGETS, help="fractions of the plain peak"
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="timed steps of each kind (default 11; 5 if quick)")
-    parser.add_argument("--quick", action="store_true", help="smaller networks and fewer rounds")
-    parser.add_argument("--tiny", action="store_true", help="networks that compute next to nothing, for a try")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers there as well")
-    parser.add_argument("--check", action="store_true", help="exit 1 if a promise is broken")
     parsed = parser.parse_args(arguments)
-    parsed.rounds = parsed.rounds or (5 if parsed.quick or parsed.tiny else 11)
+    parsed.rounds = rounds_of(parsed)
     return parsed
 
 
@@ -494,33 +478,22 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
     parsed = parse(arguments)
     device = set_up(parsed.device)
-    machine = describe_machine(device)
-    console = Console()
-    console.print(f"{machine_line(machine)}\n", style="dim", highlight=False, soft_wrap=True)
+    console, machine = opening(device)
     size = size_of(device, quick=parsed.quick, tiny=parsed.tiny)
-    names = parsed.networks or list(NETWORKS)
-    reports: list[Report] = []
     document: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benches.promise", *(sys.argv[1:] if arguments is None else arguments)]),
         "machine": machine,
         "options": {"size": size, "budgets": parsed.budgets, "rounds": parsed.rounds},
     }
-    with progress_bar() as progress:
-        total = len(names) * (len(parsed.budgets) + 2)
-        bar = progress.add_task("", total=total)
-        for name in names:
-            task = NETWORKS[name].task(size, device)
-
-            def advance(what: str, title: str = task.name) -> None:
-                progress.update(bar, advance=1, description=f"{title}: {what}")
-
-            reports.append(examine(task, parsed.budgets, rounds=parsed.rounds, device=device, advance=advance))
-            show(reports[-1], console)
-            del task
-            gc.collect()
-            if parsed.json:
-                # After each network: a run of hours may be cut short.
-                write_json(parsed.json, document | {"networks": [asdict(report) for report in reports]})
+    reports = each_network(
+        parsed,
+        document,
+        size,
+        device,
+        len(parsed.budgets) + 2,
+        lambda task, advance: examine(task, parsed.budgets, rounds=parsed.rounds, device=device, advance=advance),
+        lambda report: show(report, console),
+    )
     wrong = sum(1 for report in reports for _ in report.everything_wrong())
     console.print(
         "Extra: predicted time of repetitions, to the plain time. Time: planned to plain step, the median of quotients "

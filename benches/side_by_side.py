@@ -30,8 +30,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,18 +42,15 @@ from torch import Tensor, nn
 import fckpt
 from benches.models import TorchCheckpoint, wrap_blocks
 from benches.promise import Outcome, Prepared, buffers_of, outcome_of, prepare, step_of, unequal
+from benches.script import each_network, in_mib, network_parser, opening, rounds_of
 from benches.timing import (
     Spread,
     alternate,
-    describe_machine,
-    machine_line,
     mib,
     paired_ratio,
-    progress_bar,
     set_up,
-    write_json,
 )
-from benches.zoo import NETWORKS, Task, size_of
+from benches.zoo import Task, size_of
 from fckpt.errors import BudgetError
 from fckpt.memory import measure_peak
 
@@ -258,10 +254,10 @@ def show(report: Report, console: Console) -> None:
         planned = pair.planned_bytes if pair.planned_bytes is not None else pair.least_bytes
         table.add_row(
             pair.contender + more,
-            _mib(pair.peak_bytes),
+            in_mib(pair.peak_bytes),
             f"{pair.to_plain.median:.2f}" if pair.to_plain else "",
             "yes" if pair.bitwise else "no",
-            _mib(planned) if planned is not None else "",
+            in_mib(planned) if planned is not None else "",
             f"{pair.planned_to_plain.median:.2f}" if pair.planned_to_plain else "",
             str(pair.ratio or ""),
             pair.verdict or "error",
@@ -273,26 +269,14 @@ def show(report: Report, console: Console) -> None:
     console.print()
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f}"
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    description = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m benches.side_by_side", description=description)
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; default: a GPU when there is one")
-    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), metavar="NAME", help=", ".join(NETWORKS))
+    parser = network_parser("side_by_side", __doc__, "exit 1 if fckpt is slower, needs more, or fails")
     parser.add_argument(
         "--compile-budgets", nargs="*", type=float, metavar="B", default=COMPILE_BUDGETS, help="from 0 to 1"
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="timed steps of each kind (default 11; 5 if quick)")
-    parser.add_argument("--quick", action="store_true", help="smaller networks and fewer rounds")
-    parser.add_argument("--tiny", action="store_true", help="networks that compute next to nothing, for a try")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers there as well")
-    parser.add_argument("--check", action="store_true", help="exit 1 if fckpt is slower, needs more, or fails")
     parsed = parser.parse_args(arguments)
-    parsed.rounds = parsed.rounds or (5 if parsed.quick or parsed.tiny else 11)
+    parsed.rounds = rounds_of(parsed)
     return parsed
 
 
@@ -301,37 +285,23 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parse(arguments)
     device = set_up(parsed.device)
     logging.getLogger("torch").setLevel(logging.ERROR)  # the partitioner warns of each memory budget
-    machine = describe_machine(device)
-    console = Console()
-    console.print(f"{machine_line(machine)}\n", style="dim", highlight=False, soft_wrap=True)
+    console, machine = opening(device)
     size = size_of(device, quick=parsed.quick, tiny=parsed.tiny)
-    names = parsed.networks or list(NETWORKS)
     given = sys.argv[1:] if arguments is None else arguments
     document: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benches.side_by_side", *given]),
         "machine": machine,
         "options": {"size": size, "compile_budgets": parsed.compile_budgets, "rounds": parsed.rounds},
     }
-    reports: list[Report] = []
-    with progress_bar() as progress:
-        bar = progress.add_task("", total=len(names) * (3 + len(parsed.compile_budgets)))
-        for name in names:
-            task = NETWORKS[name].task(size, device)
 
-            def advance(what: str, title: str = task.name) -> None:
-                progress.update(bar, advance=1, description=f"{title}: {what}")
+    def try_to(task: Task, advance: Callable[[str], object]) -> Report:
+        try:
+            return examine(task, parsed.compile_budgets, rounds=parsed.rounds, device=device, advance=advance)
+        except Exception as error:  # the next network may do
+            return Report(task.name, task.what, complaints=[f"{type(error).__name__}: {error}"])
 
-            try:
-                found = examine(task, parsed.compile_budgets, rounds=parsed.rounds, device=device, advance=advance)
-            except Exception as error:  # the next network may do
-                found = Report(task.name, task.what, complaints=[f"{type(error).__name__}: {error}"])
-            reports.append(found)
-            show(found, console)
-            del task
-            gc.collect()
-            if parsed.json:
-                # After each network: a run of hours may be cut short.
-                write_json(parsed.json, document | {"networks": [asdict(report) for report in reports]})
+    steps = 3 + len(parsed.compile_budgets)
+    reports = each_network(parsed, document, size, device, steps, try_to, lambda report: show(report, console))
     console.print(
         "Time: to the plain step, the median. Same: bitwise like the plain step. +n: so many smaller budgets have the "
         "same peak. fckpt / it: within a round, the median and its interquartile range.",
