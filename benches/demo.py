@@ -15,7 +15,6 @@ import copy
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +24,12 @@ from torch import Tensor, nn
 
 import fckpt
 from benches.models import bert_base, densenet_bc_100, wrap_blocks
-from benches.script import opening
+from benches.script import DEVICE, opening, report_parser, steps
 from benches.timing import (
     Spread,
     alternate,
     mib,
     paired_ratio,
-    progress_bar,
     set_up,
     spread,
     write_json,
@@ -213,14 +211,13 @@ def verdict(console: Console, what: str, count: int, unequal: list[str]) -> None
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benches.demo", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; default: a GPU when there is one")
+    parser = report_parser("demo", __doc__)
+    parser.add_argument("--device", help=DEVICE)
     parser.add_argument("--only", choices=["densenet", "bert"], help="one network instead of both")
     parser.add_argument("--densenet-batch", type=int, default=32, metavar="N", help="images (default 32)")
     parser.add_argument("--bert-batch", type=int, default=4, metavar="N", help="sequences (default 4)")
     parser.add_argument("--seq", type=int, default=256, help="tokens per sequence, at most 512 (default 256)")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of each kind (default 5)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers there as well")
     parsed = parser.parse_args(arguments)
     if min(parsed.densenet_batch, parsed.bert_batch, parsed.seq, parsed.repeats) < 1 or parsed.seq > 512:
         parser.error("batches, --seq and --repeats are at least 1, --seq at most 512")
@@ -231,23 +228,20 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the demo. Returns 0 if everything was bitwise equal, 1 if not."""
     parsed = parse(arguments)
     device = set_up(parsed.device)
-    console, machine = opening(device)
+    console, document = opening("demo", arguments, device)
 
     results = []
-    with progress_bar() as progress:
-        for network in networks(parsed, device):
-            steps = 4 + 2 * (WARM_UP + parsed.repeats)
-            task = progress.add_task(network.name, total=steps)
-            results.append(run(network, parsed.repeats, device, lambda t=task: progress.advance(t)))
-            progress.remove_task(task)
-            show(results[-1], console)
+    for network in networks(parsed, device):
+        with steps(4 + 2 * (WARM_UP + parsed.repeats)) as advance:
+            results.append(run(network, parsed.repeats, device, lambda name=network.name: advance(name)))
+        show(results[-1], console)
     console.print(
         "Peak: most bytes held at once above what was held before the step, its gradients included. "
         "Times: the fastest step; the ratio is the median over pairs of steps, with its interquartile range.",
         style="dim",
     )
     if parsed.json:
-        write_json(parsed.json, {"machine": machine, "results": [asdict(r) for r in results]})
+        write_json(parsed.json, {**document, "results": [asdict(r) for r in results]})
     return 0 if all(result.equal for result in results) else 1
 
 

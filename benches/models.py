@@ -24,8 +24,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
+    "BasicBlock",
     "BertEncoder",
     "Bottleneck",
+    "ChainedBlock",
+    "ChainedLayer",
     "DenseBlock",
     "DenseLayer",
     "DenseNet",
@@ -92,13 +95,8 @@ def _wrap_children(parent: nn.Module, wrap: Callable[[nn.Module], nn.Module], ki
 # ---- DenseNet-BC ---------------------------------------------------------------------------------
 
 
-class DenseLayer(nn.Module):
-    """BN-ReLU-conv1x1-BN-ReLU-conv3x3: from all feature maps before it to `growth` new ones.
-
-    It takes the earlier maps one by one and concatenates them itself. A region around it then holds
-    `growth` channels per layer; were the concatenation made outside, it would hold a copy of all
-    channels so far per layer, and a block of n layers O(n^2) of them.
-    """
+class _Grown(nn.Module):
+    """BN-ReLU-conv1x1-BN-ReLU-conv3x3, to `growth` channels."""
 
     def __init__(self, channels: int, growth: int) -> None:
         super().__init__()
@@ -107,13 +105,27 @@ class DenseLayer(nn.Module):
         self.norm2 = nn.BatchNorm2d(4 * growth)
         self.conv2 = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
 
-    def forward(self, *features: Tensor) -> Tensor:
-        h = self.conv1(F.relu(self.norm1(torch.cat(features, 1))))
+    def grow(self, x: Tensor) -> Tensor:
+        h = self.conv1(F.relu(self.norm1(x)))
         return self.conv2(F.relu(self.norm2(h)))
+
+
+class DenseLayer(_Grown):
+    """From all feature maps before it to `growth` new ones.
+
+    It takes the earlier maps one by one and concatenates them itself. A region around it then holds
+    `growth` channels per layer; were the concatenation made outside, it would hold a copy of all
+    channels so far per layer, and a block of n layers O(n^2) of them.
+    """
+
+    def forward(self, *features: Tensor) -> Tensor:
+        return self.grow(torch.cat(features, 1))
 
 
 class DenseBlock(nn.Module):
     """`layers` dense layers; the output is the input and every layer's maps, concatenated."""
+
+    layer: ClassVar[type[nn.Module]] = DenseLayer
 
     def __init__(self, channels: int, growth: int, layers: int) -> None:
         super().__init__()
@@ -126,6 +138,26 @@ class DenseBlock(nn.Module):
         return torch.cat(features, 1)
 
 
+class ChainedLayer(_Grown):
+    """Its input, and `growth` channels more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.grow(x)], 1)
+
+
+class ChainedBlock(nn.Sequential):
+    """`layers` dense layers that hand on all channels so far.
+
+    The same numbers as from `DenseBlock`, and another graph: there the concatenation is inside of a layer, here it is
+    between two, and may be kept.
+    """
+
+    layer: ClassVar[type[nn.Module]] = ChainedLayer
+
+    def __init__(self, channels: int, growth: int, layers: int) -> None:
+        super().__init__(*(ChainedLayer(channels + i * growth, growth) for i in range(layers)))
+
+
 class DenseNet(nn.Module):
     """DenseNet-BC: bottleneck layers of 4 x growth channels, transitions that halve the channels.
 
@@ -134,16 +166,24 @@ class DenseNet(nn.Module):
         layers: dense layers in each block.
         classes: outputs.
         small: a 3x3 stem for 32x32 images; otherwise the 7x7 stem with pooling for 224x224 ones.
+        dense: the class of the blocks.
     """
 
-    block: ClassVar[type[nn.Module]] = DenseLayer
-
-    def __init__(self, growth: int, layers: tuple[int, ...], *, classes: int, small: bool) -> None:
+    def __init__(
+        self,
+        growth: int,
+        layers: tuple[int, ...],
+        *,
+        classes: int,
+        small: bool,
+        dense: type[DenseBlock | ChainedBlock] = DenseBlock,
+    ) -> None:
         super().__init__()
+        self.block = dense.layer
         channels = 2 * growth
         stages: list[nn.Module] = [_stem(channels, small=small, normalise=not small)]
         for i, count in enumerate(layers):
-            stages.append(DenseBlock(channels, growth, count))
+            stages.append(dense(channels, growth, count))
             channels += count * growth
             if i < len(layers) - 1:
                 stages.append(_transition(channels))
@@ -191,17 +231,17 @@ def densenet121(classes: int = 1000) -> DenseNet:
 class Bottleneck(nn.Module):
     """conv1x1-conv3x3-conv1x1 with BatchNorm, and a shortcut (a 1x1 convolution where shapes differ)."""
 
+    expansion: ClassVar[int] = 4
+    """Channels of its output over its width."""
+
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
-        out = 4 * width
+        out = self.expansion * width
         self.conv1, self.norm1 = nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(width)
         self.conv3, self.norm3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels != out:
-            projection = nn.Conv2d(channels, out, 1, stride=stride, bias=False)
-            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(out))
+        self.shortcut = _shortcut(channels, out, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.norm1(self.conv1(x)))
@@ -209,26 +249,57 @@ class Bottleneck(nn.Module):
         return F.relu(self.norm3(self.conv3(h)) + self.shortcut(x))
 
 
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions with BatchNorm, and a shortcut (a 1x1 convolution where shapes differ)."""
+
+    expansion: ClassVar[int] = 1
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.shortcut = _shortcut(channels, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(h)) + self.shortcut(x))
+
+
+def _shortcut(channels: int, out: int, stride: int) -> nn.Module:
+    if stride == 1 and channels == out:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(channels, out, 1, stride=stride, bias=False), nn.BatchNorm2d(out))
+
+
 class ResNet(nn.Module):
-    """A ResNet of bottlenecks, the stride in the 3x3 convolution.
+    """A ResNet, the stride of bottlenecks in the 3x3 convolution.
 
     Args:
-        layers: bottlenecks in each of the stages, whose widths are 64, 128, 256, ...
+        layers: blocks in each of the stages.
         classes: outputs.
         small: a 3x3 stem for 32x32 images; otherwise the 7x7 stem with pooling for 224x224 ones.
+        block: the class of the blocks.
+        width: of the blocks of the first stage, doubled in each of the others.
     """
 
-    block: ClassVar[type[nn.Module]] = Bottleneck
-
-    def __init__(self, layers: tuple[int, ...], *, classes: int, small: bool) -> None:
+    def __init__(
+        self,
+        layers: tuple[int, ...],
+        *,
+        classes: int,
+        small: bool,
+        block: type[Bottleneck | BasicBlock] = Bottleneck,
+        width: int = 64,
+    ) -> None:
         super().__init__()
-        channels = 64
-        stages: list[nn.Module] = [_stem(64, small=small, normalise=True)]
+        self.block = block
+        channels = width
+        stages: list[nn.Module] = [_stem(width, small=small, normalise=True)]
         for stage, count in enumerate(layers):
-            width = 64 << stage
             for i in range(count):
-                stages.append(Bottleneck(channels, width, stride=2 if stage and not i else 1))
-                channels = 4 * width
+                stages.append(block(channels, width << stage, stride=2 if stage and not i else 1))
+                channels = block.expansion * (width << stage)
         self.features = nn.Sequential(*stages)
         self.head = nn.Linear(channels, classes)
 

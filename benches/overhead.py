@@ -26,26 +26,21 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fckpt
 from benches.models import TorchCheckpoint, bert_base, densenet121, resnet50, wrap_blocks
-from benches.script import opening
+from benches.script import DEVICE, opening, report_parser, steps, table_of
 from benches.timing import (
     Spread,
     alternate,
     mib,
     paired_ratio,
-    progress_bar,
     set_up,
     sign_test,
     spread,
@@ -271,11 +266,8 @@ def grad_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
 def show(outcome: Outcome, console: Console) -> None:
     """Prints one case's table and what is wrong with it."""
     names = list(outcome.seconds)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column(outcome.part, no_wrap=True)
-    columns = ["time", f"to {names[0]}", f"to {outcome.yardstick}", "peak"]
-    for column in columns if outcome.peak_bytes else columns[:3]:
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ["time", f"to {names[0]}", f"to {outcome.yardstick}", *(["peak"] if outcome.peak_bytes else [])]
+    table = table_of(outcome.part, *columns, left=[outcome.part])
     for name in names:
         row = [
             _duration(outcome.seconds[name].least),
@@ -299,11 +291,10 @@ def _duration(seconds: float) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benches.overhead", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; default: a GPU when there is one")
+    parser = report_parser("overhead", __doc__)
+    parser.add_argument("--device", help=DEVICE)
     parser.add_argument("--only", choices=["tiny", "steps", "grad"], help="one part instead of all")
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers there as well")
     parser.add_argument("--check", action="store_true", help="exit 1 if fckpt is slower or peaks higher")
     return parser.parse_args(arguments)
 
@@ -312,28 +303,25 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
     parsed = parse(arguments)
     device = set_up(parsed.device)
-    console, machine = opening(device)
+    console, document = opening("overhead", arguments, device)
 
     parts: dict[str, Callable[..., Iterator[Case]]]
     parts = {"tiny": tiny_cases, "steps": step_cases, "grad": grad_cases}
     outcomes: list[Outcome] = []
-    with progress_bar() as progress:
-        for part, cases in parts.items():
-            if parsed.only not in (None, part):
-                continue
-            for case in cases(quick=parsed.quick, device=device):
-                task = progress.add_task(case.name, total=(case.rounds + 1) * len(case.contenders))
-                outcomes.append(measure(case, device, lambda t=task: progress.advance(t)))
-                progress.remove_task(task)
-                show(outcomes[-1], console)
+    for part, cases in parts.items():
+        if parsed.only not in (None, part):
+            continue
+        for case in cases(quick=parsed.quick, device=device):
+            with steps((case.rounds + 1) * len(case.contenders)) as advance:
+                outcomes.append(measure(case, device, lambda name=case.name: advance(name)))
+            show(outcomes[-1], console)
     console.print(
         "Times: the fastest round. Ratios: median of the quotients within a round, and their interquartile range.",
         style="dim",
     )
     if parsed.json:
-        options = {key: value for key, value in vars(parsed).items() if key in ("only", "quick")}
-        document: dict[str, Any] = {"machine": machine, "options": options}
-        write_json(parsed.json, document | {"outcomes": [asdict(outcome) for outcome in outcomes]})
+        document["options"] = {"only": parsed.only, "quick": parsed.quick}
+        write_json(parsed.json, {**document, "outcomes": [asdict(outcome) for outcome in outcomes]})
     return int(parsed.check and any(outcome.complaints for outcome in outcomes))
 
 

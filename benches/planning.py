@@ -10,25 +10,21 @@ sizes of tensors.
 
 from __future__ import annotations
 
-import argparse
-import shlex
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import fckpt
 from benches.models import DenseNet
-from benches.script import opening
-from benches.timing import progress_bar, write_json
-from benches.zoo import Decoder, TrainingLoss
+from benches.script import opening, report_parser, steps, table_of
+from benches.task import Task, TrainingLoss
+from benches.timing import write_json
+from benches.zoo import Decoder
 from fckpt import solve
 from fckpt.cost import Analytic, profile_of
 from fckpt.plans import make_plan
@@ -61,10 +57,10 @@ def examine(name: str, solver: str, advance: Callable[[str], object]) -> dict[st
     """Times the planning of one network."""
     torch.manual_seed(0)
     model, inputs, labels = NETWORKS[name]()
-    loss = TrainingLoss(model)
+    task = Task(name, "", TrainingLoss(model), inputs, labels)
     advance(f"{name}: trace")
     start = time.perf_counter()
-    plain = fckpt.plan(loss, inputs, labels, budget=1.0, costs=Analytic(profile_of("cpu")))
+    plain = task.plan(Analytic(profile_of("cpu")))
     seconds = time.perf_counter() - start  # with that budget the solver has nothing to do
     graph = plain.graph
     found: dict[str, Any] = {"network": name, "nodes": len(graph.nodes), "trace_seconds": seconds}
@@ -82,9 +78,8 @@ def examine(name: str, solver: str, advance: Callable[[str], object]) -> dict[st
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     """Prints the table: seconds, and what the plans take in addition."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("network", "operations", "trace", *(f"{budget:.0%}" for budget in BUDGETS)):
-        table.add_column(column, justify="left" if column == "network" else "right", no_wrap=True)
+    budgets = [f"{budget:.0%}" for budget in BUDGETS]
+    table = table_of("network", "operations", "trace", *budgets, left=["network"])
     for row in rows:
         cells = [row["network"], f"{row['nodes']:,}", f"{row['trace_seconds']:.1f} s"]
         for plan in (row[f"{budget}"] for budget in BUDGETS):
@@ -96,25 +91,17 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the bench."""
-    parser = argparse.ArgumentParser(prog="python -m benches.planning", description=(__doc__ or "").partition("\n")[0])
+    parser = report_parser("planning", __doc__)
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), metavar="NAME", help="; ".join(NETWORKS))
     parser.add_argument("--solver", choices=solve.names(), default="auto", help="default: auto")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers there as well")
     parsed = parser.parse_args(arguments)
-    console, machine = opening(torch.device("cpu"))
+    console, document = opening("planning", arguments, torch.device("cpu"))
     names = parsed.networks or list(NETWORKS)
-    given = sys.argv[1:] if arguments is None else arguments
-    with progress_bar() as progress:
-        bar = progress.add_task("", total=len(names) * (1 + len(BUDGETS)))
-
-        def advance(what: str) -> None:
-            progress.update(bar, advance=1, description=what)
-
+    with steps(len(names) * (1 + len(BUDGETS))) as advance:
         rows = [examine(name, parsed.solver, advance) for name in names]
     show(rows, console)
     if parsed.json:
-        command = shlex.join(["python", "-m", "benches.planning", *given])
-        write_json(parsed.json, {"command": command, "machine": machine, "networks": rows})
+        write_json(parsed.json, {**document, "networks": rows})
     return 0
 
 

@@ -25,41 +25,40 @@ slower beyond noise.
 from __future__ import annotations
 
 import argparse
-import copy
-import shlex
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import fckpt
-from benches.models import TorchCheckpoint, wrap_blocks
-from benches.script import each_network, in_mib, network_parser, opening, rounds_of
-from benches.timing import (
-    Spread,
-    alternate,
-    mib,
-    paired_ratio,
-    set_up,
-    sign_test,
-    spread,
-)
-from benches.zoo import Task, size_of
+from benches.models import TorchCheckpoint
+from benches.script import conclude, described, each_network, in_mib, network_parser, opening, rounds_of, table_of
+from benches.task import Task, size_of
+from benches.timing import Spread, alternate, mib, paired_ratio, set_up, sign_test, spread
+from benches.zoo import NETWORKS
 from fckpt.cost import CostSource, Measured, OpCost
 from fckpt.errors import BudgetError
 from fckpt.graph import Graph
 from fckpt.memory import measure_peak
 from fckpt.plans import make_plan
 
-__all__ = ["Outcome", "Prepared", "buffers_of", "floor_bytes", "outcome_of", "prepare", "step_of", "unequal"]
+__all__ = [
+    "Outcome",
+    "Prepared",
+    "buffers_of",
+    "different",
+    "floor_bytes",
+    "off",
+    "outcome_of",
+    "prepare",
+    "step_of",
+    "unequal",
+]
 
 BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 TOLERANCE = 0.02
@@ -130,6 +129,12 @@ def unequal(expected: Outcome, actual: Outcome) -> list[str]:
     return found if torch.equal(expected.generator, actual.generator) else [*found, "generator"]
 
 
+def different(names: Sequence[str]) -> str:
+    """Returns a complaint about what is `unequal`."""
+    more = ", ..." if len(names) > 4 else ""
+    return f"{len(names)} results not bitwise equal: {', '.join(names[:4])}{more}"
+
+
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
@@ -198,9 +203,7 @@ def prepare(task: Task) -> Prepared:
     source = Measured(cache=False)
     clocked = _Clocked(source)
     start = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # operations that had to be estimated: kept below
-        plan = fckpt.plan(task.loss, task.inputs, task.labels, budget=1.0, costs=clocked)
+    plan = task.plan(clocked)
     seconds = time.perf_counter() - start - clocked.seconds
     return Prepared(plan, seconds, clocked.seconds, dict(source.failures))
 
@@ -271,20 +274,15 @@ def examine(
         advance("trace and price")
         prepared = _examine_planning(task, report)
     except Exception as error:
-        report.complaints.append(_described(error))
+        report.complaints.append(described(error))
         return report
     for budget in (*budgets, "least"):
         advance(f"budget {budget}")
         try:
             report.rows.append(_examine_budget(task, report, prepared, budget, plain, rounds, device))
         except Exception as error:
-            report.rows.append(Row(str(budget), 0, complaints=[_described(error)]))
+            report.rows.append(Row(str(budget), 0, complaints=[described(error)]))
     return report
-
-
-def _described(error: Exception) -> str:
-    """The bench goes on after an error: what fails with one budget may work with the next."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 @dataclass(frozen=True)
@@ -297,7 +295,7 @@ class _Plain:
 
 def _examine_plain(task: Task, report: Report, device: torch.device) -> _Plain:
     report.gradient_bytes = sum(p.nbytes for p in task.loss.parameters() if p.requires_grad)
-    blocks = wrap_blocks(copy.deepcopy(task.loss), TorchCheckpoint, kind=task.loss.model.block)  # type: ignore[arg-type]
+    blocks = task.in_blocks(TorchCheckpoint)
     for module in (task.loss, blocks):
         step_of(module, task)()  # by then every library has allocated what it keeps for good
     report.plain_bytes = measure_peak(step_of(task.loss, task), device).peak_bytes
@@ -316,12 +314,13 @@ def _examine_planning(task: Task, report: Report) -> Prepared:
     report.estimated = prepared.estimated
     report.predicted_plain_bytes = prepared.plain.baseline_peak_bytes
     report.floor_bytes = floor_bytes(prepared.plain.graph)
-    if wrong := _off(prepared.plain.baseline_peak_bytes, report.plain_bytes):
+    if wrong := off(prepared.plain.baseline_peak_bytes, report.plain_bytes):
         report.complaints.append(f"plain peak {wrong}")
     return prepared
 
 
-def _off(predicted: int, measured: int) -> str:
+def off(predicted: int, measured: int) -> str:
+    """Returns a complaint about a prediction that is too far from what was measured, or nothing."""
     if abs(predicted - measured) <= TOLERANCE * measured:
         return ""
     return f"predicted {mib(predicted)}, measured {mib(measured)} ({predicted / measured - 1:+.1%})"
@@ -398,11 +397,10 @@ def _judge(report: Report, row: Row) -> None:
     if row.measured_bytes > row.budget_bytes:
         over = row.measured_bytes - row.budget_bytes
         row.complaints.append(f"peaks {over:,} bytes above its budget ({over / row.budget_bytes:+.2%})")
-    if wrong := _off(row.predicted_bytes, row.measured_bytes):
+    if wrong := off(row.predicted_bytes, row.measured_bytes):
         row.complaints.append(wrong)
     if row.unequal and report.plain_repeats:
-        more = ", ..." if len(row.unequal) > 4 else ""
-        row.complaints.append(f"{len(row.unequal)} results not bitwise equal: {', '.join(row.unequal[:4])}{more}")
+        row.complaints.append(different(row.unequal))
 
 
 # ---- the script ----------------------------------------------------------------------------------
@@ -411,9 +409,7 @@ def _judge(report: Report, row: Row) -> None:
 def show(report: Report, console: Console) -> None:
     """Prints one network's table, and what is wrong with it."""
     console.print(f"[bold]{report.name}[/]: {report.what}; {report.nodes} operations", highlight=False)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("budget", "MiB", "predicted", "measured", "off", "extra", "time", "s", "same"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = table_of("budget", "MiB", "predicted", "measured", "off", "extra", "time", "s", "same")
     seconds = f"{report.plain_seconds.least * 1e3:.1f} ms" if report.plain_seconds else ""
     predicted, measured = report.predicted_plain_bytes, report.plain_bytes
     sizes = [in_mib(predicted), in_mib(measured), _percent(predicted, measured)]
@@ -429,9 +425,6 @@ def show(report: Report, console: Console) -> None:
         style="dim",
         highlight=False,
     )
-    for complaint in report.everything_wrong():
-        console.print(f"  [bold red]{complaint}[/]", highlight=False)
-    console.print()
 
 
 def _cells(row: Row, report: Report) -> list[str]:
@@ -458,7 +451,7 @@ def _percent(predicted: int, measured: int) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = network_parser("promise", __doc__, "exit 1 if a promise is broken")
+    parser = network_parser("promise", __doc__, "exit 1 if a promise is broken", NETWORKS)
     parser.add_argument(
         "--budgets", nargs="+", type=_fraction, metavar="X", default=BUDGETS, help="fractions of the plain peak"
     )
@@ -478,30 +471,21 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
     parsed = parse(arguments)
     device = set_up(parsed.device)
-    console, machine = opening(device)
+    console, document = opening("promise", arguments, device)
     size = size_of(device, quick=parsed.quick, tiny=parsed.tiny)
-    document: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benches.promise", *(sys.argv[1:] if arguments is None else arguments)]),
-        "machine": machine,
-        "options": {"size": size, "budgets": parsed.budgets, "rounds": parsed.rounds},
-    }
-    reports = each_network(
-        parsed,
-        document,
-        size,
-        device,
-        len(parsed.budgets) + 2,
-        lambda task, advance: examine(task, parsed.budgets, rounds=parsed.rounds, device=device, advance=advance),
-        lambda report: show(report, console),
-    )
-    wrong = sum(1 for report in reports for _ in report.everything_wrong())
+    document["options"] = {"size": size, "budgets": parsed.budgets, "rounds": parsed.rounds}
+
+    def try_to(name: str, advance: Callable[[str], object]) -> Report:
+        task = NETWORKS[name].task(size, device)
+        return examine(task, parsed.budgets, rounds=parsed.rounds, device=device, advance=advance)
+
+    reports = each_network(parsed, document, NETWORKS, len(parsed.budgets) + 2, try_to, show, console)
     console.print(
         "Extra: predicted time of repetitions, to the plain time. Time: planned to plain step, the median of quotients "
         "within a round, and their interquartile range. s: seconds to solve. Same: bitwise.",
         style="dim",
     )
-    console.print(f"{wrong} complaints about {len(reports)} networks.", highlight=False)
-    return int(parsed.check and wrong > 0)
+    return conclude(parsed, reports, console)
 
 
 if __name__ == "__main__":

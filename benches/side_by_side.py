@@ -23,10 +23,8 @@ another in that one's memory, needs more, or anything fails.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import logging
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,23 +32,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import fckpt
-from benches.models import TorchCheckpoint, wrap_blocks
+from benches.models import TorchCheckpoint
 from benches.promise import Outcome, Prepared, buffers_of, outcome_of, prepare, step_of, unequal
-from benches.script import each_network, in_mib, network_parser, opening, rounds_of
-from benches.timing import (
-    Spread,
-    alternate,
-    mib,
-    paired_ratio,
-    set_up,
-)
-from benches.zoo import Task, size_of
+from benches.script import conclude, described, each_network, in_mib, network_parser, opening, rounds_of, table_of
+from benches.task import Task, size_of
+from benches.timing import Spread, alternate, mib, paired_ratio, set_up
+from benches.zoo import NETWORKS
 from fckpt.errors import BudgetError
 from fckpt.memory import measure_peak
 
@@ -64,14 +55,9 @@ def contenders(task: Task, budgets: Sequence[float]) -> Iterator[tuple[str, Call
     """Yields names, and functions that make a module like `task.loss` which shares its parameters."""
     yield "plain", lambda: task.loss
     for name, wrap in (("torch", TorchCheckpoint), ("remat", fckpt.remat)):
-        yield name, lambda wrap=wrap: _in_blocks(task, wrap)
+        yield name, lambda wrap=wrap: task.in_blocks(wrap)
     for budget in budgets:
         yield f"compile {budget}", lambda b=budget: _compiled(task, b)
-
-
-def _in_blocks(task: Task, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    shared: dict[int, Any] = {id(p): p for p in task.loss.parameters()}
-    return wrap_blocks(copy.deepcopy(task.loss, shared), wrap, kind=task.loss.model.block)  # type: ignore[arg-type]
 
 
 def _compiled(task: Task, budget: float) -> nn.Module:
@@ -169,7 +155,7 @@ def examine(
         try:
             _examine_pair(bench, report, pair, make)
         except Exception as error:  # what fails with one contender may work with the next
-            pair.complaints.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            pair.complaints.append(described(error))
             report.pairs.append(pair)
         gc.collect()
     if budgets:
@@ -246,9 +232,8 @@ def _judge(pair: Pair) -> None:
 def show(report: Report, console: Console) -> None:
     """Prints one network's table, and what is wrong with it."""
     console.print(f"[bold]{report.name}[/]: {report.what}", highlight=False)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("contender", "MiB", "time", "same", "fckpt MiB", "time", "fckpt / it", "fckpt is"):
-        table.add_column(column, justify="left" if column in ("contender", "fckpt is") else "right", no_wrap=True)
+    columns = ("contender", "MiB", "time", "same", "fckpt MiB", "time", "fckpt / it", "fckpt is")
+    table = table_of(*columns, left=["contender", "fckpt is"])
     for pair in report.pairs:
         more = f" +{len(pair.same_peak)}" if pair.same_peak else ""
         planned = pair.planned_bytes if pair.planned_bytes is not None else pair.least_bytes
@@ -264,14 +249,11 @@ def show(report: Report, console: Console) -> None:
             style="bold red" if pair.complaints else None,
         )
     console.print(table)
-    for complaint in report.everything_wrong():
-        console.print(f"  [bold red]{complaint}[/]", highlight=False)
-    console.print()
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = network_parser("side_by_side", __doc__, "exit 1 if fckpt is slower, needs more, or fails")
+    parser = network_parser("side_by_side", __doc__, "exit 1 if fckpt is slower, needs more, or fails", NETWORKS)
     parser.add_argument(
         "--compile-budgets", nargs="*", type=float, metavar="B", default=COMPILE_BUDGETS, help="from 0 to 1"
     )
@@ -285,31 +267,26 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parse(arguments)
     device = set_up(parsed.device)
     logging.getLogger("torch").setLevel(logging.ERROR)  # the partitioner warns of each memory budget
-    console, machine = opening(device)
+    console, document = opening("side_by_side", arguments, device)
     size = size_of(device, quick=parsed.quick, tiny=parsed.tiny)
-    given = sys.argv[1:] if arguments is None else arguments
-    document: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benches.side_by_side", *given]),
-        "machine": machine,
-        "options": {"size": size, "compile_budgets": parsed.compile_budgets, "rounds": parsed.rounds},
-    }
+    budgets: list[float] = parsed.compile_budgets
+    document["options"] = {"size": size, "compile_budgets": budgets, "rounds": parsed.rounds}
 
-    def try_to(task: Task, advance: Callable[[str], object]) -> Report:
+    def try_to(name: str, advance: Callable[[str], object]) -> Report:
+        task = NETWORKS[name].task(size, device)
         try:
-            return examine(task, parsed.compile_budgets, rounds=parsed.rounds, device=device, advance=advance)
+            return examine(task, budgets, rounds=parsed.rounds, device=device, advance=advance)
         except Exception as error:  # the next network may do
-            return Report(task.name, task.what, complaints=[f"{type(error).__name__}: {error}"])
+            return Report(task.name, task.what, complaints=[described(error)])
 
-    steps = 3 + len(parsed.compile_budgets)
-    reports = each_network(parsed, document, size, device, steps, try_to, lambda report: show(report, console))
+    reports = each_network(parsed, document, NETWORKS, 3 + len(budgets), try_to, show, console)
     console.print(
         "Time: to the plain step, the median. Same: bitwise like the plain step. +n: so many smaller budgets have the "
         "same peak. fckpt / it: within a round, the median and its interquartile range.",
         style="dim",
     )
     _summarise(reports, console)
-    wrong = sum(1 for report in reports for _ in report.everything_wrong())
-    return int(parsed.check and wrong > 0)
+    return conclude(parsed, reports, console)
 
 
 def _summarise(reports: Sequence[Report], console: Console) -> None:

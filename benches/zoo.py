@@ -26,8 +26,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -35,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benches.models import BertEncoder, DenseNet, ResNet
+from benches.task import Network, Sizes
 
 __all__ = [
     "NETWORKS",
@@ -43,73 +43,13 @@ __all__ = [
     "GoogLeNet",
     "Llama",
     "Mixer",
-    "Network",
-    "Task",
-    "TrainingLoss",
     "UNet",
     "UnrolledLSTM",
     "ViT",
-    "size_of",
 ]
 
-Sizes = Mapping[str, int]
 
-
-# ---- what a bench needs to know of a network -----------------------------------------------------
-
-
-class TrainingLoss(nn.Module):
-    """From inputs and labels to the mean cross-entropy: what a step differentiates."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        logits = self.model(inputs)
-        if labels.ndim == 2:  # a label per token
-            logits, labels = logits.flatten(0, 1), labels.flatten()
-        return F.cross_entropy(logits, labels)
-
-
-@dataclass(frozen=True)
-class Task:
-    """A network with its loss, and a batch to train it on."""
-
-    name: str
-    what: str
-    loss: TrainingLoss
-    inputs: Tensor
-    labels: Tensor
-
-
-@dataclass(frozen=True)
-class Network:
-    """How to build a network, and its data, in each size."""
-
-    title: str
-    build: Callable[[Sizes], nn.Module]
-    data: Callable[[Sizes], tuple[Tensor, Tensor]]
-    sizes: Mapping[str, Sizes]
-    """By "cuda", "cpu", "quick" and "tiny"."""
-
-    def task(self, size: str, device: torch.device, *, seed: int = 0) -> Task:
-        """Makes the network and its batch on `device`, the same for the same seed."""
-        torch.manual_seed(seed)
-        sizes = self.sizes[size]
-        loss = TrainingLoss(self.build(sizes)).to(device)
-        inputs, labels = self.data(sizes)
-        what = ", ".join(f"{key} {value}" for key, value in sizes.items())
-        return Task(self.title, what, loss, inputs.to(device), labels.to(device))
-
-
-def size_of(device: torch.device, *, quick: bool = False, tiny: bool = False) -> str:
-    """Returns which of a network's sizes to take: a device's own, unless a smaller one is asked for."""
-    if tiny:
-        return "tiny"
-    if quick:
-        return "quick"
-    return "cpu" if device.type == "cpu" else "cuda"
+# ---- data ----------------------------------------------------------------------------------------
 
 
 def _images(sizes: Sizes) -> tuple[Tensor, Tensor]:

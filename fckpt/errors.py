@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 __all__ = [
     "ArgumentTypeError",
@@ -45,6 +46,9 @@ class BudgetError(FckptError, ValueError):
         super().__init__(message)
         self.least_bytes = least_bytes
         """The least budget for which a plan is known: planning with it succeeds."""
+
+    def __reduce__(self) -> tuple[Any, ...]:  # by default an exception is made again of its message alone
+        return type(self), (*self.args, self.least_bytes), self.__dict__
 
 
 class PlanError(FckptError, ValueError):

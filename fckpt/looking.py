@@ -39,6 +39,7 @@ def plan(
     policy: PolicyLike | None = None,
     solver: str = "auto",
     costs: CostSource | None = None,
+    time_limit: float | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Plans a call of `fn` without running it: what to keep, what to compute again, and what that comes to.
@@ -53,6 +54,8 @@ def plan(
         solver: see `fckpt.solve.names()`.
         costs: where times and temporaries come from: `fckpt.cost.Measured()`, the default for real tensors, or
             `fckpt.cost.Analytic(profile)`, the default for fake ones.
+        time_limit: how many seconds the solver `auto` may look for a plan, about; see `fckpt.solve.auto`. It returns
+            the best plan so far when it is interrupted.
         kwargs: as in the call.
 
     Raises:
@@ -70,7 +73,7 @@ def plan(
         >>> plan.peak_bytes <= plan.baseline_peak_bytes / 2
         True
     """
-    return _Looked(fn, args, kwargs, costs).plan(policy, budget, solver)
+    return _Looked(fn, args, kwargs, costs).plan(policy, budget, solver, time_limit)
 
 
 def pareto(
@@ -198,7 +201,9 @@ class _Looked:
         self.costs = costs
         self.graphs: dict[Any, Any] = {}
 
-    def plan(self, policy: PolicyLike | None, budget: Budget | None, solver: str) -> Plan:
+    def plan(
+        self, policy: PolicyLike | None, budget: Budget | None, solver: str, time_limit: float | None = None
+    ) -> Plan:
         budget = None if budget is None else check_budget(budget)
         planner = Planner(policy, 1.0, None, solver, self.costs)
         if policy not in self.graphs:
@@ -206,4 +211,4 @@ class _Looked:
         graph = self.graphs[policy]
         if budget is None and policy is None:
             graph, budget, solver = graph.plain, 1.0, "save_all"
-        return make_plan(graph, budget, solver, str(torch.__version__))
+        return make_plan(graph, budget, solver, str(torch.__version__), time_limit)

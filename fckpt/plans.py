@@ -14,16 +14,20 @@ from typing import Any
 from fckpt import solve
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, FckptError, PlanError
 from fckpt.graph import Graph
+from fckpt.progress import Line
 from fckpt.report.summary import summary_line, summary_table
 from fckpt.report.table import Residual, residuals
 from fckpt.report.timeline import memory_svg
 from fckpt.schedule import Schedule
 from fckpt.simulate import Timeline, simulate
+from fckpt.solve.bounds import Bound, least_peak, lower_bound
 from fckpt.units import parse_bytes
 
 __all__ = ["Plan", "check_budget", "make_plan"]
 
 FORMAT = 2
+PROVEN = 1e-7
+"""Differences of overheads that are rounding: bounds from integer programs are proven up to about 1e-9."""
 Budget = int | float | str
 
 
@@ -67,6 +71,28 @@ class Plan:
         return self.timeline.overhead
 
     @functools.cached_property
+    def bound(self) -> Bound:
+        """What no plan within the same budget can beat; takes from milliseconds to some seconds, once."""
+        budget = self.peak_bytes if self.budget_bytes is None else self.budget_bytes
+        return lower_bound(self.graph, max(budget, self.peak_bytes))
+
+    @property
+    def lower_bound(self) -> float:
+        """A proven lower bound on the overhead of every plan within the budget, in any order."""
+        rest = self.timeline.seconds - self.timeline.recomputed_seconds
+        return max(0.0, self.bound.seconds / rest - 1) if rest else 0.0
+
+    @property
+    def gap(self) -> float:
+        """By how much the overhead may be above the least that is possible; 0 only if that is proven."""
+        return self.overhead - self.lower_bound if self.overhead - self.lower_bound > PROVEN else 0.0
+
+    @functools.cached_property
+    def least_peak_bytes(self) -> int:
+        """A proven lower bound on the peak of every plan, however much it computes again."""
+        return least_peak(self.graph)
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of the graph's structure: plans with the same one fit the same traced calls."""
         return fingerprint(self.graph)
@@ -79,11 +105,18 @@ class Plan:
     def __str__(self) -> str:
         """One line, and a table of what is kept and what is computed again."""
         return summary_table(
-            self.graph, self.schedule, self.timeline, self.baseline, solver=self.solver, budget=self.budget_bytes
+            self.graph,
+            self.schedule,
+            self.timeline,
+            self.baseline,
+            solver=self.solver,
+            budget=self.budget_bytes,
+            gap=self.gap,
         )
 
     def __repr__(self) -> str:
-        line = summary_line(self.timeline, self.baseline, solver=self.solver, budget=self.budget_bytes)
+        known = self.gap if "bound" in vars(self) else None  # a look in a debugger should not take seconds
+        line = summary_line(self.timeline, self.baseline, solver=self.solver, budget=self.budget_bytes, gap=known)
         return f"<Plan: {line}>"
 
     def _repr_html_(self) -> str:
@@ -172,17 +205,21 @@ def check_budget(budget: Any) -> Budget:
     return parse_bytes(budget)
 
 
-def make_plan(graph: Graph, budget: Budget | None, solver: str, torch_version: str) -> Plan:
-    """Solves a priced graph.
+def make_plan(
+    graph: Graph, budget: Budget | None, solver: str, torch_version: str, time_limit: float | None = None
+) -> Plan:
+    """Solves a priced graph. On a terminal, a line says how far it is.
 
     Args:
         graph: with costs, and with a policy's decisions if there are any.
         budget: see `check_budget`; None to follow the decisions alone.
         solver: the name of a solver.
         torch_version: noted in the plan.
+        time_limit: seconds, for solvers that search as long as they are told to; None leaves it to them.
 
     Raises:
         BudgetError: nothing fits.
+        ArgumentValueError: a time limit for a solver that takes none, or one that is no time.
     """
     if budget is None:
         return Plan(graph, solve.get("policy")(graph, None), "policy", None, torch_version)
@@ -190,5 +227,15 @@ def make_plan(graph: Graph, budget: Budget | None, solver: str, torch_version: s
         nbytes = int(simulate(graph.plain, solve.get("save_all")(graph, None)).peak_nbytes * budget)
     else:
         nbytes = parse_bytes(budget)
-    schedule = solve.get(solver)(graph, nbytes)
+    if time_limit is not None and not 0 < time_limit < float("inf"):
+        raise ArgumentValueError(f"a time limit is a number of seconds above 0, not {time_limit!r}.")
+    chosen = solve.get(solver)
+    if chosen is not solve.auto:
+        if time_limit is not None:
+            raise ArgumentValueError(f"the solver {solver!r} takes no time limit; 'auto' does.")
+        return Plan(graph, chosen(graph, nbytes), solver, nbytes, torch_version)
+    with Line() as line:
+        schedule = solve.auto(
+            graph, nbytes, time_limit=time_limit, watch=lambda n, of: line.update(n, of, "weighed {} of {} moves")
+        )
     return Plan(graph, schedule, solver, nbytes, torch_version)

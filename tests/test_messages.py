@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch.func import grad
 from torch.utils.checkpoint import checkpoint
 
 import fckpt
+from fckpt import errors
 
 X = torch.ones(3)
 
@@ -164,3 +167,15 @@ def test_a_policy_warning_points_at_the_users_line() -> None:
     with pytest.warns(fckpt.PolicyWarning, match="'nobody'") as caught:
         region(torch.randn(3, requires_grad=True))
     assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))], ids=["copy", "pickle"])
+def test_errors_go_from_one_process_to_another(copied: Any) -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert fckpt.BudgetError in kinds
+    for kind in kinds:
+        error = kind("too much", 3) if kind is fckpt.BudgetError else kind("too much")
+        error.add_note("in the second step")
+        other = copied(error)
+        assert type(other) is kind and str(other) == "too much"
+        assert vars(other) == vars(error) and vars(error)["__notes__"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import threading
-import time
 import warnings
 
 import torch
@@ -14,8 +12,8 @@ from fckpt.cost.calls import CostSource, OpCost, signature
 from fckpt.cost.measured import Measured
 from fckpt.errors import users_stacklevel
 from fckpt.graph import Graph, Node
+from fckpt.progress import Line
 from fckpt.trace import Trace
-from fckpt.units import format_seconds
 
 __all__ = ["price"]
 
@@ -42,13 +40,10 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
     distinct = dict(zip(keys, calls, strict=True))
     costs: dict[str, OpCost] = {}
     before = set(source.failures) if isinstance(source, Measured) else set()
-    line = _Line(len(distinct), progress)
-    try:
+    with Line(progress) as line:
         for key, call in distinct.items():
             costs[key] = source(call, trace.tensors)
-            line.update(len(costs))
-    finally:
-        line.clear()
+            line.update(len(costs), len(distinct), "priced {} of {} operations")
     if isinstance(source, Measured) and (failed := {k: v for k, v in source.failures.items() if k not in before}):
         listed = "; ".join(f"{op}: {reason}" for op, reason in failed.items())
         warnings.warn(
@@ -83,28 +78,3 @@ def _joined(first: OpCost | None, then: OpCost) -> OpCost:
         return then
     temporary = max(first.temporary_nbytes, then.temporary_nbytes)
     return OpCost(first.seconds + then.seconds, first.flops + then.flops, temporary)
-
-
-class _Line:
-    """A line on stderr that says how far the pricing is."""
-
-    def __init__(self, total: int, enabled: bool):
-        self.total = total
-        self.enabled = enabled and sys.stderr.isatty()
-        self.start = self.last = time.perf_counter()
-        self.shown = False
-
-    def update(self, done: int) -> None:
-        now = time.perf_counter()
-        left = (now - self.start) * (self.total - done) / done
-        if not self.enabled or now - self.last < 0.2 or not (self.shown or left > 1.0):
-            return
-        self.last, self.shown = now, True
-        text = f"fckpt: priced {done} of {self.total} operations, {format_seconds(left)} left"
-        sys.stderr.write(f"\r{text:<78}")
-        sys.stderr.flush()
-
-    def clear(self) -> None:
-        if self.shown:
-            sys.stderr.write(f"\r{'':<78}\r")
-            sys.stderr.flush()

@@ -44,7 +44,9 @@ class _Row:
         return [shortened(self.what, _WIDTH), str(self.operations), *kept, *again]
 
 
-def summary_line(timeline: Timeline, baseline: Timeline, *, solver: str, budget: int | None = None) -> str:
+def summary_line(
+    timeline: Timeline, baseline: Timeline, *, solver: str, budget: int | None = None, gap: float | None = None
+) -> str:
     """Writes what a plan comes to, in one line.
 
     Args:
@@ -52,6 +54,7 @@ def summary_line(timeline: Timeline, baseline: Timeline, *, solver: str, budget:
         baseline: that of the plain function.
         solver: who made the plan.
         budget: the bytes that were allowed, if a number was given.
+        gap: by how much the overhead may be above the least possible, if that is known; 0: it is the least.
 
     Example:
         >>> plan = Timeline((3, 2), 3 * 2**30, 0, 2**30, 1.5, 0.5, 7)
@@ -69,9 +72,15 @@ def summary_line(timeline: Timeline, baseline: Timeline, *, solver: str, budget:
     if timeline.seconds:
         before, after = format_seconds(timeline.seconds - timeline.recomputed_seconds), format_seconds(timeline.seconds)
         parts.append(f"time +{timeline.overhead:.1%}" + (f" ({before} -> {after})" if before != after else ""))
+        if gap is not None:
+            parts[-1] += ", which is the least" if gap == 0 else f", at most {_points(gap)} above the least"
     number = timeline.recomputed_nodes
     parts += [f"{number or 'no'} recomputation{'' if number == 1 else 's'}", f"solver {solver}"]
     return "; ".join(parts)
+
+
+def _points(gap: float) -> str:
+    return f"{100 * gap:.1f} points" if gap >= 5e-4 else "0.1 points"
 
 
 def summary_table(
@@ -82,6 +91,7 @@ def summary_table(
     *,
     solver: str,
     budget: int | None = None,
+    gap: float | None = None,
 ) -> str:
     """Writes the line of `summary_line`, and a table of what is kept and what is computed again.
 
@@ -96,8 +106,9 @@ def summary_table(
         baseline: that of the plain function.
         solver: who made the schedule.
         budget: the bytes that were allowed, if a number was given.
+        gap: see `summary_line`.
     """
-    line = summary_line(timeline, baseline, solver=solver, budget=budget)
+    line = summary_line(timeline, baseline, solver=solver, budget=budget, gap=gap)
     rows = [row for row in _rows(graph, schedule) if row.kept or row.again]
     if not rows:
         return f"{line}\nNothing is kept, and nothing is computed again."

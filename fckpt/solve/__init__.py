@@ -6,15 +6,24 @@ from fckpt.errors import ArgumentValueError
 from fckpt.solve.auto import auto
 from fckpt.solve.base import Solver, from_saved
 from fckpt.solve.brute import brute
+from fckpt.solve.checkmate import checkmate, checkmate_lp
+from fckpt.solve.chen import chen
+from fckpt.solve.dtr import dtr
 from fckpt.solve.greedy import greedy
 from fckpt.solve.knapsack import knapsack
+from fckpt.solve.lower_sets import lower_sets
 from fckpt.solve.min_cut import min_cut
+from fckpt.solve.moccasin import moccasin, moccasin3
 from fckpt.solve.moments import moments
+from fckpt.solve.ogc import ogc
 from fckpt.solve.policy import policy
 from fckpt.solve.recompute_all import recompute_all
+from fckpt.solve.revolve import revolve
+from fckpt.solve.rotor import rotor
 from fckpt.solve.save_all import save_all
+from fckpt.solve.xla import xla
 
-__all__ = ["Solver", "from_saved", "get", "names", "register"]
+__all__ = ["Solver", "auto", "from_saved", "get", "names", "register"]
 
 _SOLVERS: dict[str, Solver] = {}
 
@@ -40,5 +49,26 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_SOLVERS))
 
 
-for _solver in (auto, brute, greedy, knapsack, min_cut, moments, policy, recompute_all, save_all):
+for _solver in (
+    auto,
+    brute,
+    checkmate,
+    checkmate_lp,
+    chen,
+    dtr,
+    greedy,
+    knapsack,
+    lower_sets,
+    min_cut,
+    moccasin,
+    moccasin3,
+    moments,
+    ogc,
+    policy,
+    recompute_all,
+    revolve,
+    rotor,
+    save_all,
+    xla,
+):
     register(_solver.__name__, _solver)

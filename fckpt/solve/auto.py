@@ -1,51 +1,163 @@
-"""The best of the other solvers: the fastest plan that fits.
+"""The default: many plans to start from, the best of them repaired, then improved by local search.
 
-`greedy` always runs; those that are worth it and take less than about a second run on graphs of up to `QUICK` nodes.
-The choice depends on the graph and the budget alone, never on a clock. Saving everything is optimal if it fits, and
-ends the search.
+1. Saving everything, in the order of the backward pass that has the lowest peak. If it fits, it is optimal.
+2. Starts: that plan; those of integer programs about its peak, and about what overflows then (`moments`); minimum
+   cuts (`min_cut`); segments (`chen`), nested ones too (`seeds`); optimal chain schedules (`rotor`), which need few
+   bytes.
+3. Those that are fast or lie near the budget are repaired and pruned until they fit (`repair`).
+4. Local search from the best of them, and from the next when that comes to nothing (`search`).
+
+It stops at a plan that `bounds` proves to be within `GOOD_ENOUGH` of the optimum. No optimum is promised otherwise: the
+certificate says how far it may be. The least budget is the least peak over all starts, and repairs of the smallest with
+ever lower budgets; it does not depend on the budget asked.
+
+Complexity: the starts take near-linear time in the size of the graph, and small integer programs. The search is given a
+number of moves, not seconds, so that a plan depends on the graph, its times, the budget, the limit and the seed alone.
 """
 
 from __future__ import annotations
 
-from fckpt.errors import BudgetError
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+
+from fckpt.errors import users_stacklevel
 from fckpt.graph import Graph
-from fckpt.schedule import Schedule
-from fckpt.simulate import simulate
-from fckpt.solve.greedy import greedy
-from fckpt.solve.knapsack import knapsack
-from fckpt.solve.min_cut import min_cut
+from fckpt.schedule import Schedule, schedule_of
+from fckpt.solve.base import Order, Rules, over_budget, peak_of, seconds_of
+from fckpt.solve.bounds import least_peak, lower_bound
+from fckpt.solve.chen import seeds as segments
+from fckpt.solve.greedy import fit, lowered
+from fckpt.solve.min_cut import PRICES, cheapest
+from fckpt.solve.moments import generated
 from fckpt.solve.policy import policy
+from fckpt.solve.rotor import seeds as chains
 from fckpt.solve.save_all import save_all
+from fckpt.solve.search import Search
+from fckpt.solve.seeds import backward_orders, save_everything, segmented
 
 __all__ = ["auto"]
 
-QUICK = 1500
+GOOD_ENOUGH = 1e-4
+"""A part of the whole time, by which a plan may miss the bound and yet end the search."""
+NEAREST = 2
+"""How many starts are repaired of those that fit, and of those that do not."""
+ROUNDS = 4
+"""The most integer programs."""
+COLUMNS = 2500
+"""The most columns of each but the first."""
+HOPELESS = 1.5
+"""A repair ends where repetitions take so many times as long as those of the best plan before."""
+PACE = 2000.0
+"""Moves that a slow core weighs in a second: they make an effort of a time limit, that can be repeated anywhere."""
+HEAD_START = 400
+"""Nodes for which it finds starts in a second."""
+USUAL = 200
+"""Nodes for which it takes a second in all, unless it is told otherwise."""
+LONGEST = 60.0
+"""The most seconds that a search takes unless it is told to."""
 
 
-def auto(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the fastest schedule that any solver finds within `budget`.
+def auto(
+    graph: Graph,
+    budget: int | None = None,
+    *,
+    time_limit: float | None = None,
+    seed: int = 0,
+    watch: Callable[[int, int], object] | None = None,
+) -> Schedule:
+    """Returns the fastest schedule that is found within `budget`.
 
     Args:
         graph: one training step.
         budget: bytes; None does what the decisions of a policy say, and without any saves everything.
+        time_limit: the seconds that it may take on a slow core, about. They count moves, so that the same limit leads
+            to the same plan on any machine. Starts are found whatever the limit. Default: one for every 200 nodes, at
+            most 60; it ends earlier if nothing gets better.
+        seed: of the random numbers of the search.
+        watch: is told how many moves of how many have been weighed, from time to time.
 
     Raises:
-        BudgetError: no solver finds any.
+        BudgetError: none is found.
+
+    Warns:
+        UserWarning: it was interrupted (`KeyboardInterrupt`), and returns the best plan so far.
     """
     if budget is None:
         decided = any(value.decision for value in graph.values)
         return policy(graph) if decided else save_all(graph)
-    errors: list[BudgetError] = []
-    found: list[Schedule] = []
-    for solver in (save_all, greedy, min_cut, knapsack):
-        if solver in (min_cut, knapsack) and len(graph.nodes) > QUICK:
-            continue
-        try:
-            found.append(solver(graph, budget))
-        except BudgetError as error:
-            errors.append(error)
-        if solver is save_all and found:
-            break
-    if not found:
-        raise min(errors, key=lambda error: error.least_bytes)
-    return min(found, key=lambda schedule: simulate(graph, schedule).seconds)
+    rules = Rules(graph)
+    saving = sorted((save_everything(rules, o) for o in backward_orders(rules)), key=lambda o: peak_of(rules, o))
+    if peak_of(rules, saving[0]) <= budget:
+        return schedule_of(graph, *saving[0])
+    starts: list[Order] = []
+    found = starts
+    try:
+        for start in _Starts(rules, saving).fitted(budget):
+            starts.append(start)  # noqa: PERF402  # an interrupt leaves those that are there
+        starts.sort(key=lambda order: seconds_of(rules, order))
+        search = Search(rules, starts, budget, seed)
+        found = search.found
+        seconds = len(graph.nodes) / HEAD_START
+        left = (min(LONGEST, len(graph.nodes) / USUAL) if time_limit is None else time_limit) - seconds
+        enough = lower_bound(graph, budget).seconds + GOOD_ENOUGH * graph.seconds
+        search.run(max(0, round(PACE * left)), enough, watch)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        warnings.warn(
+            "fckpt was interrupted while it looked for a plan, and takes the best that it has found.",
+            stacklevel=users_stacklevel(),
+        )
+    return schedule_of(graph, *min(found, key=lambda order: seconds_of(rules, order)))
+
+
+class _Starts:
+    """Plans to start from."""
+
+    def __init__(self, rules: Rules, saving: list[Order]):
+        self.rules = rules
+        self.saving = saving
+        self.common = [*saving, *segmented(rules), *segments(rules), *(cheapest(rules, price) for price in PRICES)]
+        """Those that do not depend on a budget."""
+
+    def fitted(self, budget: int) -> Iterator[Order]:
+        """Yields plans within `budget`, at least one.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        rules, limit = self.rules, float("inf")
+        found = False
+        for order in self._promising(budget):
+            plan = fit(rules, order, budget, limit)
+            if plan is not None:
+                found = True
+                again = seconds_of(rules, plan) - seconds_of(rules, self.saving[0])
+                limit = min(limit, HOPELESS * again)
+                yield plan
+        if not found:
+            least = lowered(rules, _by_peak(rules, [*self.common, *chains(rules)])[0][2])
+            plan = fit(rules, least, budget)
+            if plan is None:
+                graph, floor = rules.graph, least_peak(rules.graph)
+                raise over_budget(graph, schedule_of(graph, *least), budget, "auto", floor=floor)
+            yield plan
+
+    def _promising(self, budget: int) -> Iterator[Order]:
+        """Yields the fastest starts that fit, those just above the budget that are faster, and those made for it."""
+        plans = _by_peak(self.rules, [*self.common, *chains(self.rules, budget)])
+        inside = sorted((p for p in plans if p[0] <= budget), key=lambda plan: plan[1])[:NEAREST]
+        fastest = inside[0][1] if inside else float("inf")
+        outside = [order for peak, seconds, order in plans if peak > budget and seconds < fastest][:NEAREST]
+        yield from (order for _, _, order in inside)
+        yield from generated(self.rules, self.saving[0], budget, ROUNDS, COLUMNS)
+        yield from outside
+        yield self.saving[0]
+
+
+def _by_peak(rules: Rules, orders: Iterable[Order]) -> list[tuple[int, float, Order]]:
+    """Returns peaks, seconds and plans, by rising peak; of plans that have both in common, the first."""
+    found: dict[tuple[int, float], Order] = {}
+    for order in orders:
+        found.setdefault((peak_of(rules, order), seconds_of(rules, order)), order)
+    return [(*key, found[key]) for key in sorted(found)]

@@ -28,6 +28,7 @@ __all__ = [
     "Rules",
     "Solver",
     "ancestors",
+    "fastest",
     "from_saved",
     "over_budget",
     "peak_of",
@@ -284,18 +285,48 @@ def within(graph: Graph, schedule: Schedule, budget: int | None, solver: str) ->
     return schedule
 
 
+def fastest(rules: Rules, plans: Iterable[Order], budget: int | None, solver: str) -> Schedule:
+    """Returns the schedule of the fastest of `plans` whose peak fits; for solvers whose plans do not depend on budgets.
+
+    Raises:
+        BudgetError: none fits.
+    """
+    found = [(peak_of(rules, order), order) for order in plans]
+    fits = [order for peak, order in found if budget is None or peak <= budget]
+    if fits:
+        return schedule_of(rules.graph, *min(fits, key=lambda order: seconds_of(rules, order)))
+    assert budget is not None
+    _, least = min(found, key=lambda pair: pair[0])
+    raise over_budget(rules.graph, schedule_of(rules.graph, *least), budget, solver)
+
+
 def over_budget(
-    graph: Graph, schedule: Schedule, budget: int, solver: str, timeline: Timeline | None = None
+    graph: Graph,
+    schedule: Schedule,
+    budget: int,
+    solver: str,
+    timeline: Timeline | None = None,
+    floor: int | None = None,
 ) -> BudgetError:
-    """Returns the error that says that `schedule` is the smallest that `solver` knows, and what binds it."""
+    """Returns the error that says that `schedule` is the smallest that `solver` knows, and what binds it.
+
+    Args:
+        graph: one training step.
+        schedule: the smallest.
+        budget: the bytes that were asked for.
+        solver: its name.
+        timeline: what `simulate` makes of the schedule, if it is known.
+        floor: the bytes that every plan needs, if they are known.
+    """
     timeline = timeline or simulate(graph, schedule)
     step = (*schedule.forward, *schedule.backward)[timeline.peak_step]
     node = graph.nodes[step.node if isinstance(step, Compute) else graph.values[step.value].producer or 0]
     place = f" at {node.source}" if node.source else ""
     least = timeline.peak_nbytes
+    proven = "" if floor is None else f" No plan at all needs less than {format_bytes(floor)} ({floor} bytes)."
     return BudgetError(
         f"no plan fits {format_bytes(budget)} ({budget} bytes): the least that the solver {solver!r} finds is "
         f"{format_bytes(least)} ({least} bytes), which node {node.id} ({node.op}{place}) needs while it runs. "
-        f"Give at least that, or a smaller batch.",
+        f"Give at least that, or a smaller batch.{proven}",
         least,
     )

@@ -24,7 +24,7 @@ from fckpt.solve.repair import prune, repair
 from fckpt.solve.seeds import backward_orders, save_everything, segmented
 from fckpt.solve.tape import Tape
 
-__all__ = ["fit", "greedy", "smallest"]
+__all__ = ["fit", "greedy", "lowered", "smallest"]
 
 NEIGHBOURS = 2
 """How many seeds on each side of the budget are repaired; one for graphs of more than `LARGE` nodes."""
@@ -85,14 +85,20 @@ def _front(rules: Rules, orders: Iterable[Order]) -> list[tuple[int, Order]]:
     return front
 
 
-def fit(rules: Rules, order: Order, budget: int) -> Order | None:
+def fit(rules: Rules, order: Order, budget: int, limit: float = float("inf")) -> Order | None:
     """Returns `order` with as many changes as it takes to have a peak of `budget` bytes, and as few repetitions.
+
+    Args:
+        rules: of the graph.
+        order: the plan.
+        budget: bytes.
+        limit: gives up where all repetitions together take longer, before as many as can be are taken out again.
 
     Returns:
         The plan; None if it does not fit.
     """
     tape = Tape(rules, order)
-    if not repair(tape, budget):
+    if not repair(tape, budget, limit):
         return None
     prune(tape, budget)
     return tape.order()
@@ -100,7 +106,11 @@ def fit(rules: Rules, order: Order, budget: int) -> Order | None:
 
 def smallest(rules: Rules) -> Order:
     """Returns the plan with the least peak that can be found; the budget has no say in it."""
-    best = min(_candidates(rules), key=lambda order: peak_of(rules, order))
+    return lowered(rules, min(_candidates(rules), key=lambda order: peak_of(rules, order)))
+
+
+def lowered(rules: Rules, best: Order) -> Order:
+    """Returns a plan with the least peak that repairs of `best` lead to."""
     low, high = _working_set(rules), peak_of(rules, best)
     for _ in range(DESCENTS):
         target = (low + high) // 2

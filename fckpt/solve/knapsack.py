@@ -17,10 +17,11 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from fckpt.graph import Graph
-from fckpt.schedule import Schedule, schedule_of
-from fckpt.solve.base import Rules, over_budget, peak_of, replay, seconds_of
+from fckpt.schedule import Schedule
+from fckpt.solve.base import Rules, fastest, replay
+from fckpt.solve.seeds import save_everything
 
-__all__ = ["knapsack"]
+__all__ = ["choices", "knapsack"]
 
 UNITS = 4000
 STEPS = 40
@@ -38,28 +39,22 @@ def knapsack(graph: Graph, budget: int | None = None) -> Schedule:
         BudgetError: no weight leads to a peak that fits.
     """
     rules = Rules(graph)
-    items = _items(rules)
+    values = choices(rules)
     chosen = _Table(
-        [rules.seconds[graph.values[v].producer or 0] for v in items], [graph.values[v].nbytes for v in items]
+        [rules.seconds[graph.values[v].producer or 0] for v in values], [graph.values[v].nbytes for v in values]
     )
     capacities = sorted({round(UNITS * k / STEPS) for k in range(STEPS + 1)}, reverse=True)
     plans = []
     for capacity in capacities if budget is not None else capacities[:1]:
-        saved = items if capacity == UNITS else [items[k] for k in chosen.at(capacity)]
+        saved = values if capacity == UNITS else [values[k] for k in chosen.at(capacity)]
         plans.append(replay(rules, saved))
-    peaks = [peak_of(rules, plan) for plan in plans]
-    fits = [plan for plan, peak in zip(plans, peaks, strict=True) if budget is None or peak <= budget]
-    if not fits:
-        assert budget is not None
-        raise over_budget(graph, schedule_of(graph, *plans[peaks.index(min(peaks))]), budget, "knapsack")
-    return schedule_of(graph, *min(fits, key=lambda plan: seconds_of(rules, plan)))
+    return fastest(rules, plans, budget, "knapsack")
 
 
-def _items(rules: Rules) -> list[int]:
-    """The forward values that the backward pass reads and that there is a choice about."""
+def choices(rules: Rules) -> list[int]:
+    """Returns the forward values that the backward pass reads and that there is a choice about."""
     graph = rules.graph
-    backward = replay(rules, [v for node in graph.nodes[: graph.boundary] for v in node.outputs]).backward
-    read = {v for index in backward for v in graph.nodes[index].inputs}
+    read = {v for index in save_everything(rules).backward for v in graph.nodes[index].inputs}
     return [
         v
         for node in graph.nodes[: graph.boundary]

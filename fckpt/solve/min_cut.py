@@ -14,23 +14,22 @@ the bytes that it happens to save, if everything is computed again at most once;
     torch                       here
     banned nodes                `dear`
 
-Complexity: one maximum flow (Dinic, in scipy) per price. Left out: torch's bans by distance and fusion, which are about
+Complexity: one maximum flow (see `flow`) per price. Left out: torch's bans by distance and fusion, which are about
 its code generator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from fckpt.graph import Graph
 from fckpt.schedule import Schedule, schedule_of
-from fckpt.solve.base import Order, Rules, over_budget, peak_of, replay, seconds_of
+from fckpt.solve.base import Order, Rules, fastest, peak_of, replay
+from fckpt.solve.flow import Network
+from fckpt.solve.seeds import save_everything
 
 __all__ = ["PRICES", "cheapest", "min_cut"]
 
-INFINITE = 2**30
 PRICES = tuple(10.0 ** (k / 4) for k in range(-12, 13))
 """Prices of a byte that are always tried, in units of the mean: all seconds per all bytes."""
 BISECTIONS = 6
@@ -49,22 +48,15 @@ def min_cut(graph: Graph, budget: int | None = None) -> Schedule:
     rules = Rules(graph)
     if budget is None:
         return schedule_of(graph, *replay(rules, _saved(rules, *_as_torch(rules))))
-    plans = [(price, cheapest(rules, price)) for price in (0.0, *PRICES, float("inf"))]
-    fits = [k for k, (_, plan) in enumerate(plans) if peak_of(rules, plan) <= budget]
-    if not fits:
-        least = min((plan for _, plan in plans), key=lambda plan: peak_of(rules, plan))
-        raise over_budget(graph, schedule_of(graph, *least), budget, "min_cut")
-    low, high = plans[max(0, fits[0] - 1)][0], plans[fits[0]][0]
-    found = [plans[k][1] for k in fits]
+    prices = (0.0, *PRICES, float("inf"))
+    plans = [cheapest(rules, price) for price in prices]
+    first = next((k for k, plan in enumerate(plans) if peak_of(rules, plan) <= budget), 0)
+    low, high = prices[max(0, first - 1)], prices[first]
     for _ in range(BISECTIONS if 0 < low < high < float("inf") else 0):
         middle = (low * high) ** 0.5
-        plan = cheapest(rules, middle)
-        if peak_of(rules, plan) <= budget:
-            found.append(plan)
-            high = middle
-        else:
-            low = middle
-    return schedule_of(graph, *min(found, key=lambda plan: seconds_of(rules, plan)))
+        plans.append(cheapest(rules, middle))
+        low, high = (low, middle) if peak_of(rules, plans[-1]) <= budget else (middle, high)
+    return fastest(rules, plans, budget, "min_cut")
 
 
 def cheapest(rules: Rules, price: float) -> Order:
@@ -75,13 +67,13 @@ def cheapest(rules: Rules, price: float) -> Order:
         price: of a byte, in mean seconds per byte of the graph's forward pass.
     """
     graph = rules.graph
-    made = [v for node in graph.nodes[: graph.boundary] for v in node.outputs]
     if price == 0.0:
-        return replay(rules, made)
+        return save_everything(rules)
     if price == float("inf"):
         return replay(rules, ())
     seconds = np.array([0.0 if n.id >= graph.boundary else rules.seconds[n.id] for n in graph.nodes])
     nbytes = np.array([float(v.nbytes) for v in graph.values])
+    made = [v for node in graph.nodes[: graph.boundary] for v in node.outputs]
     mean = (seconds.sum() or 1.0) / (nbytes[made].sum() or 1.0)
     return replay(rules, _saved(rules, seconds, price * mean * nbytes))
 
@@ -117,15 +109,14 @@ def _saved(rules: Rules, cost: np.ndarray, price: np.ndarray) -> list[int]:
     """
     graph = rules.graph
     nodes = [n for n in graph.nodes if not n.backward]
-    count, source = len(graph.nodes), len(graph.nodes) + len(graph.values)
-    sink = source + 1
+    count, sink = len(graph.nodes), len(graph.nodes) + len(graph.values)
+    source = sink + 1
     needed = {v for i in rules.backward for v in graph.nodes[i].inputs if graph.nodes[i].backward}
     needed.update(v for i in rules.backward if not graph.nodes[i].backward for v in graph.nodes[i].outputs)
     arcs: list[tuple[int, int, float]] = []
     for node in nodes:
         late = node.id >= graph.boundary
-        again = np.inf if rules.pinned[node.id] else 0.0 if late else cost[node.id]
-        arcs.append((source, node.id, again))
+        arcs.append((source, node.id, np.inf if rules.pinned[node.id] else 0.0 if late else cost[node.id]))
         for value in node.outputs:
             if value not in graph.outputs:
                 may_save = not late and value not in rules.unsaved
@@ -133,23 +124,8 @@ def _saved(rules: Rules, cost: np.ndarray, price: np.ndarray) -> list[int]:
                 if value in needed:
                     arcs.append((count + value, sink, np.inf))
         arcs += [(count + v, node.id, np.inf) for v in node.inputs if v not in rules.kept]
-    kept_side = _source_side(arcs, source, sink)
-    return [v for n in nodes if n.id in kept_side for v in n.outputs if count + v not in kept_side]
-
-
-def _source_side(arcs: Sequence[tuple[int, int, float]], source: int, sink: int) -> set[int]:
-    """Returns the nodes on the source's side of a minimum cut; the cut that is nearest to the source."""
-    # scipy takes 0.4 s to import, which only this solver needs
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-
-    tails, heads = (np.array([arc[k] for arc in arcs], dtype=np.int32) for k in (0, 1))
-    limits = np.array([arc[2] for arc in arcs])
-    finite = np.isfinite(limits)
-    scale = (INFINITE - 1 - len(arcs)) / (float(limits[finite].sum()) or 1.0)  # flows are int32 in scipy
-    capacity = np.full(len(arcs), INFINITE, dtype=np.int32)
-    capacity[finite] = np.floor(limits[finite] * scale).astype(np.int32)
-    network = csr_array((capacity, (tails, heads)), shape=(sink + 1, sink + 1))
-    residual = network - maximum_flow(network, source, sink).flow
-    residual.eliminate_zeros()
-    return set(breadth_first_order(residual, source, return_predecessors=False).tolist())
+    tails, heads, prices = (np.array(column) for column in zip(*arcs, strict=True))
+    known = float(prices[np.isfinite(prices)].sum()) or 1.0
+    # from the sink backwards: of equal cuts the one that computes the least again
+    again = Network(sink, heads, tails).cut(prices, known).near
+    return [v for n in nodes if not again[n.id] for v in n.outputs if again[count + v]]

@@ -38,7 +38,7 @@ __all__ = ["generated", "moments"]
 
 ROUNDS = 10
 """How often moments are added before the rest is left to repairs."""
-FRESH = 3
+FRESH = 1
 """The most moments that one round adds."""
 GAP = 1e-2
 """How far from the optimum, as a part of the repetitions' time, the integer program may stop."""
@@ -76,7 +76,7 @@ def moments(graph: Graph, budget: int | None = None) -> Schedule:
     return within(graph, schedule_of(graph, *best), budget, "moments")
 
 
-def generated(rules: Rules, base: Order, budget: int) -> Iterator[Order]:
+def generated(rules: Rules, base: Order, budget: int, rounds: int = ROUNDS, columns: float = np.inf) -> Iterator[Order]:
     """Yields plans round by round: the first respects the budget at the peak of `base`, later ones at more moments.
 
     The last one fits, or the rounds are over, or no plan fits at the chosen moments.
@@ -85,10 +85,14 @@ def generated(rules: Rules, base: Order, budget: int) -> Iterator[Order]:
         rules: of the graph.
         base: computes everything once; its first runs are those of all the plans.
         budget: bytes.
+        rounds: how many at most.
+        columns: ends the rounds before a program has more; not before the first.
     """
     program = _Program(rules, base)
     room = {int(profile_of(rules, base).argmax()): budget}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
+        if len(room) > 1 and sum(2 * len(program.useful(moment)) for moment in room) > columns:
+            return
         retention = program.solve(room)
         if retention is None:
             return

@@ -12,12 +12,15 @@ Left out: moves of a computation without repeating it (the order comes from `ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from fckpt.graph import Node
+from fckpt.solve.base import Rules
 from fckpt.solve.tape import Tape
 
 __all__ = ["prune", "repair"]
@@ -49,11 +52,22 @@ class Gaps:
     def __init__(self, tape: Tape):
         self.tape = tape
         self.rows: list[list[int]] = [[] for _ in tape.nbytes]
-        self.value: list[int] = []
+        self.count = 0
+        self.value = np.zeros(1024, dtype=np.int64)
         self.first = np.zeros(1024, dtype=np.int64)
         self.second = np.zeros(1024, dtype=np.int64)
         self.score = np.zeros(1024)
+        """Price per excess removed, times the steps over budget, when it was last taken; 0 where it never was."""
+        self.nbytes = np.array(tape.nbytes, dtype=np.int64)
         self.refresh(range(len(tape.nbytes)))
+
+    def copy(self, tape: Tape) -> Gaps:
+        """Returns gaps of their own, for a copy of the tape; all scores are to be taken again."""
+        twin = copy.copy(self)
+        twin.tape, twin.rows = tape, [*self.rows]
+        twin.value, twin.first, twin.second = self.value.copy(), self.first.copy(), self.second.copy()
+        twin.score = np.zeros_like(self.score)
+        return twin
 
     def refresh(self, values: Iterable[int]) -> None:
         """Takes up the events of `values` anew; the scores of unchanged gaps stay."""
@@ -74,41 +88,72 @@ class Gaps:
             self.rows[value] = rows
 
     def _add(self, value: int, first: int, second: int) -> int:
-        row = len(self.value)
+        row = self.count
         if row == len(self.first):
-            self.first = np.concatenate([self.first, np.zeros_like(self.first)])
-            self.second = np.concatenate([self.second, np.zeros_like(self.second)])
+            self.value, self.first, self.second = (
+                np.concatenate([a, np.zeros_like(a)]) for a in (self.value, self.first, self.second)
+            )
             self.score = np.concatenate([self.score, np.zeros_like(self.score)])
-        self.value.append(value)
-        self.first[row], self.second[row], self.score[row] = first, second, 0.0
+        self.value[row], self.first[row], self.second[row], self.score[row] = value, first, second, 0.0
+        self.count += 1
         return row
 
     def crossing(self, position: int) -> np.ndarray:
         """The rows of the gaps around `position`."""
-        count, place = len(self.value), self.tape.place
+        count, place = self.count, self.tape.place
         return np.flatnonzero((place[self.first[:count]] < position) & (place[self.second[:count]] > position))
 
-    def steps(self, rows: np.ndarray, budget: int) -> np.ndarray:
-        """How many steps over `budget` lie within each of `rows`."""
-        over = np.concatenate([[0], np.cumsum(self.tape.memory > budget)])
+    def within(self, rows: np.ndarray, amount: np.ndarray) -> np.ndarray:
+        """The sum over each of `rows` of an `amount` per position."""
+        total = np.concatenate([[0], np.cumsum(amount)])
         place = self.tape.place
-        return over[place[self.second[rows]]] - over[place[self.first[rows]] + 1]
+        return total[place[self.second[rows]]] - total[place[self.first[rows]] + 1]
 
 
 class Repair:
     """Brings a tape under a budget."""
 
-    def __init__(self, tape: Tape, budget: int):
+    def __init__(
+        self,
+        tape: Tape,
+        budget: int,
+        gaps: Gaps | None = None,
+        factor: np.ndarray | None = None,
+        glance: int | None = None,
+    ):
+        """Prepares to edit `tape`.
+
+        Args:
+            tape: the sequence.
+            budget: bytes.
+            gaps: those of the tape, if they are known.
+            factor: what the price of each node is multiplied by.
+            glance: how many candidates are looked at for a move, unless none of them helps; None looks at all that
+                may be the best.
+        """
         self.tape = tape
         self.budget = budget
-        self.gaps = Gaps(tape)
-        self.least_price = 1e-9 * sum(tape.rules.seconds) / max(1, len(tape.rules.seconds)) or 1e-9
+        self.glance = glance
+        self.seconds = sum(tape.rules.seconds[tape.node[m]] for runs in tape.runs for m in runs[1:])
+        """The time of all repetitions."""
+        self.evaluations = 0
+        self.gaps = Gaps(tape) if gaps is None else gaps
+        graph, seconds = tape.rules.graph, tape.rules.seconds
+        self.least_price = 1e-9 * sum(seconds) / max(1, len(seconds)) or 1e-9
+        self.prices = np.array([_preference(tape.rules, n) * seconds[n.id] for n in graph.nodes]) + self.least_price
+        """By node: what it costs to run, as decisions go."""
+        if factor is not None:
+            self.prices *= factor
+        self.producer = np.array([-1 if p is None else p for p in tape.producer], dtype=np.int64)
+        made = [sum(tape.nbytes[v] for v in n.outputs if v not in tape.rules.kept) for n in graph.nodes]
+        self.made = np.array(made, dtype=np.int64)
+        """By node: the bytes that its results take until they are freed."""
 
-    def run(self) -> bool:
-        """Moves until the peak is at most the budget (true) or no move helps (false)."""
+    def run(self, limit: float = float("inf")) -> bool:
+        """Moves until the peak is at most the budget (true), or no move helps or repetitions take `limit` (false)."""
         stale = self.excess()
         least, idle = stale, 0
-        while idle < PATIENCE:
+        while idle < PATIENCE and self.seconds <= limit:
             position = int(self.tape.memory.argmax())
             if self.tape.memory[position] <= self.budget:
                 return True
@@ -125,28 +170,48 @@ class Repair:
 
     def best(self, position: int) -> Move | None:
         """The move with the least price per byte and step over budget, of those that free a value at `position`."""
-        rows = self.gaps.crossing(position)
+        gaps = self.gaps
+        rows = gaps.crossing(position)
         if not len(rows):
             return None
-        steps = self.gaps.steps(rows, self.budget)
-        if np.isinf(self.gaps.score[rows]).all():
-            self.gaps.score[rows] = 0.0  # they may help by now
+        steps = gaps.within(rows, self.tape.memory > self.budget)
+        if np.isinf(gaps.score[rows]).all():
+            gaps.score[rows] = 0.0  # they may help by now
         # Old scores are scaled by how many steps over budget are left, and looked at again only at the front.
-        score = self.gaps.score[rows] / steps
+        score = np.maximum(gaps.score[rows] / steps, self.least_score(rows, steps))
+        exact = np.zeros(len(rows), dtype=bool)
+        moves: dict[int, Move | None] = {}
         while True:
             i = int(score.argmin())
             if np.isinf(score[i]):
                 return None
+            if exact[i]:
+                return moves[i]
             row = int(rows[i])
-            exact, move = self.evaluate(self.gaps.value[row], int(self.gaps.second[row]))
-            self.gaps.score[row] = exact * steps[i]
-            score[i] = np.inf
-            if exact < np.inf and exact <= TOLERANCE * score.min():
-                return move
-            score[i] = exact
+            score[i], moves[i] = self.evaluate(int(gaps.value[row]), int(gaps.second[row]))
+            gaps.score[row] = score[i] * steps[i]
+            exact[i] = True
+            others = score[~exact]
+            if score[i] < np.inf and score[i] <= TOLERANCE * others.min(initial=np.inf):
+                return moves[i]
+            if self.glance is not None and len(moves) >= self.glance:
+                k = min(moves, key=score.__getitem__)
+                if score[k] < np.inf:
+                    return moves[k]
+
+    def least_score(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """The least that the price per excess removed can be, for each of `rows`."""
+        gaps, tape = self.gaps, self.tape
+        producer = self.producer[gaps.value[rows]]
+        excess = gaps.within(rows, np.maximum(tape.memory - self.budget, 0))
+        gain = np.minimum(self.made[producer] * steps, excess)
+        last = np.array([tape.runs[index][-1] for index in producer.tolist()])
+        later = tape.place[last] > tape.place[gaps.second[rows]]
+        return np.where(later, self.least_price, self.prices[producer]) / gain
 
     def evaluate(self, value: int, moment: int) -> tuple[float, Move | None]:
         """The best move that computes `value` again before `moment`, and its price per excess removed."""
+        self.evaluations += 1
         best: tuple[float, Move | None] = (np.inf, None)
         for nodes, extended in self.closures(value, moment):
             gain = self.gain(nodes, extended, moment)
@@ -185,23 +250,18 @@ class Repair:
         producer = tape.producer[value]
         if producer is None or tape.rules.pinned[producer]:
             return True
-        end = self.end(value, position)
+        end = self.tape.end(value, position)
         room = self.budget - tape.nbytes[value]
         return self.may_extend(value, position) and int(tape.memory[end + 1 : position].max(initial=0)) <= room
 
     def may_extend(self, value: int, position: int) -> bool:
         """Whether the last copy of `value` before `position` may live until then."""
-        unsaved = value in self.tape.rules.unsaved and self.end(value, position) < self.tape.split <= position
-        return not unsaved and self.end(value, position) >= 0
-
-    def end(self, value: int, position: int) -> int:
-        """Where the last copy of `value` before `position` is freed; -1 if there is none."""
-        i = self.tape.index(value, position)
-        return int(self.tape.place[self.tape.events[value][i - 1]]) if i else -1
+        unsaved = value in self.tape.rules.unsaved and self.tape.end(value, position) < self.tape.split <= position
+        return not unsaved and self.tape.end(value, position) >= 0
 
     def behind(self, value: int, position: int) -> int:
         """Where the memory of the last copy of `value` before `position` is free: at its end, if it is overwritten."""
-        end = self.end(value, position)
+        end = self.tape.end(value, position)
         index = self.tape.node[self.tape.at[end]] if end >= 0 else -1
         return end + (index < 0 or value not in self.tape.rules.graph.nodes[index].overwrites)
 
@@ -209,14 +269,12 @@ class Repair:
         """What it costs to run node `index` before `moment`: next to nothing if a later run becomes useless by it."""
         tape = self.tape
         position = tape.place[moment]
-        outputs = tape.rules.graph.nodes[index].outputs
         later = next((m for m in tape.runs[index] if tape.place[m] > position), None)
-        if later is not None:
-            nbytes = sum(tape.nbytes[v] for v in outputs if v not in tape.rules.kept)
-            if int(tape.memory[position : tape.place[later]].max()) + nbytes <= self.budget:
-                return self.least_price
-        factor = min((PREFERENCE.get(tape.rules.graph.values[v].decision, 1.0) for v in outputs), default=1.0)
-        return factor * tape.rules.seconds[index] + self.least_price
+        if later is None:
+            return float(self.prices[index])
+        if int(tape.memory[position : tape.place[later]].max()) + self.made[index] <= self.budget:
+            return self.least_price
+        return float(self.prices[index])
 
     def gain(self, nodes: list[int], extended: list[int], moment: int) -> int:
         """By how much the excess, bytes times steps over budget, falls when `nodes` run before `moment`."""
@@ -262,21 +320,26 @@ class Repair:
         tape = self.tape
         graph = tape.rules.graph
         new = tape.insert(move.nodes, move.moment)
-        changed = set(tape.touched(move.nodes))
+        gone: list[int] = []
         outputs = [v for index in move.nodes for v in graph.nodes[index].outputs]
         for moment in tape.useless(outputs, int(tape.place[new[0]])):
-            changed.update(tape.touched(tape.remove(moment)))
+            gone += tape.remove(moment)
         excess = self.excess()
         for index, moment in zip(move.nodes, new, strict=True):
             later = next((m for m in tape.runs[index] if tape.place[m] > tape.place[moment]), None)
             if later is not None:
-                gone = without(tape, later, lambda: self.excess() <= excess)
-                changed.update(tape.touched(gone))
-        self.gaps.refresh(sorted(changed))
+                gone += without(tape, later, lambda: self.excess() <= excess)
+        self.gaps.refresh(sorted(tape.touched([*move.nodes, *gone])))
+        seconds = tape.rules.seconds
+        self.seconds += sum(seconds[index] for index in move.nodes) - sum(seconds[index] for index in gone)
 
     def excess(self) -> int:
         """Bytes times steps over budget."""
         return int(np.maximum(self.tape.memory - self.budget, 0).sum())
+
+
+def _preference(rules: Rules, node: Node) -> float:
+    return min((PREFERENCE.get(rules.graph.values[v].decision, 1.0) for v in node.outputs), default=1.0)
 
 
 def without(tape: Tape, moment: int, accepts: Callable[[], bool]) -> list[int]:
@@ -296,20 +359,78 @@ def without(tape: Tape, moment: int, accepts: Callable[[], bool]) -> list[int]:
     return []
 
 
-def repair(tape: Tape, budget: int) -> bool:
-    """Frees and computes again until the peak is at most `budget` bytes. Returns whether it succeeded."""
-    return Repair(tape, budget).run()
+def repair(tape: Tape, budget: int, limit: float = float("inf")) -> bool:
+    """Frees and computes again until the peak is at most `budget` bytes. Returns whether it succeeded.
+
+    Args:
+        tape: the sequence.
+        budget: bytes.
+        limit: gives up where all repetitions together take longer.
+    """
+    return Repair(tape, budget).run(limit)
 
 
-def prune(tape: Tape, budget: int) -> None:
-    """Takes out repetitions, the dearest first, as long as the peak stays at most `budget` bytes."""
+def prune(tape: Tape, budget: int, parent: Tape | None = None) -> list[int]:
+    """Takes out repetitions, the dearest first, as long as the peak stays at most `budget` bytes.
+
+    Args:
+        tape: the sequence.
+        budget: bytes.
+        parent: a pruned tape that this one was copied from. What had to stay there is looked at again only where less
+            memory is held now.
+
+    Returns:
+        The nodes that went.
+    """
+    found: list[int] = []
+    seconds = tape.rules.seconds
     for _ in range(PASSES):
         repeated = [m for runs in tape.runs for m in runs[1:]]
-        repeated.sort(key=lambda m: (-tape.rules.seconds[tape.node[m]], m))
-        found = False
+        if parent is not None:
+            repeated = _changed(tape, parent, repeated)
+        repeated.sort(key=lambda m: (-seconds[tape.node[m]], m))
+        before = len(found)
         for moment in repeated:
             index = tape.node[moment]
-            if index >= 0 and tape.runs[index][0] != moment:
-                found |= bool(without(tape, moment, lambda: bool(tape.memory.max() <= budget)))
-        if not found:
-            return
+            if index >= 0 and tape.runs[index][0] != moment and _may_go(tape, moment, budget):
+                found += without(tape, moment, lambda: bool(tape.memory.max() <= budget))
+        if len(found) == before:
+            break
+    return found
+
+
+def _may_go(tape: Tape, moment: int, budget: int) -> bool:
+    """Whether the copies that would live on without a repetition may have room: no edit, and seldom wrongly no."""
+    graph, position = tape.rules.graph, int(tape.place[moment])
+    relief, stack = 0, [moment]
+    while stack:
+        last = stack.pop()
+        at = int(tape.place[last])
+        for value in graph.nodes[tape.node[last]].inputs:
+            if value in tape.rules.kept or tape.is_read_after(value, at):
+                continue
+            relief += tape.nbytes[value]
+            maker = tape.events[value][tape.index(value, at) - 1]
+            if tape.makes(maker, value) and tape.runs[tape.node[maker]][0] != maker:
+                stack.append(maker)
+    for value in graph.nodes[tape.node[moment]].outputs:
+        if value not in tape.rules.kept and tape.is_read_after(value, position):
+            idle = tape.memory[tape.end(value, position) + 1 : position]
+            if int(idle.max(initial=0)) + tape.nbytes[value] - relief > budget:
+                return False
+    return True
+
+
+def _changed(tape: Tape, parent: Tape, repeated: Sequence[int]) -> list[int]:
+    """Those of `repeated` that are new, or for which copies would have to live on where memory has become free."""
+    old = len(parent.place)
+    held = parent.memory[parent.place[np.minimum(tape.at, old - 1)]]
+    less = np.concatenate([[0], np.cumsum((tape.at >= old) | (tape.memory < held))])
+    found = []
+    for moment in repeated:
+        position = int(tape.place[moment])
+        outputs = tape.rules.graph.nodes[tape.node[moment]].outputs
+        ends = [tape.end(v, position) for v in outputs if v not in tape.rules.kept]
+        if moment >= old or less[position] > less[min(ends, default=0)]:
+            found.append(moment)
+    return found

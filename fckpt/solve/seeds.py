@@ -1,6 +1,6 @@
 """Plans to start from, and orders of the backward pass.
 
-`segments` is T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016,
+`segmented` is T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016,
 https://arxiv.org/abs/1604.06174, on graphs: the forward pass is cut where little is live, what crosses a cut is saved,
 and the backward pass computes one segment at a time again. With `leaf` segments are cut again, by halves (section 4.4
 there, with k = 1; Griewank 1992, see `base`): O(log n) memory for O(n log n) time on a chain of n equal layers.
@@ -18,9 +18,8 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-import numpy as np
-
 from fckpt.solve.base import Order, Rules, peak_of, replay
+from fckpt.solve.crossing import Crossing
 
 __all__ = ["backward_orders", "save_everything", "segmented"]
 
@@ -33,10 +32,10 @@ def save_everything(rules: Rules, order: Sequence[int] | None = None) -> Order:
 
 def segmented(rules: Rules, order: Sequence[int] | None = None) -> Iterator[Order]:
     """Yields plans that keep what crosses the cuts between 1, 2, 3, 4, 6, 8, ... segments, also with nested ones."""
-    crossing = _Crossing(rules)
+    crossing = Crossing(rules, save_everything(rules).forward)
     for leaf in (None, 64, 16, 4):
         for count in _counts(crossing.length):
-            yield replay(rules, crossing.saved(count), order, leaf)
+            yield replay(rules, crossing.over(crossing.even(count - 1)), order, leaf)
 
 
 def _counts(most: int) -> list[int]:
@@ -45,50 +44,6 @@ def _counts(most: int) -> list[int]:
         counts.append(int(count))
         count = max(count + 1, count * 2**0.5)
     return counts
-
-
-class _Crossing:
-    """Which values of the forward pass are read by it across each of its steps."""
-
-    def __init__(self, rules: Rules):
-        graph = rules.graph
-        self.nodes = replay(rules, [v for n in graph.nodes[: graph.boundary] for v in n.outputs]).forward
-        self.length = len(self.nodes)
-        place = {index: i for i, index in enumerate(self.nodes)}
-        self.spans: list[tuple[int, int, int]] = []
-        live = np.zeros(self.length + 1, dtype=np.int64)
-        weight = np.zeros(self.length, dtype=np.int64)
-        for i, index in enumerate(self.nodes):
-            for value in graph.nodes[index].outputs:
-                nbytes = graph.values[value].nbytes
-                last = max((place[c] for c in graph.consumers[value] if c in place), default=i)
-                if last > i and value not in rules.kept:
-                    self.spans.append((i, last, value))
-                    live[i] += nbytes
-                    live[last] -= nbytes
-                weight[i] += nbytes
-        self.live = np.cumsum(live)
-        """By place in the forward pass: the bytes that it reads later."""
-        self.weight = np.cumsum(weight)
-
-    def cuts(self, count: int) -> list[int]:
-        """Returns about `count - 1` places with little live, which part the bytes evenly."""
-        total, found = int(self.weight[-1]) if self.length else 0, set()
-        for k in range(1, count):
-            low, high = (int(np.searchsorted(self.weight, total * (k + d) / count)) for d in (-0.34, 0.34))
-            window = self.live[low : max(high, low + 1)]
-            if len(window):
-                found.add(low + int(window.argmin()))
-        return sorted(found)
-
-    def saved(self, count: int) -> list[int]:
-        """Returns what `count` segments save."""
-        cuts = np.array(self.cuts(count), dtype=np.int64)
-        if not len(cuts):
-            return []
-        after = np.searchsorted(cuts, [first for first, _, _ in self.spans])
-        nearest = np.append(cuts, self.length)[after]
-        return [value for (_, last, value), cut in zip(self.spans, nearest, strict=True) if cut < last]
 
 
 def backward_orders(rules: Rules) -> list[Sequence[int]]:

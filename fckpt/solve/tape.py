@@ -8,7 +8,8 @@ computations are a matter of seconds.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import copy
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
@@ -47,29 +48,41 @@ class Tape:
         """By node: its moments, in order."""
         self.events: list[list[int]] = [[] for _ in graph.values]
         """By value: its events in order; makes only for values that are kept to the end, none for inputs."""
+        self.around = [(*n.outputs, *(v for v in n.inputs if v not in rules.kept)) for n in graph.nodes]
+        """By node: the values with events that it makes or reads."""
         for moment, index in enumerate(sequence):
             self.runs[index].append(moment)
-            for value in self.touched([index]):
+            for value in self.around[index]:
                 self.events[value].append(moment)
         self.own = [self._own(moment) for moment in range(count)]
         """By moment: what it holds besides values, temporaries and copies that are dropped."""
         self.saved = [self._saves(moment) for moment in range(count)]
         """By moment: what it does not hold, because it writes its output over an input."""
 
+    def copy(self) -> Tape:
+        """Returns a tape of its own, with the same moments."""
+        twin = copy.copy(self)
+        twin.node, twin.runs, twin.events = [*self.node], [*self.runs], [*self.events]
+        twin.own, twin.saved = [*self.own], [*self.saved]
+        twin.at, twin.place, twin.memory = self.at.copy(), self.place.copy(), self.memory.copy()
+        return twin
+
     def _saves(self, moment: int) -> int:
         index = self.node[moment]
         if index < 0:
             return 0
         node = self.rules.graph.nodes[index]
-        dies = any(v not in self.rules.kept and self._dies(v, moment) for v in node.overwrites)
+        position = int(self.place[moment])
+        dies = any(v not in self.rules.kept and not self.is_read_after(v, position) for v in node.overwrites)
         if not dies or (node.outputs[0] in self.rules.kept and self.runs[index][0] != moment):
             return 0
         return self.nbytes[node.outputs[0]]
 
-    def _dies(self, value: int, moment: int) -> bool:
+    def is_read_after(self, value: int, position: int) -> bool:
+        """Whether the copy of `value` that the computation at `position` makes or reads is read later."""
         events = self.events[value]
-        following = self.index(value, int(self.place[moment])) + 1
-        return following == len(events) or self.makes(events[following], value)
+        following = self.index(value, position) + 1
+        return following < len(events) and not self.makes(events[following], value)
 
     def _save(self, moments: Iterable[int]) -> None:
         """Takes up anew what `moments` save."""
@@ -86,12 +99,7 @@ class Tape:
 
     def touched(self, nodes: Iterable[int]) -> list[int]:
         """The values with events that `nodes` make or read, each once."""
-        found: dict[int, None] = {}
-        for index in nodes:
-            node = self.rules.graph.nodes[index]
-            found.update(dict.fromkeys(node.outputs))
-            found.update((v, None) for v in node.inputs if v not in self.rules.kept)
-        return list(found)
+        return list(dict.fromkeys(v for index in nodes for v in self.around[index]))
 
     def order(self) -> Order:
         """Returns the sequence."""
@@ -120,6 +128,11 @@ class Tape:
 
     def _came(self, value: int, position: int) -> bool:
         return position >= self.split or value not in self.rules.graph.cotangents
+
+    def end(self, value: int, position: int) -> int:
+        """Where the last copy of `value` before `position` is freed; -1 if there is none."""
+        i = self.index(value, position)
+        return int(self.place[self.events[value][i - 1]]) if i else -1
 
     def lives(self, value: int, low: int = 0, high: int | None = None) -> Iterator[tuple[int, int]]:
         """Yields the first and last positions at which copies of `value` are held.
@@ -189,7 +202,6 @@ class Tape:
         self.place = np.concatenate([self.place, np.arange(position, position + len(nodes))])
         self.at = np.insert(self.at, position, new)
         for fresh, index in zip(new, nodes, strict=True):
-            insort(self.runs[index], fresh, key=self.place.__getitem__)
             self._enter(fresh, index)
         self.own += [self._own(fresh) for fresh in new]
         self.saved += [0] * len(new)
@@ -200,8 +212,14 @@ class Tape:
         return new
 
     def _enter(self, moment: int, index: int) -> None:
-        for value in self.touched([index]):
-            insort(self.events[value], moment, key=self.place.__getitem__)
+        self.runs[index] = self._with(self.runs[index], moment)
+        for value in self.around[index]:
+            self.events[value] = self._with(self.events[value], moment)
+
+    def _with(self, moments: list[int], moment: int) -> list[int]:
+        # lists are replaced and not changed, because copies of the tape share them
+        i = bisect_left(moments, self.place[moment], key=self.place.__getitem__)
+        return [*moments[:i], moment, *moments[i:]]
 
     def remove(self, moment: int) -> list[int]:
         """Takes out `moment` and what then has no use; returns the nodes, in the order in which they went.
@@ -215,14 +233,14 @@ class Tape:
             index = self.node[moment]
             if index < 0:
                 continue
-            touched = self.touched([index])
+            touched = self.around[index]
             position = int(self.place[moment])
             ends = self._count(touched, -1, position, position)
             self.memory[position] -= self.own[moment]
             self.node[moment] = -1
-            self.runs[index].remove(moment)
+            self.runs[index] = [m for m in self.runs[index] if m != moment]
             for value in touched:
-                self.events[value].remove(moment)
+                self.events[value] = [m for m in self.events[value] if m != moment]
             ends += self._count(touched, +1, position, position)
             self._save({moment, *ends})
             gone.append((moment, index))
@@ -237,11 +255,10 @@ class Tape:
             gone: the moments and nodes that were taken out, `self.gone` after it.
         """
         for moment, index in reversed(gone):
-            touched = self.touched([index])
+            touched = self.around[index]
             position = int(self.place[moment])
             ends = self._count(touched, -1, position, position)
             self.node[moment] = index
-            insort(self.runs[index], moment, key=self.place.__getitem__)
             self._enter(moment, index)
             self.memory[position] += self.own[moment]
             ends += self._count(touched, +1, position, position)
@@ -270,9 +287,7 @@ class Tape:
                 if first:
                     return True
                 continue
-            events = self.events[value]
-            i = self.index(value, int(self.place[moment])) + 1
-            if i < len(events) and not self.makes(events[i], value):
+            if self.is_read_after(value, int(self.place[moment])):
                 return True
         return False
 

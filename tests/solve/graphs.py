@@ -8,6 +8,13 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from fckpt.graph import DECISIONS, Graph, Node, Value
+from fckpt.simulate import simulate
+from fckpt.solve.save_all import save_all
+
+
+def plain_nbytes(graph: Graph) -> int:
+    """The peak of the plan that saves everything."""
+    return simulate(graph, save_all(graph)).peak_nbytes
 
 
 @dataclass

@@ -1,0 +1,114 @@
+"""The graphs of the Checkmate and the Moccasin papers, for those who have their files.
+
+    git clone https://github.com/haoming-codes/moccasin
+    python -m benches.checkmate_graphs moccasin/data/*train_nx.json moccasin/data/random_layered*.json
+
+prints, for each file, the nodes, the edges, the peak of the plan that repeats nothing, and the most bytes that one
+node reads and makes. The files hold training steps of P. Jain et al., "Checkmate: breaking the memory wall with optimal
+tensor rematerialization", 2020, https://arxiv.org/abs/1910.02653 (exported by the authors of B. Bartan et al.,
+"Moccasin: efficient tensor rematerialization for neural networks", 2023, https://arxiv.org/abs/2304.14463), and
+random layered graphs of M. Gagrani et al., "Neural topological ordering for computation graphs", 2022,
+https://arxiv.org/abs/2207.05899, appendix A. They are not part of fckpt.
+
+What a file says, and what it becomes:
+
+* Node-link data of networkx. A node has a cost (`cost_cpu`, or `duration`), the bytes of its one result (`cost_ram`, or
+  `out_cost`), and is named by `id`, or by `name`. An edge reads `source` and `target`, or "0" and "1".
+* The order of the nodes is the graph's `order`, or that of the file, which must be topological.
+* A node makes one value. There are no temporaries, no parameters and no inputs: a node without predecessors reads
+  nothing. Costs stand for seconds; only their ratios mean something.
+* The backward pass begins with the first node that is marked `backward`. It reads a cotangent of no bytes, so that it
+  cannot run before. Results that nothing reads are gradients. The forward pass has no outputs: the papers let go of the
+  loss like of anything else.
+* A graph without such a mark is a forward pass alone, and what nothing reads are its outputs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fckpt.graph import Graph, Node, Value
+from fckpt.simulate import simulate
+from fckpt.solve.save_all import save_all
+from fckpt.units import format_bytes
+
+__all__ = ["load", "working_set"]
+
+
+def load(path: Path | str) -> Graph:
+    """Returns the graph that a file of the Moccasin repository holds.
+
+    Raises:
+        ValueError: the nodes are not in topological order, or marked `backward` without depending on the first such.
+    """
+    data: dict[str, Any] = json.loads(Path(path).read_text())
+    found = {_name(node): node for node in data["nodes"]}
+    order: list[int] = data["graph"].get("order") or list(found)
+    place = {name: i for i, name in enumerate(order)}
+    reads: list[list[int]] = [[] for _ in order]
+    for edge in data.get("links") or data["edges"]:
+        source, target = (place[edge[end]] for end in (("source", "target") if "source" in edge else ("0", "1")))
+        if source >= target:
+            raise ValueError(f"{path}: node {order[target]} comes before node {order[source]}, which it reads.")
+        reads[target].append(source)
+    return _graph([found[name] for name in order], reads, str(path))
+
+
+def _name(node: dict[str, Any]) -> int:
+    return node["id"] if "id" in node else node["name"]
+
+
+def _graph(found: Sequence[dict[str, Any]], reads: Sequence[list[int]], path: str) -> Graph:
+    count = len(found)
+    marked = [i for i, node in enumerate(found) if node.get("backward")]
+    boundary = marked[0] if marked else count
+    cotangents = (count,) if marked else ()
+    late = set(cotangents)
+    nodes: list[Node] = []
+    values: list[Value] = []
+    for i, node in enumerate(found):
+        inputs = (*dict.fromkeys(sorted(reads[i])), *(cotangents if i == boundary else ()))
+        backward = not late.isdisjoint(inputs)
+        if backward:
+            late.add(i)
+        seconds = float(node["cost_cpu"] if "cost_cpu" in node else node["duration"])
+        nbytes = int(node["cost_ram"] if "cost_ram" in node else node["out_cost"])
+        nodes.append(Node(i, str(node["name"]), inputs, (i,), backward=backward, seconds=seconds))
+        values.append(Value(i, nbytes, i, origin=str(node["name"])))
+    if not late.issuperset(marked):
+        raise ValueError(f"{path}: some nodes marked `backward` do not depend on the first of them, {marked[0]}.")
+    values += [Value(v, 0, None, origin="cotangent") for v in cotangents]
+    ends = tuple(sorted(set(range(count)).difference(*reads)))
+    outputs, gradients = ((), ends) if marked else (ends, ())
+    return Graph(tuple(nodes), tuple(values), (), cotangents, outputs, gradients, boundary)
+
+
+def working_set(graph: Graph) -> int:
+    """Returns the most bytes that one node reads, makes and uses: no budget below it can be met."""
+    return max(
+        node.temporary_nbytes
+        + sum(graph.values[v].nbytes for v in {*node.inputs, *node.outputs}.difference(graph.inputs))
+        for node in graph.nodes
+    )
+
+
+def main(paths: Sequence[str]) -> int:
+    """Prints what each file holds."""
+    for path in paths:
+        graph = load(path)
+        edges = sum(len(node.inputs) for node in graph.nodes) - len(graph.cotangents)
+        peak = simulate(graph, save_all(graph)).peak_nbytes
+        least = working_set(graph)
+        print(
+            f"{Path(path).name}: {len(graph.nodes)} nodes, {edges} edges, peak {format_bytes(peak)} ({peak} bytes), "
+            f"working set {format_bytes(least)}, {least / peak:.3f} of it"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,275 @@
+"""The seed's table: eighteen networks, what its checkpoints save and cost, and what `auto` makes of the same memory.
+
+    python -m benches.networks --planned --json benches/results/networks-planned.json      # nothing is run
+    python -m benches.networks --json benches/results/networks-cpu.json --check
+    python -m benches.networks --device cuda --json benches/results/networks-cuda.json --check
+    python -m benches.networks --tiny --networks resnet18 --points 2                       # seconds
+
+The networks are those of `vision.py`; a step is forward, cross-entropy and backward to all parameters. With `--planned`
+they have the batch and the images of the paper, lie on the meta device, and the times come from a GPU's data sheet
+(`--profile`). Otherwise the steps are run: on a GPU in those sizes, on a CPU in smaller ones. By network:
+
+plain     eager PyTorch.
+torch     `torch.utils.checkpoint` around each block; planned, its model: all inside a block is computed again.
+ogc       the checkpoints of Feng & Huang, which know no budget. Its memory is the budget of the following.
+rotor, knapsack, ...   other solvers (`--solvers`).
+auto      in the same memory; in half of it; and in the least memory in which it takes no longer than ogc.
+
+Plans run in turn with the plain step (see `timing.py`)
+and are compared with it bitwise. The curve of `auto` is in the JSON.
+
+Memory is the seed's figure: the peak above weights and gradients of a step that finds the gradients of the step before
+and adds to them, as autograd does one by one. Plans are made for that count (`contenders.accumulating`), and the
+allocator confirms it for plain and torch. A plan of fckpt returns all gradients at once, and is run after `zero_grad`
+has dropped the old ones: `step MiB` is the peak of that, above the weights, by the allocator where it was run. It is at
+most the seed's figure and the gradients together. The published figures contain the batch and the batch's gradient
+besides, which a training step does not have.
+
+With `--check` the exit code is 1 if a peak exceeds its budget or is not as predicted, a gradient differs by one bit, or
+`auto` misses a target: in ogc's memory at most half of its overhead, and with its overhead at most 0.75 of its memory.
+A target counts as reached where it is proven to be out of reach and `auto` is within 5% of what is proven.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from rich.console import Console
+from torch import nn
+
+import fckpt
+from benches.contenders import Contender, Point, Report, curve_of, plan_all, prepare, targets_of
+from benches.models import TorchCheckpoint
+from benches.promise import buffers_of, different, off, outcome_of, step_of, unequal
+from benches.script import conclude, described, each_network, in_mib, network_parser, opening, rounds_of, table_of
+from benches.task import Task
+from benches.timing import alternate, mib, paired_ratio, set_up, spread
+from benches.vision import NETWORKS
+from fckpt import solve
+from fckpt.cost import Analytic, CostSource, Measured, profile_of, profiles
+from fckpt.memory import measure_peak
+from fckpt.plans import Plan
+
+__all__ = ["Settings", "examine", "run_all"]
+
+OTHERS = ("rotor", "knapsack")
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+def run_all(task: Task, contenders: Sequence[Contender], rounds: int, device: torch.device) -> None:
+    """Measures peaks and times, and compares with the plain step."""
+    task.loss.zero_grad(set_to_none=True)
+    step_of(task.loss, task)()  # by then every library has allocated what it keeps for good
+    buffers = buffers_of(task.loss)
+    plain = outcome_of(task.loss, task, buffers)
+    steps: dict[str, Callable[[], object]] = {}
+    for point, plan in contenders:
+        if point.predicted_bytes is None:
+            continue
+        module = _module(task, point, plan)
+        found = unequal(plain, outcome_of(module, task, buffers))
+        # PyTorch's checkpoint updates statistics a second time.
+        point.unequal = [what for what in found if point.solver != "torch" or not what.startswith("buffer")]
+        point.measured_step_bytes = measure_peak(step_of(module, task), device).peak_bytes
+        if plan is None:
+            point.measured_bytes = _measured_as_the_seed(module, task, device)
+        steps[point.title] = step_of(module, task)
+    seconds = alternate(steps, rounds=rounds, device=device)
+    for point, _ in contenders:
+        if point.title in seconds:
+            point.time_ratio = paired_ratio(seconds, point.title, "plain")
+            point.step_seconds = spread(seconds[point.title])
+
+
+def _module(task: Task, point: Point, plan: Plan | None) -> nn.Module:
+    """Returns a module like `task.loss` which shares its parameters."""
+    if plan is not None:
+        return fckpt.remat(task.loss, plan=plan)
+    if point.solver == "plain":
+        return task.loss
+    return task.in_blocks(TorchCheckpoint)
+
+
+def _measured_as_the_seed(module: nn.Module, task: Task, device: torch.device) -> int:
+    """The peak of a step that adds to the gradients of the last one."""
+
+    def step() -> None:
+        module(task.inputs, task.labels).backward()
+
+    step()
+    peak = measure_peak(step, device).peak_bytes
+    module.zero_grad(set_to_none=True)
+    return peak
+
+
+# ---- one network ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line says."""
+
+    size: str
+    device: torch.device
+    costs: CostSource
+    measured: bool
+    ours: str
+    solvers: Sequence[str]
+    points: int
+    rounds: int
+
+
+def examine(settings: Settings, name: str, advance: Callable[[str], object]) -> Report:
+    """Plans one network in every way, and runs it."""
+    network = NETWORKS[name]
+    task = network.task(settings.size, settings.device)
+    published = network.published
+    figures = {**published._asdict(), "cut": published.cut, "overhead": published.overhead}
+    report = Report(name, task.name, task.what, figures)
+    try:
+        _examine(task, report, settings, advance)
+    except Exception as error:  # the next network may do
+        report.complaints.append(described(error))
+    return report
+
+
+def _examine(task: Task, report: Report, settings: Settings, advance: Callable[[str], object]) -> None:
+    advance("trace and price")
+    start = time.perf_counter()
+    planned = prepare(task, settings.costs, settings.ours)
+    report.trace_seconds = time.perf_counter() - start
+    report.nodes = len(planned.graph.nodes)
+    report.gradient_bytes = sum(p.nbytes for p in task.loss.parameters() if p.requires_grad)
+    report.predicted_seconds = planned.graph.seconds
+    contenders = plan_all(planned, report, settings.solvers, advance)
+    report.points = [point for point, _ in contenders]
+    if settings.points > 1:
+        advance("curve")
+        most = report.points[0].predicted_bytes
+        assert report.least_bytes is not None
+        assert most is not None
+        report.curve = curve_of(planned, report.least_bytes, most, settings.points)
+    if settings.measured:
+        advance("run")
+        run_all(task, contenders, settings.rounds, settings.device)
+        for point in report.points:
+            _judge(point, report.gradient_bytes)
+    report.targets = targets_of(planned, report)
+
+
+def _judge(point: Point, gradient_bytes: int) -> None:
+    # Of torch's checkpoint there is only a model.
+    if point.solver != "torch":
+        step = (point.predicted_step_bytes, point.measured_step_bytes)
+        for predicted, measured in ((point.predicted_bytes, point.measured_bytes), step):
+            if predicted is not None and measured is not None and (wrong := off(predicted, measured)):
+                point.complaints.append(wrong)
+    if point.budget_bytes is not None and point.measured_step_bytes is not None:
+        over = point.measured_step_bytes - gradient_bytes - point.budget_bytes
+        if over > 0:
+            point.complaints.append(f"peaks {over:,} bytes above its budget")
+    if point.unequal:
+        point.complaints.append(different(point.unequal))
+
+
+# ---- the script ----------------------------------------------------------------------------------
+
+
+def show(report: Report, console: Console) -> None:
+    """Prints one network's table, and what is wrong with it."""
+    console.print(f"[bold]{report.title}[/]: {report.what}; {report.nodes} operations", highlight=False)
+    columns = ("MiB", "cut", "extra", "bound", "time", "step MiB", "same")
+    table = table_of("contender", *columns, left=["contender"])
+    for point in report.points:
+        table.add_row(*_cells(point, report), style="bold red" if point.complaints else None)
+    console.print(table)
+    published = report.published
+    console.print(
+        f"published: {published['plain_megabytes']} MB, ogc {published['ogc_megabytes']} MB (-{published['cut']:.0%}) "
+        f"for {published['overhead']:.0%} more time; gradients {mib(report.gradient_bytes)}"
+        + (f"; least {mib(report.least_bytes)}" if report.least_bytes else "")
+        + (f", proven {mib(report.floor_bytes)}" if report.floor_bytes else ""),
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for name, target in report.targets.items():
+        console.print(f"{name}: {target}", style="dim", highlight=False)
+
+
+def _cells(point: Point, report: Report) -> list[str]:
+    if point.bytes is None:
+        return [point.title, f"least {in_mib(point.least_bytes or 0)}", *[""] * 6]
+    measured = point.measured_step_bytes is not None
+    step_bytes = point.measured_step_bytes if measured else point.predicted_step_bytes
+    return [
+        point.title,
+        in_mib(point.bytes),
+        f"{1 - point.bytes / (report.points[0].bytes or 1):.0%}",
+        f"{point.predicted_overhead:.3f}",
+        "" if point.lower_bound is None else f"{point.lower_bound:.3f}",
+        str(point.time_ratio or ""),
+        in_mib(step_bytes or 0),
+        ("NO" if point.unequal else "yes") if measured else "",
+    ]
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = network_parser("networks", __doc__, "exit 1 if a promise is broken or a target missed", NETWORKS)
+    parser.add_argument("--planned", action="store_true", help="the paper's sizes on the meta device; nothing is run")
+    parser.add_argument("--profile", default="H100", choices=[name for name in profiles if name != "cpu"])
+    parser.add_argument(
+        "--solvers",
+        nargs="*",
+        choices=solve.names(),
+        metavar="NAME",
+        default=OTHERS,
+        help=f"the others; default: {', '.join(OTHERS)}",
+    )
+    parser.add_argument("--solver", choices=solve.names(), default="auto", help="the one to compare; default: auto")
+    parser.add_argument("--points", type=int, default=8, metavar="N", help="of auto's curve; 0 for none")
+    return parser.parse_args(arguments)
+
+
+def settings_of(parsed: argparse.Namespace) -> Settings:
+    """Returns what the command line says."""
+    device = torch.device("meta") if parsed.planned else set_up(parsed.device)
+    costs: CostSource = Analytic(profile_of(parsed.profile)) if parsed.planned else Measured(cache=False)
+    size = "tiny" if parsed.tiny else "cpu" if device.type == "cpu" else "paper"
+    return Settings(
+        size, device, costs, not parsed.planned, parsed.solver, parsed.solvers, parsed.points, rounds_of(parsed)
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
+    parsed = parse(arguments)
+    settings = settings_of(parsed)
+    console, document = opening("networks", arguments, settings.device)
+    options = {"size": settings.size, "solver": parsed.solver, "solvers": list(parsed.solvers), "points": parsed.points}
+    options |= {"profile": parsed.profile} if parsed.planned else {"rounds": settings.rounds}
+    document["options"] = options
+    count = len(parsed.solvers) + 4 + (parsed.points > 1) + settings.measured  # see `plan_all` for the four
+    try_to = partial(examine, settings)
+    reports = each_network(parsed, document, NETWORKS, count, try_to, show, console)
+    console.print(
+        "MiB: peak above weights and gradients, as the seed counts. Cut: of the plain one. Extra: predicted time of "
+        "repetitions, to the plain time. Bound: no plan has less, as far as is proven. Time: to the plain step, the "
+        "median of quotients within a round, and their interquartile range. Step MiB: peak above the weights, of a "
+        "step that begins without gradients (measured if it was run). Same: bitwise.",
+        style="dim",
+    )
+    return conclude(parsed, reports, console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""The knapsacks of `torch.compile` as contestants of the arena: torch's own functions, on our graphs.
+
+`torch._functorch._activation_checkpointing.knapsack` (seen in torch 2.13) chooses what to save for a budget that is a
+fraction of the saved bytes, `activation_memory_budget`. What that makes of the peak a user finds out by trying, and so
+it is here: a row of fractions, and the fastest of the plans whose simulated peak fits. Runtimes are the seconds of the
+graph, where torch takes FLOPs unless told otherwise. What the knapsack does not save is computed again lazily from what
+there is (`fckpt.solve.base.replay`); torch instead cuts its graph once more, and may save something cheaper on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch._functorch._activation_checkpointing import knapsack as torchs
+
+from fckpt.graph import Graph
+from fckpt.schedule import Schedule
+from fckpt.solve.base import Rules, fastest, replay
+from fckpt.solve.knapsack import choices
+
+__all__ = ["torch_dp", "torch_greedy", "torch_ilp"]
+
+FRACTIONS = 20
+"""How many steps from nothing to all of the saved bytes."""
+
+Knapsack = Callable[[list[float], list[float], float], tuple[float, list[int], list[int]]]
+
+
+def torch_dp(graph: Graph, budget: int | None = None) -> Schedule:
+    """Returns the fastest plan that fits of those with torch's default, dynamic programming over rounded weights."""
+    return _fastest(graph, budget, torchs.dp_knapsack, "torch_dp")
+
+
+def torch_greedy(graph: Graph, budget: int | None = None) -> Schedule:
+    """Returns the fastest plan that fits of those that take values by their seconds per byte."""
+    return _fastest(graph, budget, torchs.greedy_knapsack, "torch_greedy")
+
+
+def torch_ilp(graph: Graph, budget: int | None = None) -> Schedule:
+    """Returns the fastest plan that fits of those from an integer program."""
+    return _fastest(graph, budget, torchs.ilp_knapsack, "torch_ilp")
+
+
+def _fastest(graph: Graph, budget: int | None, knapsack: Knapsack, name: str) -> Schedule:
+    rules = Rules(graph)
+    items = [v for v in choices(rules) if graph.values[v].nbytes]
+    total = sum(graph.values[v].nbytes for v in items) or 1
+    weights = [graph.values[v].nbytes / total for v in items]
+    runtimes = [rules.seconds[graph.values[v].producer or 0] for v in items]
+    plans = []
+    for step in range(FRACTIONS + 1 if budget is not None else 1):
+        _, saved, _ = knapsack(weights, runtimes, 1 - step / FRACTIONS) if items else (0, [], [])
+        plans.append(replay(rules, [items[i] for i in saved]))
+    return fastest(rules, plans, budget, name)

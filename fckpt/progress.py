@@ -1,0 +1,47 @@
+"""A line on stderr that says how far long work is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from fckpt.units import format_seconds
+
+__all__ = ["Line"]
+
+
+class Line:
+    """Appears after a while, on terminals only, and goes with the block that it is for."""
+
+    def __init__(self, enabled: bool = True):
+        self.enabled = enabled and sys.stderr.isatty()
+        self.start = self.last = time.perf_counter()
+        self.shown = False
+
+    def __enter__(self) -> Line:
+        return self
+
+    def update(self, done: int, total: int, text: str) -> None:
+        """Says how much is done, if there is news.
+
+        Args:
+            done: how much, at least 1.
+            total: of how much.
+            text: what is done, with two `{}` for the two numbers.
+        """
+        now = time.perf_counter()
+        left = (now - self.start) * (total - done) / done
+        if not self.enabled or now - self.last < 0.2 or not (self.shown or left > 1.0):
+            return
+        self.last, self.shown = now, True
+        line = f"fckpt: {text.format(done, total)}, {format_seconds(left)} left"
+        sys.stderr.write(f"\r{line:<78}")
+        sys.stderr.flush()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.shown:
+            sys.stderr.write(f"\r{'':<78}\r")
+            sys.stderr.flush()

@@ -1,0 +1,147 @@
+"""The arena: its graphs, its processes, and what it says of who is better."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benches import contest, solvers
+from benches.contest import LEAST, Cell
+from benches.graphs import checksum, frozen, layered, read, traced, write
+from benches.solvers import Round
+from benches.torch_knapsack import torch_dp, torch_greedy, torch_ilp
+from fckpt import solve
+from fckpt.errors import BudgetError
+from fckpt.graph import Graph
+from fckpt.simulate import simulate
+from fckpt.solve.base import Rules
+
+
+def peak_of_all(graph: Graph) -> int:
+    return simulate(graph, solve.get("save_all")(graph, None)).peak_nbytes
+
+
+def test_random_graphs_are_the_same_each_time_and_layered():
+    graph = layered(60)
+    assert checksum(graph) == checksum(layered(60)) != checksum(layered(60, seed=1))
+    assert graph.boundary == 60 and len(graph.gradients) >= 1
+    assert all(graph.nodes[i].inputs or i == 0 for i in range(60))  # one source
+    assert all(graph.consumers[v] for v in range(59)) and graph.outputs == (59,)  # one sink
+    assert len(Rules(graph).backward) == len(graph.nodes) - 60
+
+
+def test_networks_are_traced_without_memory_and_frozen(tmp_path: Path):
+    graph = traced("unet")
+    assert peak_of_all(graph.plain) > 2**31  # eight images of 256 x 256
+    assert graph.seconds > 0 and all(n.seconds > 0 for n in graph.nodes)
+    write(graph, tmp_path / "unet.json.gz")
+    assert checksum(read(tmp_path / "unet.json.gz")) == checksum(graph)
+    assert frozen("unet", tmp_path) == graph
+    assert frozen("layered100", tmp_path) == frozen("layered100", tmp_path) == layered(100)
+
+
+@pytest.mark.parametrize("knapsack", [torch_dp, torch_greedy, torch_ilp])
+def test_torchs_knapsacks_fit_or_say_what_would(knapsack: solve.Solver):
+    graph = layered(40)
+    plain = peak_of_all(graph)
+    with pytest.raises(BudgetError) as error:
+        knapsack(graph, plain // 10)
+    for budget in (error.value.least_bytes, (error.value.least_bytes + plain) // 2):
+        assert simulate(graph, knapsack(graph, budget)).peak_nbytes <= budget
+    assert simulate(graph, knapsack(graph, None)).recomputed_nodes == 0
+
+
+def slow(budget: float, graph: Graph, nbytes: int) -> int:
+    if budget == 0.5:
+        time.sleep(60)
+    return nbytes
+
+
+def test_a_process_that_takes_too_long_is_ended_and_the_next_budget_asked():
+    start = time.perf_counter()
+    found = dict(contest.answers(slow, layered(10), {0.9: 9, 0.5: 5, 0.1: 1}, 0.5))
+    assert found == {0.9: 9, 0.5: None, 0.1: 1}
+    assert time.perf_counter() - start < 50
+
+
+def test_what_becomes_of_a_solver():
+    graph = layered(30)
+    plain = peak_of_all(graph)
+    cell = contest.solved("greedy", solve.get("greedy"), 0.9, graph, int(0.9 * plain))
+    assert cell.outcome == "fits" and cell.peak_bytes is not None and cell.peak_bytes <= 0.9 * plain
+    cell = contest.solved("save_all", solve.get("save_all"), 0.9, graph, int(0.9 * plain))
+    assert (cell.outcome, cell.least_bytes) == ("over", plain)
+    cell = contest.solved("save_all", solve.get("save_all"), LEAST, graph, 0)
+    assert (cell.outcome, cell.peak_bytes, cell.overhead) == ("fits", plain, 0.0)
+    assert contest.solved("brute", solve.get("brute"), 0.9, graph, plain).outcome == "refused"
+    assert contest.solved("none", partial(divmod, 0), 0.9, graph, plain).outcome == "failed"  # type: ignore[arg-type]
+
+
+def plan(solver: str, budget: float, overhead: float, seconds: float = 1.0, peak: int = 50) -> Cell:
+    return Cell(solver, budget, "fits", seconds, overhead, 10 * (1 + overhead), peak)
+
+
+def made_up(*cells: Cell, bound: float | None = 10.0, nodes: int = 100) -> Round:
+    budgets = dict.fromkeys((c.budget for c in cells if c.budget != LEAST), bound)
+    return Round("g", "abc", nodes, 100, 10.0, 20, budgets, list(cells))
+
+
+def test_losses_are_shown():
+    over = Cell("auto", 0.3, "over", least_bytes=40)
+    assert solvers.losses([made_up(plan("auto", 0.3, 0.1), plan("dtr", 0.3, 0.1))]) == []
+    assert solvers.losses([made_up(plan("auto", 0.3, 0.1), plan("dtr", 0.3, 0.09))]) == [
+        "g at 30.0%: dtr +9.000%, auto +10.000%"
+    ]
+    assert solvers.losses([made_up(over, plan("dtr", 0.3, 0.2))]) == [
+        "g at 30.0%: dtr +20.000%, auto has no plan (over)"
+    ]
+    assert solvers.losses([made_up(plan("auto", LEAST, 0.5, peak=40), plan("dtr", LEAST, 0.9, peak=30))]) == [
+        "g: dtr goes down to 30.00%, auto to 40.00%"
+    ]
+
+
+def test_targets():
+    assert solvers.missed([made_up(plan("auto", 0.3, 0.0009), plan("auto", 0.2, 0.029), plan("auto", 0.1, 9.0))]) == []
+    assert solvers.missed([made_up(plan("auto", 0.3, 0.0011))]) == ["g at 30.0%: gap of 0.11%, 0.1% at most"]
+    assert solvers.missed([made_up(plan("auto", 0.2, 0.031))]) == ["g at 20.0%: gap of 3.10%, 3.0% at most"]
+    assert solvers.missed([made_up(plan("auto", 0.3, 0.2), bound=None)]) == []  # nothing is proven
+    late = [made_up(plan("auto", 0.8, 0.0, 11.0)), made_up(plan("auto", 0.8, 0.0, 11.0), nodes=2001)]
+    assert solvers.missed(late) == ["g at 80.0%: 11.0 s for 100 operations, 10 s at most"]
+    assert solvers.missed([made_up(plan("dtr", 0.8, 0.1), bound=11.5)]) == [
+        "g at 80.0%: dtr is 5.00% below what is proven"
+    ]
+    checkmate = Round("ResNet50", "abc", 353, 100, 10.0, 20, {0.549: None}, [plan("auto", 0.549, 0.0130)])
+    assert solvers.missed([checkmate]) == ["ResNet50 at 54.9%: +1.300%, +1.223% at most"]
+
+
+def test_standings():
+    rounds = [made_up(plan("auto", 0.3, 0.0), plan("dtr", 0.3, 0.2)), made_up(plan("auto", 0.3, 0.5))]
+    rounds[1].cells.append(Cell("dtr", 0.3, "over", 3.0, least_bytes=70))
+    auto, dtr = solvers.standings(rounds)
+    assert (auto.asked, auto.feasible, auto.faster) == (2, 1.0, 0)
+    assert (dtr.asked, dtr.feasible, dtr.faster) == (2, 0.5, 0)
+    assert dtr.slower is not None and math.isclose(dtr.slower, 0.2)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write(layered(16), tmp_path / "small.json.gz")
+    out = tmp_path / "out.json"
+    arguments = ["--files", str(tmp_path / "small.json.gz"), "--solvers", "save_all", "--json", str(out)]
+    with pytest.raises(SystemExit):
+        solvers.main(arguments)  # does not look for plans
+    capsys.readouterr()
+    arguments[3] = "knapsack"
+    assert solvers.main([*arguments, "--budgets", "0.9", "0.7", "--seconds", "30"]) == 0
+    document = json.loads(out.read_text())
+    (found,) = document["graphs"]
+    assert found["checksum"] == checksum(layered(16)) and set(found["bounds"]) == {"0.9", "0.7"}
+    assert {(c["solver"], c["budget"]) for c in found["cells"]} == {
+        (solver, budget) for solver in ("auto", "knapsack") for budget in (0.9, 0.7, LEAST)
+    }
+    text = capsys.readouterr().out
+    assert "small" in text and "gap of auto" in text and "auto is worse: " in text
