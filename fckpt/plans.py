@@ -80,12 +80,13 @@ class Plan:
     def lower_bound(self) -> float:
         """A proven lower bound on the overhead of every plan within the budget, in any order."""
         rest = self.timeline.seconds - self.timeline.recomputed_seconds
-        return max(0.0, self.bound.seconds / rest - 1) if rest else 0.0
+        least = max(0.0, self.bound.seconds / rest - 1) if rest else 0.0
+        return self.overhead if abs(self.overhead - least) <= PROVEN else least
 
     @property
     def gap(self) -> float:
         """By how much the overhead may be above the least that is possible; 0 only if that is proven."""
-        return self.overhead - self.lower_bound if self.overhead - self.lower_bound > PROVEN else 0.0
+        return self.overhead - self.lower_bound
 
     @functools.cached_property
     def least_peak_bytes(self) -> int:

@@ -1,0 +1,134 @@
+"""The default solver: never worse than what it starts from, repeatable, and stopped at any time."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+
+import pytest
+from graphs import chain, graphs, network
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fckpt import solve
+from fckpt.errors import BudgetError
+from fckpt.graph import Graph
+from fckpt.simulate import simulate
+from fckpt.solve.base import Rules, peak_of, seconds_of
+from fckpt.solve.bounds import least_peak, lower_bound
+from fckpt.solve.search import Search
+from fckpt.solve.seeds import segmented
+
+OTHERS = [n for n in solve.names() if n not in ("auto", "brute", "checkmate_lp", "moccasin", "moccasin3", "moments")]
+NETWORKS = {
+    "transformer": network(6),
+    "dense": network(8, dense=4),
+    "unet": network(8, skips=True, shrink=0.7),
+    "chain": chain(12),
+}
+
+
+def peak(graph: Graph) -> int:
+    return simulate(graph, solve.get("save_all")(graph, None)).peak_nbytes
+
+
+def seconds(name: str, graph: Graph, budget: int) -> float:
+    try:
+        timeline = simulate(graph, solve.get(name)(graph, budget))
+    except BudgetError:
+        return float("inf")
+    return timeline.seconds if timeline.peak_nbytes <= budget else float("inf")
+
+
+@pytest.mark.parametrize("fraction", [0.7, 0.5, 0.35])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_other_solver_is_faster(name: str, fraction: float):
+    graph = NETWORKS[name]
+    budget = int(fraction * peak(graph))
+    mine = seconds("auto", graph, budget)
+    bound = lower_bound(graph, budget).seconds
+    assert bound <= mine * (1 + 1e-9)
+    for other in OTHERS:
+        if other != "checkmate" or len(graph.nodes) <= 40:
+            assert mine <= seconds(other, graph, budget) + 1e-4 * graph.seconds, other
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(graph=graphs(most=3), fraction=st.floats(0.0, 0.9))
+def test_the_optimum_lies_between_the_bound_and_the_plan(graph: Graph, fraction: float):
+    if len(graph.nodes) > 8 or not graph.seconds:
+        return
+    try:
+        solve.get("brute")(graph, -1)
+    except BudgetError as error:
+        least = error.least_bytes
+    budget = int(least + fraction * (peak(graph) - least))
+    best, mine = seconds("brute", graph, budget), seconds("auto", graph, budget)
+    assert lower_bound(graph, budget).seconds <= best * (1 + 1e-9) <= mine * (1 + 1e-9) + 1e-9
+    assert least_peak(graph) <= least
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_same_limit_and_seed_find_the_same_plan_and_a_longer_search_none_that_is_worse(name: str):
+    graph = NETWORKS[name]
+    budget = int(0.35 * peak(graph))
+    short = solve.auto(graph, budget, time_limit=0.3, seed=1)
+    assert solve.auto(graph, budget, time_limit=0.3, seed=1) == short
+    longer = solve.auto(graph, budget, time_limit=0.8, seed=1)
+    assert simulate(graph, longer).seconds <= simulate(graph, short).seconds
+
+
+def test_an_interrupt_leaves_the_best_plan_so_far():
+    graph = NETWORKS["unet"]
+    budget = int(0.35 * peak(graph))
+    seen: list[tuple[int, int]] = []
+
+    def interrupting(done: int, total: int) -> None:
+        seen.append((done, total))
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.warns(UserWarning, match="interrupted while it looked for a plan, and takes the best"):
+        schedule = solve.auto(graph, budget, watch=interrupting)
+    assert simulate(graph, schedule).peak_nbytes <= budget
+    assert all(before < after for (before, _), (after, _) in itertools.pairwise(seen))
+    assert simulate(graph, schedule).seconds >= simulate(graph, solve.auto(graph, budget)).seconds
+
+
+def test_an_interrupt_before_anything_is_found_is_an_interrupt(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_: object):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("fckpt.solve.auto"), "chains", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        solve.auto(NETWORKS["unet"], int(0.35 * peak(NETWORKS["unet"])))
+
+
+def test_the_error_says_what_no_plan_can_do():
+    graph = NETWORKS["transformer"]
+    with pytest.raises(
+        BudgetError, match=rf"No plan at all needs less than .* \({least_peak(graph)} bytes\)"
+    ) as caught:
+        solve.auto(graph, 1)
+    assert least_peak(graph) <= caught.value.least_bytes
+
+
+def test_a_search_only_improves():
+    rules = Rules(NETWORKS["unet"])
+    budget = int(0.5 * peak(rules.graph))
+    starts = [o for o in segmented(rules) if peak_of(rules, o) <= budget]
+    search = Search(rules, starts[:1], budget)
+    search.run(2000, 0.0)
+    times = [seconds_of(rules, order) for order in search.found]
+    assert len(times) > 3 and times == sorted(times, reverse=True)
+
+
+def test_what_a_policy_obliges_is_in_the_bound_and_in_the_plan():
+    graph = NETWORKS["transformer"]
+    matmuls = {v for node in graph.nodes[: graph.boundary] if node.op == "matmul" for v in node.outputs}
+    values = tuple(dataclasses.replace(v, decision="must_recompute" if v.id in matmuls else "") for v in graph.values)
+    ordered = dataclasses.replace(graph, values=values)
+    budget = int(0.5 * peak(graph))
+    assert seconds("auto", ordered, budget) >= lower_bound(ordered, budget).seconds * (1 - 1e-9)
+    assert lower_bound(ordered, budget).seconds > lower_bound(graph, budget).seconds
