@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -121,7 +121,7 @@ def described(error: Exception) -> str:
 
 
 class _Report(Protocol):
-    __dataclass_fields__: Any
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def everything_wrong(self) -> Iterator[str]: ...
 

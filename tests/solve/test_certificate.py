@@ -57,9 +57,9 @@ def against_brute(seed: int, most: int, fractions: tuple[float, ...]) -> Iterato
         yield seconds, bound, given
 
 
-@pytest.mark.parametrize("batch", range(8))
+@pytest.mark.parametrize("batch", range(3))
 def test_never_above_the_optimum(batch: int):
-    found = [entry for k in range(15) for entry in against_brute(5000 * batch + k, 8, (0.0, 0.3, 0.6))]
+    found = [entry for k in range(50) for entry in against_brute(5000 * batch + k, 8, (0.0, 0.3, 0.6))]
     assert sum(isclose(bound.seconds, seconds) for seconds, bound, _ in found) > 0.9 * len(found)
     assert sum(isclose(given, seconds) for seconds, _, given in found) > 0.9 * len(found)
 

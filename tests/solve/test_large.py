@@ -80,7 +80,7 @@ def test_networks(graph, fraction: float, most: float):
     budget = int(fraction * simulate(graph, solve.get("save_all")(graph, None)).peak_nbytes)
     best = overhead("auto", graph, budget)
     assert best <= most
-    assert best <= overhead("greedy", graph, budget)
+    assert best <= overhead("greedy", graph, budget) + 1e-9  # sums in another order
 
 
 def test_the_least_does_not_depend_on_the_budget():
