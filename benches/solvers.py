@@ -37,7 +37,8 @@ from fckpt import solve
 from fckpt.errors import FckptError
 from fckpt.graph import Graph
 from fckpt.simulate import simulate
-from fckpt.solve.bounds import least_peak, lower_bound
+from fckpt.solve.bounds import least_peak
+from fckpt.solve.certificate import tighter
 from fckpt.solve.save_all import save_all
 from fckpt.units import format_bytes, format_seconds
 
@@ -119,7 +120,7 @@ def contest(
 
 
 def _proven(budget: float, graph: Graph, nbytes: int) -> float:
-    return lower_bound(graph, nbytes).seconds
+    return tighter(graph, nbytes).seconds
 
 
 def load(path: Path) -> Graph:

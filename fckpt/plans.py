@@ -20,7 +20,8 @@ from fckpt.report.table import Residual, residuals
 from fckpt.report.timeline import memory_svg
 from fckpt.schedule import Schedule
 from fckpt.simulate import Timeline, simulate
-from fckpt.solve.bounds import Bound, least_peak, lower_bound
+from fckpt.solve.bounds import Bound, least_peak
+from fckpt.solve.certificate import QUICK, tighter
 from fckpt.units import parse_bytes
 
 __all__ = ["Plan", "check_budget", "make_plan"]
@@ -72,9 +73,9 @@ class Plan:
 
     @functools.cached_property
     def bound(self) -> Bound:
-        """What no plan within the same budget can beat; takes from milliseconds to some seconds, once."""
+        """What no plan within the same budget can beat; takes from milliseconds to two seconds, once."""
         budget = self.peak_bytes if self.budget_bytes is None else self.budget_bytes
-        return lower_bound(self.graph, max(budget, self.peak_bytes))
+        return tighter(self.graph, max(budget, self.peak_bytes), rows=QUICK)
 
     @property
     def lower_bound(self) -> float:

@@ -7,9 +7,9 @@
 3. Those that are fast or lie near the budget are repaired and pruned until they fit (`repair`).
 4. Local search from the best of them, and from the next when that comes to nothing (`search`).
 
-It stops at a plan that `bounds` proves to be within `GOOD_ENOUGH` of the optimum. No optimum is promised otherwise: the
-certificate says how far it may be. The least budget is the least peak over all starts, and repairs of the smallest with
-ever lower budgets; it does not depend on the budget asked.
+It stops at a plan that `certificate` proves to be within `GOOD_ENOUGH` of the optimum. No optimum is promised
+otherwise: the certificate says how far it may be. The least budget is the least peak over all starts, and repairs of
+the smallest with ever lower budgets; it does not depend on the budget asked.
 
 Complexity: the starts take near-linear time in the size of the graph, and small integer programs. The search is given a
 number of moves, not seconds, so that a plan depends on the graph, its times, the budget, the limit and the seed alone.
@@ -24,7 +24,8 @@ from fckpt.errors import users_stacklevel
 from fckpt.graph import Graph
 from fckpt.schedule import Schedule, schedule_of
 from fckpt.solve.base import Order, Rules, over_budget, peak_of, seconds_of
-from fckpt.solve.bounds import least_peak, lower_bound
+from fckpt.solve.bounds import least_peak
+from fckpt.solve.certificate import QUICK, tighter
 from fckpt.solve.chen import seeds as segments
 from fckpt.solve.greedy import fit, lowered
 from fckpt.solve.min_cut import PRICES, cheapest
@@ -99,7 +100,7 @@ def auto(
         found = search.found
         seconds = len(graph.nodes) / HEAD_START
         left = (min(LONGEST, len(graph.nodes) / USUAL) if time_limit is None else time_limit) - seconds
-        enough = lower_bound(graph, budget).seconds + GOOD_ENOUGH * graph.seconds
+        enough = tighter(graph, budget, rows=QUICK).seconds + GOOD_ENOUGH * graph.seconds
         search.run(max(0, round(PACE * left)), enough, watch)
     except KeyboardInterrupt:
         if not found:

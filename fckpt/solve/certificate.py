@@ -47,10 +47,12 @@ from fckpt.solve.base import Order, profile_of
 from fckpt.solve.bounds import UNIT, Bound, Moment, Problem, proven, single
 from fckpt.solve.moments import Retention, lazily
 
-__all__ = ["tighter"]
+__all__ = ["QUICK", "tighter"]
 
 ROWS = 11_000
-"""The most rows of all programs together."""
+"""The most rows of all programs together: some seconds."""
+QUICK = 3_000
+"""The same for every plan: a second."""
 ROUNDS = 8
 """The most programs."""
 BRANCHES = 20

@@ -48,7 +48,7 @@ LARGE = 100_000
 """The most columns of any program: some 200 nodes. A relaxation takes a second with 12,000, and 40 with 77,000."""
 GAP = 1e-4
 """How far from the optimum, as a part of the repetitions' time, the integer program may stop."""
-NODES = 500
+NODES = 2000
 """The most nodes of its search tree."""
 TOLERANCE = 1e-5
 """What the budget is lowered by, where the integer program overstepped it within HiGHS's tolerance."""

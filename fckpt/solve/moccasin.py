@@ -47,8 +47,8 @@ LARGEST = 400
 """The most nodes: beyond, CP-SAT finds nothing in minutes."""
 EFFORT = 30.0
 """CP-SAT's deterministic time per phase, two to four seconds each."""
-WORKERS = 2
-"""How many ways to search it has. One does not find plans of 100 nodes that two find."""
+FEW = 80
+"""Up to so many nodes CP-SAT has one way to search, which is faster; with more it has two, and finds plans at all."""
 PRICE = 10**6
 """What the dearest node costs, in the program's whole numbers."""
 
@@ -279,8 +279,9 @@ class _Program:
     def _solve(self) -> Order | None:
         self.solver = self.library.CpSolver()
         parameters = self.solver.parameters
-        parameters.num_workers = WORKERS
-        parameters.interleave_search = True  # workers take turns: the same result however fast each is
+        several = len(self.frontier.sequence) > FEW
+        parameters.num_workers = 2 if several else 1
+        parameters.interleave_search = several  # they take turns: the same result however fast each is
         parameters.random_seed = 0
         parameters.max_deterministic_time = EFFORT
         status = self.solver.solve(self.model)
