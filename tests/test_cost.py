@@ -32,6 +32,7 @@ from fckpt.cost import (
 from fckpt.cost.calls import _REGISTRY
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.graph import Graph, Node, Value
+from fckpt.progress import Line
 from fckpt.trace import Call, Ref, TensorSpec, Trace
 
 aten = torch.ops.aten
@@ -387,14 +388,13 @@ def test_measured_graph() -> None:
 
 
 def test_progress_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from fckpt.cost.price import _Line
-
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    line = _Line(100, enabled=True)
-    line.start, line.last = line.start - 3, line.last - 3
-    line.update(10)
-    line.clear()
-    assert "priced 10 of 100 operations, 27.0 s left" in capsys.readouterr().err
+    with Line() as line:
+        line.start, line.last = line.start - 3, line.last - 3
+        line.update(10, 100, "priced {} of {} operations")
+    shown = capsys.readouterr().err
+    assert "fckpt: priced 10 of 100 operations, 27.0 s left" in shown
+    assert shown.endswith("\r")  # it is wiped
 
 
 # ---------------------------------------------------------------------------------------------------- cache
