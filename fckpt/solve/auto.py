@@ -128,21 +128,19 @@ class _Starts:
             BudgetError: there is none.
         """
         rules, limit = self.rules, float("inf")
-        found = False
+        if all(peak_of(rules, order) > budget for order in self.common):
+            # Below all of them the smallest plan decides whether anything fits, so that the least budget is one number.
+            least = lowered(rules, _by_peak(rules, [*self.common, *chains(rules)])[0][2])
+            if peak_of(rules, least) > budget:
+                graph, floor = rules.graph, least_peak(rules.graph)
+                raise over_budget(graph, schedule_of(graph, *least), budget, "auto", floor=floor)
+            yield fit(rules, least, budget) or least
         for order in self._promising(budget):
             plan = fit(rules, order, budget, limit)
             if plan is not None:
-                found = True
                 again = seconds_of(rules, plan) - seconds_of(rules, self.saving[0])
                 limit = min(limit, HOPELESS * again)
                 yield plan
-        if not found:
-            least = lowered(rules, _by_peak(rules, [*self.common, *chains(rules)])[0][2])
-            plan = fit(rules, least, budget)
-            if plan is None:
-                graph, floor = rules.graph, least_peak(rules.graph)
-                raise over_budget(graph, schedule_of(graph, *least), budget, "auto", floor=floor)
-            yield plan
 
     def _promising(self, budget: int) -> Iterator[Order]:
         """Yields the fastest starts that fit, those just above the budget that are faster, and those made for it."""
