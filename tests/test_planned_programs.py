@@ -55,7 +55,7 @@ def plainly(experiment: Experiment) -> Results:
         reject()
 
 
-OTHER_FORMULAS = {"prod", "masked_fill"}
+OTHER_FORMULAS = {"prod", "masked_fill", "group_norm"}
 """PyTorch differentiates these otherwise in a trace, to rounding the same: see tests/opinfo."""
 
 

@@ -136,7 +136,10 @@ def test_higher_orders_agree_to_rounding() -> None:
         expected = tally.plainly(experiment)
         reordered = tally.plainly(experiment, aliases=False)
         tally.count(experiment, expected)
-        got = experiment.run(fckpt.remat)
+        try:
+            got = experiment.run(fckpt.remat)
+        except NotImplementedError:  # no forward mode of an operation's backward (silu), in torch 2.13
+            reject()
         # Sums in another order: rounding of numbers around one, or more where plain PyTorch is unsteady too.
         rounding = 1e-5 if any(step.op == "float32" for step in experiment.program.steps) else 1e-9
         for a, b, c in zip(expected[0], got[0], reordered[0], strict=True):
