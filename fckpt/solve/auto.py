@@ -1,9 +1,9 @@
 """The default: many plans to start from, the best of them repaired, then improved by local search.
 
 1. Saving everything, in the order of the backward pass that has the lowest peak. If it fits, it is optimal.
-2. Starts: that plan; those of integer programs about its peak, and about what overflows then (`moments`); minimum
-   cuts (`min_cut`); segments (`chen`), nested ones too (`seeds`); optimal chain schedules (`rotor`), which need few
-   bytes.
+2. Starts: that plan; those of integer programs about its peak, and about what overflows then (`moments`); those that
+   come up while the bound is proven (`certificate`); minimum cuts (`min_cut`); segments (`chen`), nested ones too
+   (`seeds`); optimal chain schedules (`rotor`), which need few bytes.
 3. Those that are fast or lie near the budget are repaired and pruned until they fit (`repair`).
 4. Local search from the best of them, and from the next when that comes to nothing (`search`).
 
@@ -25,11 +25,11 @@ from fckpt.graph import Graph
 from fckpt.schedule import Schedule, schedule_of
 from fckpt.solve.base import Order, Rules, over_budget, peak_of, seconds_of
 from fckpt.solve.bounds import least_peak
-from fckpt.solve.certificate import QUICK, tighter
+from fckpt.solve.certificate import QUICK, certified
 from fckpt.solve.chen import seeds as segments
 from fckpt.solve.greedy import fit, lowered
 from fckpt.solve.min_cut import PRICES, cheapest
-from fckpt.solve.moments import generated
+from fckpt.solve.moments import ROWS, retained
 from fckpt.solve.policy import policy
 from fckpt.solve.rotor import seeds as chains
 from fckpt.solve.save_all import save_all
@@ -42,18 +42,18 @@ GOOD_ENOUGH = 1e-4
 """A part of the whole time, by which a plan may miss the bound and yet end the search."""
 NEAREST = 2
 """How many starts are repaired of those that fit, and of those that do not."""
-ROUNDS = 4
-"""The most integer programs."""
-COLUMNS = 2500
-"""The most columns of each but the first."""
 HOPELESS = 1.5
 """A repair ends where repetitions take so many times as long as those of the best plan before."""
 PACE = 2000.0
 """Moves that a slow core weighs in a second: they make an effort of a time limit, that can be repeated anywhere."""
 HEAD_START = 400
 """Nodes for which it finds starts in a second."""
+ROWS_PER_SECOND = 1800
+"""Rows of the integer programs of `moments` by second of the time limit."""
 USUAL = 200
 """Nodes for which it takes a second in all, unless it is told otherwise."""
+SHORTEST = 5.0
+"""The least that this comes to, in seconds."""
 LONGEST = 60.0
 """The most seconds that a search takes unless it is told to."""
 
@@ -73,7 +73,7 @@ def auto(
         budget: bytes; None does what the decisions of a policy say, and without any saves everything.
         time_limit: the seconds that it may take on a slow core, about. They count moves, so that the same limit leads
             to the same plan on any machine. Starts are found whatever the limit. Default: one for every 200 nodes, at
-            most 60; it ends earlier if nothing gets better.
+            least 5 and at most 60; it ends earlier if nothing gets better.
         seed: of the random numbers of the search.
         watch: is told how many moves of how many have been weighed, from time to time.
 
@@ -93,15 +93,17 @@ def auto(
     starts: list[Order] = []
     found = starts
     try:
-        for start in _Starts(rules, saving).fitted(budget):
+        usual = max(SHORTEST, min(LONGEST, len(graph.nodes) / USUAL))
+        limit = usual if time_limit is None else time_limit
+        bound, certificates = certified(graph, budget, rows=QUICK)
+        rows = round(min(ROWS, ROWS_PER_SECOND * limit))
+        for start in _Starts(rules, saving, certificates).fitted(budget, rows):
             starts.append(start)  # noqa: PERF402  # an interrupt leaves those that are there
         starts.sort(key=lambda order: seconds_of(rules, order))
         search = Search(rules, starts, budget, seed)
         found = search.found
-        seconds = len(graph.nodes) / HEAD_START
-        left = (min(LONGEST, len(graph.nodes) / USUAL) if time_limit is None else time_limit) - seconds
-        enough = tighter(graph, budget, rows=QUICK).seconds + GOOD_ENOUGH * graph.seconds
-        search.run(max(0, round(PACE * left)), enough, watch)
+        moves = PACE * (limit - len(graph.nodes) / HEAD_START)
+        search.run(max(0, round(moves)), bound.seconds + GOOD_ENOUGH * graph.seconds, watch)
     except KeyboardInterrupt:
         if not found:
             raise
@@ -115,13 +117,14 @@ def auto(
 class _Starts:
     """Plans to start from."""
 
-    def __init__(self, rules: Rules, saving: list[Order]):
+    def __init__(self, rules: Rules, saving: list[Order], certificates: list[Order]):
         self.rules = rules
         self.saving = saving
+        self.certificates = certificates
         self.common = [*saving, *segmented(rules), *segments(rules), *(cheapest(rules, price) for price in PRICES)]
         """Those that do not depend on a budget."""
 
-    def fitted(self, budget: int) -> Iterator[Order]:
+    def fitted(self, budget: int, rows: int) -> Iterator[Order]:
         """Yields plans within `budget`, at least one.
 
         Raises:
@@ -135,21 +138,22 @@ class _Starts:
                 graph, floor = rules.graph, least_peak(rules.graph)
                 raise over_budget(graph, schedule_of(graph, *least), budget, "auto", floor=floor)
             yield fit(rules, least, budget) or least
-        for order in self._promising(budget):
+        for order in self._promising(budget, rows):
             plan = fit(rules, order, budget, limit)
             if plan is not None:
                 again = seconds_of(rules, plan) - seconds_of(rules, self.saving[0])
                 limit = min(limit, HOPELESS * again)
                 yield plan
 
-    def _promising(self, budget: int) -> Iterator[Order]:
+    def _promising(self, budget: int, rows: int) -> Iterator[Order]:
         """Yields the fastest starts that fit, those just above the budget that are faster, and those made for it."""
         plans = _by_peak(self.rules, [*self.common, *chains(self.rules, budget)])
         inside = sorted((p for p in plans if p[0] <= budget), key=lambda plan: plan[1])[:NEAREST]
         fastest = inside[0][1] if inside else float("inf")
         outside = [order for peak, seconds, order in plans if peak > budget and seconds < fastest][:NEAREST]
         yield from (order for _, _, order in inside)
-        yield from generated(self.rules, self.saving[0], budget, ROUNDS, COLUMNS)
+        yield from self.certificates
+        yield from retained(self.rules, self.saving[0], budget, rows)
         yield from outside
         yield self.saving[0]
 

@@ -15,7 +15,8 @@ from fckpt.simulate import simulate
 from fckpt.solve import brute, get
 from fckpt.solve.base import Order, Rules, peak_of, seconds_of
 from fckpt.solve.bounds import Bound, Problem, lower_bound, proven
-from fckpt.solve.certificate import _Program, tighter  # pyright: ignore[reportPrivateUsage]
+from fckpt.solve.certificate import tighter
+from fckpt.solve.moments import Program
 from fckpt.solve.seeds import save_everything
 
 
@@ -39,7 +40,7 @@ def by_moments(graph: Graph, budget: int, draw: Random, order: Order | None = No
         if all(before[i] or after[i] for i in found) and (order is not None or len(found) < 4):
             found.append(index)
     found.sort(key=lambda i: problem.certain.before(i).sum())
-    program = _Program(problem, [problem.moment(i) for i in found], budget)
+    program = Program(problem, [problem.moment(i) for i in found], budget)
     repeated = proven(problem, program.solve(whole=True), program.columns) if program.columns else 0.0
     return problem.least + repeated
 

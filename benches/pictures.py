@@ -1,0 +1,462 @@
+"""The pictures of the seed's table: memory against extra time, a picture per network, and an overview of all.
+
+    python -m benches.networks --planned --json benches/results/networks-planned.json
+    python -m benches.pictures --networks benches/results/networks-planned.json --folder docs/pictures
+
+Nothing is run: all that is drawn stands in the JSON of `networks.py`, and the same JSON makes the same files, byte for
+byte. They are SVG on white, by the names of the networks:
+
+NAME.svg      a point per contender that has a plan, the curve of our solver, and what is proven: the region where no
+              plan whatsoever lies, and the wall of the least peak. Curve and region are staircases, because between two
+              budgets one thing alone is known: with more memory no plan has to be slower. Extra time is on a scale of
+              square roots, as some plans lie at one percent and others at forty.
+overview.svg  of each network the seed's ogc and our solver, in the same memory and in the same time, with what is
+              proven, and ogc as it was published.
+
+If the steps were run, the points are measured. Curve and proofs are of predicted times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import style
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+from rich.console import Console
+
+from benches.contenders import REFERENCE, Point, Report, Target
+from benches.script import described, script_parser, steps
+from benches.timing import Spread
+
+__all__ = ["Results", "load", "network_picture", "overview", "parse", "save", "slug"]
+
+INK, GREY, WRONG, PROVEN, EDGE, OURS = "#222222", "#767676", "#b00020", "#f8e4dc", "#c98a6c", "#0072b2"
+OUR_MARKERS = {"same memory": "o", "half of it": "v", "same time": "<"}
+OTHERS = (
+    ("s", INK),
+    ("X", GREY),
+    ("D", "#d55e00"),
+    ("^", "#00875f"),
+    ("P", "#a8478a"),
+    ("v", "#8c6d00"),
+    ("h", "#3a8fc0"),
+    (">", "#5b3f99"),
+)
+"""Markers in the order of the report: plain, torch, ogc, ...; then again, and half filled."""
+STYLE = {
+    "font.sans-serif": ["DejaVu Sans", "Verdana"],
+    "font.size": 9,
+    "text.color": INK,
+    "text.parse_math": False,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 9,
+    "axes.titleweight": "bold",
+    "axes.titlepad": 5,
+    "axes.edgecolor": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#e8e8e8",
+    "grid.linewidth": 0.6,
+    "xtick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.color": GREY,
+    "ytick.labelcolor": INK,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "legend.handlelength": 1.4,
+    "hatch.linewidth": 0.5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fckpt",
+}
+TICKS = [percent / 100 for percent in (0, 1, 2, 5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 500, 700, 1000)]
+ROW = 17
+"""The height of a network in the overview, in points."""
+VISIBLE = 1e-4
+"""Less is proven, but not drawn."""
+
+
+# ---- what networks.py wrote ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Results:
+    """What there is to draw."""
+
+    ours: str
+    """The solver that is compared with the others."""
+    source: str
+    """Where the times come from, in words."""
+    reports: list[Report]
+
+
+def load(path: Path) -> Results:
+    """Reads the JSON of `networks.py`. Raises ValueError if the file is something else."""
+    try:
+        document = json.loads(path.read_text())
+        options, machine = document["options"], document["machine"]
+        device = machine["cpu"] if machine["device"] == "cpu" else machine["device"]
+        source = f"predicted for {options['profile']}" if "profile" in options else f"measured on {device}"
+        results = Results(options["solver"], source, [_report(network) for network in document["networks"]])
+        if not any(_is_known(report) for report in results.reports):
+            raise ValueError("there are figures of no network")
+        return results
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no report of benches.networks: {described(error)}") from error
+
+
+def _report(network: dict[str, Any]) -> Report:
+    points = {name: [_point(point) for point in network[name]] for name in ("points", "curve")}
+    targets = {name: Target(**target) for name, target in network["targets"].items()}
+    return Report(**{**network, **points, "targets": targets})
+
+
+def _point(point: dict[str, Any]) -> Point:
+    spreads = {name: Spread(**point[name]) for name in ("time_ratio", "step_seconds") if point[name]}
+    return Point(**{**point, **spreads})
+
+
+def _find(report: Report, solver: str, budget: str = "") -> Point:
+    """Returns a contender, or one without figures."""
+    found = (point for point in report.points if (point.solver, point.budget) == (solver, budget))
+    return next(found, Point(solver, budget))
+
+
+def _is_known(report: Report) -> bool:
+    return _find(report, "plain").bytes is not None
+
+
+def _staircase(report: Report, ours: str) -> list[tuple[int, float]]:
+    """Returns memory and overhead of our predicted plans, from small to large: those that no other one beats."""
+    best: list[tuple[int, float]] = []
+    plans = [*report.curve, *(point for point in report.points if point.solver == ours)]
+    for nbytes, overhead in sorted((p.predicted_bytes or 0, p.predicted_overhead or 0.0) for p in plans):
+        if nbytes and (not best or overhead < best[-1][1]):
+            best.append((nbytes, overhead))
+    return best
+
+
+def _proven(report: Report) -> list[tuple[int, float]]:
+    """Returns budgets, from small to large, and what overhead is proven of each: less memory never needs less time."""
+    points = [*report.curve, *report.points]
+    known = [(p.budget_bytes, p.lower_bound) for p in points if p.budget_bytes and p.lower_bound is not None]
+    needed: list[tuple[int, float]] = []
+    for nbytes, bound in sorted(known, reverse=True):
+        if bound > VISIBLE:
+            needed.append((nbytes, max(bound, needed[-1][1] if needed else 0.0)))
+    return needed[::-1]
+
+
+# ---- paper ---------------------------------------------------------------------------------------
+
+
+def _sheet(width: float, height: float, title: str, subtitle: str) -> Figure:
+    """Returns a figure of so many points."""
+    figure = Figure((width / 72, height / 72))
+    figure.text(12 / width, 1 - 22 / height, title, size=12, weight="bold")
+    figure.text(12 / width, 1 - 37 / height, subtitle, color=GREY)
+    return figure
+
+
+def _axes(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
+    """Adds axes in a box of points."""
+    across, up = 72 * figure.get_figwidth(), 72 * figure.get_figheight()
+    return figure.add_axes((left / across, bottom / up, width / across, height / up))
+
+
+def slug(text: str) -> str:
+    """Returns text as an id of SVG: `auto-same-memory`."""
+    return "-".join(text.replace(",", " ").lower().split())
+
+
+@style.context(["default", STYLE])
+def save(figure: Figure, path: Path) -> None:
+    """Writes an SVG, without the date and the versions that would make every run's another."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+
+# ---- one network ---------------------------------------------------------------------------------
+
+
+@style.context(["default", STYLE])
+def network_picture(report: Report, ours: str, source: str) -> Figure:
+    """Draws one network. Raises ValueError if there are no figures of it."""
+    plain = _find(report, "plain").bytes
+    if plain is None:
+        raise ValueError(f"there are no figures of {report.title}")
+    height = max(238, 14 * (len(report.points) + 7))  # of both legends
+    figure = _sheet(620, height + 138, report.title, f"{report.what}; times {source}")
+    axes = _axes(figure, 54, 54, 320, height)
+    contenders = _draw_points(axes, report, ours, plain)
+    others = [*_draw_curve(axes, report, ours, plain), *_draw_proofs(axes, report, plain)]
+    _scale_memory(axes, report, plain)
+    _scale_time(axes)
+    known = "measured" if _was_run(report) else "predicted"
+    look = {"bbox_to_anchor": (1.02, -0.02, 1, 1.04), "bbox_transform": axes.transAxes, "alignment": "left"}
+    figure.legend(handles=contenders, loc="upper left", title=f"{known}: peak, extra time", **look)
+    figure.legend(handles=others, loc="lower left", title="by predicted times", **look)
+    _complain(figure, report)
+    return figure
+
+
+def _was_run(report: Report) -> bool:
+    return any(point.time_ratio is not None for point in report.points)
+
+
+def _draw_points(axes: Axes, report: Report, ours: str, plain: int) -> list[Line2D]:
+    others = cycle((*other, fill) for fill in ("none", "bottom", "left") for other in OTHERS)
+    handles = []
+    for point in report.points:
+        is_ours = point.solver == ours
+        marker, colour, fill = (OUR_MARKERS.get(point.budget, "o"), OURS, "full") if is_ours else next(others)
+        if point.bytes is None or point.overhead is None:
+            continue
+        x, y = point.bytes / plain, point.overhead
+        look = {"color": colour, "marker": marker, "fillstyle": fill, "markersize": 6.5, "zorder": 5 - is_ours}
+        label = f"{point.title}: {x:.1%}, {y:+.1%}" + " (!)" * bool(point.complaints)
+        name = slug(point.title)
+        handles += axes.plot(x, y, **look, linestyle="none", label=label, gid=f"point-{name}")
+        if point.time_ratio is not None:
+            low, high = point.time_ratio.low - 1, point.time_ratio.high - 1
+            axes.plot([x, x], [low, high], color=colour, linewidth=1, zorder=3, gid=f"spread-{name}")
+    return handles
+
+
+def _draw_curve(axes: Axes, report: Report, ours: str, plain: int) -> list[Artist]:
+    handles: list[Artist] = []
+    if stairs := _staircase(report, ours):
+        nbytes, overhead = zip(*stairs, strict=True)
+        peaks = np.array([*nbytes, max(plain, nbytes[-1])]) / plain
+        look = {"color": OURS, "linewidth": 1.3, "drawstyle": "steps-post", "marker": ".", "markersize": 4}
+        look |= {"markevery": range(len(stairs)), "label": f"{ours}, at any budget", "gid": "curve"}
+        handles += axes.plot(peaks, [*overhead, overhead[-1]], **look)
+    if report.least_bytes is not None:
+        least = report.least_bytes / plain
+        label = f"{ours}, the least it needs: {least:.1%}"
+        handles.append(axes.axvline(least, color=OURS, linestyle=(0, (2, 2)), linewidth=1.1, label=label, gid="least"))
+    return handles
+
+
+def _draw_proofs(axes: Axes, report: Report, plain: int) -> list[Artist]:
+    handles: list[Artist] = []
+    wall = (report.floor_bytes or 0) / plain
+    look = {"facecolor": PROVEN, "edgecolor": EDGE, "linewidth": 0.8}
+    if stairs := _proven(report):
+        budgets, bounds = zip(*stairs, strict=True)
+        budgets = np.array([wall * plain, *budgets]) / plain
+        label = "proven: no plan in here"
+        handles.append(
+            axes.fill_between(budgets, [bounds[0], *bounds], step="pre", **look, zorder=1.5, label=label, gid="bound")
+        )
+    if wall:
+        label = f"proven: no plan below {wall:.1%}"
+        handles.append(axes.axvspan(-1, wall, hatch="///", **look, zorder=1.6, label=label, gid="wall"))
+    return handles
+
+
+def _scale_memory(axes: Axes, report: Report, plain: int) -> None:
+    """Leaves some room for the wall."""
+    peaks = [*(point.bytes for point in report.points), report.least_bytes, report.floor_bytes]
+    known = [nbytes / plain for nbytes in peaks if nbytes is not None]
+    least, most = min(known), max(known)
+    axes.set_xlim(max(0.0, least - 0.12 * (most - least) - 0.005), most + 0.04 * (most - least) + 0.002)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda part, _: f"{100 * part:.4g}%"))
+    axes.set_xlabel("peak memory, of the plain step's")
+    scales = partial(np.multiply, plain / 2**20), partial(np.multiply, 2**20 / plain)
+    mib = axes.secondary_xaxis("top", functions=scales)
+    mib.grid(False)
+    mib.set_zorder(3)  # above the grid
+    mib.xaxis.set_major_locator(MaxNLocator(6))
+    mib.set_xlabel("MiB above weights and gradients", labelpad=5)
+
+
+def _root(values: Any) -> Any:
+    return np.sign(values) * np.sqrt(np.abs(values))
+
+
+def _square(values: Any) -> Any:
+    return np.sign(values) * np.square(values)
+
+
+def _scale_time(axes: Axes) -> None:
+    """Shows one percent and a hundred; below zero there is noise alone."""
+    heights = np.concatenate([line.get_ydata() for line in axes.lines if line.get_gid() != "least"])
+    top, bottom = 1.06 * _root(max(heights.max(), 0.01)), _root(min(heights.min(), 0.0))
+    bottom -= 0.04 * (top - bottom)
+    axes.set_yscale("function", functions=(_root, _square))
+    axes.set_ylim(_square(bottom), _square(top))
+    shown = [0.0]
+    for tick in TICKS:
+        if tick <= _square(top) and _root(tick) - _root(shown[-1]) > 0.05 * (top - bottom):
+            shown.append(tick)
+    below = [-tick for tick in shown[1:] if -tick >= _square(bottom)]
+    axes.yaxis.set_major_locator(FixedLocator([*below, *shown]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_ylabel("extra time (scale of square roots)")
+
+
+def _complain(figure: Figure, report: Report) -> None:
+    complaints = [*report.complaints, *(f"{p.title}: {text}" for p in report.points for text in p.complaints)]
+    if complaints:
+        text = textwrap.shorten("(!) " + "; ".join(complaints), 110, placeholder=" ...")
+        figure.text(1 / 6 / figure.get_figwidth(), 1 / 7 / figure.get_figheight(), text, color=WRONG, gid="complaints")
+
+
+# ---- all networks --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Duel:
+    """What one half of the overview compares of a network; what is not known is not a number."""
+
+    reference: float
+    ours: float
+    proven: float
+    """No plan has less."""
+    published: float
+
+
+def _same_memory(report: Report, ours: str) -> Duel:
+    """The extra time, as a part of the plain step's."""
+    reference, same = _find(report, REFERENCE), _find(report, ours, "same memory")
+    target = report.targets.get("overhead")
+    proven = _product(target and target.proven, reference.predicted_overhead)
+    return Duel(_known(reference.overhead), _known(same.overhead), proven, _known(report.published.get("overhead")))
+
+
+def _same_time(report: Report, ours: str) -> Duel:
+    """The memory, as a part of the plain step's."""
+    reference, same = _find(report, REFERENCE), _find(report, ours, "same time")
+    target = report.targets.get("memory")
+    plain = _known(_find(report, "plain").bytes)
+    proven = _product(target and target.proven, reference.predicted_bytes) / plain
+    cut = _known(report.published.get("cut"))
+    return Duel(_known(reference.bytes) / plain, _known(same.bytes) / plain, proven, 1 - cut)
+
+
+def _known(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _product(part: float | None, whole: float | None) -> float:
+    return _known(part) * _known(whole)
+
+
+@style.context(["default", STYLE])
+def overview(reports: Sequence[Report], ours: str, source: str) -> Figure:
+    """Draws all networks of which there are figures."""
+    shown = [report for report in reports if _is_known(report)]
+    height = ROW * len(shown)
+    title = f"{ours} against the checkpoints of Feng & Huang ({REFERENCE}), {len(shown)} networks"
+    figure = _sheet(600, height + 122, title, f"one training step each; times {source}")
+    time, memory = _axes(figure, 116, 56, 184, height), _axes(figure, 366, 56, 184, height)
+    proof = "proven of predicted times" if any(_was_run(report) for report in shown) else "proven: no plan has less"
+    handles = _draw_duels(time, "time", [_same_memory(report, ours) for report in shown], ours, proof)
+    _draw_duels(memory, "memory", [_same_time(report, ours) for report in shown], ours, proof)
+    time.set_title(f"extra time in {REFERENCE}'s memory", loc="left")
+    memory.set_title(f"memory in {REFERENCE}'s time", loc="left")
+    time.set_yticks(range(len(shown)), [report.title for report in shown])
+    memory.set_yticks([])
+    figure.legend(handles=handles, loc="lower center", ncols=4)
+    return figure
+
+
+def _draw_duels(axes: Axes, name: str, duels: Sequence[Duel], ours: str, proof: str) -> list[Line2D]:
+    rows = range(len(duels))
+    looks = {
+        "published": {"marker": "x", "markersize": 5, "color": "#a8a8a8", "label": f"{REFERENCE}, as published"},
+        "reference": {"marker": "D", "markersize": 5.5, "color": "#d55e00", "mfc": "white", "label": REFERENCE},
+        "ours": {"marker": "o", "markersize": 6.5, "color": OURS, "label": ours},
+        "proven": {"marker": "|", "markersize": 11, "mew": 1.6, "color": INK, "label": proof},
+    }
+    axes.hlines(rows, [d.ours for d in duels], [d.reference for d in duels], color="#9cc4de", linewidth=2.5, zorder=1.5)
+    handles = []
+    for kind, look in looks.items():
+        values = [getattr(duel, kind) for duel in duels]
+        handles += axes.plot(values, rows, linestyle="none", gid=f"{name}-{kind}", **look)
+    for row, text in enumerate([f"vs {REFERENCE}", *map(_change, duels)], -1):
+        axes.annotate(
+            text,
+            (1, row),
+            (44, 0),
+            ("axes fraction", "data"),
+            "offset points",
+            color=OURS,
+            ha="right",
+            va="center_baseline",
+        )
+    axes.set_ylim(len(duels) - 0.4, -0.6)
+    axes.set_xlim(1.2 * min((value for d in duels for value in (d.reference, d.ours) if value < 0), default=0.0))
+    axes.set_xlabel("of the plain step's")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="y", visible=False)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    return handles
+
+
+def _change(duel: Duel) -> str:
+    if math.isnan(duel.ours):
+        return "no plan"
+    if not duel.reference > 0:
+        return ""
+    change = round(100 * (duel.ours / duel.reference - 1))
+    return f"{change:+d}%".replace("-", "\N{MINUS SIGN}") if change else "0%"
+
+
+# ---- the script ----------------------------------------------------------------------------------
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parses the command line, and reads the JSON."""
+    parser = script_parser("pictures", __doc__)
+    default = Path("benches/results/networks-planned.json")
+    parser.add_argument("--networks", type=Path, default=default, metavar="JSON", help=f"default: {default}")
+    default = Path("docs/pictures")
+    parser.add_argument("--folder", type=Path, default=default, metavar="OUT", help=f"default: {default}")
+    parsed = parser.parse_args(arguments)
+    try:
+        parsed.results = load(parsed.networks)
+    except ValueError as error:
+        parser.error(str(error))
+    return parsed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Draws all pictures."""
+    parsed = parse(arguments)
+    results, console = parsed.results, Console()
+    with steps(len(results.reports) + 1) as advance:
+        for report in results.reports:
+            advance(report.title)
+            if not _is_known(report):
+                text = f"there are no figures of {report.title}: {'; '.join(report.complaints)}"
+                console.print(text, style="bold red", highlight=False, markup=False)
+                continue
+            save(network_picture(report, results.ours, results.source), parsed.folder / f"{report.network}.svg")
+        advance("overview")
+        save(overview(results.reports, results.ours, results.source), parsed.folder / "overview.svg")
+    console.print(f"The pictures are in {parsed.folder}.", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
