@@ -30,7 +30,8 @@ class Cell:
     budget: float
     """A fraction of the plain peak, or `LEAST`."""
     outcome: str
-    """fits; over: there is no plan; time: it was stopped; refused: it does not take such a graph; failed."""
+    """fits; over: there is no plan; time: it was stopped; skipped: not asked, since it was stopped on the same graph;
+    refused: it does not take such a graph; failed."""
     solve_seconds: float = 0.0
     overhead: float | None = None
     seconds: float | None = None

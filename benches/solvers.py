@@ -1,14 +1,15 @@
 """The arena: planners against planners, on the same graphs, judged by the same simulation.
 
-    python -m benches.solvers --frozen frozen --json benches/results/solvers-cpu.json
+    python -m benches.solvers --frozen frozen --seconds 30 --json benches/results/solvers-cpu.json
     python -m benches.solvers --graphs unet resnet50 --solvers auto greedy dtr xla --budgets 0.6 0.3     # a minute
     python -m benches.solvers --graphs unet --files moccasin/data/*train_nx.json --check
 
 For every graph, solver and budget: what the plan takes in addition, its simulated peak, whether there is a plan at all
 and else the least budget for which the solver has one, and how long it looked. The graphs are those of `graphs.py`, and
 files: graphs of fckpt, or those of the Checkmate paper (`checkmate_graphs.py`). A budget is a fraction of the peak of
-the step as autograd runs it. A solver runs in a process of its own and is stopped after `--seconds`. The bound is what
-`fckpt.solve.bounds` proves about all plans; a gap is the distance of a plan to it, in percent of the step.
+the step as autograd runs it. A solver runs in a process of its own, and is stopped after `--seconds`; then it is not
+asked about the budgets that remain. The bound is what `fckpt.solve.certificate` proves about all plans; a gap is the
+distance of a plan to it, in percent of the step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -106,17 +107,28 @@ def contest(
         found.bounds[budget] = bound
         advance(f"{name}: bound")
     for title, solver in solvers.items():
-        start = time.perf_counter()
-        for budget, cell in answers(partial(solved, title, solver), graph, asked, seconds):
-            took = time.perf_counter() - start
-            if cell is None and took < seconds:
-                cell = Cell(title, budget, "failed", took, note="its process ended")
-            elif cell is None or cell.solve_seconds > seconds:
-                cell = Cell(title, budget, "time", seconds)
+        for cell in _cells(title, solver, graph, asked, seconds):
             found.cells.append(cell)
-            start = time.perf_counter()
             advance(f"{name}: {title}")
     return found
+
+
+def _cells(title: str, solver: solve.Solver, graph: Graph, asked: dict[float, int], seconds: float) -> Iterator[Cell]:
+    """Yields what a solver makes of each budget, until one takes too long."""
+    start = time.perf_counter()
+    left = [*asked]
+    for budget, cell in answers(partial(solved, title, solver), graph, asked, seconds):
+        took = time.perf_counter() - start
+        if cell is None and took < seconds:
+            cell = Cell(title, budget, "failed", took, note="its process ended")
+        elif cell is None or cell.solve_seconds > seconds:
+            cell = Cell(title, budget, "time", seconds)
+        yield cell
+        left.remove(budget)
+        if cell.outcome == "time":
+            yield from (Cell(title, other, "skipped") for other in left)
+            return
+        start = time.perf_counter()
 
 
 def _proven(budget: float, graph: Graph, nbytes: int) -> float:
