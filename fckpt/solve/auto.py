@@ -97,13 +97,16 @@ def auto(
         limit = usual if time_limit is None else time_limit
         bound, certificates = certified(graph, budget, rows=QUICK)
         rows = round(min(ROWS, ROWS_PER_SECOND * limit))
+        enough = bound.seconds + GOOD_ENOUGH * graph.seconds
         for start in _Starts(rules, saving, certificates).fitted(budget, rows):
-            starts.append(start)  # noqa: PERF402  # an interrupt leaves those that are there
+            starts.append(start)
+            if seconds_of(rules, start) <= enough:
+                break
         starts.sort(key=lambda order: seconds_of(rules, order))
         search = Search(rules, starts, budget, seed)
         found = search.found
         moves = PACE * (limit - len(graph.nodes) / HEAD_START)
-        search.run(max(0, round(moves)), bound.seconds + GOOD_ENOUGH * graph.seconds, watch)
+        search.run(max(0, round(moves)), enough, watch)
     except KeyboardInterrupt:
         if not found:
             raise
@@ -146,14 +149,14 @@ class _Starts:
                 yield plan
 
     def _promising(self, budget: int, rows: int) -> Iterator[Order]:
-        """Yields the fastest starts that fit, those just above the budget that are faster, and those made for it."""
+        """Yields starts made for the budget, the fastest others that fit, and those just above it that are faster."""
+        yield from self.certificates
+        yield from retained(self.rules, self.saving[0], budget, rows)
         plans = _by_peak(self.rules, [*self.common, *chains(self.rules, budget)])
         inside = sorted((p for p in plans if p[0] <= budget), key=lambda plan: plan[1])[:NEAREST]
         fastest = inside[0][1] if inside else float("inf")
         outside = [order for peak, seconds, order in plans if peak > budget and seconds < fastest][:NEAREST]
         yield from (order for _, _, order in inside)
-        yield from self.certificates
-        yield from retained(self.rules, self.saving[0], budget, rows)
         yield from outside
         yield self.saving[0]
 
