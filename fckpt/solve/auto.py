@@ -50,12 +50,8 @@ HEAD_START = 400
 """Nodes for which it finds starts in a second."""
 ROWS_PER_SECOND = 1800
 """Rows of the integer programs of `moments` by second of the time limit."""
-USUAL = 200
-"""Nodes for which it takes a second in all, unless it is told otherwise."""
-SHORTEST = 5.0
-"""The least that this comes to, in seconds."""
-LONGEST = 60.0
-"""The most seconds that a search takes unless it is told to."""
+USUAL = ((100, 5.0), (200, 60.0))
+"""For how many nodes it takes a second, and up to how many seconds, unless it is told otherwise; the most counts."""
 
 
 def auto(
@@ -72,8 +68,8 @@ def auto(
         graph: one training step.
         budget: bytes; None does what the decisions of a policy say, and without any saves everything.
         time_limit: the seconds that it may take on a slow core, about. They count moves, so that the same limit leads
-            to the same plan on any machine. Starts are found whatever the limit. Default: one for every 200 nodes, at
-            least 5 and at most 60; it ends earlier if nothing gets better.
+            to the same plan on any machine. Starts are found whatever the limit. Default: one for every 100 nodes up
+            to 5, and then for every 200 up to 60; it ends earlier if nothing gets better.
         seed: of the random numbers of the search.
         watch: is told how many moves of how many have been weighed, from time to time.
 
@@ -93,8 +89,7 @@ def auto(
     starts: list[Order] = []
     found = starts
     try:
-        usual = max(SHORTEST, min(LONGEST, len(graph.nodes) / USUAL))
-        limit = usual if time_limit is None else time_limit
+        limit = _usual(len(graph.nodes)) if time_limit is None else time_limit
         bound, certificates = certified(graph, budget, rows=QUICK)
         rows = round(min(ROWS, ROWS_PER_SECOND * limit))
         enough = bound.seconds + GOOD_ENOUGH * graph.seconds
@@ -115,6 +110,10 @@ def auto(
             stacklevel=users_stacklevel(),
         )
     return schedule_of(graph, *min(found, key=lambda order: seconds_of(rules, order)))
+
+
+def _usual(nodes: int) -> float:
+    return max(min(nodes / count, most) for count, most in USUAL)
 
 
 class _Starts:

@@ -97,10 +97,10 @@ def test_an_interrupt_leaves_the_best_plan_so_far():
 
 
 def test_an_interrupt_before_anything_is_found_is_an_interrupt(monkeypatch: pytest.MonkeyPatch):
-    def interrupted(*_: object):
+    def interrupted(*_: object, **__: object):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib.import_module("fckpt.solve.auto"), "chains", interrupted)
+    monkeypatch.setattr(importlib.import_module("fckpt.solve.auto"), "certified", interrupted)
     with pytest.raises(KeyboardInterrupt):
         solve.auto(NETWORKS["unet"], int(0.35 * peak(NETWORKS["unet"])))
 
