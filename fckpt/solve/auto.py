@@ -93,10 +93,8 @@ def auto(
         bound, certificates = certified(graph, budget, rows=QUICK)
         rows = round(min(ROWS, ROWS_PER_SECOND * limit))
         enough = bound.seconds + GOOD_ENOUGH * graph.seconds
-        for start in _Starts(rules, saving, certificates).fitted(budget, rows):
-            starts.append(start)
-            if seconds_of(rules, start) <= enough:
-                break
+        for start in _Starts(rules, saving, certificates).fitted(budget, rows, enough):
+            starts.append(start)  # noqa: PERF402  # an interrupt leaves those that are there
         starts.sort(key=lambda order: seconds_of(rules, order))
         search = Search(rules, starts, budget, seed)
         found = search.found
@@ -126,13 +124,18 @@ class _Starts:
         self.common = [*saving, *segmented(rules), *segments(rules), *(cheapest(rules, price) for price in PRICES)]
         """Those that do not depend on a budget."""
 
-    def fitted(self, budget: int, rows: int) -> Iterator[Order]:
+    def fitted(self, budget: int, rows: int, enough: float) -> Iterator[Order]:
         """Yields plans within `budget`, at least one.
+
+        Args:
+            budget: bytes.
+            rows: of the integer programs of `moments`.
+            enough: if one of those that are made for the budget takes no more seconds, they are all.
 
         Raises:
             BudgetError: there is none.
         """
-        rules, limit = self.rules, float("inf")
+        rules, limit, fastest = self.rules, float("inf"), float("inf")
         if all(peak_of(rules, order) > budget for order in self.common):
             # Below all of them the smallest plan decides whether anything fits, so that the least budget is one number.
             least = lowered(rules, _by_peak(rules, [*self.common, *chains(rules)])[0][2])
@@ -140,17 +143,23 @@ class _Starts:
                 graph, floor = rules.graph, least_peak(rules.graph)
                 raise over_budget(graph, schedule_of(graph, *least), budget, "auto", floor=floor)
             yield fit(rules, least, budget) or least
-        for order in self._promising(budget, rows):
-            plan = fit(rules, order, budget, limit)
-            if plan is not None:
-                again = seconds_of(rules, plan) - seconds_of(rules, self.saving[0])
-                limit = min(limit, HOPELESS * again)
-                yield plan
+        for orders in (self._made(budget, rows), self._others(budget)):
+            for order in orders:
+                plan = fit(rules, order, budget, limit)
+                if plan is not None:
+                    fastest = min(fastest, seconds_of(rules, plan))
+                    limit = HOPELESS * (fastest - seconds_of(rules, self.saving[0]))
+                    yield plan
+            if fastest <= enough:
+                return
 
-    def _promising(self, budget: int, rows: int) -> Iterator[Order]:
-        """Yields starts made for the budget, the fastest others that fit, and those just above it that are faster."""
+    def _made(self, budget: int, rows: int) -> Iterator[Order]:
+        """Yields starts made for the budget."""
         yield from self.certificates
         yield from retained(self.rules, self.saving[0], budget, rows)
+
+    def _others(self, budget: int) -> Iterator[Order]:
+        """Yields the fastest of the others that fit, those just above the budget that are faster, and saving all."""
         plans = _by_peak(self.rules, [*self.common, *chains(self.rules, budget)])
         inside = sorted((p for p in plans if p[0] <= budget), key=lambda plan: plan[1])[:NEAREST]
         fastest = inside[0][1] if inside else float("inf")
