@@ -22,7 +22,7 @@ from fckpt.plans import Plan
 from fckpt.schedule import Schedule
 from fckpt.simulate import simulate
 from fckpt.solve.bounds import least_peak
-from fckpt.solve.certificate import QUICK, tighter
+from fckpt.solve.certificate import quick, tighter
 
 __all__ = [
     "REFERENCE",
@@ -197,7 +197,7 @@ class Planned:
 
     def lower_bound(self, nbytes: int) -> float:
         """Returns a proven lower bound on the overhead within a budget."""
-        return tighter(self.counted, nbytes, rows=QUICK).seconds / self.graph.seconds - 1
+        return tighter(self.counted, nbytes, rows=quick(self.counted)).seconds / self.graph.seconds - 1
 
 
 def _predict(point: Point, graph: Graph, schedule: Schedule) -> None:

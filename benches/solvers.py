@@ -15,6 +15,7 @@ distance of a plan to it, in percent of the step.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
@@ -308,8 +309,26 @@ def _parser(solvers: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--solvers", nargs="+", choices=solvers, metavar="NAME", help=", ".join(solvers))
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, metavar="X", help="of the plain peak")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="for one plan (default 120)")
+    parser.add_argument("--resume", action="store_true", help="go on where the JSON file ends: it takes hours")
     parser.add_argument("--check", action="store_true", help="fail where auto is worse, or a target is missed")
     return parser
+
+
+def _known(path: Path | None) -> list[Round]:
+    """Returns what a file says that was written before."""
+    if path is None or not path.exists():
+        return []
+    graphs = json.loads(path.read_text())["graphs"]
+    return [
+        Round(
+            **{
+                **graph,
+                "bounds": {float(budget): bound for budget, bound in graph["bounds"].items()},
+                "cells": [Cell(**cell) for cell in graph["cells"]],
+            }
+        )
+        for graph in graphs
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -319,9 +338,11 @@ def main(arguments: list[str] | None = None) -> int:
     console, document = opening("solvers", arguments, torch.device("cpu"))
     chosen = {name: solvers[name] for name in dict.fromkeys(("auto", *(parsed.solvers or solvers)))}
     names = list(GRAPHS) if parsed.graphs is None and not parsed.files else parsed.graphs or []
-    rounds: list[Round] = []
+    rounds = _known(parsed.json) if parsed.resume else []
     for source in (*names, *parsed.files):
         name = source if isinstance(source, str) else source.name.partition(".")[0]
+        if any(known.graph == name for known in rounds):
+            continue
         with steps(1, f"{name}: graph"):
             graph = frozen(source, parsed.frozen) if isinstance(source, str) else load(source)
         extra = CHECKMATE if is_checkmates(name, len(graph.nodes)) else ()

@@ -21,7 +21,7 @@ from fckpt.report.timeline import memory_svg
 from fckpt.schedule import Schedule
 from fckpt.simulate import Timeline, simulate
 from fckpt.solve.bounds import Bound, least_peak
-from fckpt.solve.certificate import QUICK, tighter
+from fckpt.solve.certificate import quick, tighter
 from fckpt.units import parse_bytes
 
 __all__ = ["Plan", "check_budget", "make_plan"]
@@ -75,7 +75,7 @@ class Plan:
     def bound(self) -> Bound:
         """What no plan within the same budget can beat; takes from milliseconds to two seconds, once."""
         budget = self.peak_bytes if self.budget_bytes is None else self.budget_bytes
-        return tighter(self.graph, max(budget, self.peak_bytes), rows=QUICK)
+        return tighter(self.graph, max(budget, self.peak_bytes), rows=quick(self.graph))
 
     @property
     def lower_bound(self) -> float:

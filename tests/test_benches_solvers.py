@@ -145,3 +145,34 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     }
     text = capsys.readouterr().out
     assert "small" in text and "gap of auto" in text and "auto is worse: " in text
+
+
+def test_a_run_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, size in (("one", 12), ("two", 14)):
+        write(layered(size), tmp_path / f"{name}.json.gz")
+    out = tmp_path / "out.json"
+    rest = ["--solvers", "knapsack", "--budgets", "0.8", "0.1", "--seconds", "30", "--json", str(out), "--resume"]
+    solvers.main(["--files", str(tmp_path / "one.json.gz"), *rest])
+    (first,) = json.loads(out.read_text())["graphs"]
+    asked: list[str] = []
+    real = solvers.contest
+    monkeypatch.setattr(solvers, "contest", lambda name, *args: asked.append(name) or real(name, *args))
+    solvers.main(["--files", str(tmp_path / "one.json.gz"), str(tmp_path / "two.json.gz"), *rest])
+    document = json.loads(out.read_text())
+    assert asked == ["two"] and document["graphs"][0] == first and len(document["graphs"]) == 2
+
+
+def test_a_solver_that_takes_too_long_is_not_asked_again(monkeypatch: pytest.MonkeyPatch):
+    def answers(ask: object, graph: Graph, budgets: dict[float, int], seconds: float):
+        yield 0.8, Cell("x", 0.8, "fits", 1.0)
+        yield 0.6, Cell("x", 0.6, "fits", seconds + 1)
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(solvers, "answers", answers)
+    cells = [*solvers._cells("x", solve.get("knapsack"), layered(12), {0.8: 8, 0.6: 6, 0.4: 4, LEAST: 0}, 5.0)]  # pyright: ignore[reportPrivateUsage]
+    assert [(c.budget, c.outcome) for c in cells] == [
+        (0.8, "fits"),
+        (0.6, "time"),
+        (0.4, "skipped"),
+        (LEAST, "skipped"),
+    ]

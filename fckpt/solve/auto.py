@@ -25,11 +25,11 @@ from fckpt.graph import Graph
 from fckpt.schedule import Schedule, schedule_of
 from fckpt.solve.base import Order, Rules, over_budget, peak_of, seconds_of
 from fckpt.solve.bounds import least_peak
-from fckpt.solve.certificate import QUICK, certified
+from fckpt.solve.certificate import certified, quick
 from fckpt.solve.chen import seeds as segments
-from fckpt.solve.greedy import fit, lowered
+from fckpt.solve.greedy import fit, lowered, smallest
 from fckpt.solve.min_cut import PRICES, cheapest
-from fckpt.solve.moments import ROWS, retained
+from fckpt.solve.moments import retained, usual_rows
 from fckpt.solve.policy import policy
 from fckpt.solve.rotor import seeds as chains
 from fckpt.solve.save_all import save_all
@@ -48,8 +48,8 @@ PACE = 2000.0
 """Moves that a slow core weighs in a second: they make an effort of a time limit, that can be repeated anywhere."""
 HEAD_START = 400
 """Nodes for which it finds starts in a second."""
-ROWS_PER_SECOND = 1800
-"""Rows of the integer programs of `moments` by second of the time limit."""
+RICH = 5.0
+"""Seconds: a limit above it gives the integer programs of `moments` more rows than they take there."""
 USUAL = ((100, 5.0), (200, 60.0))
 """For how many nodes it takes a second, and up to how many seconds, unless it is told otherwise; the most counts."""
 
@@ -90,8 +90,8 @@ def auto(
     found = starts
     try:
         limit = _usual(len(graph.nodes)) if time_limit is None else time_limit
-        bound, certificates = certified(graph, budget, rows=QUICK)
-        rows = round(min(ROWS, ROWS_PER_SECOND * limit))
+        bound, certificates = certified(graph, budget, rows=quick(graph))
+        rows = round(usual_rows(graph) * max(1.0, limit / RICH))
         enough = bound.seconds + GOOD_ENOUGH * graph.seconds
         for start in _Starts(rules, saving, certificates).fitted(budget, rows, enough):
             starts.append(start)  # noqa: PERF402  # an interrupt leaves those that are there
@@ -138,7 +138,7 @@ class _Starts:
         rules, limit, fastest = self.rules, float("inf"), float("inf")
         if all(peak_of(rules, order) > budget for order in self.common):
             # Below all of them the smallest plan decides whether anything fits, so that the least budget is one number.
-            least = lowered(rules, _by_peak(rules, [*self.common, *chains(rules)])[0][2])
+            least = min(self._smallest(), key=lambda order: peak_of(rules, order))
             if peak_of(rules, least) > budget:
                 graph, floor = rules.graph, least_peak(rules.graph)
                 raise over_budget(graph, schedule_of(graph, *least), budget, "auto", floor=floor)
@@ -152,6 +152,11 @@ class _Starts:
                     yield plan
             if fastest <= enough:
                 return
+
+    def _smallest(self) -> Iterator[Order]:
+        """Yields plans that repairs have brought down as far as they could."""
+        yield lowered(self.rules, _by_peak(self.rules, [*self.common, *chains(self.rules)])[0][2])
+        yield smallest(self.rules)  # a higher start may come down further
 
     def _made(self, budget: int, rows: int) -> Iterator[Order]:
         """Yields starts made for the budget."""

@@ -16,11 +16,11 @@ from fckpt.solve.base import Order
 from fckpt.solve.bounds import Bound, Problem, single
 from fckpt.solve.moments import GAP, generated
 
-__all__ = ["QUICK", "ROWS", "Certificate", "certified", "tighter"]
+__all__ = ["Certificate", "certified", "quick", "tighter"]
 
 ROWS = 11_000
 """The most rows of all programs together: some seconds."""
-QUICK = 3_000
+QUICK, QUICK_PER_NODE = 3_000, 20
 """The same for every plan: a second."""
 
 
@@ -35,6 +35,11 @@ class Certificate(NamedTuple):
 def tighter(graph: Graph, budget: int, order: Order | None = None, rows: int = ROWS) -> Bound:
     """Returns what `certified` proves."""
     return certified(graph, budget, order, rows).bound
+
+
+def quick(graph: Graph) -> int:
+    """Returns the rows for a bound that takes a second."""
+    return min(QUICK, QUICK_PER_NODE * len(graph.nodes))
 
 
 def certified(graph: Graph, budget: int, order: Order | None = None, rows: int = ROWS) -> Certificate:

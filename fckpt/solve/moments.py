@@ -51,10 +51,10 @@ from fckpt.solve.bounds import UNIT, Moment, Problem, proven, single
 from fckpt.solve.greedy import fit, smallest
 from fckpt.solve.seeds import backward_orders, save_everything
 
-__all__ = ["Program", "Round", "generated", "moments", "retained"]
+__all__ = ["Program", "Round", "generated", "moments", "retained", "usual_rows"]
 
-ROWS = 30_000
-"""The most rows of all programs together."""
+ROWS, ROWS_PER_NODE = 9_000, 20
+"""The most rows of all programs together: some seconds, and now and then half a minute."""
 ROUNDS = 8
 """The most programs."""
 BRANCHES = 20
@@ -83,7 +83,8 @@ def moments(graph: Graph, budget: int | None = None) -> Schedule:
     base = min((save_everything(rules, o) for o in backward_orders(rules)), key=lambda order: peak_of(rules, order))
     if budget is None or peak_of(rules, base) <= budget:
         return schedule_of(graph, *base)
-    found = [plan for order in retained(rules, base, budget) if (plan := fit(rules, order, budget)) is not None]
+    orders = retained(rules, base, budget, usual_rows(graph))
+    found = [plan for order in orders if (plan := fit(rules, order, budget)) is not None]
     if not found:
         least = smallest(rules)
         found = [fit(rules, least, budget) or least]
@@ -91,7 +92,12 @@ def moments(graph: Graph, budget: int | None = None) -> Schedule:
     return within(graph, schedule_of(graph, *best), budget, "moments")
 
 
-def retained(rules: Rules, base: Order, budget: int, rows: int = ROWS) -> Iterator[Order]:
+def usual_rows(graph: Graph) -> int:
+    """Returns how many rows `moments` takes for all programs of a graph."""
+    return min(ROWS, ROWS_PER_NODE * len(graph.nodes))
+
+
+def retained(rules: Rules, base: Order, budget: int, rows: int) -> Iterator[Order]:
     """Yields plans round by round: the first respects the budget at one moment, later ones at more.
 
     The last one fits, or programs of `rows` rows have been solved, or no plan is faster for what is known.

@@ -1,0 +1,94 @@
+"""The transport of real processes: `torch.distributed`, with a process group for each set of axes.
+
+Private in torch 2.11 and 2.13: `torch.ops._c10d_functional`, whose operations torch keeps stable under the names that
+come and go above them. They are waited for at once, so that nothing asynchronous escapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fckpt.shard.mesh import Mesh
+
+__all__ = ["Processes"]
+
+
+class Processes:
+    """Messages between processes, of which each is a rank of `mesh`.
+
+    The groups of single axes are made at once, by all ranks in the same order; others when they are first used, which
+    all ranks do at the same time, too.
+    """
+
+    def __init__(self, mesh: Mesh, timeout: Any = None):
+        self.mesh, self.timeout = mesh, timeout
+        self.rank = dist.get_rank()
+        self.groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        for name in mesh.names:
+            self.group((name,))
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """Returns the group of the ranks along `axes`."""
+        if axes not in self.groups:
+            chains = {tuple(self.mesh.peers(rank, axes)) for rank in range(self.mesh.size)}
+            for ranks in sorted(chains):
+                group = dist.new_group(list(ranks), timeout=self.timeout)
+                if self.rank in ranks:
+                    assert isinstance(group, dist.ProcessGroup)
+                    self.groups[axes] = group
+        return self.groups[axes]
+
+    def _order(self, axes: tuple[str, ...]) -> torch.Tensor | None:
+        """By number along `axes`, that in the group, where groups keep their ranks sorted; None if they agree."""
+        ranks = self.mesh.peers(self.rank, axes)
+        order = [sorted(ranks).index(rank) for rank in ranks]
+        return None if order == sorted(order) else torch.tensor(order)
+
+    def _run(self, operation: Callable[..., torch.Tensor], x: torch.Tensor, axes: tuple[str, ...], *rest: Any) -> Any:
+        sent = operation(x, *rest, self.group(axes).group_name)
+        return torch.ops._c10d_functional.wait_tensor(sent)
+
+    def all_reduce(self, x: torch.Tensor, reduction: str, axes: tuple[str, ...]) -> torch.Tensor:
+        return self._run(torch.ops._c10d_functional.all_reduce, x, axes, reduction)
+
+    def all_gather(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        size = self.mesh.count(axes)
+        gather = torch.ops._c10d_functional.all_gather_into_tensor
+        found = self._run(gather, x.reshape(-1), axes, size).view(size, *x.shape)
+        order = self._order(axes)
+        return found if order is None else found[order.to(x.device)]
+
+    def reduce_scatter(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        scatter = torch.ops._c10d_functional.reduce_scatter_tensor
+        return self._run(scatter, self._sorted(x, axes).reshape(-1), axes, "sum", len(x)).view(x.shape[1:])
+
+    def all_to_all(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        size, order = len(x), self._order(axes)
+        parts = [x[0].numel()] * size
+        exchange = torch.ops._c10d_functional.all_to_all_single
+        found = self._run(exchange, self._sorted(x, axes).reshape(-1), axes, parts, parts).view(x.shape)
+        return found if order is None else found[order.to(x.device)]
+
+    def _sorted(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        """Returns what is meant for each rank, in the order of the group."""
+        order = self._order(axes)
+        return x if order is None else x[torch.argsort(order).to(x.device)]
+
+    def permute(self, x: torch.Tensor, sources: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
+        ranks, group = self.mesh.peers(self.rank, axes), self.group(axes)
+        mine = ranks.index(self.rank)
+        result = torch.zeros_like(x)
+        todo = []
+        if sources[mine] == mine:
+            result = x.clone()
+        elif sources[mine] >= 0:
+            todo.append(dist.P2POp(dist.irecv, result, ranks[sources[mine]], group))
+        targets = [ranks[target] for target, source in enumerate(sources) if source == mine != target]
+        todo += [dist.P2POp(dist.isend, x, target, group) for target in targets]
+        for work in dist.batch_isend_irecv(todo) if todo else ():
+            work.wait()
+        return result

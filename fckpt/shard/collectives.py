@@ -1,0 +1,489 @@
+"""Collectives: functions of pytrees that are differentiable, batched and traced like any other.
+
+Below are four linear maps on whole tensors, each the transpose of one of them, and what has no derivative. As
+operations of torch they are nodes of a traced graph that name a mesh and its axes, and so are the same on every rank.
+All else (dimensions, tiles, pytrees in one message) is reshaping around them.
+
+    forward                         pulls back          seen as
+    all_reduce "sum", replicated    the same            psum
+    all_reduce "sum", invariant     identity            psum(out="invariant"); Megatron's g
+    identity                        all_reduce, inv.    pvary; Megatron's f
+    all_gather                      reduce_scatter      all_gather
+    reduce_scatter                  all_gather          psum_scatter
+    all_to_all                      all_to_all          all_to_all
+    permute                         permute, inverse    ppermute
+
+The conventions are those of JAX's `pmap`: `grad` is taken inside, of what this rank computes, and a psum pulls back to
+a psum. R. Frostig, M. Johnson, D. Maclaurin, A. Paszke, A. Radul, "Decomposing reverse-mode automatic differentiation",
+2021, https://arxiv.org/abs/2105.09469; "Efficient transposition of replication-inducing collectives", JAX enhancement
+proposal 17111, https://docs.jax.dev/en/latest/jep/17111-shmap-transpose.html.
+
+Private in torch 2.11 and 2.13: nothing here; see `c10d.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import numbers
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+
+from fckpt import tree as trees
+from fckpt.errors import ArgumentTypeError, ArgumentValueError
+from fckpt.shard.mesh import Axes, Mesh, current_mesh, transport_of
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "pvary",
+    "sums_watched",
+]
+
+# ---- operations of torch ---------------------------------------------------------------------------
+
+_library = torch.library.Library("fckpt", "DEF")
+"""Lives as long as the operations are to be known."""
+
+
+def _operation(schema: str, shape: Callable[..., torch.Tensor]) -> Callable[[Callable[..., Any]], Any]:
+    """Registers an operation; `shape` makes its result without data."""
+
+    def register(compute: Callable[..., torch.Tensor]) -> Any:
+        name = schema.partition("(")[0]
+        _library.define(schema)
+        _library.impl(name, compute, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fckpt::{name}", shape, lib=_library)
+        return getattr(torch.ops.fckpt, name)
+
+    return register
+
+
+def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _stacked(x: torch.Tensor, axes: str, size: int, mesh: str) -> torch.Tensor:
+    return x.new_empty((size, *x.shape))
+
+
+def _first(x: torch.Tensor, axes: str, mesh: str) -> torch.Tensor:
+    return x.new_empty(x.shape[1:])
+
+
+@_operation("all_reduce(Tensor x, str reduction, str axes, str mesh) -> Tensor", _same)
+def _all_reduce(x: torch.Tensor, reduction: str, axes: str, mesh: str) -> torch.Tensor:
+    return transport_of(mesh).all_reduce(x.contiguous(), reduction, _names(axes))
+
+
+@_operation("all_gather(Tensor x, str axes, int size, str mesh) -> Tensor", _stacked)
+def _all_gather(x: torch.Tensor, axes: str, size: int, mesh: str) -> torch.Tensor:
+    return transport_of(mesh).all_gather(x.contiguous(), _names(axes))
+
+
+@_operation("reduce_scatter(Tensor x, str axes, str mesh) -> Tensor", _first)
+def _reduce_scatter(x: torch.Tensor, axes: str, mesh: str) -> torch.Tensor:
+    return transport_of(mesh).reduce_scatter(x.contiguous(), _names(axes))
+
+
+@_operation("all_to_all(Tensor x, str axes, str mesh) -> Tensor", _same)
+def _all_to_all(x: torch.Tensor, axes: str, mesh: str) -> torch.Tensor:
+    return transport_of(mesh).all_to_all(x.contiguous(), _names(axes))
+
+
+@_operation("permute(Tensor x, int[] sources, str axes, str mesh) -> Tensor", _same)
+def _permute(x: torch.Tensor, sources: Sequence[int], axes: str, mesh: str) -> torch.Tensor:
+    return transport_of(mesh).permute(x.contiguous(), sources, _names(axes))
+
+
+@_operation("axis_index(str axes, str mesh, Device device) -> Tensor", lambda *_: torch.empty((), dtype=torch.int64))
+def _axis_index(axes: str, mesh: str, device: torch.device) -> torch.Tensor:
+    shape = {name: int(size) for name, _, size in (part.partition("=") for part in mesh.split(","))}
+    return torch.tensor(Mesh(shape).index(transport_of(mesh).rank, _names(axes)), device=device)
+
+
+def _names(axes: str) -> tuple[str, ...]:
+    return tuple(axes.split(","))
+
+
+# ---- linear maps -----------------------------------------------------------------------------------
+
+
+class Linear(NamedTuple):
+    """A linear map on tensors of any shape, and what it pulls back to."""
+
+    kind: str
+    """sum: of all ranks, everywhere. total: the same, where the cotangents are alike. alike: the identity that pulls
+    back to total. gather, own, scatter, exchange, permute."""
+    axes: tuple[str, ...]
+    mesh: Mesh
+    sources: tuple[int, ...] = ()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        axes, key = ",".join(self.axes), self.mesh.key
+        match self.kind:
+            case "sum" | "total":
+                return _all_reduce(x, "sum", axes, key)
+            case "alike":
+                return x.view_as(x)
+            case "gather":
+                return _all_gather(x, axes, self.mesh.count(self.axes), key)
+            case "scatter":
+                return _reduce_scatter(x, axes, key)
+            case "exchange":
+                return _all_to_all(x, axes, key)
+            case _:
+                return _permute(x, self.sources, axes, key)
+
+    @property
+    def transpose(self) -> Linear:
+        """The map that cotangents take."""
+        kinds = {"total": "alike", "alike": "total", "gather": "scatter", "scatter": "gather"}
+        inverse = [-1] * len(self.sources)
+        for target, source in enumerate(self.sources):
+            if source >= 0:
+                inverse[source] = target
+        return self._replace(kind=kinds.get(self.kind, self.kind), sources=tuple(inverse))
+
+
+class _Apply(torch.autograd.Function):
+    """A `Linear` map under autograd and all of torch.func."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        return linear(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.linear = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        return _Apply.apply(cotangents[0], ctx.linear.transpose), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *operands: Any) -> Any:
+        x, linear = operands
+        return _Apply.apply(x.movedim(in_dims[0], -1), linear), -1
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _Apply.apply(tangents[0], ctx.linear)
+
+
+class _Extreme(torch.autograd.Function):
+    """The largest or smallest over the ranks, which has no derivative."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, reduction: str, axes: str, mesh: str) -> torch.Tensor:
+        return _all_reduce(x, reduction, axes, mesh)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.reduction = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        raise _no_derivative(ctx.reduction)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *operands: Any) -> Any:
+        return _Extreme.apply(*operands), in_dims[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _no_derivative(ctx.reduction)
+
+
+def _no_derivative(reduction: str) -> ArgumentValueError:
+    name = f"p{reduction}"
+    return ArgumentValueError(f"{name} has no derivative. Call it on x.detach(), or take it apart: psum has one.")
+
+
+# ---- functions of pytrees --------------------------------------------------------------------------
+
+Summing = Callable[[torch.Tensor, tuple[str, ...]], None]
+_summings: ContextVar[tuple[Summing, ...]] = ContextVar("summings", default=())
+
+
+@contextlib.contextmanager
+def sums_watched(summing: Summing) -> Iterator[None]:
+    """Calls `summing(x, axes)` for every tensor that a psum or pmean in the body sums, pullbacks not among them."""
+    token = _summings.set((*_summings.get(), summing))
+    try:
+        yield
+    finally:
+        _summings.reset(token)
+
+
+def psum(tree: Any, axis: Axes, *, out: str = "replicated") -> Any:
+    """Returns the sum over the ranks along an axis, on every one of them.
+
+    Args:
+        tree: a pytree of tensors; numbers count as the same on every rank.
+        axis: an axis of the mesh, or several.
+        out: what the result is to later differentiation. "replicated": every rank goes on with it on its own, and it
+            pulls back to a psum of their cotangents. "invariant": all compute the same from it, so that their
+            cotangents are alike, and are passed on as they are.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: there is no such axis, or no mesh; a leaf is no tensor.
+
+    Leaves of one dtype travel in one message.
+    """
+    mesh, axes = _where("psum", axis)
+    if out not in ("replicated", "invariant"):
+        raise ArgumentValueError(f"psum: out is 'replicated' or 'invariant', not {out!r}.")
+    linear = Linear("sum" if out == "replicated" else "total", axes, mesh)
+    size = mesh.count(axes)
+    for summing in _summings.get():
+        for leaf in trees.leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                summing(leaf, axes)
+    return _packed("psum", tree, lambda x: _Apply.apply(x, linear), 0, scalar=lambda number: number * size)
+
+
+def pmean(tree: Any, axis: Axes, *, out: str = "replicated") -> Any:
+    """Returns the mean over the ranks along an axis: `psum` by their number. Arguments and errors are those of `psum`.
+
+    Integers become floats, as with `/`.
+    """
+    size = axis_size(axis)
+    return trees.map_leaves(lambda x: x / size, psum(tree, axis, out=out))
+
+
+def pmax(tree: Any, axis: Axes) -> Any:
+    """Returns the largest of each element over the ranks along an axis. It has no derivative: an error says so.
+
+    Arguments and errors are those of `psum`.
+    """
+    return _extreme("pmax", "max", tree, axis)
+
+
+def pmin(tree: Any, axis: Axes) -> Any:
+    """Returns the smallest of each element over the ranks along an axis. It has no derivative: an error says so.
+
+    Arguments and errors are those of `psum`.
+    """
+    return _extreme("pmin", "min", tree, axis)
+
+
+def _extreme(name: str, reduction: str, tree: Any, axis: Axes) -> Any:
+    mesh, axes = _where(name, axis)
+    joined, key = ",".join(axes), mesh.key
+    extreme = lambda x: _Extreme.apply(x, reduction, joined, key)
+    return _packed(name, tree, extreme, 0, scalar=lambda number: number)
+
+
+def all_gather(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) -> Any:
+    """Returns what all ranks along an axis hold, on every one of them. It pulls back to `psum_scatter`.
+
+    Args:
+        tree: a pytree of tensors, of the same shapes on all ranks.
+        axis: an axis of the mesh, or several.
+        dim: where the ranks stand in the result: a new dimension, or with `tiled` the one along which they are
+            concatenated.
+        tiled: whether they are concatenated, and not stacked.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: as in `psum`; there is no such dimension.
+    """
+    mesh, axes = _where("all_gather", axis)
+    linear = Linear("gather", axes, mesh)
+
+    def finish(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        at = _dim("all_gather", dim, len(shape) + (not tiled))
+        moved = x.movedim(0, at)
+        return moved.flatten(at, at + 1) if tiled else moved
+
+    return _packed("all_gather", tree, lambda x: _Apply.apply(x, linear), 0, finish=finish)
+
+
+def psum_scatter(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) -> Any:
+    """Returns this rank's part of the sum over the ranks along an axis. It pulls back to `all_gather`.
+
+    Args:
+        tree: a pytree of tensors.
+        axis: an axis of the mesh, or several.
+        dim: the dimension that is divided among the ranks.
+        tiled: whether it stays, divided by their number. If not, it must be their number, and goes.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: as in `psum`; the dimension cannot be divided so.
+    """
+    mesh, axes = _where("psum_scatter", axis)
+    linear, size = Linear("scatter", axes, mesh), mesh.count(axes)
+    begin = lambda x: _divided("psum_scatter", x, dim, size, axes, tiled)
+    return _packed("psum_scatter", tree, lambda x: _Apply.apply(x, linear), 1, begin=begin)
+
+
+def all_to_all(tree: Any, axis: Axes, *, split: int, concat: int, tiled: bool = False) -> Any:
+    """Divides each tensor among the ranks along an axis; returns the parts that are meant for this one.
+
+    Args:
+        tree: a pytree of tensors, of the same shapes on all ranks.
+        axis: an axis of the mesh, or several.
+        split: the dimension that is divided.
+        concat: where the parts stand in the result: a new dimension, or with `tiled` the one along which they are
+            concatenated.
+        tiled: whether `split` stays, divided by the number of ranks, and the parts are concatenated. If not, `split`
+            must be that number, and goes.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: as in `psum_scatter`.
+    """
+    mesh, axes = _where("all_to_all", axis)
+    linear, size = Linear("exchange", axes, mesh), mesh.count(axes)
+
+    def finish(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        at = _dim("all_to_all", concat, len(shape))
+        moved = x.movedim(0, at)
+        return moved.flatten(at, at + 1) if tiled else moved
+
+    begin = lambda x: _divided("all_to_all", x, split, size, axes, tiled)
+    return _packed("all_to_all", tree, lambda x: _Apply.apply(x, linear), 1, begin=begin, finish=finish)
+
+
+def ppermute(tree: Any, axis: Axes, pairs: Sequence[tuple[int, int]]) -> Any:
+    """Sends from rank to rank along an axis. It pulls back to the inverse permutation.
+
+    Args:
+        tree: a pytree of tensors, of the same shapes on all ranks.
+        axis: an axis of the mesh, or several.
+        pairs: (source, destination) by their numbers along the axis, each source and each destination once. Who gets
+            nothing gets zeros.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: as in `psum`; `pairs` is no such thing.
+    """
+    mesh, axes = _where("ppermute", axis)
+    size = mesh.count(axes)
+    sources = [-1] * size
+    for source, target in pairs:
+        if not (0 <= source < size and 0 <= target < size):
+            raise ArgumentValueError(
+                f"ppermute: ({source}, {target}) is no pair of numbers below {size}, along {axes}."
+            )
+        if sources[target] >= 0 or source in sources:
+            raise ArgumentValueError(f"ppermute: {list(pairs)} names a source or a destination twice.")
+        sources[target] = source
+    linear = Linear("permute", axes, mesh, tuple(sources))
+    return _packed("ppermute", tree, lambda x: _Apply.apply(x, linear), 0)
+
+
+def pvary(tree: Any, axis: Axes) -> Any:
+    """Returns `tree`, as something with which every rank along an axis goes on in its own way.
+
+    The identity, whose cotangents are summed over the ranks: what all ranks hold alike, such as a parameter, gets its
+    whole gradient so, if what is differentiated is one value for all of them (a `psum` with `out="invariant"`).
+    Arguments and errors are those of `psum`.
+    """
+    mesh, axes = _where("pvary", axis)
+    linear = Linear("alike", axes, mesh)
+    return _packed("pvary", tree, lambda x: _Apply.apply(x, linear), 0, scalar=lambda number: number)
+
+
+def axis_size(axis: Axes) -> int:
+    """Returns how many ranks there are along an axis, or several."""
+    mesh, axes = _where("axis_size", axis)
+    return mesh.count(axes)
+
+
+def axis_index(axis: Axes, *, device: torch.device | str | None = None) -> torch.Tensor:
+    """Returns the number of this rank along an axis, or several, as a tensor of no dimensions (int64).
+
+    A tensor, so that a traced function is the same on every rank. `int()` makes a number of it where nothing is traced.
+    """
+    mesh, axes = _where("axis_index", axis)
+    return _axis_index(",".join(axes), mesh.key, torch.device(device or torch.get_default_device()))
+
+
+# ---- pytrees in one message ------------------------------------------------------------------------
+
+
+def _where(function: str, axis: Axes) -> tuple[Mesh, tuple[str, ...]]:
+    mesh = current_mesh(function)
+    return mesh, mesh.axes(function, axis)
+
+
+def _dim(function: str, dim: int, dims: int) -> int:
+    if not -dims <= dim < dims:
+        raise ArgumentValueError(f"{function}: there is no dimension {dim} among {dims}.")
+    return dim % dims
+
+
+def _divided(function: str, x: torch.Tensor, dim: int, size: int, axes: tuple[str, ...], tiled: bool) -> torch.Tensor:
+    """Returns `x` with the ranks in front, of whose parts dimension `dim` consists."""
+    at = _dim(function, dim, x.dim())
+    length = x.shape[at]
+    if tiled and length % size:
+        raise ArgumentValueError(
+            f"{function}: dimension {dim} of length {length} cannot be divided among the {size} ranks along {axes}. "
+            "Pad it to a multiple."
+        )
+    if not tiled and length != size:
+        raise ArgumentValueError(
+            f"{function}: dimension {dim} is {length} long, but there are {size} ranks along {axes}. Pass tiled=True "
+            "to give each a part of it."
+        )
+    return (x.unflatten(at, (size, length // size)) if tiled else x).movedim(at, 0)
+
+
+def _packed(
+    function: str,
+    tree: Any,
+    send: Callable[[torch.Tensor], torch.Tensor],
+    ranks: int,
+    *,
+    begin: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    finish: Callable[[torch.Tensor, torch.Size], torch.Tensor] = lambda x, shape: x,
+    scalar: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Sends the leaves of a tree, those of one dtype and device together.
+
+    Args:
+        function: who is asked, for errors.
+        tree: a pytree of tensors.
+        send: takes and returns a tensor; dimensions after the first are left alone.
+        ranks: how many dimensions in front of what `send` takes are ranks.
+        begin: what to do with a leaf before.
+        finish: what to do with what comes of a leaf, and the shape that was sent for one rank.
+        scalar: what becomes of a number; None if there must not be one.
+    """
+    leaves, spec = trees.flatten(tree)
+    results: list[Any] = [*leaves]
+    sent: dict[int, torch.Tensor] = {}
+    for i, (path, leaf) in enumerate(zip(spec.paths(), leaves, strict=True)):
+        if isinstance(leaf, torch.Tensor):
+            sent[i] = begin(leaf)
+        elif scalar is not None and isinstance(leaf, numbers.Number):
+            results[i] = scalar(leaf)
+        else:
+            where = f"tree{path}" if path else "it"
+            raise ArgumentTypeError(f"{function} takes tensors, but {where} is {type(leaf).__name__}: {leaf!r}.")
+    kind = lambda i: (str(sent[i].dtype), str(sent[i].device))
+    for _, group in itertools.groupby(sorted(sent, key=kind), key=kind):
+        numbers_ = [*group]
+        shapes = [sent[i].shape[ranks:] for i in numbers_]
+        if len(numbers_) == 1:
+            results[numbers_[0]] = finish(send(sent[numbers_[0]]), shapes[0])
+            continue
+        whole = send(
+            torch.cat(
+                [sent[i].flatten(ranks) if sent[i].dim() > ranks else sent[i].unsqueeze(-1) for i in numbers_], -1
+            )
+        )
+        for i, part, shape in zip(numbers_, whole.split([s.numel() for s in shapes], -1), shapes, strict=True):
+            results[i] = finish(part.unflatten(-1, shape) if shape else part.squeeze(-1), shape)
+    return trees.unflatten(spec, results)

@@ -1,0 +1,209 @@
+"""`shard_map` and `pmap`: functions of local parts, which every rank of a mesh calls with its own."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+
+from fckpt import tree as trees
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, MeshWarning, users_stacklevel
+from fckpt.shard.mesh import Mesh, use_mesh
+from fckpt.shard.setup import init_mesh
+from fckpt.shard.specs import P, local, specs_of
+from fckpt.shard.varying import varying, violations
+
+__all__ = ["pmap", "shard_map"]
+
+Function = Callable[..., Any]
+CHECKS = ("static", "off")
+
+
+@overload
+def shard_map(fn: Function, mesh: Mesh, /, *, in_specs: Any, out_specs: Any, check: str = "static") -> Function: ...
+
+
+@overload
+def shard_map(
+    fn: Mesh, mesh: None = None, /, *, in_specs: Any, out_specs: Any, check: str = "static"
+) -> Callable[[Function], Function]: ...
+
+
+def shard_map(fn: Any, mesh: Mesh | None = None, /, *, in_specs: Any, out_specs: Any, check: str = "static") -> Any:
+    """Returns a function of local parts: every rank calls it with its own, and collectives in it reach the others.
+
+    Args:
+        fn: a function of pytrees. The axes of the mesh have their names in it: `psum(x, "data")`.
+        mesh: of `init_mesh`, `sim` or `fake_mesh`. `@shard_map(mesh, ...)` decorates.
+        in_specs: how the arguments lie on the mesh: a tuple with a `P`, or a tree of them, for each positional
+            argument. A tree may end before its argument does. Keyword arguments must be the same on all ranks.
+        out_specs: the same for what is returned.
+        check: "static" looks, at the first call with such arguments, what varies over which axis ("off" does not).
+
+    Returns:
+        A function of local tensors, or of DTensors that are placed as `in_specs` says, which returns local tensors.
+        `fckpt.shard` and `fckpt.unshard` make them of global ones, and the other way round.
+
+    Raises (when called):
+        ArgumentTypeError, ArgumentValueError: specs do not fit the mesh, an argument or an output. An output varies
+            over an axis over which its spec says that it does not: a psum, a pmean or a pvary is missing.
+        TraceError: the static check cannot follow the function.
+
+    Warns:
+        MeshWarning: a psum or pmean sums what is the same on all ranks.
+
+    Example:
+        >>> import torch, fckpt
+        >>> from fckpt import P
+        >>> def program():
+        ...     mesh = fckpt.init_mesh({"data": 2})
+        ...     def step(w, x):
+        ...         loss, gradient = torch.func.grad_and_value(lambda w: ((x * w) ** 2).mean())(w)[::-1]
+        ...         return fckpt.pmean((loss, gradient), "data")
+        ...     mapped = fckpt.shard_map(step, mesh, in_specs=(P(), P("data")), out_specs=P())
+        ...     w, x = torch.tensor(3.0), torch.tensor([1.0, 2.0, 3.0, 4.0])
+        ...     return mapped(w, fckpt.shard(x, P("data"), mesh))
+        >>> fckpt.sim({"data": 2}).run(program)[0]
+        (tensor(67.5000), tensor(45.))
+
+    References:
+        `jax.shard_map`, https://docs.jax.dev/en/latest/notebooks/shard_map.html
+    """
+    if isinstance(fn, Mesh):
+        return functools.partial(_mapped, mesh=fn, in_specs=in_specs, out_specs=out_specs, check=check)
+    return _mapped(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check)
+
+
+def pmap(
+    fn: Function,
+    *,
+    axis_name: str = "data",
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    static_broadcasted_argnums: int | Sequence[int] = (),
+    mesh: Mesh | None = None,
+    check: str = "static",
+) -> Function:
+    """Returns a function that all ranks call with their parts of the batch: `shard_map` on a mesh of one axis.
+
+    Args:
+        fn: a function of pytrees, in which collectives over `axis_name` reach the other ranks.
+        axis_name: what the axis is called.
+        in_axes: the dimension along which an argument is divided among the ranks, or None for what is the same on all:
+            an int, None, or a tuple of trees of them, by positional argument. Trees may end before the arguments do.
+        out_axes: the same for what is returned. None is checked, not believed: JAX's pmap returns what the first
+            device has.
+        static_broadcasted_argnums: positions of arguments that are no tensors and the same on all ranks.
+        mesh: default: all ranks, along `axis_name`.
+        check: see `shard_map`.
+
+    Returns:
+        A function of local tensors. Unlike JAX's, it leaves the divided dimension where it is: a rank's part of a
+        batch is a batch. Errors and warnings are those of `shard_map`.
+
+    References:
+        `jax.pmap`, https://docs.jax.dev/en/latest/_autosummary/jax.pmap.html
+    """
+    static = (
+        (static_broadcasted_argnums,) if isinstance(static_broadcasted_argnums, int) else static_broadcasted_argnums
+    )
+    spec = functools.partial(_spec_of, axis_name=axis_name)
+
+    @functools.wraps(fn)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        here = mesh or init_mesh({axis_name: -1})
+        axes = list(in_axes) if isinstance(in_axes, (tuple, list)) else [in_axes] * len(args)
+        if len(axes) != len(args):
+            raise ArgumentValueError(f"pmap: in_axes has {len(axes)} entries for {len(args)} positional arguments.")
+        positions = {position % len(args) for position in static}
+        in_specs = tuple(P() if i in positions else spec("in_axes", axis) for i, axis in enumerate(axes))
+        whole = _mapped(fn, mesh=here, in_specs=in_specs, out_specs=spec("out_axes", out_axes), check=check)
+        return whole(*args, **kwargs)
+
+    return mapped
+
+
+def _spec_of(what: str, axes: Any, *, axis_name: str) -> Any:
+    """Returns the tree of specs that a tree of dimensions stands for."""
+    if axes is None:
+        return P()
+    if isinstance(axes, bool) or not isinstance(axes, (int, dict, tuple, list)):
+        raise ArgumentTypeError(f"pmap: {what} holds dimensions, None, and trees of them, not {axes!r}.")
+    if isinstance(axes, int):
+        if axes < 0:
+            raise ArgumentValueError(f"pmap: {what} counts dimensions from 0, not {axes}.")
+        return P(*[None] * axes, axis_name)
+    if isinstance(axes, dict):
+        return {key: _spec_of(what, value, axis_name=axis_name) for key, value in axes.items()}
+    return type(axes)(_spec_of(what, value, axis_name=axis_name) for value in axes)
+
+
+# ---- one mapped function ---------------------------------------------------------------------------
+
+
+def _mapped(fn: Function, *, mesh: Mesh | None, in_specs: Any, out_specs: Any, check: str) -> Function:
+    if not callable(fn):
+        raise ArgumentTypeError(f"shard_map maps a function, not {type(fn).__name__}: {fn!r}.")
+    if not isinstance(mesh, Mesh):
+        raise ArgumentTypeError(f"shard_map needs a mesh, of fckpt.init_mesh for one, not {mesh!r}.")
+    if check not in CHECKS:
+        raise ArgumentValueError(f"shard_map: check is 'static' or 'off', not {check!r}.")
+    checked: set[Any] = set()
+
+    @functools.wraps(fn)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        specs = specs_of("shard_map", "args", _by_argument(in_specs, args), args, mesh)
+        args = local("shard_map", args, specs, mesh, "args")
+        specs = [*specs, *[P()] * len(trees.leaves(kwargs))]
+        if check == "static":
+            key = _signature(args, kwargs)
+            if key not in checked:
+                _check(fn, mesh, args, kwargs, specs, out_specs)
+                checked.add(key)
+        with use_mesh(mesh):
+            output = fn(*args, **kwargs)
+        specs_of("shard_map", "output", out_specs, output, mesh)
+        return output
+
+    return mapped
+
+
+def _by_argument(in_specs: Any, args: tuple[Any, ...]) -> Any:
+    if isinstance(in_specs, P):
+        return in_specs
+    if not isinstance(in_specs, (tuple, list)):
+        raise ArgumentTypeError(f"shard_map: in_specs is a P or a tuple of trees of them, not {in_specs!r}.")
+    if len(in_specs) != len(args):
+        raise ArgumentValueError(
+            f"shard_map: in_specs has {len(in_specs)} entries for {len(args)} positional arguments."
+        )
+    return tuple(in_specs)
+
+
+def _signature(args: Any, kwargs: Any) -> Any:
+    leaves, spec = trees.flatten((args, kwargs))
+    facts = [(x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
+    return spec, tuple(facts)
+
+
+def _check(fn: Function, mesh: Mesh, args: Any, kwargs: Any, specs: Sequence[P], out_specs: Any) -> None:
+    found = varying(fn, mesh, args, kwargs, specs)
+    outputs = specs_of("shard_map", "output", out_specs, found.output, mesh)
+    leaves = trees.leaves(found.output)
+    tensors = [spec for spec, x in zip(outputs, leaves, strict=True) if isinstance(x, torch.Tensor)]
+    wrong = violations(found, tensors)
+    if wrong:
+        raise ArgumentValueError(
+            f"shard_map: {'; '.join(wrong)}. Reduce it (fckpt.pmean, fckpt.psum), let parameters into what differs by "
+            "rank through fckpt.pvary, or name the axis in out_specs."
+        )
+    for name in sorted(set(found.redundant)):
+        warnings.warn(
+            f"a psum or pmean over {name!r} sums what is the same on all ranks along it: a psum multiplies it by "
+            f"{mesh.shape[name]}, a pmean does nothing.",
+            MeshWarning,
+            stacklevel=users_stacklevel(),
+        )

@@ -1,0 +1,200 @@
+"""Meshes: names for the dimensions of a grid of ranks, and who carries messages between them.
+
+A mesh is the same on all ranks; what differs is the `Transport`. It belongs to the process, or, in a simulation, to the
+thread: an operation in a graph knows its mesh by a key that is the same on every rank, and finds the transport here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Protocol
+
+import torch
+
+from fckpt.errors import ArgumentTypeError, ArgumentValueError
+
+__all__ = ["Axes", "Mesh", "Transport", "carried", "carry", "current_mesh", "simulated", "transport_of", "use_mesh"]
+
+Axes = str | Sequence[str]
+"""One axis of a mesh or several; several count as one, the first of them varying slowest."""
+
+
+class Transport(Protocol):
+    """Carries messages between the ranks of a mesh. All ranks call the same method in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This rank: the number of its place in the mesh, the last axis varying fastest."""
+        ...
+
+    def all_reduce(self, x: torch.Tensor, reduction: str, axes: tuple[str, ...]) -> torch.Tensor:
+        """Returns the "sum", "max" or "min" over the ranks along `axes`."""
+        ...
+
+    def all_gather(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        """Returns those of all ranks along `axes`, stacked in front, in the order of ranks."""
+        ...
+
+    def reduce_scatter(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        """Returns the sum over the ranks of their x[i], i being the number of this rank along `axes`."""
+        ...
+
+    def all_to_all(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        """Returns y, where y[i] is x[j] of rank i, j being the number of this rank along `axes`."""
+        ...
+
+    def permute(self, x: torch.Tensor, sources: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
+        """Returns x of the rank that is named for this one in `sources`; zeros where that is -1."""
+        ...
+
+
+class Mesh:
+    """A grid of ranks with named axes.
+
+    Made by `fckpt.init_mesh`, `fckpt.sim` and `fckpt.fake_mesh`. Rank 0 is at the origin, and the last axis varies
+    fastest. Meshes with the same axes are equal.
+    """
+
+    def __init__(self, shape: Mapping[str, int]):
+        self.shape: dict[str, int] = dict(shape)
+        """By name: how many ranks there are along an axis."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes, the slowest first."""
+        return tuple(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return math.prod(self.shape.values())
+
+    @property
+    def key(self) -> str:
+        """What names the mesh in a graph."""
+        return ",".join(f"{name}={size}" for name, size in self.shape.items())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.shape})"
+
+    def axes(self, function: str, axes: Axes) -> tuple[str, ...]:
+        """Returns `axes` as a tuple of names.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: they are none of this mesh, or one is there twice; `function` is
+                who was asked.
+        """
+        names = (axes,) if isinstance(axes, str) else axes
+        if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+            raise ArgumentTypeError(f"{function}: an axis is a str, or a tuple of them, not {axes!r}.")
+        known = ", ".join(repr(name) for name in self.names)
+        for name in names:
+            if name not in self.shape:
+                raise ArgumentValueError(f"{function}: the mesh has no axis {name!r}. It has {known}.")
+        if not names or len(set(names)) < len(names):
+            raise ArgumentValueError(
+                f"{function}: axes {tuple(names)!r} must be one or more different ones of {known}."
+            )
+        return tuple(names)
+
+    def count(self, axes: Sequence[str]) -> int:
+        """Returns how many ranks there are along `axes`."""
+        return math.prod(self.shape[name] for name in axes)
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Returns where a rank is: by axis, its number."""
+        found: dict[str, int] = {}
+        for name in reversed(self.names):
+            rank, found[name] = divmod(rank, self.shape[name])
+        return {name: found[name] for name in self.names}
+
+    def index(self, rank: int, axes: Sequence[str]) -> int:
+        """Returns the number of a rank along `axes`."""
+        place, number = self.place(rank), 0
+        for name in axes:
+            number = number * self.shape[name] + place[name]
+        return number
+
+    def peers(self, rank: int, axes: Sequence[str]) -> list[int]:
+        """Returns the ranks that differ from `rank` along `axes` at most, by their numbers along them."""
+        place = self.place(rank)
+        rest = [name for name in self.names if name not in axes]
+        same = [r for r in range(self.size) if all(self.place(r)[name] == place[name] for name in rest)]
+        return sorted(same, key=lambda r: self.index(r, axes))
+
+
+# ---- who carries the messages ----------------------------------------------------------------------
+
+_carriers: dict[str, Transport] = {}
+_local = threading.local()
+_current: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
+
+
+def carry(mesh: Mesh, transport: Transport) -> None:
+    """Makes `transport` carry what is sent over `mesh`, for this process."""
+    _carriers[mesh.key] = transport
+
+
+@contextlib.contextmanager
+def carried(mesh: Mesh, transport: Transport) -> Iterator[None]:
+    """Makes `transport` carry what is sent over `mesh` in this thread, which is a rank of it, in the body."""
+    _local.mesh, _local.transport = mesh, transport
+    try:
+        yield
+    finally:
+        del _local.mesh, _local.transport
+
+
+def simulated() -> Mesh | None:
+    """Returns the mesh of which this thread is a rank, if it is one."""
+    return getattr(_local, "mesh", None)
+
+
+def transport_of(key: str) -> Transport:
+    """Returns who carries what is sent over the mesh with this key.
+
+    Raises:
+        ArgumentValueError: nobody does.
+    """
+    mesh = simulated()
+    found = _local.transport if mesh is not None and mesh.key == key else _carriers.get(key)
+    if found is None:
+        raise ArgumentValueError(
+            f"this process belongs to no mesh ({key}). Make it with fckpt.init_mesh, or simulate it with fckpt.sim."
+        )
+    return found
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
+    """Makes `mesh` the one whose axes collectives name, in the body."""
+    token = _current.set(mesh)
+    try:
+        yield mesh
+    finally:
+        _current.reset(token)
+
+
+def current_mesh(function: str) -> Mesh:
+    """Returns the mesh in use.
+
+    Raises:
+        ArgumentValueError: there is none; `function` is who asks.
+    """
+    mesh = _current.get()
+    if mesh is None:
+        raise ArgumentValueError(
+            f"{function}: there is no mesh here. Call it in a function that fckpt.shard_map or fckpt.pmap maps, or "
+            "`with fckpt.use_mesh(mesh):`."
+        )
+    return mesh

@@ -1,0 +1,105 @@
+"""`sim`: a program for many ranks, run in one process, a thread for each rank.
+
+Private in torch 2.11 and 2.13: `torch._functorch.eager_transforms.JVP_NESTING`, see `_one_level`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch._functorch.eager_transforms as eager_transforms
+from torch.autograd import forward_ad
+
+from fckpt.errors import ArgumentValueError, RankFailure
+from fckpt.shard.mesh import Mesh, carried
+from fckpt.shard.threads import Meeting, Thread
+
+__all__ = ["Simulation", "sim"]
+
+
+def sim(shape: Mapping[str, int], *, timeout_seconds: float = 60.0) -> Simulation:
+    """Returns a mesh of simulated ranks, which runs programs.
+
+    Args:
+        shape: the size of each axis, by name.
+        timeout_seconds: after which a rank that does not come to a collective is a `RankFailure`.
+
+    Raises:
+        ArgumentValueError: an axis has no rank.
+
+    Example:
+        >>> import torch, fckpt
+        >>> def program(x):
+        ...     with fckpt.use_mesh(fckpt.init_mesh({"data": 4})):
+        ...         return fckpt.psum(x * fckpt.axis_index("data"), "data")
+        >>> fckpt.sim({"data": 4}).run(program, torch.tensor(10.0))
+        [tensor(60.), tensor(60.), tensor(60.), tensor(60.)]
+    """
+    if not shape or not all(isinstance(size, int) and size > 0 for size in shape.values()):
+        raise ArgumentValueError(f"sim: a mesh has axes of one rank or more, not {dict(shape)!r}.")
+    return Simulation(Mesh(shape), timeout_seconds)
+
+
+class Simulation:
+    """Ranks that are threads of this process. Sums are added in the order of ranks: results are exact and repeatable.
+
+    All share one random number generator of torch's. Give each rank a generator of its own where a program draws.
+    """
+
+    def __init__(self, mesh: Mesh, timeout_seconds: float):
+        self.mesh, self.timeout_seconds = mesh, timeout_seconds
+
+    def run(self, program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Returns what `program(*args, **kwargs)` returns on each rank; `init_mesh` in it returns this mesh.
+
+        Raises:
+            Exception: what the first rank to fail raised. If ranks wait for one another in vain, that is a
+                `RankFailure` that names the rank.
+        """
+        meeting = Meeting(self.mesh, self.timeout_seconds)
+        results: list[Any] = [None] * self.mesh.size
+        failures: list[tuple[int, BaseException]] = []
+
+        def rank(number: int) -> None:
+            try:
+                # autograd's own threads know nothing of ranks
+                alone = torch.autograd.set_multithreading_enabled(False)
+                with carried(self.mesh, Thread(meeting, number)), alone:
+                    results[number] = program(*args, **kwargs)
+                meeting.leave(number, "has returned")
+            except BaseException as error:
+                failures.append((number, error))
+                meeting.leave(number, f"raised {type(error).__name__}: {error}")
+
+        threads = [threading.Thread(target=rank, args=(i,), name=f"rank {i}") for i in range(self.mesh.size)]
+        with _one_level():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if failures:
+            number, error = next((f for f in failures if not isinstance(f[1], RankFailure)), failures[0])
+            error.add_note(f"on rank {number} of {self.mesh}")
+            raise error
+        return results
+
+
+@contextlib.contextmanager
+def _one_level() -> Iterator[None]:
+    """Has all threads share one level of forward mode: torch counts levels by process, and the first to end ends all.
+
+    Nested `jvp`s share the outermost one's level anyway.
+    """
+    if eager_transforms.JVP_NESTING:
+        yield
+        return
+    with forward_ad.dual_level():
+        eager_transforms.JVP_NESTING = 1
+        try:
+            yield
+        finally:
+            eager_transforms.JVP_NESTING = 0

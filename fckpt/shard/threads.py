@@ -1,0 +1,123 @@
+"""The transport of a simulation: ranks are threads of one process, and meet where they call the same collective.
+
+Exact: sums are added in the order of ranks, so that they are the same on all of them. What would hang or give wrong
+numbers on real devices is an error here: ranks that call different collectives, or stop calling them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fckpt.errors import RankFailure
+from fckpt.shard.mesh import Mesh
+
+__all__ = ["Meeting", "Thread"]
+
+
+class Meeting:
+    """Where the threads of a simulated mesh exchange what they bring."""
+
+    def __init__(self, mesh: Mesh, timeout_seconds: float):
+        self.mesh, self.timeout = mesh, timeout_seconds
+        self.lock = threading.Condition()
+        self.rounds: dict[tuple[tuple[int, ...], int], dict[int, tuple[str, torch.Tensor]]] = {}
+        self.taken: dict[tuple[tuple[int, ...], int], int] = {}
+        self.gone: dict[int, str] = {}
+        """Ranks that have ended, and how."""
+
+    def leave(self, rank: int, how: str) -> None:
+        """Notes that a rank calls no more collectives."""
+        with self.lock:
+            self.gone[rank] = how
+            self.lock.notify_all()
+
+    def exchange(
+        self, ranks: tuple[int, ...], number: int, rank: int, what: str, x: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Returns what each of `ranks` brought to their meeting number `number`.
+
+        Raises:
+            RankFailure: one of them has ended, or called something else, or does not come.
+        """
+        key = (ranks, number)
+        with self.lock:
+            brought = self.rounds.setdefault(key, {})
+            brought[rank] = (what, x)
+            self.lock.notify_all()
+            missing = lambda: [r for r in ranks if r not in brought]
+            lost = lambda: [r for r in missing() if r in self.gone]
+            came = self.lock.wait_for(lambda: not missing() or lost(), self.timeout)
+            if lost():
+                first = lost()[0]
+                raise RankFailure(f"rank {first} {self.gone[first]}, while rank {rank} waits in {what}.", rank=first)
+            if not came:
+                raise RankFailure(
+                    f"rank {missing()[0]} did not come to {what} within {self.timeout:g} s, where rank {rank} waits.",
+                    rank=missing()[0],
+                )
+            self._compare(ranks, number, brought)
+            found = [brought[r][1] for r in ranks]
+            self.taken[key] = self.taken.get(key, 0) + 1
+            if self.taken[key] == len(ranks):
+                del self.rounds[key], self.taken[key]
+            return found
+
+    def _compare(self, ranks: tuple[int, ...], number: int, brought: dict[int, tuple[str, torch.Tensor]]) -> None:
+        said = {
+            r: f"{what} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for r, (what, x) in brought.items()
+        }
+        usual = max(said.values(), key=[*said.values()].count)
+        odd = [r for r in ranks if said[r] != usual]
+        if odd:
+            raise RankFailure(
+                f"rank {odd[0]} calls {said[odd[0]]} as collective number {number + 1} of ranks {list(ranks)}, where "
+                f"others call {usual}. All ranks must call the same collectives in the same order.",
+                rank=odd[0],
+            )
+
+
+class Thread:
+    """One rank of a simulated mesh."""
+
+    def __init__(self, meeting: Meeting, rank: int):
+        self.meeting, self.rank = meeting, rank
+        self.count: dict[tuple[int, ...], int] = {}
+
+    def _meet(self, what: str, x: torch.Tensor, axes: tuple[str, ...]) -> tuple[int, list[torch.Tensor]]:
+        """Returns the number of this rank along `axes`, and what the ranks along them brought."""
+        ranks = tuple(self.meeting.mesh.peers(self.rank, axes))
+        # a copy, because this rank may write over its tensor while others still read it
+        number = self.count.get(ranks, 0)
+        self.count[ranks] = number + 1
+        brought = self.meeting.exchange(ranks, number, self.rank, f"{what} over {', '.join(axes)}", x.detach().clone())
+        return ranks.index(self.rank), brought
+
+    def all_reduce(self, x: torch.Tensor, reduction: str, axes: tuple[str, ...]) -> torch.Tensor:
+        combine: dict[str, Callable[[Any, Any], Any]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+        _, brought = self._meet(f"all_reduce {reduction}", x, axes)
+        result = brought[0].clone()
+        for other in brought[1:]:
+            result = combine[reduction](result, other)
+        return result
+
+    def all_gather(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        return torch.stack(self._meet("all_gather", x, axes)[1])
+
+    def reduce_scatter(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        mine, brought = self._meet("reduce_scatter", x, axes)
+        result = brought[0][mine].clone()
+        for other in brought[1:]:
+            result = result + other[mine]
+        return result
+
+    def all_to_all(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        mine, brought = self._meet("all_to_all", x, axes)
+        return torch.stack([other[mine] for other in brought])
+
+    def permute(self, x: torch.Tensor, sources: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
+        mine, brought = self._meet(f"permute {tuple(sources)}", x, axes)
+        return brought[sources[mine]].clone() if sources[mine] >= 0 else torch.zeros_like(x)
