@@ -15,11 +15,13 @@ from fckpt.errors import BudgetError as BudgetError
 from fckpt.errors import ClosureError as ClosureError
 from fckpt.errors import FckptError as FckptError
 from fckpt.errors import ImpureFunctionError as ImpureFunctionError
+from fckpt.errors import MeshWarning as MeshWarning
 from fckpt.errors import MutationError as MutationError
 from fckpt.errors import OpaqueOutputError as OpaqueOutputError
 from fckpt.errors import PlanError as PlanError
 from fckpt.errors import PolicyWarning as PolicyWarning
 from fckpt.errors import RandomStateError as RandomStateError
+from fckpt.errors import RankFailure as RankFailure
 from fckpt.errors import ScheduleError as ScheduleError
 from fckpt.errors import TraceError as TraceError
 from fckpt.looking import ParetoPoint as ParetoPoint
@@ -35,5 +37,28 @@ from fckpt.naming import checkpoint_name as checkpoint_name
 from fckpt.plans import Plan as Plan
 from fckpt.report.table import Residual as Residual
 from fckpt.segments import sequential as sequential
+from fckpt.spmd import Mesh as Mesh
+from fckpt.spmd import P as P
+from fckpt.spmd import Simulation as Simulation
+from fckpt.spmd import all_gather as all_gather
+from fckpt.spmd import all_to_all as all_to_all
+from fckpt.spmd import axis_index as axis_index
+from fckpt.spmd import axis_size as axis_size
+from fckpt.spmd import fake_mesh as fake_mesh
+from fckpt.spmd import init_mesh as init_mesh
+from fckpt.spmd import launch as launch
+from fckpt.spmd import pmap as pmap
+from fckpt.spmd import pmax as pmax
+from fckpt.spmd import pmean as pmean
+from fckpt.spmd import pmin as pmin
+from fckpt.spmd import ppermute as ppermute
+from fckpt.spmd import psum as psum
+from fckpt.spmd import psum_scatter as psum_scatter
+from fckpt.spmd import pvary as pvary
+from fckpt.spmd import shard as shard
+from fckpt.spmd import shard_map as shard_map
+from fckpt.spmd import sim as sim
+from fckpt.spmd import unshard as unshard
+from fckpt.spmd import use_mesh as use_mesh
 
 __version__ = "0.1.0"

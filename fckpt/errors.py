@@ -79,6 +79,22 @@ class OpaqueOutputError(FckptError, TypeError):
     """A function returned tensors inside an object that is no pytree."""
 
 
+class RankFailure(FckptError, RuntimeError):
+    """A rank of a mesh failed, does not answer, or does something else than the others."""
+
+    def __init__(self, message: str, rank: int):
+        super().__init__(message)
+        self.rank = rank
+        """The one that it is about."""
+
+    def __reduce__(self) -> tuple[Any, ...]:  # see `BudgetError`
+        return type(self), (*self.args, self.rank), self.__dict__
+
+
+class MeshWarning(UserWarning):
+    """A function on a mesh does what it need not, or what is probably not meant."""
+
+
 class PolicyWarning(UserWarning):
     """A policy does nothing, or names what does not occur."""
 

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch.utils import _pytree as torch_pytree
 
-__all__ = ["TreeSpec", "describe", "flatten", "leaves", "map_leaves", "unflatten"]
+__all__ = ["TreeSpec", "describe", "flatten", "leaves", "map_leaves", "spread", "unflatten"]
 
 # Containers that only torch's own registry knows (Hugging Face's ModelOutput, for one) are flattened
 # through it; everything else is optree's.
@@ -80,6 +80,25 @@ def leaves(tree: Any) -> list[Any]:
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Applies `fn` to every leaf of `tree`."""
     return optree.tree_map(fn, tree)
+
+
+def spread(prefix: Any, tree: Any) -> list[Any]:
+    """Returns, for every leaf of `tree`, the leaf of `prefix` at it or above it.
+
+    Args:
+        prefix: a tree that ends where `tree` goes on, or with it. `None` is a leaf of it.
+        tree: any pytree.
+
+    Raises:
+        ValueError: it is no prefix; the message says where.
+    """
+    pairs: list[Any] = []
+
+    def visit(leaf: Any, below: Any) -> None:
+        pairs.extend([leaf] * len(leaves(below)))
+
+    optree.tree_map_(visit, prefix, tree, none_is_leaf=True)
+    return pairs
 
 
 def _path_string(path: Sequence[Any]) -> str:

@@ -15,8 +15,8 @@ import torch._functorch.eager_transforms as eager_transforms
 from torch.autograd import forward_ad
 
 from fckpt.errors import ArgumentValueError, RankFailure
-from fckpt.shard.mesh import Mesh, carried
-from fckpt.shard.threads import Meeting, Thread
+from fckpt.spmd.mesh import Mesh, carried, use_mesh
+from fckpt.spmd.threads import Meeting, Thread
 
 __all__ = ["Simulation", "sim"]
 
@@ -34,8 +34,7 @@ def sim(shape: Mapping[str, int], *, timeout_seconds: float = 60.0) -> Simulatio
     Example:
         >>> import torch, fckpt
         >>> def program(x):
-        ...     with fckpt.use_mesh(fckpt.init_mesh({"data": 4})):
-        ...         return fckpt.psum(x * fckpt.axis_index("data"), "data")
+        ...     return fckpt.psum(x * fckpt.axis_index("data"), "data")
         >>> fckpt.sim({"data": 4}).run(program, torch.tensor(10.0))
         [tensor(60.), tensor(60.), tensor(60.), tensor(60.)]
     """
@@ -54,7 +53,7 @@ class Simulation:
         self.mesh, self.timeout_seconds = mesh, timeout_seconds
 
     def run(self, program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Returns what `program(*args, **kwargs)` returns on each rank; `init_mesh` in it returns this mesh.
+        """Returns what `program(*args, **kwargs)` returns on each rank. The mesh is in use; `init_mesh` returns it.
 
         Raises:
             Exception: what the first rank to fail raised. If ranks wait for one another in vain, that is a
@@ -68,7 +67,7 @@ class Simulation:
             try:
                 # autograd's own threads know nothing of ranks
                 alone = torch.autograd.set_multithreading_enabled(False)
-                with carried(self.mesh, Thread(meeting, number)), alone:
+                with carried(self.mesh, Thread(meeting, number)), use_mesh(self.mesh), alone:
                     results[number] = program(*args, **kwargs)
                 meeting.leave(number, "has returned")
             except BaseException as error:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fckpt.errors import ArgumentValueError
-from fckpt.shard.mesh import Mesh, carry, simulated
+from fckpt.spmd.mesh import Mesh, carry, simulated
 
 __all__ = ["fake_mesh", "init_mesh"]
 
@@ -49,10 +49,10 @@ def init_mesh(shape: Mapping[str, int], *, timeout_seconds: float = 60.0, backen
             dist.init_process_group(chosen, timeout=timeout)
         else:
             dist.init_process_group(chosen, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-    from fckpt.shard.c10d import Processes  # where torch has no distributed part, meshes can still be simulated
+    from fckpt.spmd.c10d import Processes  # where torch has no distributed part, meshes can still be simulated
 
     mesh = Mesh(_filled(shape, dist.get_world_size()))
-    carry(mesh, Processes(mesh, timeout))
+    carry(mesh, Processes(mesh, timeout_seconds))
     return mesh
 
 
@@ -98,6 +98,14 @@ def fake_mesh(shape: Mapping[str, int], *, rank: int = 0) -> Mesh:
     Args:
         shape: the size of each axis by name.
         rank: which one this process stands for.
+
+    Raises:
+        ArgumentValueError: there is no such mesh, or no such rank of it.
+
+    Example:
+        >>> import fckpt
+        >>> fckpt.fake_mesh({"data": 64, "model": 8}).size
+        512
     """
     sizes: Sequence[int] = [*shape.values()]
     if not sizes or min(sizes) < 1 or not 0 <= rank < math.prod(sizes):

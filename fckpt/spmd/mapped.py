@@ -11,10 +11,10 @@ import torch
 
 from fckpt import tree as trees
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, MeshWarning, users_stacklevel
-from fckpt.shard.mesh import Mesh, use_mesh
-from fckpt.shard.setup import init_mesh
-from fckpt.shard.specs import P, local, specs_of
-from fckpt.shard.varying import varying, violations
+from fckpt.spmd.mesh import Mesh, transport_of, use_mesh
+from fckpt.spmd.setup import init_mesh
+from fckpt.spmd.specs import P, local, specs_of
+from fckpt.spmd.varying import varying, violations
 
 __all__ = ["pmap", "shard_map"]
 
@@ -104,6 +104,14 @@ def pmap(
         A function of local tensors. Unlike JAX's, it leaves the divided dimension where it is: a rank's part of a
         batch is a batch. Errors and warnings are those of `shard_map`.
 
+    Example:
+        >>> import torch, fckpt
+        >>> def program():
+        ...     mean = fckpt.pmap(lambda x: fckpt.pmean(x.mean(), "data"), out_axes=None)
+        ...     return mean(torch.arange(3.0) + 10 * fckpt.axis_index("data"))
+        >>> fckpt.sim({"data": 2}).run(program)
+        [tensor(6.), tensor(6.)]
+
     References:
         `jax.pmap`, https://docs.jax.dev/en/latest/_autosummary/jax.pmap.html
     """
@@ -155,13 +163,18 @@ def _mapped(fn: Function, *, mesh: Mesh | None, in_specs: Any, out_specs: Any, c
 
     @functools.wraps(fn)
     def mapped(*args: Any, **kwargs: Any) -> Any:
+        with transport_of(mesh.key).watch():
+            return run(*args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
         specs = specs_of("shard_map", "args", _by_argument(in_specs, args), args, mesh)
         args = local("shard_map", args, specs, mesh, "args")
         specs = [*specs, *[P()] * len(trees.leaves(kwargs))]
         if check == "static":
             key = _signature(args, kwargs)
             if key not in checked:
-                _check(fn, mesh, args, kwargs, specs, out_specs)
+                calls = _check(fn, mesh, args, kwargs, specs, out_specs)
+                transport_of(mesh.key).agree(f"{getattr(fn, '__qualname__', fn)}{key}", calls)
                 checked.add(key)
         with use_mesh(mesh):
             output = fn(*args, **kwargs)
@@ -189,7 +202,8 @@ def _signature(args: Any, kwargs: Any) -> Any:
     return spec, tuple(facts)
 
 
-def _check(fn: Function, mesh: Mesh, args: Any, kwargs: Any, specs: Sequence[P], out_specs: Any) -> None:
+def _check(fn: Function, mesh: Mesh, args: Any, kwargs: Any, specs: Sequence[P], out_specs: Any) -> list[str]:
+    """Returns the collectives that will be called; see `shard_map` for errors."""
     found = varying(fn, mesh, args, kwargs, specs)
     outputs = specs_of("shard_map", "output", out_specs, found.output, mesh)
     leaves = trees.leaves(found.output)
@@ -207,3 +221,4 @@ def _check(fn: Function, mesh: Mesh, args: Any, kwargs: Any, specs: Sequence[P],
             MeshWarning,
             stacklevel=users_stacklevel(),
         )
+    return found.collectives

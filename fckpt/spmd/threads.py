@@ -6,6 +6,7 @@ numbers on real devices is an error here: ranks that call different collectives,
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from fckpt.errors import RankFailure
-from fckpt.shard.mesh import Mesh
+from fckpt.spmd.mesh import Mesh
 
 __all__ = ["Meeting", "Thread"]
 
@@ -86,6 +87,12 @@ class Thread:
     def __init__(self, meeting: Meeting, rank: int):
         self.meeting, self.rank = meeting, rank
         self.count: dict[tuple[int, ...], int] = {}
+
+    def watch(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # the meetings see everything
+
+    def agree(self, about: str, calls: list[str]) -> None:
+        pass
 
     def _meet(self, what: str, x: torch.Tensor, axes: tuple[str, ...]) -> tuple[int, list[torch.Tensor]]:
         """Returns the number of this rank along `axes`, and what the ranks along them brought."""

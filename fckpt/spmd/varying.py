@@ -11,8 +11,9 @@ Private in torch 2.11 and 2.13: `torch._subclasses.fake_tensor`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -21,21 +22,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fckpt import tree as trees
 from fckpt.conditions import unwrapped
 from fckpt.errors import TraceError
-from fckpt.shard.collectives import sums_watched
-from fckpt.shard.mesh import Mesh, use_mesh
-from fckpt.shard.specs import P
+from fckpt.spmd.collectives import sums_watched
+from fckpt.spmd.mesh import Mesh, use_mesh
+from fckpt.spmd.specs import P
 
 __all__ = ["Varying", "varying", "violations"]
 
 Axes = frozenset[str]
 
 
-class Varying:
+class Varying(NamedTuple):
     """What comes of a function on a mesh."""
 
-    def __init__(self, paths: Sequence[str], axes: Sequence[Axes], redundant: Sequence[str], output: Any):
-        self.paths, self.axes, self.redundant, self.output = paths, axes, redundant, output
-        """The leaves that are tensors and what they vary over; axes that were summed over in vain; the output."""
+    paths: Sequence[str]
+    """Of the outputs that are tensors."""
+    axes: Sequence[Axes]
+    """Over which each of them varies."""
+    redundant: Sequence[str]
+    """Axes that were summed over in vain."""
+    collectives: list[str]
+    """What it calls, in order, with a hash of what each is made of: the same on all ranks."""
+    output: Any
 
 
 def varying(
@@ -56,9 +63,9 @@ def varying(
     flat, spec = trees.flatten((tuple(args), kwargs))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _Follower(mesh) as follower:
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in flat]
-        for fake, p in zip(fakes, specs, strict=True):
+        for i, (fake, p) in enumerate(zip(fakes, specs, strict=True)):
             if isinstance(fake, torch.Tensor):
-                follower.note(fake, frozenset(p.axes))
+                follower.note(fake, frozenset(p.axes), f"argument {i}")
         faked_args, faked_kwargs = trees.unflatten(spec, fakes)
         try:
             with use_mesh(mesh), sums_watched(follower.sums):
@@ -70,7 +77,8 @@ def varying(
             ) from error
         leaves, out_spec = trees.flatten(output)
         tensors = [(path, x) for path, x in zip(out_spec.paths(), leaves, strict=True) if isinstance(x, torch.Tensor)]
-        return Varying([path for path, _ in tensors], [follower.of(x) for _, x in tensors], follower.redundant, output)
+        paths, axes = [path for path, _ in tensors], [follower.of(x) for _, x in tensors]
+        return Varying(paths, axes, follower.redundant, follower.collectives, output)
 
 
 class _Follower(TorchDispatchMode):
@@ -79,18 +87,23 @@ class _Follower(TorchDispatchMode):
     def __init__(self, mesh: Mesh):
         super().__init__()
         self.mesh = mesh
-        self.known: dict[int, Axes] = {}
+        self.known: dict[int, tuple[Axes, str]] = {}
+        """By storage: over which axes it varies, and a hash of what it is made of."""
         self.alive: list[Any] = []
         """The storages, whose numbers must not be used again."""
         self.redundant: list[str] = []
+        self.collectives: list[str] = []
 
     def of(self, x: torch.Tensor) -> Axes:
-        return self.known.get(unwrapped(x).untyped_storage()._cdata, frozenset())
+        return self._known(unwrapped(x))[0]
 
-    def note(self, x: torch.Tensor, axes: Axes) -> None:
+    def _known(self, x: torch.Tensor) -> tuple[Axes, str]:
+        return self.known.get(x.untyped_storage()._cdata, (frozenset(), "constant"))
+
+    def note(self, x: torch.Tensor, axes: Axes, made: str) -> None:
         storage = x.untyped_storage()
         self.alive.append(storage)
-        self.known[storage._cdata] = axes
+        self.known[storage._cdata] = axes, made
 
     def sums(self, x: torch.Tensor, axes: tuple[str, ...]) -> None:
         """Notes axes that a psum sums over, though all ranks along them have the same."""
@@ -99,15 +112,25 @@ class _Follower(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = [x for x in trees.leaves((list(args), kwargs)) if isinstance(x, torch.Tensor)]
-        axes: Axes = frozenset().union(*(self.of(x) for x in inputs))
+        axes: Axes = frozenset().union(*(self._known(x)[0] for x in inputs))
         result = func(*args, **kwargs)
+        made = self._made(func, args, kwargs)
         if func.namespace == "fckpt":
-            axes = self._after(func._schema.name.partition("::")[2], axes, args)
+            name = func._schema.name.partition("::")[2]
+            axes = self._after(name, axes, args)
+            if inputs:
+                rest = ", ".join(str(a) for a in args[1:-1])
+                self.collectives.append(f"{name} ({rest}) of {trees.describe(inputs[0])}, made as {made}")
         outputs = [x for x in trees.leaves(result) if isinstance(x, torch.Tensor)]
         written = _mutated(func, args, kwargs) if func._schema.is_mutable else []
         for x in (*outputs, *written):
-            self.note(x, axes)
+            self.note(x, axes, made)
         return result
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> str:
+        leaves, spec = trees.flatten((list(args), kwargs))
+        parts = [self._known(x)[1] if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
+        return hashlib.sha256("\n".join([str(func), repr(spec), *parts]).encode()).hexdigest()[:8]
 
     def _after(self, name: str, axes: Axes, args: Sequence[Any]) -> Axes:
         match name:

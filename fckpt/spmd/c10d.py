@@ -6,13 +6,18 @@ come and go above them. They are waited for at once, so that nothing asynchronou
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fckpt.shard.mesh import Mesh
+from fckpt.spmd.guard import Guard
+from fckpt.spmd.mesh import Mesh
 
 __all__ = ["Processes"]
 
@@ -24,9 +29,10 @@ class Processes:
     all ranks do at the same time, too.
     """
 
-    def __init__(self, mesh: Mesh, timeout: Any = None):
-        self.mesh, self.timeout = mesh, timeout
+    def __init__(self, mesh: Mesh, timeout_seconds: float):
+        self.mesh, self.timeout = mesh, datetime.timedelta(seconds=timeout_seconds)
         self.rank = dist.get_rank()
+        self.guard = Guard(self.rank, mesh.size, timeout_seconds)
         self.groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         for name in mesh.names:
             self.group((name,))
@@ -48,9 +54,24 @@ class Processes:
         order = [sorted(ranks).index(rank) for rank in ranks]
         return None if order == sorted(order) else torch.tensor(order)
 
+    def watch(self) -> contextlib.AbstractContextManager[None]:
+        """See `Guard.watch`."""
+        device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+        return self.guard.watch(lambda x: self._gathered(x.to(device)).cpu())
+
+    def agree(self, about: str, calls: list[str]) -> None:
+        """See `Guard.agree`."""
+        self.guard.agree(about, calls)
+
+    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+        return self.all_gather(x, self.mesh.names)
+
     def _run(self, operation: Callable[..., torch.Tensor], x: torch.Tensor, axes: tuple[str, ...], *rest: Any) -> Any:
-        sent = operation(x, *rest, self.group(axes).group_name)
-        return torch.ops._c10d_functional.wait_tensor(sent)
+        def run() -> torch.Tensor:
+            sent = operation(x, *rest, self.group(axes).group_name)
+            return torch.ops._c10d_functional.wait_tensor(sent)
+
+        return self.guard.call(_said(str(operation), x, axes), run)
 
     def all_reduce(self, x: torch.Tensor, reduction: str, axes: tuple[str, ...]) -> torch.Tensor:
         return self._run(torch.ops._c10d_functional.all_reduce, x, axes, reduction)
@@ -89,6 +110,23 @@ class Processes:
             todo.append(dist.P2POp(dist.irecv, result, ranks[sources[mine]], group))
         targets = [ranks[target] for target, source in enumerate(sources) if source == mine != target]
         todo += [dist.P2POp(dist.isend, x, target, group) for target in targets]
-        for work in dist.batch_isend_irecv(todo) if todo else ():
-            work.wait()
-        return result
+
+        def run() -> torch.Tensor:
+            for work in dist.batch_isend_irecv(todo) if todo else ():
+                work.wait()
+            return result
+
+        return self.guard.call(_said(f"permute {tuple(sources)}", x, axes), run)
+
+
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def _said(what: str, x: torch.Tensor, axes: tuple[str, ...]) -> str:
+    """Describes a call: what, over which axes, of what, and from where in the user's program."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    name, dtype = what.removeprefix("_c10d_functional."), str(x.dtype).removeprefix("torch.")
+    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{name} over {', '.join(axes)} of {tuple(x.shape)} {dtype} at {place}"

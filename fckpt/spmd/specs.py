@@ -9,8 +9,8 @@ import torch
 
 from fckpt import tree as trees
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
-from fckpt.shard.collectives import all_gather
-from fckpt.shard.mesh import Mesh, current_mesh, transport_of, use_mesh
+from fckpt.spmd.collectives import all_gather
+from fckpt.spmd.mesh import Mesh, current_mesh, transport_of, use_mesh
 
 __all__ = ["P", "local", "shard", "specs_of", "unshard"]
 
@@ -103,12 +103,23 @@ def shard(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
 
     Raises:
         ArgumentTypeError, ArgumentValueError: the specs do not fit, or a dimension cannot be divided evenly.
+
+    Example:
+        >>> import torch, fckpt
+        >>> fckpt.sim({"data": 2}).run(lambda: fckpt.shard(torch.arange(4), fckpt.P("data")))
+        [tensor([0, 1]), tensor([2, 3])]
     """
     return _each("shard", tree, specs, mesh, _part)
 
 
 def unshard(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
-    """Returns global tensors, on all ranks, of which every rank has a part. The inverse of `shard`; see there."""
+    """Returns global tensors, on all ranks, of which every rank has a part. The inverse of `shard`; see there.
+
+    Example:
+        >>> import torch, fckpt
+        >>> fckpt.sim({"data": 2}).run(lambda: fckpt.unshard(torch.ones(1), fckpt.P("data")))[0]
+        tensor([1., 1.])
+    """
     return _each("unshard", tree, specs, mesh, _whole)
 
 

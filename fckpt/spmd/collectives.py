@@ -34,7 +34,7 @@ import torch
 
 from fckpt import tree as trees
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
-from fckpt.shard.mesh import Axes, Mesh, current_mesh, transport_of
+from fckpt.spmd.mesh import Axes, Mesh, current_mesh, transport_of
 
 __all__ = [
     "all_gather",
@@ -241,6 +241,14 @@ def psum(tree: Any, axis: Axes, *, out: str = "replicated") -> Any:
         ArgumentTypeError, ArgumentValueError: there is no such axis, or no mesh; a leaf is no tensor.
 
     Leaves of one dtype travel in one message.
+
+    Example:
+        >>> import torch, fckpt
+        >>> fckpt.sim({"data": 2}).run(lambda: fckpt.psum({"x": torch.tensor([1, 2]), "count": 1}, "data"))[0]
+        {'x': tensor([2, 4]), 'count': 2}
+
+    References:
+        `jax.lax.psum`, https://docs.jax.dev/en/latest/_autosummary/jax.lax.psum.html
     """
     mesh, axes = _where("psum", axis)
     if out not in ("replicated", "invariant"):
@@ -258,6 +266,11 @@ def pmean(tree: Any, axis: Axes, *, out: str = "replicated") -> Any:
     """Returns the mean over the ranks along an axis: `psum` by their number. Arguments and errors are those of `psum`.
 
     Integers become floats, as with `/`.
+
+    Example:
+        >>> import torch, fckpt
+        >>> fckpt.sim({"data": 4}).run(lambda: fckpt.pmean(fckpt.axis_index("data"), "data"))[0]
+        tensor(1.5000)
     """
     size = axis_size(axis)
     return trees.map_leaves(lambda x: x / size, psum(tree, axis, out=out))
@@ -267,6 +280,11 @@ def pmax(tree: Any, axis: Axes) -> Any:
     """Returns the largest of each element over the ranks along an axis. It has no derivative: an error says so.
 
     Arguments and errors are those of `psum`.
+
+    Example:
+        >>> import torch, fckpt
+        >>> fckpt.sim({"data": 4}).run(lambda: fckpt.pmax(fckpt.axis_index("data"), "data"))[0]
+        tensor(3)
     """
     return _extreme("pmax", "max", tree, axis)
 
@@ -275,6 +293,11 @@ def pmin(tree: Any, axis: Axes) -> Any:
     """Returns the smallest of each element over the ranks along an axis. It has no derivative: an error says so.
 
     Arguments and errors are those of `psum`.
+
+    Example:
+        >>> import torch, fckpt
+        >>> fckpt.sim({"data": 4}).run(lambda: fckpt.pmin(fckpt.axis_index("data"), "data"))[0]
+        tensor(0)
     """
     return _extreme("pmin", "min", tree, axis)
 
@@ -298,6 +321,12 @@ def all_gather(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) -> A
 
     Raises:
         ArgumentTypeError, ArgumentValueError: as in `psum`; there is no such dimension.
+
+    Example:
+        >>> import torch, fckpt
+        >>> mine = lambda: torch.tensor([0, 1]) + 10 * fckpt.axis_index("data")
+        >>> fckpt.sim({"data": 2}).run(lambda: fckpt.all_gather(mine(), "data", tiled=True))[0]
+        tensor([ 0,  1, 10, 11])
     """
     mesh, axes = _where("all_gather", axis)
     linear = Linear("gather", axes, mesh)
@@ -321,6 +350,11 @@ def psum_scatter(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) ->
 
     Raises:
         ArgumentTypeError, ArgumentValueError: as in `psum`; the dimension cannot be divided so.
+
+    Example:
+        >>> import torch, fckpt
+        >>> fckpt.sim({"data": 2}).run(lambda: fckpt.psum_scatter(torch.arange(4), "data", tiled=True))
+        [tensor([0, 2]), tensor([4, 6])]
     """
     mesh, axes = _where("psum_scatter", axis)
     linear, size = Linear("scatter", axes, mesh), mesh.count(axes)
@@ -342,6 +376,12 @@ def all_to_all(tree: Any, axis: Axes, *, split: int, concat: int, tiled: bool = 
 
     Raises:
         ArgumentTypeError, ArgumentValueError: as in `psum_scatter`.
+
+    Example:
+        >>> import torch, fckpt
+        >>> mine = lambda: torch.tensor([0, 1]) + 10 * fckpt.axis_index("data")
+        >>> fckpt.sim({"data": 2}).run(lambda: fckpt.all_to_all(mine(), "data", split=0, concat=0, tiled=True))
+        [tensor([ 0, 10]), tensor([ 1, 11])]
     """
     mesh, axes = _where("all_to_all", axis)
     linear, size = Linear("exchange", axes, mesh), mesh.count(axes)
@@ -366,6 +406,11 @@ def ppermute(tree: Any, axis: Axes, pairs: Sequence[tuple[int, int]]) -> Any:
 
     Raises:
         ArgumentTypeError, ArgumentValueError: as in `psum`; `pairs` is no such thing.
+
+    Example:
+        >>> import torch, fckpt
+        >>> fckpt.sim({"stage": 3}).run(lambda: fckpt.ppermute(torch.ones(()), "stage", [(0, 1), (1, 2)]))
+        [tensor(0.), tensor(1.), tensor(1.)]
     """
     mesh, axes = _where("ppermute", axis)
     size = mesh.count(axes)
@@ -388,6 +433,14 @@ def pvary(tree: Any, axis: Axes) -> Any:
     The identity, whose cotangents are summed over the ranks: what all ranks hold alike, such as a parameter, gets its
     whole gradient so, if what is differentiated is one value for all of them (a `psum` with `out="invariant"`).
     Arguments and errors are those of `psum`.
+
+    Example:
+        >>> import torch, fckpt
+        >>> def loss(w):
+        ...     mine = fckpt.pvary(w, "data") * (1.0 + fckpt.axis_index("data"))
+        ...     return fckpt.psum(mine, "data", out="invariant")
+        >>> fckpt.sim({"data": 2}).run(lambda: torch.func.grad(loss)(torch.tensor(1.0)))
+        [tensor(3.), tensor(3.)]
     """
     mesh, axes = _where("pvary", axis)
     linear = Linear("alike", axes, mesh)
@@ -395,7 +448,13 @@ def pvary(tree: Any, axis: Axes) -> Any:
 
 
 def axis_size(axis: Axes) -> int:
-    """Returns how many ranks there are along an axis, or several."""
+    """Returns how many ranks there are along an axis, or several.
+
+    Example:
+        >>> import fckpt
+        >>> fckpt.sim({"data": 2, "model": 3}).run(lambda: fckpt.axis_size(("data", "model")))[0]
+        6
+    """
     mesh, axes = _where("axis_size", axis)
     return mesh.count(axes)
 
@@ -404,6 +463,11 @@ def axis_index(axis: Axes, *, device: torch.device | str | None = None) -> torch
     """Returns the number of this rank along an axis, or several, as a tensor of no dimensions (int64).
 
     A tensor, so that a traced function is the same on every rank. `int()` makes a number of it where nothing is traced.
+
+    Example:
+        >>> import fckpt
+        >>> fckpt.sim({"data": 2}).run(lambda: fckpt.axis_index("data"))
+        [tensor(0), tensor(1)]
     """
     mesh, axes = _where("axis_index", axis)
     return _axis_index(",".join(axes), mesh.key, torch.device(device or torch.get_default_device()))

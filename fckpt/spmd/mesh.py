@@ -51,6 +51,14 @@ class Transport(Protocol):
         """Returns x of the rank that is named for this one in `sources`; zeros where that is -1."""
         ...
 
+    def watch(self) -> contextlib.AbstractContextManager[None]:
+        """What to run a step in, so that a failure on one rank is told to the others."""
+        ...
+
+    def agree(self, about: str, calls: list[str]) -> None:
+        """Makes sure that all ranks will call the same collectives."""
+        ...
+
 
 class Mesh:
     """A grid of ranks with named axes.
@@ -177,7 +185,14 @@ def transport_of(key: str) -> Transport:
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """Makes `mesh` the one whose axes collectives name, in the body."""
+    """Makes `mesh` the one whose axes collectives name, in the body.
+
+    Example:
+        >>> import torch, fckpt
+        >>> with fckpt.use_mesh(fckpt.fake_mesh({"data": 512})):
+        ...     fckpt.axis_size("data")
+        512
+    """
     token = _current.set(mesh)
     try:
         yield mesh

@@ -1,0 +1,239 @@
+"""Never a hang, and no wrong numbers without an error: what every rank tells the others about itself.
+
+A rank that fails says so in the store that all processes share, before it goes; while it lives it counts up a number
+there. A collective that fails, or is not over in time, makes a rank look: who has failed, whose number stands still,
+and who called something else.
+
+Ranks that call collectives of equal shapes in another order would exchange wrong numbers without any error. So before
+a mapped function runs for the first time, they compare what it will call and of what that is made (`agree`), and at the
+end of every call what they have called, and where in the program, before anyone sees a result (`watch`). That is one
+small message per call. Everything else happens once, after a failure, or in a thread that sleeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fckpt.errors import RankFailure
+
+__all__ = ["Guard"]
+
+BEAT_SECONDS = 0.5
+"""How often a rank shows that it lives."""
+PATIENCE_SECONDS = 4.0
+"""For how long a rank that has seen a failure waits to hear whose it was."""
+
+
+class Guard:
+    """Watches over this rank's collectives."""
+
+    def __init__(self, rank: int, size: int, timeout_seconds: float):
+        self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
+        self.step = 0
+        self.calls: list[str] = []
+        """What this rank called in this step."""
+        self.store = self._connect() if size > 1 and "MASTER_PORT" in os.environ else None
+        if self.store is not None:
+            threading.Thread(target=self._beat, daemon=True, name="fckpt heartbeat").start()
+
+    def _connect(self) -> dist.Store:
+        # a connection of its own: one is blocked while the process waits for another rank
+        host, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ["MASTER_PORT"])
+        timeout = datetime.timedelta(seconds=PATIENCE_SECONDS)
+        return dist.PrefixStore("fckpt", dist.TCPStore(host, port, is_master=False, timeout=timeout))
+
+    def _beat(self) -> None:
+        store = self._connect()
+        while True:
+            try:
+                store.add(f"beat/{self.rank}", 1)
+            except RuntimeError:
+                return  # the store has gone, and with it the job
+            time.sleep(BEAT_SECONDS)
+
+    # ---- while all is well -------------------------------------------------------------------------
+
+    def call(self, what: str, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Runs one collective.
+
+        Raises:
+            RankFailure: it failed, or was not over in time.
+        """
+        self.calls.append(what)
+        try:
+            return run()
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    @contextlib.contextmanager
+    def watch(self, compare: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """One step: what is raised in it is told to the other ranks, and in the end all compare what they called.
+
+        Args:
+            compare: returns the tensors of all ranks, stacked.
+        """
+        self.step += 1
+        self.calls = []
+        try:
+            yield
+        except Exception as error:
+            self.publish(error)
+            raise
+        if self.size > 1:
+            digest = hashlib.sha256("\n".join(self.calls).encode()).digest()
+            sums = compare(torch.tensor(int.from_bytes(digest[:7], "big")))
+            if len(set(sums.tolist())) > 1:
+                raise self._failure(None)
+
+    def agree(self, about: str, calls: list[str]) -> None:
+        """Waits until all ranks have come here, and compares what they will call.
+
+        Args:
+            about: what is called, and with what; a rank that has been here with the same need not come again.
+            calls: one line for each collective.
+
+        Raises:
+            RankFailure: one of them will call something else, has failed, or does not come.
+        """
+        if self.store is None:
+            return
+        key = f"agree/{hashlib.sha256(about.encode()).hexdigest()[:16]}"
+        self.store.set(f"{key}/{self.rank}", json.dumps(calls))
+        self.store.set(f"about/{self.rank}", about)
+        known = {self.rank: calls}
+        deadline = time.monotonic() + self.timeout_seconds
+        while len(known) < self.size:
+            for rank in range(self.size):
+                if rank not in known and self.store.check([f"{key}/{rank}"]):
+                    known[rank] = json.loads(self.store.get(f"{key}/{rank}"))
+            failure = self._told()
+            if failure is None and time.monotonic() > deadline:
+                rank = min(set(range(self.size)) - set(known))
+                there = (
+                    self.store.get(f"about/{rank}").decode() if self.store.check([f"about/{rank}"]) else "nowhere yet"
+                )
+                failure = RankFailure(
+                    f"rank {rank} does not come, while rank {self.rank} waits at {about}. It is at {there}.", rank
+                )
+            if failure is not None:
+                raise failure
+            time.sleep(0.0 if len(known) == self.size else 0.005)
+        odd = _odd_one(known)
+        if odd is not None:
+            rank, number, mine, usual = odd
+            raise RankFailure(
+                f"rank {rank} will call {mine} as collective number {number}, where others call {usual}. {_SAME}", rank
+            )
+
+    def publish(self, error: BaseException) -> None:
+        """Tells the other ranks what happened to this one."""
+        if self.store is None:
+            return
+        if isinstance(error, RankFailure):
+            rank, said = error.rank, str(error)
+        else:
+            rank, said = self.rank, f"rank {self.rank} raised in step {self.step}: {type(error).__name__}: {error}"
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"failed/{self.rank}", json.dumps({"rank": rank, "said": said}))
+
+    # ---- when it is not ----------------------------------------------------------------------------
+
+    def _failure(self, error: Exception | None) -> RankFailure:
+        """Finds out whose fault it is."""
+        try:
+            found = self._diagnosed()
+        except RuntimeError:
+            found = RankFailure(
+                f"in step {self.step} the store that all ranks share has gone: {_first_line(error)}", -1
+            )
+        if found is None:
+            where = self.calls[-1] if self.calls else "a call"
+            found = RankFailure(
+                f"in step {self.step} rank {self.rank} waited in vain in {where}, and no other rank says why: "
+                f"{_first_line(error)}",
+                -1,
+            )
+        self.publish(found)
+        return found
+
+    def _diagnosed(self) -> RankFailure | None:
+        if self.store is None:
+            return None
+        self.store.set(f"calls/{self.step}/{self.rank}", json.dumps(self.calls))
+        before = self._beats()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            found = self._told() or self._compared()
+            if found is not None or time.monotonic() > deadline:
+                return found
+            if time.monotonic() > deadline - PATIENCE_SECONDS + 4 * BEAT_SECONDS and (silent := self._silent(before)):
+                rest = f", {silent[1:]} neither" if len(silent) > 1 else ""
+                return RankFailure(
+                    f"rank {silent[0]} gives no sign of life{rest}, in step {self.step}: its process was killed or is "
+                    "frozen.",
+                    silent[0],
+                )
+            time.sleep(BEAT_SECONDS / 5)
+
+    def _told(self) -> RankFailure | None:
+        """What another rank said of its own failure, or of whose failure it has seen."""
+        assert self.store is not None
+        for rank in range(self.size):
+            if rank != self.rank and self.store.check([f"failed/{rank}"]):
+                told = json.loads(self.store.get(f"failed/{rank}"))
+                return RankFailure(told["said"], told["rank"])
+        return None
+
+    def _compared(self) -> RankFailure | None:
+        """Who called something else than most, if the calls of all others are known."""
+        assert self.store is not None
+        calls = {self.rank: self.calls}
+        for rank in range(self.size):
+            key = f"calls/{self.step}/{rank}"
+            if rank != self.rank and self.store.check([key]):
+                calls[rank] = json.loads(self.store.get(key))
+        odd = _odd_one(calls) if len(calls) == self.size else None
+        if odd is None:
+            return None
+        rank, number, mine, usual = odd
+        what = f"{mine} as collective number {number}, where others call {usual}"
+        return RankFailure(f"in step {self.step} rank {rank} calls {what}. {_SAME}", rank)
+
+    def _beats(self) -> list[int]:
+        assert self.store is not None
+        return [self.store.add(f"beat/{rank}", 0) for rank in range(self.size)]
+
+    def _silent(self, before: list[int]) -> list[int]:
+        return [rank for rank, (a, b) in enumerate(zip(before, self._beats(), strict=True)) if a == b]
+
+
+_SAME = "All ranks must call the same collectives in the same order."
+
+
+def _odd_one(calls: Mapping[int, list[str]]) -> tuple[int, int, str, str] | None:
+    """Returns a rank that differs from most, the number of the collective where it does, its call, and theirs."""
+    known = [tuple(c) for c in calls.values()]
+    usual = max(known, key=known.count)
+    for rank, mine in sorted(calls.items()):
+        if tuple(mine) != usual:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(mine, usual, strict=False)) if a != b), min(len(mine), len(usual))
+            )
+            one, other = (c[at] if at < len(c) else "nothing more" for c in (mine, usual))
+            return rank, at + 1, one, other
+    return None
+
+
+def _first_line(error: Any) -> str:
+    return str(error).partition("\n")[0][:300]
