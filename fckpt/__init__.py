@@ -37,6 +37,7 @@ from fckpt.naming import checkpoint_name as checkpoint_name
 from fckpt.plans import Plan as Plan
 from fckpt.report.table import Residual as Residual
 from fckpt.segments import sequential as sequential
+from fckpt.spmd import Link as Link
 from fckpt.spmd import Mesh as Mesh
 from fckpt.spmd import P as P
 from fckpt.spmd import Simulation as Simulation

@@ -13,6 +13,9 @@ __all__ = ["Ambient", "capture", "restored"]
 
 Ambient = tuple[Any, ...]
 
+idle_level = -1
+"""The level of forward mode that is open without anybody using it; see `fckpt.spmd.simulation`."""
+
 
 @lru_cache(maxsize=1)
 def _device_types() -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
+from fckpt import ambient
 from fckpt.arguments import Arguments, StaticArguments
 from fckpt.batched import NOT_BATCHED, Batching, run_batched
 from fckpt.conditions import BufferHabits, Observation
@@ -278,7 +279,8 @@ def _may_plan() -> bool:
     Within another region it cannot: what it keeps, that region would have to keep. Nor under forward mode, or where
     a `vmap` is around the transform that differentiates.
     """
-    if forward_ad._current_level >= 0 or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if forward_ad._current_level > ambient.idle_level or hooked:
         return False
     levels = [level.key() for level in _levels()]
     while levels and levels[-1] == TransformType.Vmap:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fckpt.plans import Budget, Plan, fingerprint, make_plan
 from fckpt.policies import PolicyLike, apply_policy, as_policy
 from fckpt.rng import RandomState
 from fckpt.run import Program
+from fckpt.spmd.agreement import agreed, mesh_of
 from fckpt.trace import check_dense, trace
 
 __all__ = ["Planner", "Reached"]
@@ -138,7 +140,13 @@ class Planner:
         """Prices and solves a trace, which `vmap`s of these sizes batched."""
         if self.given is not None:
             return self._fitting(self.given, traced)
-        return make_plan(self.priced(traced, batches), self.budget, self.solver, str(torch.__version__))
+        version = str(torch.__version__)
+        mesh = mesh_of(traced)
+        if mesh is None:
+            return make_plan(self.priced(traced, batches), self.budget, self.solver, version)
+        make = lambda least: make_plan(self.priced(traced, batches), least, self.solver, version)
+        with _released(TRACING):  # other ranks may be threads
+            return agreed(traced, mesh, self.budget, make)
 
     def priced(self, traced: Trace, batches: tuple[int, ...] = ()) -> Graph:
         """The graph with costs and decisions."""
@@ -168,6 +176,16 @@ class Planner:
                 f"{torch.__version__}). Make one for these arguments with fckpt.plan, or give a budget instead."
             )
         return plan
+
+
+@contextlib.contextmanager
+def _released(lock: Any) -> Iterator[None]:
+    """Lets go of a lock that may be held several times over, as `Condition.wait` does."""
+    state = lock._release_save()
+    try:
+        yield
+    finally:
+        lock._acquire_restore(state)
 
 
 def traced_call(fn: Callable[..., Any], arguments: Arguments, reached: Reached, layouts: Sequence[Layout]) -> Trace:

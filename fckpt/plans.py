@@ -154,8 +154,13 @@ class Plan:
         Raises:
             PlanError: the file is corrupt, of another format, or does not add up.
         """
+        return Plan.from_json(Path(path).read_bytes(), path)
+
+    @staticmethod
+    def from_json(text: str | bytes, path: Any = "the text") -> Plan:
+        """Reads a plan from the JSON text of `to_json`; `path` is where it comes from. Errors are those of `load`."""
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(text)
             if data["format"] != FORMAT:
                 raise PlanError(f"{path} has the plan format {data['format']}; this fckpt reads format {FORMAT}.")
             plan = Plan(
@@ -168,8 +173,6 @@ class Plan:
             plan.timeline  # noqa: B018  # validates the schedule
             if plan.fingerprint != data["fingerprint"]:
                 raise PlanError(f"{path} is damaged: its graph does not have the fingerprint that it was saved with.")
-        except OSError:
-            raise
         except PlanError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, FckptError) as error:

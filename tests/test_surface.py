@@ -20,7 +20,7 @@ ORDER = [
     "errors", "units", "progress", "tree", "rng", "ambient", "closure", "conditions", "arguments", "segment", "lift",
     "batched", "primitives", "transform", "compiled", "graph", "naming", "decisions", "policies", "operations",
     "in_place", "assemble", "trace", "memory", "cost", "schedule", "simulate", "solve", "report", "lower", "run",
-    "spmd", "module", "autodiff", "plans", "planner", "api", "looking", "check", "segments",
+    "module", "autodiff", "plans", "spmd", "planner", "api", "looking", "check", "segments",
 ]  # fmt: skip
 
 

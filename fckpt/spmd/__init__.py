@@ -12,6 +12,7 @@ from fckpt.spmd.collectives import psum as psum
 from fckpt.spmd.collectives import psum_scatter as psum_scatter
 from fckpt.spmd.collectives import pvary as pvary
 from fckpt.spmd.launching import launch as launch
+from fckpt.spmd.links import Link as Link
 from fckpt.spmd.mapped import pmap as pmap
 from fckpt.spmd.mapped import shard_map as shard_map
 from fckpt.spmd.mesh import Mesh as Mesh

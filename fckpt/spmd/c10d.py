@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fckpt.spmd.guard import Guard
+from fckpt.spmd.links import GLOO, NVLINK, Link
 from fckpt.spmd.mesh import Mesh
 
 __all__ = ["Processes"]
@@ -29,10 +31,11 @@ class Processes:
     all ranks do at the same time, too.
     """
 
-    def __init__(self, mesh: Mesh, timeout_seconds: float):
+    def __init__(self, mesh: Mesh, timeout_seconds: float, links: Mapping[str, Link]):
         self.mesh, self.timeout = mesh, datetime.timedelta(seconds=timeout_seconds)
-        self.rank = dist.get_rank()
-        self.guard = Guard(self.rank, mesh.size, timeout_seconds)
+        self.rank, self.links = dist.get_rank(), links
+        self.guard = _guard(self.rank, mesh.size)
+        self.guard.timeout_seconds = timeout_seconds
         self.groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         for name in mesh.names:
             self.group((name,))
@@ -53,6 +56,13 @@ class Processes:
         ranks = self.mesh.peers(self.rank, axes)
         order = [sorted(ranks).index(rank) for rank in ranks]
         return None if order == sorted(order) else torch.tensor(order)
+
+    def link(self, axis: str) -> Link:
+        return self.links.get(axis, NVLINK if dist.get_backend() == "nccl" else GLOO)
+
+    def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
+        """See `Guard.share`."""
+        return self.guard.share(about, mine, make)
 
     def watch(self) -> contextlib.AbstractContextManager[None]:
         """See `Guard.watch`."""
@@ -117,6 +127,12 @@ class Processes:
             return result
 
         return self.guard.call(_said(f"permute {tuple(sources)}", x, axes), run)
+
+
+@functools.cache
+def _guard(rank: int, size: int) -> Guard:
+    """One for all meshes of a process: what it has told the others, it must not tell again under the same name."""
+    return Guard(rank, size)
 
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))

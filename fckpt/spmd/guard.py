@@ -16,10 +16,11 @@ import contextlib
 import datetime
 import hashlib
 import json
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,9 +39,10 @@ PATIENCE_SECONDS = 4.0
 class Guard:
     """Watches over this rank's collectives."""
 
-    def __init__(self, rank: int, size: int, timeout_seconds: float):
-        self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size, self.timeout_seconds = rank, size, 60.0
         self.step = 0
+        self.counts: dict[tuple[str, str], int] = {}
         self.calls: list[str] = []
         """What this rank called in this step."""
         self.store = self._connect() if size > 1 and "MASTER_PORT" in os.environ else None
@@ -100,7 +102,7 @@ class Guard:
         """Waits until all ranks have come here, and compares what they will call.
 
         Args:
-            about: what is called, and with what; a rank that has been here with the same need not come again.
+            about: what is called, and with what.
             calls: one line for each collective.
 
         Raises:
@@ -108,7 +110,7 @@ class Guard:
         """
         if self.store is None:
             return
-        key = f"agree/{hashlib.sha256(about.encode()).hexdigest()[:16]}"
+        key = self._key("agree", about)
         self.store.set(f"{key}/{self.rank}", json.dumps(calls))
         self.store.set(f"about/{self.rank}", about)
         known = {self.rank: calls}
@@ -135,6 +137,47 @@ class Guard:
             raise RankFailure(
                 f"rank {rank} will call {mine} as collective number {number}, where others call {usual}. {_SAME}", rank
             )
+
+    def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
+        """Returns what rank 0 makes of what all ranks say about something, however long it takes.
+
+        Raises:
+            RankFailure: one of them has failed, or does not come.
+        """
+        if self.store is None:
+            return make([mine])
+        key = self._key("share", about)
+        self.store.set(f"{key}/{self.rank}", mine)
+        self.store.set(f"about/{self.rank}", about)
+        if self.rank == 0:
+            said = [self._waited(f"{key}/{rank}", rank, about, self.timeout_seconds) for rank in range(self.size)]
+            answer = make(said)
+            self.store.set(f"{key}/answer", answer)
+            return answer
+        return self._waited(f"{key}/answer", 0, about, math.inf)
+
+    def _key(self, kind: str, about: str) -> str:
+        """Returns where ranks leave what they have to say about something, for the next time that they do."""
+        self.counts[kind, about] = number = self.counts.get((kind, about), 0) + 1
+        return f"{kind}/{hashlib.sha256(about.encode()).hexdigest()[:16]}/{number}"
+
+    def _waited(self, key: str, rank: int, about: str, seconds: float) -> str:
+        """Waits for what a rank has to say."""
+        assert self.store is not None
+        # Who plans may be busy for long, and its heartbeat wait for Python's lock.
+        deadline, before, looked = time.monotonic() + seconds, self._beats(), time.monotonic()
+        while not self.store.check([key]):
+            failure = self._told()
+            if failure is None and time.monotonic() - looked > self.timeout_seconds:
+                if rank in self._silent(before):
+                    failure = RankFailure(f"rank {rank} gives no sign of life while others wait at {about}.", rank)
+                before, looked = self._beats(), time.monotonic()
+            if failure is None and time.monotonic() > deadline:
+                failure = RankFailure(f"rank {rank} does not come, while rank {self.rank} waits at {about}.", rank)
+            if failure is not None:
+                raise failure
+            time.sleep(0.005)
+        return self.store.get(key).decode()
 
     def publish(self, error: BaseException) -> None:
         """Tells the other ranks what happened to this one."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -49,6 +49,14 @@ class Transport(Protocol):
 
     def permute(self, x: torch.Tensor, sources: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
         """Returns x of the rank that is named for this one in `sources`; zeros where that is -1."""
+        ...
+
+    def link(self, axis: str) -> Any:
+        """Returns the `Link` between neighbours along an axis."""
+        ...
+
+    def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
+        """Returns what rank 0 makes of what all ranks have to say about something."""
         ...
 
     def watch(self) -> contextlib.AbstractContextManager[None]:

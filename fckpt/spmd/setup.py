@@ -5,19 +5,26 @@ from __future__ import annotations
 import datetime
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fckpt.errors import ArgumentValueError
+from fckpt.spmd.links import NVLINK, Link
 from fckpt.spmd.mesh import Mesh, carry, simulated
 
 __all__ = ["fake_mesh", "init_mesh"]
 
 
-def init_mesh(shape: Mapping[str, int], *, timeout_seconds: float = 60.0, backend: str | None = None) -> Mesh:
+def init_mesh(
+    shape: Mapping[str, int],
+    *,
+    timeout_seconds: float = 60.0,
+    backend: str | None = None,
+    links: Mapping[str, Link] | None = None,
+) -> Mesh:
     """Returns the mesh of all ranks, and makes this process one of them.
 
     Under `torchrun`, or any launcher that sets its variables, ranks are processes. Without one there is one rank. In a
@@ -27,6 +34,7 @@ def init_mesh(shape: Mapping[str, int], *, timeout_seconds: float = 60.0, backen
         shape: the size of each axis by name, the slowest first. One may be -1: what is left.
         timeout_seconds: after which a collective that not all ranks have come to is an error.
         backend: of torch.distributed; default: "nccl" where every process has a GPU of its own, else "gloo".
+        links: by axis, what messages cost a plan; default: roughly what they do within a machine.
 
     Raises:
         ArgumentValueError: there are not so many ranks.
@@ -52,8 +60,15 @@ def init_mesh(shape: Mapping[str, int], *, timeout_seconds: float = 60.0, backen
     from fckpt.spmd.c10d import Processes  # where torch has no distributed part, meshes can still be simulated
 
     mesh = Mesh(_filled(shape, dist.get_world_size()))
-    carry(mesh, Processes(mesh, timeout_seconds))
+    wanted = (timeout_seconds, dict(links or {}))
+    if _made.get(mesh) != wanted:
+        carry(mesh, Processes(mesh, timeout_seconds, links or {}))
+        _made[mesh] = wanted
     return mesh
+
+
+_made: dict[Mesh, Any] = {}
+"""The meshes of this process, and how they were made: groups of processes are made once."""
 
 
 def _backend() -> str:
@@ -83,8 +98,14 @@ def _filled(shape: Mapping[str, int], ranks: int) -> dict[str, int]:
 class _Nobody:
     """The transport of a mesh that is thought of only."""
 
-    def __init__(self, rank: int):
-        self.rank = rank
+    def __init__(self, rank: int, links: Mapping[str, Link]):
+        self.rank, self.links = rank, links
+
+    def link(self, axis: str) -> Link:
+        return self.links.get(axis, NVLINK)
+
+    def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
+        return make([mine])
 
     def __getattr__(self, name: str) -> Any:
         raise ArgumentValueError(
@@ -92,12 +113,13 @@ class _Nobody:
         )
 
 
-def fake_mesh(shape: Mapping[str, int], *, rank: int = 0) -> Mesh:
+def fake_mesh(shape: Mapping[str, int], *, rank: int = 0, links: Mapping[str, Link] | None = None) -> Mesh:
     """Returns a mesh to plan for, of any size, without devices. What would send anything is an error.
 
     Args:
         shape: the size of each axis by name.
         rank: which one this process stands for.
+        links: by axis, what messages cost; default: roughly what they do between GPUs of a machine.
 
     Raises:
         ArgumentValueError: there is no such mesh, or no such rank of it.
@@ -111,6 +133,6 @@ def fake_mesh(shape: Mapping[str, int], *, rank: int = 0) -> Mesh:
     if not sizes or min(sizes) < 1 or not 0 <= rank < math.prod(sizes):
         raise ArgumentValueError(f"fake_mesh: {dict(shape)} is no mesh with a rank {rank}.")
     mesh = Mesh(shape)
-    nobody: Any = _Nobody(rank)
+    nobody: Any = _Nobody(rank, links or {})
     carry(mesh, nobody)
     return mesh

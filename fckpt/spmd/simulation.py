@@ -14,19 +14,24 @@ import torch
 import torch._functorch.eager_transforms as eager_transforms
 from torch.autograd import forward_ad
 
+from fckpt import ambient
 from fckpt.errors import ArgumentValueError, RankFailure
+from fckpt.spmd.links import Link
 from fckpt.spmd.mesh import Mesh, carried, use_mesh
 from fckpt.spmd.threads import Meeting, Thread
 
 __all__ = ["Simulation", "sim"]
 
 
-def sim(shape: Mapping[str, int], *, timeout_seconds: float = 60.0) -> Simulation:
+def sim(
+    shape: Mapping[str, int], *, timeout_seconds: float = 60.0, links: Mapping[str, Link] | None = None
+) -> Simulation:
     """Returns a mesh of simulated ranks, which runs programs.
 
     Args:
         shape: the size of each axis, by name.
         timeout_seconds: after which a rank that does not come to a collective is a `RankFailure`.
+        links: by axis, what messages cost a plan.
 
     Raises:
         ArgumentValueError: an axis has no rank.
@@ -40,7 +45,7 @@ def sim(shape: Mapping[str, int], *, timeout_seconds: float = 60.0) -> Simulatio
     """
     if not shape or not all(isinstance(size, int) and size > 0 for size in shape.values()):
         raise ArgumentValueError(f"sim: a mesh has axes of one rank or more, not {dict(shape)!r}.")
-    return Simulation(Mesh(shape), timeout_seconds)
+    return Simulation(Mesh(shape), timeout_seconds, links or {})
 
 
 class Simulation:
@@ -49,8 +54,8 @@ class Simulation:
     All share one random number generator of torch's. Give each rank a generator of its own where a program draws.
     """
 
-    def __init__(self, mesh: Mesh, timeout_seconds: float):
-        self.mesh, self.timeout_seconds = mesh, timeout_seconds
+    def __init__(self, mesh: Mesh, timeout_seconds: float, links: Mapping[str, Link]):
+        self.mesh, self.timeout_seconds, self.links = mesh, timeout_seconds, links
 
     def run(self, program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Returns what `program(*args, **kwargs)` returns on each rank. The mesh is in use; `init_mesh` returns it.
@@ -59,7 +64,7 @@ class Simulation:
             Exception: what the first rank to fail raised. If ranks wait for one another in vain, that is a
                 `RankFailure` that names the rank.
         """
-        meeting = Meeting(self.mesh, self.timeout_seconds)
+        meeting = Meeting(self.mesh, self.timeout_seconds, self.links)
         results: list[Any] = [None] * self.mesh.size
         failures: list[tuple[int, BaseException]] = []
 
@@ -97,8 +102,8 @@ def _one_level() -> Iterator[None]:
         yield
         return
     with forward_ad.dual_level():
-        eager_transforms.JVP_NESTING = 1
+        eager_transforms.JVP_NESTING, ambient.idle_level = 1, 0
         try:
             yield
         finally:
-            eager_transforms.JVP_NESTING = 0
+            eager_transforms.JVP_NESTING, ambient.idle_level = 0, -1

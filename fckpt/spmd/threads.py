@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fckpt.errors import RankFailure
+from fckpt.spmd.links import GLOO, Link
 from fckpt.spmd.mesh import Mesh
 
 __all__ = ["Meeting", "Thread"]
@@ -22,13 +23,32 @@ __all__ = ["Meeting", "Thread"]
 class Meeting:
     """Where the threads of a simulated mesh exchange what they bring."""
 
-    def __init__(self, mesh: Mesh, timeout_seconds: float):
-        self.mesh, self.timeout = mesh, timeout_seconds
+    def __init__(self, mesh: Mesh, timeout_seconds: float, links: Mapping[str, Link]):
+        self.mesh, self.timeout, self.links = mesh, timeout_seconds, links
+        self.said: dict[str, dict[int, str]] = {}
         self.lock = threading.Condition()
         self.rounds: dict[tuple[tuple[int, ...], int], dict[int, tuple[str, torch.Tensor]]] = {}
         self.taken: dict[tuple[tuple[int, ...], int], int] = {}
         self.gone: dict[int, str] = {}
         """Ranks that have ended, and how."""
+
+    def say(self, about: str, rank: int, what: str | None, *, alone: bool = False) -> list[str]:
+        """Returns what all ranks say about something, or, where others say None, what rank 0 says of it.
+
+        Raises:
+            RankFailure: one of them has ended.
+        """
+        with self.lock:
+            said = self.said.setdefault(about, {})
+            if what is not None:
+                said[rank] = what
+                self.lock.notify_all()
+            ranks = [0] if alone or what is None else [*range(self.mesh.size)]
+            lost = lambda: [r for r in ranks if r not in said and r in self.gone]
+            self.lock.wait_for(lambda: lost() or all(r in said for r in ranks))
+            if lost():
+                raise RankFailure(f"rank {lost()[0]} {self.gone[lost()[0]]}, while rank {rank} plans.", lost()[0])
+            return [said[r] for r in ranks]
 
     def leave(self, rank: int, how: str) -> None:
         """Notes that a rank calls no more collectives."""
@@ -87,6 +107,17 @@ class Thread:
     def __init__(self, meeting: Meeting, rank: int):
         self.meeting, self.rank = meeting, rank
         self.count: dict[tuple[int, ...], int] = {}
+        self.shares: dict[str, int] = {}
+
+    def link(self, axis: str) -> Link:
+        return self.meeting.links.get(axis, GLOO)
+
+    def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
+        self.shares[about] = number = self.shares.get(about, 0) + 1
+        said = self.meeting.say(f"{about} {number}", self.rank, mine)
+        if self.rank == 0:
+            return self.meeting.say(f"{about} {number} answer", 0, make(said), alone=True)[0]
+        return self.meeting.say(f"{about} {number} answer", self.rank, None)[0]
 
     def watch(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # the meetings see everything

@@ -85,7 +85,20 @@ def grid() -> dict[str, torch.Tensor]:
     return _gradients({"data": 2, "model": -1}, lambda w, x, y: fckpt.grad(local)(w, x, y), specs, P("data"))
 
 
-PROGRAMS = {f.__name__: f for f in (data_parallel, zero3, tensor_parallel, grid)}
+def zero3_within_a_budget() -> dict[str, torch.Tensor]:
+    def local(w: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = block(fckpt.all_gather(w, "data", tiled=True), x) / 4
+        return ((x - y) ** 2).mean() / fckpt.axis_size("data")
+
+    planned = fckpt.remat(local, budget=0.8)
+    found = _gradients({"data": -1}, lambda w, x, y: fckpt.grad(planned)(w, x, y), P("data"), P("data"))
+    plain = _gradients({"data": -1}, lambda w, x, y: fckpt.grad(local)(w, x, y), P("data"), P("data"))
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+    return reference()
+
+
+PROGRAMS = {f.__name__: f for f in (data_parallel, zero3, zero3_within_a_budget, tensor_parallel, grid)}
 
 
 def collectives() -> list[torch.Tensor]:

@@ -1,0 +1,65 @@
+"""What messages cost: the alpha-beta model, by axis of the mesh.
+
+A message of B bytes takes alpha + B / beta seconds over a link; n ranks in a ring send n - 1 of them, of B / n bytes
+each, to gather or to scatter B bytes, and twice that to reduce them everywhere. R. Thakur, R. Rabenseifner, W. Gropp,
+"Optimization of collective communication operations in MPICH", 2005, https://doi.org/10.1177/1094342005051521.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fckpt.cost import OpCost, register_cost
+from fckpt.operations import Call, TensorSpec
+from fckpt.spmd.mesh import transport_of
+
+__all__ = ["Link"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """How fast neighbouring ranks along an axis exchange messages.
+
+    Example:
+        >>> import fckpt
+        >>> fckpt.fake_mesh({"data": 64, "model": 8}, links={"data": fckpt.Link(1e-5, 5e10)}).size
+        512
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+GLOO = Link(1e-4, 1e9)
+"""Processes of one machine, roughly."""
+NVLINK = Link(1e-5, 2e11)
+"""GPUs of one machine, roughly."""
+ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+"""How often a ring goes round."""
+
+
+def _cost(call: Call, specs: Sequence[TensorSpec]) -> OpCost:
+    name = str(call.op).split(".")[1]
+    axes, key = call.args[2 if name in ("all_reduce", "permute") else 1], call.args[-1]
+    transport = transport_of(key)
+    sent, output = specs[call.args[0].tensor], specs[_first(call.outputs)]
+    nbytes = max(math.prod(spec.shape) * spec.dtype.itemsize for spec in (sent, output))
+    sizes = dict(part.split("=") for part in key.split(","))
+    seconds = 0.0
+    for axis in axes.split(","):
+        n, link = int(sizes[axis]), transport.link(axis)
+        if name == "permute":
+            seconds += link.latency_seconds + nbytes / link.bytes_per_second
+        else:
+            seconds += ROUNDS[name] * (n - 1) * (link.latency_seconds + nbytes / n / link.bytes_per_second)
+    return OpCost(seconds, 0, 0)
+
+
+def _first(outputs: Sequence[int | None]) -> int:
+    return next(i for i in outputs if i is not None)
+
+
+for _name in (*ROUNDS, "permute"):
+    register_cost(f"fckpt::{_name}", _cost)
