@@ -140,8 +140,8 @@ class _Starts:
             # Below all of them the smallest plan decides whether anything fits, so that the least budget is one number.
             least = min(self._smallest(), key=lambda order: peak_of(rules, order))
             if peak_of(rules, least) > budget:
-                graph, floor = rules.graph, least_peak(rules.graph)
-                raise over_budget(graph, schedule_of(graph, *least), budget, "auto", floor=floor)
+                yield from self._last_resort(budget, rows, least)
+                return
             yield fit(rules, least, budget) or least
         for orders in (self._made(budget, rows), self._others(budget)):
             for order in orders:
@@ -153,9 +153,25 @@ class _Starts:
             if fastest <= enough:
                 return
 
+    def _last_resort(self, budget: int, rows: int, least: Order) -> Iterator[Order]:
+        """Yields what is made for a budget below that of the smallest plan known, at least one.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        rules, floor, found = self.rules, least_peak(self.rules.graph), False
+        for order in self._made(budget, rows) if floor <= budget else ():
+            plan = fit(rules, order, budget)
+            if plan is not None:
+                found = True
+                yield plan
+        if not found:
+            raise over_budget(rules.graph, schedule_of(rules.graph, *least), budget, "auto", floor=floor)
+
     def _smallest(self) -> Iterator[Order]:
         """Yields plans that repairs have brought down as far as they could."""
-        yield lowered(self.rules, _by_peak(self.rules, [*self.common, *chains(self.rules)])[0][2])
+        for _, _, order in _by_peak(self.rules, [*self.common, *chains(self.rules)])[:NEAREST]:
+            yield lowered(self.rules, order)
         yield smallest(self.rules)  # a higher start may come down further
 
     def _made(self, budget: int, rows: int) -> Iterator[Order]:
