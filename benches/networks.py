@@ -33,11 +33,13 @@ A target counts as reached where it is proven to be out of reach and `auto` is w
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -236,6 +238,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"the others; default: {', '.join(OTHERS)}",
     )
     parser.add_argument("--solver", choices=solve.names(), default="auto", help="the one to compare; default: auto")
+    parser.add_argument("--resume", action="store_true", help="go on where the JSON file ends: it takes an hour")
     parser.add_argument("--points", type=int, default=8, metavar="N", help="of auto's curve; 0 for none")
     return parser.parse_args(arguments)
 
@@ -258,9 +261,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = {"size": settings.size, "solver": parsed.solver, "solvers": list(parsed.solvers), "points": parsed.points}
     options |= {"profile": parsed.profile} if parsed.planned else {"rounds": settings.rounds}
     document["options"] = options
+    begun: Path | None = parsed.json if parsed.resume else None
+    known = json.loads(begun.read_text())["networks"] if begun is not None and begun.exists() else []
+    done = {report["network"] for report in known}
+    parsed.networks = [name for name in parsed.networks or NETWORKS if name not in done]
     count = len(parsed.solvers) + 4 + (parsed.points > 1) + settings.measured  # see `plan_all` for the four
     try_to = partial(examine, settings)
-    reports = each_network(parsed, document, NETWORKS, count, try_to, show, console)
+    reports = each_network(parsed, document, NETWORKS, count, try_to, show, console, known)
     console.print(
         "MiB: peak above weights and gradients, as the seed counts. Cut: of the plain one. Extra: predicted time of "
         "repetitions, to the plain time. Bound: no plan has less, as far as is proven. Time: to the plain step, the "

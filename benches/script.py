@@ -137,6 +137,7 @@ def each_network(
     examine: Callable[[str, Callable[[str], object]], R],
     show: Callable[[R, Console], object],
     console: Console,
+    known: Sequence[Mapping[str, Any]] = (),
 ) -> list[R]:
     """Examines and shows one network after the other, and what is wrong with it.
 
@@ -150,8 +151,9 @@ def each_network(
         examine: of the name of a network, and a function that takes a step.
         show: prints a report.
         console: where to.
+        known: what was found before about other networks, for the JSON.
     """
-    names = parsed.networks or list(networks)
+    names = list(networks) if parsed.networks is None else parsed.networks
     reports: list[R] = []
     with steps(len(names) * count) as advance:
         for name in names:
@@ -162,7 +164,7 @@ def each_network(
             console.print()
             gc.collect()
             if parsed.json:
-                write_json(parsed.json, {**document, "networks": [asdict(report) for report in reports]})
+                write_json(parsed.json, {**document, "networks": [*known, *(asdict(report) for report in reports)]})
     return reports
 
 

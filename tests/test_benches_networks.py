@@ -121,6 +121,11 @@ def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report["floor_bytes"] <= report["least_bytes"] <= peaks[0] == report["curve"][0]["budget_bytes"]
     assert all(point["time_ratio"] is None for point in report["points"])
     assert "VGG-11" in capsys.readouterr().out
+    arguments[3:4] = ["vgg11", "alexnet"]
+    assert networks.main([*arguments, "--resume", "--json", str(target)]) == 0
+    first, second = json.loads(target.read_text())["networks"]
+    assert first == report and second["network"] == "alexnet"
+    assert "VGG-11" not in capsys.readouterr().out
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
