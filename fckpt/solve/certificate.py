@@ -14,13 +14,13 @@ from typing import NamedTuple
 from fckpt.graph import Graph
 from fckpt.solve.base import Order
 from fckpt.solve.bounds import Bound, Problem, single
-from fckpt.solve.moments import GAP, generated
+from fckpt.solve.moments import GAP, generated, usual_rows
 
 __all__ = ["Certificate", "certified", "quick", "tighter"]
 
 ROWS = 11_000
 """The most rows of all programs together: some seconds."""
-QUICK, QUICK_PER_NODE = 3_000, 20
+QUICK = 3_000
 """The same for every plan: a second."""
 
 
@@ -39,7 +39,7 @@ def tighter(graph: Graph, budget: int, order: Order | None = None, rows: int = R
 
 def quick(graph: Graph) -> int:
     """Returns the rows for a bound that takes a second."""
-    return min(QUICK, QUICK_PER_NODE * len(graph.nodes))
+    return min(QUICK, usual_rows(graph))
 
 
 def certified(graph: Graph, budget: int, order: Order | None = None, rows: int = ROWS) -> Certificate:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from fckpt.errors import BudgetError, RankFailure
 from fckpt.operations import Trace
 from fckpt.plans import Budget, Plan, fingerprint
-from fckpt.spmd.mesh import transport_of
+from fckpt.spmd.mesh import odd_one, transport_of
 from fckpt.units import parse_bytes
 
 __all__ = ["agreed", "mesh_of"]
@@ -39,12 +39,10 @@ def agreed(traced: Trace, key: str, budget: Budget | None, make: Callable[[Budge
 
     def answer(said: Sequence[str]) -> str:
         parts = [json.loads(text) for text in said]
-        prints = [part["fingerprint"] for part in parts]
-        usual = max(prints, key=prints.count)
-        for rank, found in enumerate(prints):
-            if found != usual:
-                text = f"rank {rank} is to plan another function than others: its operations or sizes differ."
-                return json.dumps({"failure": text, "rank": rank})
+        odd = odd_one({rank: part["fingerprint"] for rank, part in enumerate(parts)})
+        if odd is not None:
+            text = f"rank {odd[0]} is to plan another function than others: its operations or sizes differ."
+            return json.dumps({"failure": text, "rank": odd[0]})
         budgets = [part["budget"] for part in parts if part["budget"] is not None]
         try:
             return json.dumps({"plan": make(min(budgets, default=None)).to_json()})

@@ -43,7 +43,7 @@ class Processes:
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         """Returns the group of the ranks along `axes`."""
         if axes not in self.groups:
-            chains = {tuple(self.mesh.peers(rank, axes)) for rank in range(self.mesh.size)}
+            chains = {self.mesh.peers(rank, axes) for rank in range(self.mesh.size)}
             for ranks in sorted(chains):
                 group = dist.new_group(list(ranks), timeout=self.timeout)
                 if self.rank in ranks:

@@ -1,6 +1,6 @@
 """Collectives: functions of pytrees that are differentiable, batched and traced like any other.
 
-Below are four linear maps on whole tensors, each the transpose of one of them, and what has no derivative. As
+Below are linear maps on whole tensors, each the transpose of one of them, and what has no derivative. As
 operations of torch they are nodes of a traced graph that name a mesh and its axes, and so are the same on every rank.
 All else (dimensions, tiles, pytrees in one message) is reshaping around them.
 
@@ -109,8 +109,7 @@ def _permute(x: torch.Tensor, sources: Sequence[int], axes: str, mesh: str) -> t
 
 @_operation("axis_index(str axes, str mesh, Device device) -> Tensor", lambda *_: torch.empty((), dtype=torch.int64))
 def _axis_index(axes: str, mesh: str, device: torch.device) -> torch.Tensor:
-    shape = {name: int(size) for name, _, size in (part.partition("=") for part in mesh.split(","))}
-    return torch.tensor(Mesh(shape).index(transport_of(mesh).rank, _names(axes)), device=device)
+    return torch.tensor(Mesh.of_key(mesh).index(transport_of(mesh).rank, _names(axes)), device=device)
 
 
 def _names(axes: str) -> tuple[str, ...]:
@@ -125,7 +124,7 @@ class Linear(NamedTuple):
 
     kind: str
     """sum: of all ranks, everywhere. total: the same, where the cotangents are alike. alike: the identity that pulls
-    back to total. gather, own, scatter, exchange, permute."""
+    back to total. gather, scatter, exchange, permute."""
     axes: tuple[str, ...]
     mesh: Mesh
     sources: tuple[int, ...] = ()
@@ -331,11 +330,7 @@ def all_gather(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) -> A
     mesh, axes = _where("all_gather", axis)
     linear = Linear("gather", axes, mesh)
 
-    def finish(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        at = _dim("all_gather", dim, len(shape) + (not tiled))
-        moved = x.movedim(0, at)
-        return moved.flatten(at, at + 1) if tiled else moved
-
+    finish = lambda x, shape: _joined("all_gather", x, dim, len(shape) + (not tiled), tiled)
     return _packed("all_gather", tree, lambda x: _Apply.apply(x, linear), 0, finish=finish)
 
 
@@ -386,11 +381,7 @@ def all_to_all(tree: Any, axis: Axes, *, split: int, concat: int, tiled: bool = 
     mesh, axes = _where("all_to_all", axis)
     linear, size = Linear("exchange", axes, mesh), mesh.count(axes)
 
-    def finish(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        at = _dim("all_to_all", concat, len(shape))
-        moved = x.movedim(0, at)
-        return moved.flatten(at, at + 1) if tiled else moved
-
+    finish = lambda x, shape: _joined("all_to_all", x, concat, len(shape), tiled)
     begin = lambda x: _divided("all_to_all", x, split, size, axes, tiled)
     return _packed("all_to_all", tree, lambda x: _Apply.apply(x, linear), 1, begin=begin, finish=finish)
 
@@ -502,6 +493,13 @@ def _divided(function: str, x: torch.Tensor, dim: int, size: int, axes: tuple[st
             "to give each a part of it."
         )
     return (x.unflatten(at, (size, length // size)) if tiled else x).movedim(at, 0)
+
+
+def _joined(function: str, x: torch.Tensor, dim: int, dims: int, tiled: bool) -> torch.Tensor:
+    """Returns `x`, the ranks of which are in front, with them at dimension `dim` of `dims`."""
+    at = _dim(function, dim, dims)
+    moved = x.movedim(0, at)
+    return moved.flatten(at, at + 1) if tiled else moved
 
 
 def _packed(

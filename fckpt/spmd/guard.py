@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from fckpt.errors import RankFailure
+from fckpt.spmd.mesh import odd_one
 
 __all__ = ["Guard"]
 
@@ -110,27 +111,8 @@ class Guard:
         """
         if self.store is None:
             return
-        key = self._key("agree", about)
-        self.store.set(f"{key}/{self.rank}", json.dumps(calls))
-        self.store.set(f"about/{self.rank}", about)
-        known = {self.rank: calls}
-        deadline = time.monotonic() + self.timeout_seconds
-        while len(known) < self.size:
-            for rank in range(self.size):
-                if rank not in known and self.store.check([f"{key}/{rank}"]):
-                    known[rank] = json.loads(self.store.get(f"{key}/{rank}"))
-            failure = self._told()
-            if failure is None and time.monotonic() > deadline:
-                rank = min(set(range(self.size)) - set(known))
-                there = (
-                    self.store.get(f"about/{rank}").decode() if self.store.check([f"about/{rank}"]) else "nowhere yet"
-                )
-                failure = RankFailure(
-                    f"rank {rank} does not come, while rank {self.rank} waits at {about}. It is at {there}.", rank
-                )
-            if failure is not None:
-                raise failure
-            time.sleep(0.0 if len(known) == self.size else 0.005)
+        key = self._say("agree", about, json.dumps(calls))
+        known = {rank: json.loads(said) for rank, said in enumerate(self._all(key, about))}
         odd = _odd_one(known)
         if odd is not None:
             rank, number, mine, usual = odd
@@ -146,26 +128,32 @@ class Guard:
         """
         if self.store is None:
             return make([mine])
-        key = self._key("share", about)
-        self.store.set(f"{key}/{self.rank}", mine)
-        self.store.set(f"about/{self.rank}", about)
+        key = self._say("share", about, mine)
         if self.rank == 0:
-            said = [self._waited(f"{key}/{rank}", rank, about, self.timeout_seconds) for rank in range(self.size)]
-            answer = make(said)
+            answer = make(self._all(key, about))
             self.store.set(f"{key}/answer", answer)
             return answer
         return self._waited(f"{key}/answer", 0, about, math.inf)
 
-    def _key(self, kind: str, about: str) -> str:
-        """Returns where ranks leave what they have to say about something, for the next time that they do."""
+    def _say(self, kind: str, about: str, what: str) -> str:
+        """Leaves what this rank has to say about something, and returns where ranks do, this time."""
+        assert self.store is not None
         self.counts[kind, about] = number = self.counts.get((kind, about), 0) + 1
-        return f"{kind}/{hashlib.sha256(about.encode()).hexdigest()[:16]}/{number}"
+        key = f"{kind}/{hashlib.sha256(about.encode()).hexdigest()[:16]}/{number}"
+        self.store.set(f"{key}/{self.rank}", what)
+        self.store.set(f"about/{self.rank}", about)
+        return key
 
-    def _waited(self, key: str, rank: int, about: str, seconds: float) -> str:
+    def _all(self, key: str, about: str) -> list[str]:
+        """Waits for what all ranks have to say."""
+        deadline = time.monotonic() + self.timeout_seconds
+        return [self._waited(f"{key}/{rank}", rank, about, deadline) for rank in range(self.size)]
+
+    def _waited(self, key: str, rank: int, about: str, deadline: float) -> str:
         """Waits for what a rank has to say."""
         assert self.store is not None
         # Who plans may be busy for long, and its heartbeat wait for Python's lock.
-        deadline, before, looked = time.monotonic() + seconds, self._beats(), time.monotonic()
+        before, looked = self._beats(), time.monotonic()
         while not self.store.check([key]):
             failure = self._told()
             if failure is None and time.monotonic() - looked > self.timeout_seconds:
@@ -173,7 +161,11 @@ class Guard:
                     failure = RankFailure(f"rank {rank} gives no sign of life while others wait at {about}.", rank)
                 before, looked = self._beats(), time.monotonic()
             if failure is None and time.monotonic() > deadline:
-                failure = RankFailure(f"rank {rank} does not come, while rank {self.rank} waits at {about}.", rank)
+                known = self.store.check([f"about/{rank}"])
+                there = self.store.get(f"about/{rank}").decode() if known else "nowhere yet"
+                failure = RankFailure(
+                    f"rank {rank} does not come, while rank {self.rank} waits at {about}. It is at {there}.", rank
+                )
             if failure is not None:
                 raise failure
             time.sleep(0.005)
@@ -266,16 +258,15 @@ _SAME = "All ranks must call the same collectives in the same order."
 
 def _odd_one(calls: Mapping[int, list[str]]) -> tuple[int, int, str, str] | None:
     """Returns a rank that differs from most, the number of the collective where it does, its call, and theirs."""
-    known = [tuple(c) for c in calls.values()]
-    usual = max(known, key=known.count)
-    for rank, mine in sorted(calls.items()):
-        if tuple(mine) != usual:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(mine, usual, strict=False)) if a != b), min(len(mine), len(usual))
-            )
-            one, other = (c[at] if at < len(c) else "nothing more" for c in (mine, usual))
-            return rank, at + 1, one, other
-    return None
+    odd = odd_one({rank: tuple(c) for rank, c in calls.items()})
+    if odd is None:
+        return None
+    rank, usual = odd
+    mine = calls[rank]
+    shorter = min(len(mine), len(usual))
+    at = next((i for i, (a, b) in enumerate(zip(mine, usual, strict=False)) if a != b), shorter)
+    one, other = (c[at] if at < len(c) else "nothing more" for c in (mine, usual))
+    return rank, at + 1, one, other
 
 
 def _first_line(error: Any) -> str:

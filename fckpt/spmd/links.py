@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fckpt.cost import OpCost, register_cost
 from fckpt.operations import Call, TensorSpec
-from fckpt.spmd.mesh import transport_of
+from fckpt.spmd.mesh import Mesh, transport_of
 
 __all__ = ["Link"]
 
@@ -46,10 +46,10 @@ def _cost(call: Call, specs: Sequence[TensorSpec]) -> OpCost:
     transport = transport_of(key)
     sent, output = specs[call.args[0].tensor], specs[_first(call.outputs)]
     nbytes = max(math.prod(spec.shape) * spec.dtype.itemsize for spec in (sent, output))
-    sizes = dict(part.split("=") for part in key.split(","))
+    sizes = Mesh.of_key(key).shape
     seconds = 0.0
     for axis in axes.split(","):
-        n, link = int(sizes[axis]), transport.link(axis)
+        n, link = sizes[axis], transport.link(axis)
         if name == "permute":
             seconds += link.latency_seconds + nbytes / link.bytes_per_second
         else:

@@ -7,17 +7,29 @@ thread: an operation in a graph knows its mesh by a key that is the same on ever
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["Axes", "Mesh", "Transport", "carried", "carry", "current_mesh", "simulated", "transport_of", "use_mesh"]
+__all__ = [
+    "Axes",
+    "Mesh",
+    "Transport",
+    "carried",
+    "carry",
+    "current_mesh",
+    "odd_one",
+    "simulated",
+    "transport_of",
+    "use_mesh",
+]
 
 Axes = str | Sequence[str]
 """One axis of a mesh or several; several count as one, the first of them varying slowest."""
@@ -94,6 +106,11 @@ class Mesh:
         """What names the mesh in a graph."""
         return ",".join(f"{name}={size}" for name, size in self.shape.items())
 
+    @staticmethod
+    def of_key(key: str) -> Mesh:
+        """Returns the mesh that `key` names."""
+        return Mesh({name: int(size) for name, _, size in (part.partition("=") for part in key.split(","))})
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and self.key == other.key
 
@@ -141,12 +158,23 @@ class Mesh:
             number = number * self.shape[name] + place[name]
         return number
 
-    def peers(self, rank: int, axes: Sequence[str]) -> list[int]:
+    @functools.cache  # noqa: B019  # every message asks, and a process has few meshes, which are equal by key
+    def peers(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Returns the ranks that differ from `rank` along `axes` at most, by their numbers along them."""
         place = self.place(rank)
         rest = [name for name in self.names if name not in axes]
         same = [r for r in range(self.size) if all(self.place(r)[name] == place[name] for name in rest)]
-        return sorted(same, key=lambda r: self.index(r, axes))
+        return tuple(sorted(same, key=lambda r: self.index(r, axes)))
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+def odd_one(said: Mapping[int, T]) -> tuple[int, T] | None:
+    """Returns the first rank that says something else than most, and what they say; None if all say the same."""
+    known = [*said.values()]
+    usual = max(known, key=known.count)
+    return next(((rank, usual) for rank, mine in sorted(said.items()) if mine != usual), None)
 
 
 # ---- who carries the messages ----------------------------------------------------------------------

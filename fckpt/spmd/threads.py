@@ -15,7 +15,7 @@ import torch
 
 from fckpt.errors import RankFailure
 from fckpt.spmd.links import GLOO, Link
-from fckpt.spmd.mesh import Mesh
+from fckpt.spmd.mesh import Mesh, odd_one
 
 __all__ = ["Meeting", "Thread"]
 
@@ -91,13 +91,13 @@ class Meeting:
         said = {
             r: f"{what} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for r, (what, x) in brought.items()
         }
-        usual = max(said.values(), key=[*said.values()].count)
-        odd = [r for r in ranks if said[r] != usual]
-        if odd:
+        odd = odd_one(said)
+        if odd is not None:
+            rank, usual = odd
             raise RankFailure(
-                f"rank {odd[0]} calls {said[odd[0]]} as collective number {number + 1} of ranks {list(ranks)}, where "
+                f"rank {rank} calls {said[rank]} as collective number {number + 1} of ranks {list(ranks)}, where "
                 f"others call {usual}. All ranks must call the same collectives in the same order.",
-                rank=odd[0],
+                rank=rank,
             )
 
 
@@ -127,7 +127,7 @@ class Thread:
 
     def _meet(self, what: str, x: torch.Tensor, axes: tuple[str, ...]) -> tuple[int, list[torch.Tensor]]:
         """Returns the number of this rank along `axes`, and what the ranks along them brought."""
-        ranks = tuple(self.meeting.mesh.peers(self.rank, axes))
+        ranks = self.meeting.mesh.peers(self.rank, axes)
         # a copy, because this rank may write over its tensor while others still read it
         number = self.count.get(ranks, 0)
         self.count[ranks] = number + 1
