@@ -58,7 +58,7 @@ def test_under_every_budget_all_numbers_are_those_of_the_plain_model(name: str) 
 def test_the_least_budget_is_enough_and_below_a_plan_fits_or_is_refused(name: str) -> None:
     net, x = model(name)
     least = least_bytes_of(net, x)
-    assert fckpt.plan(net, x, budget=least).peak_bytes == least
+    assert fckpt.plan(net, x, budget=least).peak_bytes <= least  # nothing forbids better than known
     for budget in (least - 1, least // 2):
         try:  # what is made for a budget may fit below the least for which a plan is known
             assert fckpt.plan(net, x, budget=budget).peak_bytes <= budget
@@ -126,7 +126,7 @@ def test_a_policy_and_a_budget_hold_together() -> None:
 def test_pareto_goes_from_the_least_budget_to_the_plain_peak() -> None:
     net, x = model("convolutions")
     curve = fckpt.pareto(net, x, points=5)
-    assert curve[0].peak_bytes == least_bytes_of(net, x)
+    assert curve[0].peak_bytes <= least_bytes_of(net, x)
     assert curve[-1].overhead == 0.0
     assert curve[-1].peak_bytes <= fckpt.plan(net, x).baseline_peak_bytes
     for a, b in pairwise(curve):
