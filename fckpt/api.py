@@ -19,7 +19,7 @@ from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.module import remat_module
 from fckpt.planner import TRACING, Planner, Reached, layouts_below
 from fckpt.plans import Budget, Plan, check_budget
-from fckpt.policies import PolicyLike, nothing_saveable
+from fckpt.policies import PolicyLike, reductions_saveable
 from fckpt.primitives import UserCall
 from fckpt.run import Execution
 from fckpt.segment import HooksUnavailable, run_segment
@@ -186,7 +186,7 @@ class _Region:
 
     __slots__ = ("differentiates", "habits", "policy", "static")
 
-    def __init__(self, static: StaticArguments, policy: PolicyLike | None = nothing_saveable):
+    def __init__(self, static: StaticArguments, policy: PolicyLike | None = reductions_saveable):
         self.policy = policy
         """What it lets an enclosing plan keep of its inside."""
         self.static = static if static else None

@@ -304,7 +304,7 @@ def combine_nested(*policies: PolicyLike) -> Policy:
 
     Args:
         *policies: those of the regions, outermost first. A region without policy and budget has
-            `nothing_saveable`; one with a budget alone has no opinion, and is left out.
+            `reductions_saveable`; one with a budget alone has no opinion, and is left out.
 
     Example:
         >>> from fckpt.policies import PolicyNode, combine_nested, everything_saveable, nothing_saveable

@@ -16,9 +16,9 @@ from fckpt.conditions import Observation
 from fckpt.cost import Analytic, Measured, profile_of, profiles
 from fckpt.cost.calls import CostSource
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
-from fckpt.planner import Planner, Reached, layouts_below, traced_call
+from fckpt.planner import TRACING, Planner, Reached, layouts_below, traced_call
 from fckpt.plans import Budget, Plan, check_budget, make_plan
-from fckpt.policies import PolicyLike, nothing_saveable
+from fckpt.policies import PolicyLike, reductions_saveable
 from fckpt.report.table import Residual, format_residuals
 
 __all__ = ["ParetoPoint", "pareto", "plan", "print_saved_residuals", "saved_residuals"]
@@ -159,7 +159,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[R
     if planner is None:
         return looked.plan(None, None, "save_all").residuals
     if planner.given is None and planner.budget is None and planner.policy is None:
-        return looked.plan(nothing_saveable, None, "policy").residuals
+        return looked.plan(reductions_saveable, None, "policy").residuals
     return planner.plan(looked.trace).residuals
 
 
@@ -186,10 +186,11 @@ class _Looked:
         plain = plain_of(fn)
         run = plain.forward if isinstance(plain, nn.Module) else plain
         arguments = Arguments(tuple(args), kwargs)
-        observation = Observation([run], arguments.statics, arguments.tensors, {})
-        reached = Reached(observation, arguments.tensors)
-        tensors = (*arguments.tensors, *reached.tensors)
-        self.trace = traced_call(run, arguments, reached, layouts_below(tensors))
+        with TRACING:
+            observation = Observation([run], arguments.statics, arguments.tensors, {})
+            reached = Reached(observation, arguments.tensors)
+            tensors = (*arguments.tensors, *reached.tensors)
+            self.trace = traced_call(run, arguments, reached, layouts_below(tensors))
         fake = next((t for t in tensors if isinstance(t, FakeTensor) or t.device.type == "meta"), None)
         if costs is None and fake is not None and fake.device.type == "meta":
             raise ArgumentValueError(

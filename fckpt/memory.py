@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,8 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = "cpu") -> P
     On CPU every allocation and release is recorded by `torch.profiler`, kernel temporaries
     included, so the number is exact to the byte and repeats; what libraries allocate behind the
     allocator's back (oneDNN, BLAS scratch) is not seen. On CUDA it is
-    `torch.cuda.max_memory_allocated() - memory_allocated()` at the call, which rounds to 512 bytes.
+    `torch.cuda.max_memory_allocated() - memory_allocated()` at the call, which rounds to 512 bytes. Threads that
+    measure wait for one another.
 
     Args:
         fn: called without arguments.
@@ -59,12 +61,16 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = "cpu") -> P
     return PeakMemory(peak - before, after - before)
 
 
+_recording = threading.Lock()
+"""Two recordings at once take the process down (torch 2.11 and 2.13)."""
+
+
 def _measure_cpu(fn: Callable[[], Any]) -> PeakMemory:
     # The profiler's library announces each start and stop on stderr; it reads its level at the first.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recording:
+    with _recording, profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recording:
         result = fn()
     held = peak = 0
     # Deltas are summed: the event's own running total starts from earlier recordings.

@@ -33,7 +33,8 @@ __all__ = ["Planner", "Reached"]
 
 
 TRACING = threading.RLock()
-"""Held while a function is traced, because fake tensors lie in its closure then, and while a closure is looked at."""
+"""Held while a function is traced, because fake tensors lie in its closure then and a stand-in for torch's generator in
+its place; while a closure is looked at; and while operations are measured."""
 
 _MOST = 128  # programs of one function: a number that changes at every call makes a new one each time
 
@@ -141,7 +142,7 @@ class Planner:
         if self.given is not None:
             return self._fitting(self.given, traced)
         version = str(torch.__version__)
-        mesh = mesh_of(traced)
+        mesh = mesh_of(traced, self.budget is not None)
         if mesh is None:
             return make_plan(self.priced(traced, batches), self.budget, self.solver, version)
         make = lambda least: make_plan(self.priced(traced, batches), least, self.solver, version)
@@ -152,7 +153,7 @@ class Planner:
         """The graph with costs and decisions."""
         graph = traced.graph
         if self.budget is not None:
-            with warnings.catch_warnings():
+            with TRACING, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # operations that had to be estimated
                 graph = price(traced, self.costs or Measured(), progress=sys.stderr.isatty())
         budgeted = self.budget is not None
@@ -180,12 +181,13 @@ class Planner:
 
 @contextlib.contextmanager
 def _released(lock: Any) -> Iterator[None]:
-    """Lets go of a lock that may be held several times over, as `Condition.wait` does."""
-    state = lock._release_save()
+    """Lets go of a lock that may be held, several times over, as `Condition.wait` does."""
+    state = lock._release_save() if lock._is_owned() else None
     try:
         yield
     finally:
-        lock._acquire_restore(state)
+        if state is not None:
+            lock._acquire_restore(state)
 
 
 def traced_call(fn: Callable[..., Any], arguments: Arguments, reached: Reached, layouts: Sequence[Layout]) -> Trace:

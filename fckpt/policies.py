@@ -75,6 +75,7 @@ __all__ = [
     "everything_saveable",
     "names_recorded",
     "nothing_saveable",
+    "reductions_saveable",
     "register_dot",
     "save_any_names_but_these",
     "save_anything_except_these_names",
@@ -168,8 +169,21 @@ def everything_saveable(node: PolicyNode) -> bool:
 
 @_Constant
 def nothing_saveable(node: PolicyNode) -> bool:
-    """Nothing is kept: everything is computed again, from the arguments. What `remat` does without a policy."""
+    """Nothing is kept: everything is computed again, from the arguments."""
     return False
+
+
+_REDUCTIONS = frozenset({"fckpt.all_reduce", "fckpt.reduce_scatter", "fckpt.all_to_all"})
+
+
+@_Constant
+def reductions_saveable(node: PolicyNode) -> bool:
+    """What came of a reduction over ranks or of an exchange may be kept, so that it is not sent again.
+
+    All else is computed again, gathers of divided parameters among it: what `remat` does without a policy. On one
+    device it is `nothing_saveable`.
+    """
+    return _packet(node.op) in _REDUCTIONS
 
 
 @_Constant
@@ -305,7 +319,8 @@ def apply_policy(
         ArgumentTypeError: `policy` is no policy, or answers something that is no decision.
 
     Warns:
-        PolicyWarning: the policy mentions names that do not occur, or keeps nothing and is not `nothing_saveable`.
+        PolicyWarning: the policy mentions names that do not occur, or keeps nothing and is not `nothing_saveable` or
+            `reductions_saveable`.
     """
     policy, batching = as_policy(policy), batching or {}
     region = [n for n in graph.nodes if not n.backward and n.outputs and (nodes is None or n.id in nodes)]
@@ -343,7 +358,7 @@ def _unknown_names(graph: Graph, policy: Policy) -> list[str]:
 
 def _idle(policy: Policy, asked: Sequence[PolicyNode], answers: Sequence[Decision | None], budgeted: bool) -> list[str]:
     """What is wrong if `policy` makes no difference."""
-    if not asked or policy == nothing_saveable:
+    if not asked or policy in (nothing_saveable, reductions_saveable):
         return []
     keeping = {Decision.MUST_SAVE, Decision.PREFER_SAVE, *([Decision.PREFER_RECOMPUTE] if budgeted else [])}
     opinions = set(answers)

@@ -20,6 +20,7 @@ from fckpt.arguments import Arguments
 from fckpt.closure import Slot, placed, replaced, tensors_in
 from fckpt.conditions import BufferHabits, Conditions, Observation, may_be_statistics, unseen, unwrapped, version
 from fckpt.errors import ImpureFunctionError, MutationError, OpaqueOutputError
+from fckpt.kept import Kept
 from fckpt.lift import Recorder, Watch
 from fckpt.segment import HooksUnavailable
 
@@ -59,6 +60,7 @@ class UserCall:
             self.versions = [(weakref.ref(base), version(base)) for base in map(unwrapped, self.inputs)]
         self.count = len(self.inputs)
         self.habits = habits
+        self.kept = Kept()
         self.lifted: list[torch.Tensor] = []
         """The closed-over tensors that the function uses."""
         self.slots: list[Slot] = []
@@ -81,7 +83,7 @@ class UserCall:
         args, kwargs = self.arguments.rebuild(self.inputs)
         recorder = Recorder(self.inputs, observation.reachable())
         try:
-            with _discard_saved() if discard else nullcontext(), recorder:
+            with _discard_saved() if discard else nullcontext(), recorder, self.kept.recorded():
                 result = self.fn[0](*args, **kwargs)
         except _Discarded:
             observation.undo()
@@ -159,7 +161,8 @@ class UserCall:
         present = [*inputs, *operands[self.count :]]
         new = {key: present[number] for key, number in self.numbers.items()}
         closed = [(holder, key, replaced(value, new)) for holder, key, value in self.slots]
-        with self.conditions.restored(lambda: True), placed(closed), Watch(self.stale, [*operands, *present]):
+        watch = Watch(self.stale, [*operands, *present])
+        with self.conditions.restored(lambda: True), placed(closed), watch, self.kept.repeated():
             result = self.fn[0](*args, **kwargs)
         leaves, spec = tree.flatten(result)
         if spec != self.spec:

@@ -29,6 +29,7 @@ from fckpt.arguments import Arguments
 from fckpt.closure import Slot, placed, replaced, tensors_in
 from fckpt.conditions import BufferHabits, Conditions, Observation, may_be_statistics, version
 from fckpt.errors import ImpureFunctionError, MutationError, RandomStateError
+from fckpt.kept import Kept
 from fckpt.rng import SHARED
 
 __all__ = ["HooksUnavailable", "run_segment"]
@@ -158,6 +159,7 @@ class _Segment:
         "fn",
         "held",
         "inputs",
+        "kept",
         "lock",
         "needs_grad",
         "observation",
@@ -188,6 +190,7 @@ class _Segment:
         """The saved values that an operation may have filled after it saved them."""
         self.saved: list[Signature] = []
         self.results: Ends = []
+        self.kept = Kept()
         self.conditions: Conditions | None = None
         self.closed: list[tuple[Slot, dict[int, int]]] = []
         """The places where the function closes over inputs, and which inputs: by the id of the tensor."""
@@ -214,7 +217,8 @@ class _Segment:
         args, kwargs = self.arguments.rebuild(self.arguments.tensors)
         _push(self.pack, self.unpack)
         try:
-            result = self.fn(*args, **kwargs)
+            with self.kept.recorded():
+                result = self.fn(*args, **kwargs)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error) or "torch.func" not in str(error):
                 raise
@@ -239,7 +243,7 @@ class _Segment:
             self.closed = _closed_over(self.conditions.slots, self.inputs.index)
             self.results = _ends(result)
         else:
-            del self.fn  # nothing will be replayed
+            del self.fn, self.kept  # nothing will be replayed
         self.held = [held if i in needed else None for i, held in enumerate(self.held)]
         self.arguments.release()
         self.inputs = self.observation = None
@@ -354,7 +358,7 @@ class _Segment:
                 for i, (then, needs) in enumerate(zip(self.versions, self.needs_grad, strict=True))
             ]
             closed = placed(self._inputs_placed(tensors)) if self.closed else _NOTHING
-            with conditions.restored(lambda: not replay.stopped), closed:
+            with conditions.restored(lambda: not replay.stopped), closed, self.kept.repeated():
                 replay.run(self.fn, self.arguments, tensors, self.tangents)
         return replay.found
 

@@ -17,8 +17,8 @@ PUBLIC = sorted(name for name in vars(fckpt) if not name.startswith("_") and not
 
 # Each file may import from those before it.
 ORDER = [
-    "errors", "units", "progress", "tree", "rng", "ambient", "closure", "conditions", "arguments", "segment", "lift",
-    "batched", "primitives", "transform", "compiled", "graph", "naming", "decisions", "policies", "operations",
+    "errors", "units", "progress", "tree", "rng", "ambient", "kept", "closure", "conditions", "arguments", "segment",
+    "lift", "batched", "primitives", "transform", "compiled", "graph", "naming", "decisions", "policies", "operations",
     "in_place", "assemble", "trace", "memory", "cost", "schedule", "simulate", "solve", "report", "lower", "run",
     "module", "autodiff", "plans", "spmd", "planner", "api", "looking", "check", "segments",
 ]  # fmt: skip

@@ -34,6 +34,7 @@ import torch
 
 from fckpt import tree as trees
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
+from fckpt.kept import kept
 from fckpt.spmd.mesh import Axes, Mesh, current_mesh, transport_of
 
 __all__ = [
@@ -130,6 +131,12 @@ class Linear(NamedTuple):
     sources: tuple[int, ...] = ()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Sends `x`. What adds up over ranks, or is exchanged, is not sent again where a function is rematerialised."""
+        if self.kind in ("sum", "total", "scatter", "exchange"):
+            return kept((self, x.shape, x.dtype), lambda: self._sent(x))
+        return self._sent(x)
+
+    def _sent(self, x: torch.Tensor) -> torch.Tensor:
         axes, key = ",".join(self.axes), self.mesh.key
         match self.kind:
             case "sum" | "total":
@@ -186,7 +193,8 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, reduction: str, axes: str, mesh: str) -> torch.Tensor:
-        return _all_reduce(x, reduction, axes, mesh)
+        key = (reduction, axes, mesh, x.shape, x.dtype)
+        return kept(key, lambda: _all_reduce(x, reduction, axes, mesh))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
