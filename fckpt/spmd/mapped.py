@@ -15,6 +15,7 @@ from fckpt.spmd.mesh import Mesh, transport_of, use_mesh
 from fckpt.spmd.setup import init_mesh
 from fckpt.spmd.specs import P, local, specs_of
 from fckpt.spmd.varying import varying, violations
+from fckpt.trace import is_tracing
 
 __all__ = ["pmap", "shard_map"]
 
@@ -41,7 +42,8 @@ def shard_map(fn: Any, mesh: Mesh | None = None, /, *, in_specs: Any, out_specs:
         in_specs: how the arguments lie on the mesh: a tuple with a `P`, or a tree of them, for each positional
             argument. A tree may end before its argument does. Keyword arguments must be the same on all ranks.
         out_specs: the same for what is returned.
-        check: "static" looks, at the first call with such arguments, what varies over which axis ("off" does not).
+        check: "static" looks, at the first call with such arguments, what varies over which axis ("off" does not). A
+            plan around the mapped function is compared between ranks instead.
 
     Returns:
         A function of local tensors, or of DTensors that are placed as `in_specs` says, which returns local tensors.
@@ -175,7 +177,7 @@ def _mapped(fn: Function, *, mesh: Mesh | None, in_specs: Any, out_specs: Any, c
         specs = specs_of("shard_map", "args", _by_argument(in_specs, args), args, mesh)
         args = local("shard_map", args, specs, mesh, "args")
         specs = [*specs, *[P()] * len(trees.leaves(kwargs))]
-        if check == "static":
+        if check == "static" and not is_tracing():
             key = _signature(args, kwargs)
             if key not in checked:
                 calls = _check(fn, mesh, args, kwargs, specs, out_specs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import os
@@ -106,6 +107,12 @@ class _Nobody:
 
     def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
         return make([mine])
+
+    def watch(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def agree(self, about: str, calls: list[str]) -> None:
+        pass
 
     def __getattr__(self, name: str) -> Any:
         raise ArgumentValueError(

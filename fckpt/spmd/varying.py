@@ -95,7 +95,8 @@ class _Follower(TorchDispatchMode):
         self.collectives: list[str] = []
 
     def of(self, x: torch.Tensor) -> Axes:
-        return self._known(unwrapped(x))[0]
+        """Over which axes a tensor varies. Over one of a single rank nothing does."""
+        return frozenset(name for name in self._known(unwrapped(x))[0] if self.mesh.shape[name] > 1)
 
     def _known(self, x: torch.Tensor) -> tuple[Axes, str]:
         return self.known.get(x.untyped_storage()._cdata, (frozenset(), "constant"))
@@ -107,7 +108,7 @@ class _Follower(TorchDispatchMode):
 
     def sums(self, x: torch.Tensor, axes: tuple[str, ...]) -> None:
         """Notes axes that a psum sums over, though all ranks along them have the same."""
-        self.redundant += [name for name in axes if name not in self.of(x)]
+        self.redundant += [name for name in axes if self.mesh.shape[name] > 1 and name not in self.of(x)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -101,6 +101,15 @@ def test_a_sum_of_what_is_alike_is_a_warning():
         fckpt.sim({"data": 2}).run(program)
 
 
+def test_over_an_axis_of_one_rank_nothing_varies_and_every_sum_is_as_good():
+    def program() -> torch.Tensor:
+        mesh = fckpt.init_mesh({"data": 1})
+        total = lambda x: x.sum() + fckpt.psum(torch.ones(()), "data")
+        return fckpt.shard_map(total, mesh, in_specs=P("data"), out_specs=P())(torch.ones(2))
+
+    assert fckpt.sim({"data": 1}).run(program) == [torch.tensor(3.0)]
+
+
 def test_what_depends_on_data_cannot_be_checked_and_may_be_run_unchecked():
     def program(check: str) -> Any:
         mesh = fckpt.init_mesh({"data": 2})

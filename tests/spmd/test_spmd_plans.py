@@ -129,3 +129,22 @@ def test_a_fake_mesh_sends_nothing():
     refused = pytest.raises(fckpt.ArgumentValueError, match="a fake mesh carries no messages")
     with fckpt.use_mesh(fckpt.fake_mesh({"data": 512})), refused:
         fckpt.psum(torch.ones(1), "data")
+
+
+def test_a_mapped_function_is_planned_for_512_ranks_and_only_planned():
+    mesh = fckpt.fake_mesh({"data": 512}, links={"data": fckpt.Link(1e-6, 1e11)})
+    mapped = fckpt.shard_map(
+        lambda ws, x: fckpt.psum(loss(ws, x), "data", out="invariant"),
+        mesh,
+        in_specs=(P("data"), P("data")),
+        out_specs=P(),
+    )
+    ws = [torch.zeros(2, 1024, requires_grad=True) for _ in range(4)]
+    x = torch.zeros(1024, 1024)
+    price = Analytic(profiles["A100"])
+    plain, planned = (fckpt.plan(mapped, ws, x, budget=budget, costs=price) for budget in (1.0, 0.7))
+    assert planned.peak_bytes <= 0.7 * planned.baseline_peak_bytes == 0.7 * plain.peak_bytes
+    messages = [node.seconds for node in plain.graph.nodes if node.op.startswith("fckpt.")]
+    assert len(messages) == 9 and sum(messages) < plain.timeline.seconds < planned.timeline.seconds
+    with pytest.raises(fckpt.ArgumentValueError, match="a fake mesh carries no messages"):
+        mapped(ws, x)
