@@ -48,6 +48,7 @@ from fckpt.spmd import axis_size as axis_size
 from fckpt.spmd import fake_mesh as fake_mesh
 from fckpt.spmd import init_mesh as init_mesh
 from fckpt.spmd import launch as launch
+from fckpt.spmd import load as load
 from fckpt.spmd import pmap as pmap
 from fckpt.spmd import pmax as pmax
 from fckpt.spmd import pmean as pmean
@@ -56,6 +57,7 @@ from fckpt.spmd import ppermute as ppermute
 from fckpt.spmd import psum as psum
 from fckpt.spmd import psum_scatter as psum_scatter
 from fckpt.spmd import pvary as pvary
+from fckpt.spmd import save as save
 from fckpt.spmd import shard as shard
 from fckpt.spmd import shard_map as shard_map
 from fckpt.spmd import sim as sim

@@ -38,6 +38,17 @@ class TreeSpec:
             return paths
         return [path for path, (count, _) in zip(paths, self.inner, strict=True) for _ in range(count)]
 
+    def names(self) -> list[str]:
+        """Each leaf's way through the tree, as files and state dicts write it: `blocks.0.w`. Not always unique."""
+        names = [".".join(map(_entry_name, accessor)) for accessor in optree.treespec_accessors(self.spec)]
+        if self.inner is None:
+            return names
+        return [
+            name if subspec is None else f"{name}.{i}".removeprefix(".")
+            for name, (count, subspec) in zip(names, self.inner, strict=True)
+            for i in range(count)
+        ]
+
     def __repr__(self) -> str:
         return repr(self.spec).removeprefix("PyTreeSpec(").removesuffix(")")
 
@@ -104,6 +115,12 @@ def spread(prefix: Any, tree: Any) -> list[Any]:
 def _path_string(path: Sequence[Any]) -> str:
     """Writes a tree path the way it is indexed in Python."""
     return "".join(f"[{entry!r}]" for entry in path)
+
+
+def _entry_name(entry: optree.PyTreeEntry) -> str:
+    """Returns the name of a field, where a container has them, else the key or the number."""
+    fields = (optree.NamedTupleEntry, optree.StructSequenceEntry)
+    return entry.field if isinstance(entry, fields) else str(entry.entry)
 
 
 def describe(leaf: Any) -> str:

@@ -1,5 +1,7 @@
 """Functions on many devices: meshes, collectives, `shard_map` and `pmap`."""
 
+from fckpt.spmd.checkpoint import load as load
+from fckpt.spmd.checkpoint import save as save
 from fckpt.spmd.collectives import all_gather as all_gather
 from fckpt.spmd.collectives import all_to_all as all_to_all
 from fckpt.spmd.collectives import axis_index as axis_index

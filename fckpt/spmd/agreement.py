@@ -8,17 +8,23 @@ from collections.abc import Callable, Sequence
 from fckpt.errors import BudgetError, RankFailure
 from fckpt.operations import Trace
 from fckpt.plans import Budget, Plan, fingerprint
-from fckpt.spmd.mesh import odd_one, transport_of
+from fckpt.spmd.mesh import mesh_in_use, odd_one, transport_of
 from fckpt.units import parse_bytes
 
 __all__ = ["agreed", "mesh_of"]
 
 
-def mesh_of(traced: Trace) -> str | None:
-    """Returns the key of the mesh over which a traced function sends messages, if it sends any."""
-    return next(
-        (call.args[-1] for call in traced.calls if str(call.op).startswith("fckpt.") and call.node is not None), None
-    )
+def mesh_of(traced: Trace, budgeted: bool) -> str | None:
+    """Returns the key of the mesh whose ranks must have one plan, if there is such a mesh.
+
+    Args:
+        traced: what is planned. If it sends messages, it is the mesh over which it does.
+        budgeted: whether times decide, which each rank would measure differently. Then it is the mesh in use at least:
+            were their plans different, `shard_map` would find that the ranks run different programs.
+    """
+    messages = (call.args[-1] for call in traced.calls if str(call.op).startswith("fckpt.") and call.node is not None)
+    used = mesh_in_use() if budgeted else None
+    return next(messages, None if used is None else used.key)
 
 
 def agreed(traced: Trace, key: str, budget: Budget | None, make: Callable[[Budget | None], Plan]) -> Plan:

@@ -12,16 +12,19 @@ import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fckpt.spmd.guard import Guard
 from fckpt.spmd.links import GLOO, NVLINK, Link
 from fckpt.spmd.mesh import Mesh
 
 __all__ = ["Processes"]
+
+T = TypeVar("T")
 
 
 class Processes:
@@ -37,6 +40,7 @@ class Processes:
         self.guard = _guard(self.rank, mesh.size)
         self.guard.timeout_seconds = timeout_seconds
         self.groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self.device_meshes: dict[tuple[str, tuple[str, ...]], DeviceMesh] = {}
         for name in mesh.names:
             self.group((name,))
 
@@ -51,6 +55,16 @@ class Processes:
                     self.groups[axes] = group
         return self.groups[axes]
 
+    def device_mesh(self, device_type: str, names: tuple[str, ...]) -> DeviceMesh:
+        """Returns this mesh as torch has it, its axes in the order of `names`. It sends its messages in our groups."""
+        if (device_type, names) not in self.device_meshes:
+            ranks = torch.arange(self.mesh.size).view(*self.mesh.shape.values())
+            ranks = ranks.permute(*[self.mesh.names.index(name) for name in names]).contiguous()
+            groups = [self.group((name,)) for name in names]
+            made = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
+            self.device_meshes[device_type, names] = made
+        return self.device_meshes[device_type, names]
+
     def _order(self, axes: tuple[str, ...]) -> torch.Tensor | None:
         """By number along `axes`, that in the group, where groups keep their ranks sorted; None if they agree."""
         ranks = self.mesh.peers(self.rank, axes)
@@ -64,24 +78,38 @@ class Processes:
         """See `Guard.share`."""
         return self.guard.share(about, mine, make)
 
-    def watch(self) -> contextlib.AbstractContextManager[None]:
+    def watch(self, foreseen: bool) -> contextlib.AbstractContextManager[None]:
         """See `Guard.watch`."""
         device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-        return self.guard.watch(lambda x: self._gathered(x.to(device)).cpu())
+        compare = lambda x: self._gathered(x.to(device), self.mesh.names).cpu()
+        return self.guard.watch(lambda x: self.run("the end of a step", lambda: compare(x)), foreseen)
 
     def agree(self, about: str, calls: list[str]) -> None:
         """See `Guard.agree`."""
         self.guard.agree(about, calls)
 
-    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
-        return self.all_gather(x, self.mesh.names)
+    def run(self, what: str, work: Callable[[], T]) -> T:
+        """Runs what sends messages of its own, between all ranks. See `Guard.call`."""
+        return self.guard.call(what, work)
+
+    def _gathered(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        """Returns those of all ranks along `axes`, one after another, in the order of the group."""
+        gather = torch.ops._c10d_functional.all_gather_into_tensor
+        return torch.ops._c10d_functional.wait_tensor(
+            gather(x.reshape(-1), self.mesh.count(axes), self.group(axes).group_name)
+        )
 
     def _run(self, operation: Callable[..., torch.Tensor], x: torch.Tensor, axes: tuple[str, ...], *rest: Any) -> Any:
         def run() -> torch.Tensor:
             sent = operation(x, *rest, self.group(axes).group_name)
             return torch.ops._c10d_functional.wait_tensor(sent)
 
-        return self.guard.call(_said(str(operation), x, axes), run)
+        return self._called(" ".join([str(operation), *(r for r in rest if isinstance(r, str))]), x, axes, run)
+
+    def _called(self, what: str, x: torch.Tensor, axes: tuple[str, ...], run: Callable[[], torch.Tensor]) -> Any:
+        """Runs a collective of `x`. See `Guard.call`: NCCL does not die of what differs, and would have to wait."""
+        compare = None if dist.get_backend() == "nccl" else lambda digest: self._gathered(digest, axes)
+        return self.guard.call(_said(what, x, axes), run, compare)
 
     def all_reduce(self, x: torch.Tensor, reduction: str, axes: tuple[str, ...]) -> torch.Tensor:
         return self._run(torch.ops._c10d_functional.all_reduce, x, axes, reduction)
@@ -126,7 +154,7 @@ class Processes:
                 work.wait()
             return result
 
-        return self.guard.call(_said(f"permute {tuple(sources)}", x, axes), run)
+        return self._called(f"permute {tuple(sources)}", x, axes, run)
 
 
 @functools.cache

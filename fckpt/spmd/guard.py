@@ -7,7 +7,8 @@ and who called something else.
 Ranks that call collectives of equal shapes in another order would exchange wrong numbers without any error. So before
 a mapped function runs for the first time, they compare what it will call and of what that is made (`agree`), and at the
 end of every call what they have called, and where in the program, before anyone sees a result (`watch`). That is one
-small message per call. Everything else happens once, after a failure, or in a thread that sleeps.
+small message per call. Where it cannot be known what a function will call, they compare each collective before they
+call it. Everything else happens once, after a failure, or in a thread that sleeps.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fckpt.errors import RankFailure
-from fckpt.spmd.mesh import odd_one
+from fckpt.spmd.mesh import first_difference
 
 __all__ = ["Guard"]
+
+T = TypeVar("T")
+Compare = Callable[[torch.Tensor], torch.Tensor]
 
 BEAT_SECONDS = 0.5
 """How often a rank shows that it lives."""
@@ -42,7 +46,7 @@ class Guard:
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self.timeout_seconds = rank, size, 60.0
-        self.step = 0
+        self.step, self.foreseen = 0, False
         self.counts: dict[tuple[str, str], int] = {}
         self.calls: list[str] = []
         """What this rank called in this step."""
@@ -67,25 +71,35 @@ class Guard:
 
     # ---- while all is well -------------------------------------------------------------------------
 
-    def call(self, what: str, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def call(self, what: str, run: Callable[[], T], compare: Compare | None = None) -> T:
         """Runs one collective.
 
+        Args:
+            what: it is.
+            run: calls it.
+            compare: returns the tensors of the ranks that call it, stacked. It is used where they have not compared
+                their calls before: one that brings another dtype would kill a process of gloo's that receives it.
+
         Raises:
-            RankFailure: it failed, or was not over in time.
+            RankFailure: it failed, was not over in time, or another rank calls something else.
         """
         self.calls.append(what)
         try:
-            return run()
+            if compare is None or self.foreseen or self.size == 1 or _alike(compare, [what]):
+                return run()
         except RuntimeError as error:
             raise self._failure(error) from error
+        raise self._failure(None)
 
     @contextlib.contextmanager
-    def watch(self, compare: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    def watch(self, compare: Compare, foreseen: bool) -> Iterator[None]:
         """One step: what is raised in it is told to the other ranks, and in the end all compare what they called.
 
         Args:
             compare: returns the tensors of all ranks, stacked.
+            foreseen: whether they have compared, or will with `agree`, what they are going to call.
         """
+        before, self.foreseen = self.foreseen, foreseen
         self.step += 1
         self.calls = []
         try:
@@ -93,11 +107,10 @@ class Guard:
         except Exception as error:
             self.publish(error)
             raise
-        if self.size > 1:
-            digest = hashlib.sha256("\n".join(self.calls).encode()).digest()
-            sums = compare(torch.tensor(int.from_bytes(digest[:7], "big")))
-            if len(set(sums.tolist())) > 1:
-                raise self._failure(None)
+        finally:
+            self.foreseen = before
+        if self.size > 1 and not _alike(compare, self.calls):
+            raise self._failure(None)
 
     def agree(self, about: str, calls: list[str]) -> None:
         """Waits until all ranks have come here, and compares what they will call.
@@ -113,7 +126,7 @@ class Guard:
             return
         key = self._say("agree", about, json.dumps(calls))
         known = {rank: json.loads(said) for rank, said in enumerate(self._all(key, about))}
-        odd = _odd_one(known)
+        odd = first_difference(known)
         if odd is not None:
             rank, number, mine, usual = odd
             raise RankFailure(
@@ -155,21 +168,30 @@ class Guard:
         # Who plans may be busy for long, and its heartbeat wait for Python's lock.
         before, looked = self._beats(), time.monotonic()
         while not self.store.check([key]):
-            failure = self._told()
+            failure = self._told(self.step)
             if failure is None and time.monotonic() - looked > self.timeout_seconds:
                 if rank in self._silent(before):
                     failure = RankFailure(f"rank {rank} gives no sign of life while others wait at {about}.", rank)
                 before, looked = self._beats(), time.monotonic()
             if failure is None and time.monotonic() > deadline:
-                known = self.store.check([f"about/{rank}"])
-                there = self.store.get(f"about/{rank}").decode() if known else "nowhere yet"
-                failure = RankFailure(
-                    f"rank {rank} does not come, while rank {self.rank} waits at {about}. It is at {there}.", rank
-                )
+                failure = self._told(0) or self._absent(key.rpartition("/")[0], rank, about)
             if failure is not None:
                 raise failure
             time.sleep(0.005)
         return self.store.get(key).decode()
+
+    def _absent(self, key: str, rank: int, about: str) -> RankFailure:
+        """Says that a rank does not come, or, where most do not, that of those who wait for them."""
+        assert self.store is not None
+        known = self.store.check([f"about/{rank}"])
+        there = self.store.get(f"about/{rank}").decode() if known else "nowhere yet"
+        came = [r for r in range(self.size) if self.store.check([f"{key}/{r}"])]
+        if 2 * len(came) < self.size:
+            text = f"rank {came[0]} waits at {about}, where most others do not come. Rank {rank} is at {there}."
+            return RankFailure(text, came[0])
+        return RankFailure(
+            f"rank {rank} does not come, while rank {self.rank} waits at {about}. It is at {there}.", rank
+        )
 
     def publish(self, error: BaseException) -> None:
         """Tells the other ranks what happened to this one."""
@@ -180,7 +202,7 @@ class Guard:
         else:
             rank, said = self.rank, f"rank {self.rank} raised in step {self.step}: {type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):
-            self.store.set(f"failed/{self.rank}", json.dumps({"rank": rank, "said": said}))
+            self.store.set(f"failed/{self.rank}", json.dumps({"step": self.step, "rank": rank, "said": said}))
 
     # ---- when it is not ----------------------------------------------------------------------------
 
@@ -209,9 +231,10 @@ class Guard:
         before = self._beats()
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
-            found = self._told() or self._compared()
-            if found is not None or time.monotonic() > deadline:
-                return found
+            late = time.monotonic() > deadline
+            found = self._told(self.step) or self._compared(2 if late else self.size)
+            if found is not None or late:
+                return found or self._told(0)
             if time.monotonic() > deadline - PATIENCE_SECONDS + 4 * BEAT_SECONDS and (silent := self._silent(before)):
                 rest = f", {silent[1:]} neither" if len(silent) > 1 else ""
                 return RankFailure(
@@ -221,24 +244,31 @@ class Guard:
                 )
             time.sleep(BEAT_SECONDS / 5)
 
-    def _told(self) -> RankFailure | None:
-        """What another rank said of its own failure, or of whose failure it has seen."""
+    def _told(self, since: int) -> RankFailure | None:
+        """What another rank said of its own failure, or of whose failure it has seen, in this step or a later one.
+
+        Errors of steps before may have been caught, as that of a checkpoint which is not there, on all ranks alike.
+        """
         assert self.store is not None
         for rank in range(self.size):
             if rank != self.rank and self.store.check([f"failed/{rank}"]):
                 told = json.loads(self.store.get(f"failed/{rank}"))
-                return RankFailure(told["said"], told["rank"])
+                if told["step"] >= since:
+                    return RankFailure(told["said"], told["rank"])
         return None
 
-    def _compared(self) -> RankFailure | None:
-        """Who called something else than most, if the calls of all others are known."""
+    def _compared(self, least: int) -> RankFailure | None:
+        """Who called something else than most, if the calls of so many ranks are known.
+
+        Those of all may never be: ranks along another axis do not see what goes wrong along this one.
+        """
         assert self.store is not None
         calls = {self.rank: self.calls}
         for rank in range(self.size):
             key = f"calls/{self.step}/{rank}"
             if rank != self.rank and self.store.check([key]):
                 calls[rank] = json.loads(self.store.get(key))
-        odd = _odd_one(calls) if len(calls) == self.size else None
+        odd = first_difference(calls) if len(calls) >= least else None
         if odd is None:
             return None
         rank, number, mine, usual = odd
@@ -256,17 +286,10 @@ class Guard:
 _SAME = "All ranks must call the same collectives in the same order."
 
 
-def _odd_one(calls: Mapping[int, list[str]]) -> tuple[int, int, str, str] | None:
-    """Returns a rank that differs from most, the number of the collective where it does, its call, and theirs."""
-    odd = odd_one({rank: tuple(c) for rank, c in calls.items()})
-    if odd is None:
-        return None
-    rank, usual = odd
-    mine = calls[rank]
-    shorter = min(len(mine), len(usual))
-    at = next((i for i, (a, b) in enumerate(zip(mine, usual, strict=False)) if a != b), shorter)
-    one, other = (c[at] if at < len(c) else "nothing more" for c in (mine, usual))
-    return rank, at + 1, one, other
+def _alike(compare: Compare, lines: list[str]) -> bool:
+    """Whether those ranks have the same lines, of which each calls this at the same time."""
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    return len(set(compare(torch.tensor(int.from_bytes(digest[:7], "big"))).tolist())) == 1
 
 
 def _first_line(error: Any) -> str:

@@ -170,7 +170,7 @@ def _mapped(fn: Function, *, mesh: Mesh | None, in_specs: Any, out_specs: Any, c
 
     @functools.wraps(fn)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        with transport_of(mesh.key).watch():
+        with transport_of(mesh.key).watch(foreseen=check == "static"):
             return run(*args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -181,7 +181,7 @@ def _mapped(fn: Function, *, mesh: Mesh | None, in_specs: Any, out_specs: Any, c
             key = _signature(args, kwargs)
             if key not in checked:
                 calls = _check(fn, mesh, args, kwargs, specs, out_specs)
-                transport_of(mesh.key).agree(f"{getattr(fn, '__qualname__', fn)}{key}", calls)
+                transport_of(mesh.key).agree(_named(fn, args), calls)
                 checked.add(key)
         with use_mesh(mesh):
             output = fn(*args, **kwargs)
@@ -201,6 +201,13 @@ def _by_argument(in_specs: Any, args: tuple[Any, ...]) -> Any:
             f"shard_map: in_specs has {len(in_specs)} entries for {len(args)} positional arguments."
         )
     return tuple(in_specs)
+
+
+def _named(fn: Function, args: Any) -> str:
+    """Names a call, for errors; the end of a long list of arguments is left out."""
+    shown = [trees.describe(x) for x in trees.leaves(args) if isinstance(x, torch.Tensor)]
+    more = [f"and {len(shown) - 8} more"] if len(shown) > 8 else []
+    return f"{getattr(fn, '__qualname__', fn)}({', '.join([*shown[:8], *more])})"
 
 
 def _signature(args: Any, kwargs: Any) -> Any:

@@ -25,6 +25,8 @@ __all__ = [
     "carried",
     "carry",
     "current_mesh",
+    "first_difference",
+    "mesh_in_use",
     "odd_one",
     "simulated",
     "transport_of",
@@ -71,8 +73,11 @@ class Transport(Protocol):
         """Returns what rank 0 makes of what all ranks have to say about something."""
         ...
 
-    def watch(self) -> contextlib.AbstractContextManager[None]:
-        """What to run a step in, so that a failure on one rank is told to the others."""
+    def watch(self, foreseen: bool) -> contextlib.AbstractContextManager[None]:
+        """What to run a step in, so that a failure on one rank is told to the others.
+
+        `foreseen`: its collectives are those that all ranks agree upon before it calls the first of them.
+        """
         ...
 
     def agree(self, about: str, calls: list[str]) -> None:
@@ -177,6 +182,19 @@ def odd_one(said: Mapping[int, T]) -> tuple[int, T] | None:
     return next(((rank, usual) for rank, mine in sorted(said.items()) if mine != usual), None)
 
 
+def first_difference(said: Mapping[int, Sequence[str]]) -> tuple[int, int, str, str] | None:
+    """Returns a rank that differs from most, the number of the line where it does, its line, and theirs."""
+    odd = odd_one({rank: tuple(lines) for rank, lines in said.items()})
+    if odd is None:
+        return None
+    rank, usual = odd
+    mine = said[rank]
+    shorter = min(len(mine), len(usual))
+    at = next((i for i, (a, b) in enumerate(zip(mine, usual, strict=False)) if a != b), shorter)
+    one, other = (lines[at] if at < len(lines) else "nothing more" for lines in (mine, usual))
+    return rank, at + 1, one, other
+
+
 # ---- who carries the messages ----------------------------------------------------------------------
 
 _carriers: dict[str, Transport] = {}
@@ -236,13 +254,18 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
         _current.reset(token)
 
 
+def mesh_in_use() -> Mesh | None:
+    """Returns the mesh in use, if there is one."""
+    return _current.get()
+
+
 def current_mesh(function: str) -> Mesh:
     """Returns the mesh in use.
 
     Raises:
         ArgumentValueError: there is none; `function` is who asks.
     """
-    mesh = _current.get()
+    mesh = mesh_in_use()
     if mesh is None:
         raise ArgumentValueError(
             f"{function}: there is no mesh here. Call it in a function that fckpt.shard_map or fckpt.pmap maps, or "

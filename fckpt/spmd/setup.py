@@ -108,7 +108,7 @@ class _Nobody:
     def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
         return make([mine])
 
-    def watch(self) -> contextlib.AbstractContextManager[None]:
+    def watch(self, foreseen: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def agree(self, about: str, calls: list[str]) -> None:

@@ -12,7 +12,7 @@ from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.spmd.collectives import all_gather
 from fckpt.spmd.mesh import Mesh, current_mesh, transport_of, use_mesh
 
-__all__ = ["P", "local", "shard", "specs_of", "unshard"]
+__all__ = ["P", "check_even", "in_order", "local", "placements", "shard", "specs_of", "unshard"]
 
 
 class P:
@@ -138,16 +138,25 @@ def _each(function: str, tree: Any, specs: Any, mesh: Mesh | None, fn: Callable[
 def _part(x: torch.Tensor, spec: P, mesh: Mesh, where: str) -> torch.Tensor:
     rank = transport_of(mesh.key).rank
     for dim, axes in enumerate(spec.dims):
-        size = mesh.count(axes)
-        if x.shape[dim] % size:
-            named = ", ".join(f"{name!r} ({mesh.shape[name]})" for name in axes)
-            raise ArgumentValueError(
-                f"shard: dimension {dim} of {where}, {trees.describe(x)}, cannot be divided evenly by {named}. Pad it "
-                f"to a multiple of {size}."
-            )
-        length = x.shape[dim] // size
+        check_even("shard", where, x, dim, axes, mesh)
+        length = x.shape[dim] // mesh.count(axes)
         x = x.narrow(dim, mesh.index(rank, axes) * length, length) if axes else x
     return x.contiguous()
+
+
+def check_even(function: str, where: str, x: torch.Tensor, dim: int, axes: tuple[str, ...], mesh: Mesh) -> None:
+    """Makes sure that a dimension can be divided among the ranks along `axes`.
+
+    Raises:
+        ArgumentValueError: it cannot. `where` says what `x` is.
+    """
+    size = mesh.count(axes)
+    if x.shape[dim] % size:
+        named = ", ".join(f"{name!r} ({mesh.shape[name]})" for name in axes)
+        raise ArgumentValueError(
+            f"{function}: dimension {dim} of {where}, {trees.describe(x)}, cannot be divided evenly by {named}. Pad it "
+            f"to a multiple of {size}."
+        )
 
 
 def _whole(x: torch.Tensor, spec: P, mesh: Mesh, where: str) -> torch.Tensor:
@@ -173,21 +182,37 @@ def local(function: str, tree: Any, specs: Sequence[P], mesh: Mesh, what: str) -
     return trees.unflatten(spec, found)
 
 
+def placements(spec: P, names: Sequence[str]) -> list[Any]:
+    """Returns what `spec` means to a DTensor on a mesh with these axes."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    by_axis = {name: dim for dim, axes in enumerate(spec.dims) for name in axes}
+    return [Shard(by_axis[name]) if name in by_axis else Replicate() for name in names]
+
+
+def in_order(axes: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether axes that divide one dimension come in the order of `names`, the only one that a DTensor has."""
+    return [*axes] == [name for name in names if name in axes]
+
+
 def _is_dtensor(leaf: Any) -> bool:
     return type(leaf).__module__.startswith("torch.distributed.tensor")
 
 
 def _local(function: str, x: Any, spec: P, mesh: Mesh, where: str) -> torch.Tensor:
-    from torch.distributed.tensor import Replicate, Shard
-
     names = x.device_mesh.mesh_dim_names or ()
-    by_axis = {name: dim for dim, axes in enumerate(spec.dims) for name in axes}
-    wanted = [Shard(by_axis[name]) if name in by_axis else Replicate() for name in names]
+    wanted = placements(spec, names)
     sizes = {name: x.device_mesh.size(i) for i, name in enumerate(names)}
     if sizes != {name: mesh.shape[name] for name in mesh.names if name in sizes} or set(spec.axes) - set(names):
         raise ArgumentValueError(
             f"{function}: {where} is a DTensor on {x.device_mesh}, whose axes are not those of {mesh} that {spec} "
             "needs."
+        )
+    turned = next((axes for axes in spec.dims if not in_order(axes, names)), None)
+    if turned is not None:
+        raise ArgumentValueError(
+            f"{function}: {where} is a DTensor, whose parts lie in the order of its mesh, {names}, but {spec} has them "
+            f"in that of {turned}. Name the axes in the order of the mesh."
         )
     if list(x.placements) != wanted:
         raise ArgumentValueError(

@@ -47,7 +47,8 @@ class Meeting:
             lost = lambda: [r for r in ranks if r not in said and r in self.gone]
             self.lock.wait_for(lambda: lost() or all(r in said for r in ranks))
             if lost():
-                raise RankFailure(f"rank {lost()[0]} {self.gone[lost()[0]]}, while rank {rank} plans.", lost()[0])
+                gone = f"rank {lost()[0]} {self.gone[lost()[0]]}"
+                raise RankFailure(f"{gone}, while rank {rank} waits for {about}.", lost()[0])
             return [said[r] for r in ranks]
 
     def leave(self, rank: int, how: str) -> None:
@@ -119,7 +120,7 @@ class Thread:
             return self.meeting.say(f"{about} {number} answer", 0, make(said), alone=True)[0]
         return self.meeting.say(f"{about} {number} answer", self.rank, None)[0]
 
-    def watch(self) -> contextlib.AbstractContextManager[None]:
+    def watch(self, foreseen: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # the meetings see everything
 
     def agree(self, about: str, calls: list[str]) -> None:

@@ -75,6 +75,20 @@ def test_dtensors_are_taken_where_they_are_placed_as_the_spec_says():
     assert torch.equal(twice(P())(x.redistribute(placements=[Replicate()])), found)
 
 
+def test_the_parts_of_a_dtensor_lie_in_the_order_of_its_mesh():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = fckpt.init_mesh({"a": 1, "b": 1})
+    x = distribute_tensor(
+        torch.arange(4.0), init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")), [Shard(0), Shard(0)]
+    )
+    same = lambda *axes: fckpt.shard_map(lambda x: x, mesh, in_specs=P(axes), out_specs=P(axes))(x)
+    assert torch.equal(same("a", "b"), torch.arange(4.0))
+    with pytest.raises(ArgumentValueError, match=r"in the order of its mesh, \('a', 'b'\), but P\(\('b', 'a'\)\) has"):
+        same("b", "a")
+
+
 def test_what_varies_is_followed_through_views_and_in_place_work():
     def program(fix: bool) -> Any:
         mesh = fckpt.init_mesh({"data": 2})

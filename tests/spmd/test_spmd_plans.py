@@ -71,6 +71,28 @@ def test_the_smallest_budget_counts(plans: list[Plan]):
     assert [plan.budget_bytes for plan in plans] == [90 * 1024] * 2
 
 
+def test_without_messages_too_all_ranks_have_one_plan(plans: list[Plan]):
+    def local(ws: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        for w in ws:
+            x = torch.tanh(x @ w)
+        return x.square().mean()
+
+    def program() -> Any:
+        budget = "200KiB" if int(fckpt.axis_index("data")) else "80KiB"  # so might measured times differ
+        mesh = fckpt.init_mesh({"data": -1})
+        found = []
+        for fn in (local, fckpt.remat(local, budget=budget)):
+            step = lambda ws, x, fn=fn: fckpt.pmean(fckpt.grad(fn)(ws, x), "data")
+            mapped = fckpt.shard_map(step, mesh, in_specs=(P(), P("data")), out_specs=P())
+            found.append(mapped(weights(), torch.ones(64, 32, dtype=F64)))
+        return found
+
+    for plain, planned in fckpt.sim({"data": 2}).run(program):
+        assert all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))
+    assert plans[0].schedule == plans[1].schedule
+    assert [plan.budget_bytes for plan in plans] == [80 * 1024] * 2
+
+
 def test_what_does_not_fit_is_an_error_on_all_ranks():
     def program() -> Any:
         with pytest.raises(BudgetError) as caught:
