@@ -9,8 +9,10 @@
 #     python -m benches.promise --device cuda --check --json benches/results/promise-SLUG.json
 #     python -m benches.overhead --device cuda --check --json benches/results/overhead-SLUG.json
 #     python -m benches.side_by_side --device cuda --check --json benches/results/side-by-side-SLUG.json
+#     python -m benches.multi_gpu --device cuda --check --json benches/results/multi-gpu-SLUG.json
 #
-# with the device's name for SLUG. Ends with 1 if any of them broke a promise, with 2 if there is no CUDA device.
+# with the device's name for SLUG; the last takes all devices, and no options from here. Ends with 1 if any of them broke
+# a promise, with 2 if there is no CUDA device.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -36,4 +38,7 @@ for bench in promise overhead side_by_side; do
     echo "== python -m benches.$bench --device $DEVICE --check --json $out $*"
     "$PYTHON" -m "benches.$bench" --device "$DEVICE" --check --json "$out" "$@" || failed=1
 done
+out="benches/results/multi-gpu-$slug.json"
+echo "== python -m benches.multi_gpu --device cuda --check --json $out"
+"$PYTHON" -m benches.multi_gpu --device cuda --check --json "$out" || failed=1
 exit "$failed"

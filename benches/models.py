@@ -105,9 +105,15 @@ class _Grown(nn.Module):
         self.norm2 = nn.BatchNorm2d(4 * growth)
         self.conv2 = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
 
+    def narrow(self, x: Tensor) -> Tensor:
+        """The bottleneck, to 4 x `growth` channels."""
+        return self.conv1(F.relu(self.norm1(x)))
+
+    def grow_from(self, narrow: Tensor) -> Tensor:
+        return self.conv2(F.relu(self.norm2(narrow)))
+
     def grow(self, x: Tensor) -> Tensor:
-        h = self.conv1(F.relu(self.norm1(x)))
-        return self.conv2(F.relu(self.norm2(h)))
+        return self.grow_from(self.narrow(x))
 
 
 class DenseLayer(_Grown):

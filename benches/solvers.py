@@ -314,7 +314,7 @@ def _parser(solvers: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _known(path: Path | None) -> list[Round]:
+def read_rounds(path: Path | None) -> list[Round]:
     """Returns what a file says that was written before."""
     if path is None or not path.exists():
         return []
@@ -338,7 +338,7 @@ def main(arguments: list[str] | None = None) -> int:
     console, document = opening("solvers", arguments, torch.device("cpu"))
     chosen = {name: solvers[name] for name in dict.fromkeys(("auto", *(parsed.solvers or solvers)))}
     names = list(GRAPHS) if parsed.graphs is None and not parsed.files else parsed.graphs or []
-    rounds = _known(parsed.json) if parsed.resume else []
+    rounds = read_rounds(parsed.json) if parsed.resume else []
     for source in (*names, *parsed.files):
         name = source if isinstance(source, str) else source.name.partition(".")[0]
         if any(known.graph == name for known in rounds):

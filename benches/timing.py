@@ -74,6 +74,7 @@ def alternate(
     calls: int = 1,
     warm_up: int = 1,
     device: torch.device,
+    before_sample: Callable[[], object] = lambda: None,
     on_sample: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
     """Times the contenders in turn and returns the seconds per call of each, round by round.
@@ -84,6 +85,7 @@ def alternate(
         calls: calls per sample; more than one where a call is too short for the clock.
         warm_up: samples per contender that are run and thrown away first.
         device: synchronised before and after each sample.
+        before_sample: called before each sample, outside the clock: where several processes wait for each other.
         on_sample: called after each sample, outside the clock.
     """
     names = list(contenders)
@@ -95,6 +97,7 @@ def alternate(
         # Backwards every other time: whoever runs after a contender finds the caches as that one left
         # them, which alone makes some percent of a tiny region.
         for name in order if index % 2 else reversed(order):
+            before_sample()
             elapsed = _sample(contenders[name], calls, device)
             if index >= warm_up:
                 seconds[name].append(elapsed)

@@ -60,7 +60,9 @@ def from_module(model: nn.Module) -> Functional:
         return output, new_buffers
 
     params = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return Functional(apply, params, dict(model.named_buffers()))
+    # Not the module's own, which a plan would take for one with those that it closes over: the next call brings others.
+    buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
+    return Functional(apply, params, buffers)
 
 
 def remat_module(module: nn.Module, make_region: Callable[[], Any]) -> nn.Module:

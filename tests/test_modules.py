@@ -15,6 +15,7 @@ from torch import nn
 from torch.func import grad, stack_module_state, vmap
 
 import fckpt
+from fckpt.planner import Planner
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -303,6 +304,23 @@ def test_functional_gradients_and_new_buffers_equal_the_modules(region: str, dif
     (actual, new), _ = seeded(lambda: differentiate(loss, has_aux=True)(params, buffers))
     assert_equal([actual[k] for k in params], grads[0])
     assert_equal([new[k] for k in sorted(new)], [p for k, p in sorted(network_buffers(state).items())])
+
+
+def test_later_calls_with_new_buffers_have_the_plan_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    real = Planner.plan
+    monkeypatch.setattr(Planner, "plan", lambda self, *args: made.append(self) or real(self, *args))
+    apply, params, buffers = fckpt.from_module(network())
+
+    def loss(params: Any, buffers: Any) -> Any:
+        out, new = apply(params, buffers, X)
+        return (out**2).mean(), new
+
+    gradient = fckpt.grad(fckpt.remat(loss, budget=1.0), has_aux=True)
+    for _ in range(3):
+        _, buffers = gradient(params, buffers)
+    assert len(made) == 1
+    assert int(buffers["1.num_batches_tracked"]) == 3
 
 
 def network_buffers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
