@@ -108,7 +108,11 @@ def spread(prefix: Any, tree: Any) -> list[Any]:
     def visit(leaf: Any, below: Any) -> None:
         pairs.extend([leaf] * len(leaves(below)))
 
-    optree.tree_map_(visit, prefix, tree, none_is_leaf=True)
+    try:
+        optree.tree_map_(visit, prefix, tree, none_is_leaf=True)
+    except ValueError as error:  # it prints the whole tree
+        found = optree.prefix_errors(prefix, tree, none_is_leaf=True)
+        raise ValueError(" ".join(str(found[0]("tree")).split()) if found else str(error)) from None
     return pairs
 
 
