@@ -68,7 +68,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, help="4 and a multiple of 6 (default 100; on CPU 40)")
     parser.add_argument("--growth", type=int, help="channels that a layer adds (default 12)")
     parser.add_argument("--budget", type=float, metavar="B", help="of naive DDP's memory (default 0.57)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="timed steps of each kind (default 11)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="timed steps of each kind (default 31)")
     parser.add_argument("--threads", type=int, metavar="N", help="of a process, on CPU (default: all cores divided)")
     parser.add_argument("--tiny", action="store_true", help="a network that computes next to nothing, for a try")
     parser.add_argument("--check", action="store_true", help="exit 1 if fckpt is slower, needs more, or fails")
@@ -102,7 +102,7 @@ def _fill_in(parsed: argparse.Namespace) -> None:
         "depth": 100 if on_gpus else 10 if parsed.tiny else 40,
         "growth": 4 if parsed.tiny else 12,
         "budget": 0.8 if parsed.tiny else 0.57,  # in three layers there is not much to gain
-        "rounds": 2 if parsed.tiny else 11,
+        "rounds": 2 if parsed.tiny else 31,
         "threads": max(1, (os.cpu_count() or 1) // max(1, *(parsed.scaling or [parsed.processes]))),
     }
     for name, value in defaults.items():

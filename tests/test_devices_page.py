@@ -1,0 +1,60 @@
+"""The table of docs/devices.md is what the bench of several processes wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benches" / "results"
+PAGE = ROOT / "docs" / "devices.md"
+
+
+def times(spread: dict[str, float] | None) -> str:
+    if spread is None:
+        return ""
+    return f"{spread['median']:.2f} ({spread['low']:.2f}-{spread['high']:.2f})"
+
+
+def rows() -> list[str]:
+    found: list[dict[str, Any]] = json.loads((RESULTS / "multi-gpu-cpu.json").read_text())["rows"]
+    naive = found[0]
+    lines = []
+    for row in (row for row in found if row["rival"] is None):
+        against = next((other["to_rival"] for other in found if other["rival"] == row["name"]), None)
+        share = f"{100 * row['peak_bytes'] / naive['peak_bytes']:.1f}"
+        cells = (row["name"], f"{row['peak_bytes'] / 2**20:.1f}", share, times(row["to_naive"]), times(against))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def scaling() -> list[str]:
+    found: list[dict[str, Any]] = json.loads((RESULTS / "multi-gpu-scaling-cpu.json").read_text())["scaling"]
+    lines = []
+    for pace in found:
+        relative = (pace[kind]["median"] / found[0][kind]["median"] for kind in ("naive_seconds", "planned_seconds"))
+        lines.append(
+            f"| {pace['ranks']} | {' | '.join(f'{x:.2f}' for x in relative)} | {times(pace['planned_to_naive'])} |"
+        )
+    return lines
+
+
+def test_the_tables_are_what_the_bench_wrote() -> None:
+    text = PAGE.read_text()
+    for line in (*rows(), *scaling()):
+        assert line in text
+
+
+def test_nothing_was_wrong_but_what_the_page_says() -> None:
+    found = json.loads((RESULTS / "multi-gpu-cpu.json").read_text())["rows"]
+    for row in found:
+        assert row["difference"] == 0.0
+        for complaint in row["complaints"]:
+            assert "of the time of" in complaint  # memory and numbers are as they should be
+    ours = next(row for row in found if row["name"].startswith("fckpt in"))
+    assert ours["peak_bytes"] <= 0.57 * found[0]["peak_bytes"]
+
+
+if __name__ == "__main__":
+    print(*rows(), "", *scaling(), sep="\n")
