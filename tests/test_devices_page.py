@@ -46,6 +46,15 @@ def test_the_tables_are_what_the_bench_wrote() -> None:
         assert line in text
 
 
+def test_the_readme_says_the_same() -> None:
+    found = {row["name"]: row for row in json.loads((RESULTS / "multi-gpu-cpu.json").read_text())["rows"]}
+    ours, theirs = found["fckpt in 57%"], found["DDP + bottlenecks"]
+    assert 100 * theirs["peak_bytes"] // found["naive DDP"]["peak_bytes"] == 60
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"takes {ours['to_naive']['median']:.2f} of its time, where `torch.utils.checkpoint` takes" in text
+    assert f"`torch.utils.checkpoint` takes {theirs['to_naive']['median']:.2f} in 60 %" in text
+
+
 def test_nothing_was_wrong_but_what_the_page_says() -> None:
     found = json.loads((RESULTS / "multi-gpu-cpu.json").read_text())["rows"]
     for row in found:
