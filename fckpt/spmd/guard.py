@@ -13,6 +13,7 @@ call it. Everything else happens once, after a failure, or in a thread that slee
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import hashlib
@@ -51,8 +52,11 @@ class Guard:
         self.calls: list[str] = []
         """What this rank called in this step."""
         self.store = self._connect() if size > 1 and "MASTER_PORT" in os.environ else None
+        self.ended = threading.Event()
         if self.store is not None:
-            threading.Thread(target=self._beat, daemon=True, name="fckpt heartbeat").start()
+            beating = threading.Thread(target=self._beat, daemon=True, name="fckpt heartbeat")
+            beating.start()
+            atexit.register(self._end, beating)
 
     def _connect(self) -> dist.Store:
         # a connection of its own: one is blocked while the process waits for another rank
@@ -62,12 +66,17 @@ class Guard:
 
     def _beat(self) -> None:
         store = self._connect()
-        while True:
+        while not self.ended.is_set():
             try:
                 store.add(f"beat/{self.rank}", 1)
             except RuntimeError:
                 return  # the store has gone, and with it the job
-            time.sleep(BEAT_SECONDS)
+            self.ended.wait(BEAT_SECONDS)
+
+    def _end(self, beating: threading.Thread) -> None:
+        """Python takes its end for that of all threads, and one that comes back from C++ then aborts the process."""
+        self.ended.set()
+        beating.join(PATIENCE_SECONDS)
 
     # ---- while all is well -------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ __all__ = [
     "carried",
     "carry",
     "current_mesh",
+    "dismiss",
     "first_difference",
     "mesh_in_use",
     "odd_one",
@@ -205,6 +206,11 @@ _current: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 def carry(mesh: Mesh, transport: Transport) -> None:
     """Makes `transport` carry what is sent over `mesh`, for this process."""
     _carriers[mesh.key] = transport
+
+
+def dismiss(mesh: Mesh) -> None:
+    """Lets go of what carries messages over `mesh` for this process."""
+    _carriers.pop(mesh.key, None)
 
 
 @contextlib.contextmanager

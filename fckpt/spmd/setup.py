@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 from fckpt.errors import ArgumentValueError
 from fckpt.spmd.links import NVLINK, Link
-from fckpt.spmd.mesh import Mesh, carry, simulated
+from fckpt.spmd.mesh import Mesh, carry, dismiss, simulated
 
 __all__ = ["fake_mesh", "init_mesh"]
 
@@ -58,6 +60,7 @@ def init_mesh(
             dist.init_process_group(chosen, timeout=timeout)
         else:
             dist.init_process_group(chosen, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(_leave)
     from fckpt.spmd.c10d import Processes  # where torch has no distributed part, meshes can still be simulated
 
     mesh = Mesh(_filled(shape, dist.get_world_size()))
@@ -70,6 +73,19 @@ def init_mesh(
 
 _made: dict[Mesh, Any] = {}
 """The meshes of this process, and how they were made: groups of processes are made once."""
+
+
+def _leave() -> None:
+    """Ends the groups that `init_mesh` began: a thread of gloo's aborts a process whose Python has ended before it.
+
+    It lets go of the last message's tensor a little after the message has come (seen with torch 2.13). After an error
+    nobody waits for messages that may be under way.
+    """
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        for mesh in _made:
+            dismiss(mesh)
+        _made.clear()
+        dist.destroy_process_group()
 
 
 def _backend() -> str:
