@@ -95,15 +95,14 @@ class Processes:
     def _gathered(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
         """Returns those of all ranks along `axes`, one after another, in the order of the group."""
         gather = torch.ops._c10d_functional.all_gather_into_tensor
-        return torch.ops._c10d_functional.wait_tensor(
-            gather(x.reshape(-1), self.mesh.count(axes), self.group(axes).group_name)
-        )
+        return self._sent(gather, x.reshape(-1), axes, self.mesh.count(axes))
+
+    def _sent(self, operation: Callable[..., torch.Tensor], x: torch.Tensor, axes: tuple[str, ...], *rest: Any) -> Any:
+        """Returns what comes of a message, when it has come."""
+        return torch.ops._c10d_functional.wait_tensor(operation(x, *rest, self.group(axes).group_name))
 
     def _run(self, operation: Callable[..., torch.Tensor], x: torch.Tensor, axes: tuple[str, ...], *rest: Any) -> Any:
-        def run() -> torch.Tensor:
-            sent = operation(x, *rest, self.group(axes).group_name)
-            return torch.ops._c10d_functional.wait_tensor(sent)
-
+        run = lambda: self._sent(operation, x, axes, *rest)
         return self._called(" ".join([str(operation), *(r for r in rest if isinstance(r, str))]), x, axes, run)
 
     def _called(self, what: str, x: torch.Tensor, axes: tuple[str, ...], run: Callable[[], torch.Tensor]) -> Any:
