@@ -69,6 +69,11 @@ class Round:
     """By budget: the seconds that every plan takes at least; infinite if there is none, None if that took too long."""
     cells: list[Cell] = field(default_factory=list)
 
+    @property
+    def solvers(self) -> list[str]:
+        """Those that were asked."""
+        return list(dict.fromkeys(cell.solver for cell in self.cells))
+
     def cell(self, solver: str, budget: float) -> Cell | None:
         """Returns what `solver` made of `budget`, if it was asked."""
         return next((c for c in self.cells if (c.solver, c.budget) == (solver, budget)), None)
@@ -99,18 +104,24 @@ def contest(
     budgets: Sequence[float],
     seconds: float,
     advance: Callable[[str], object],
+    known: Round | None = None,
 ) -> Round:
-    """Runs all solvers on a graph."""
+    """Runs all solvers on a graph, but those of which cells are `known`."""
     plain = simulate(graph.plain, save_all(graph)).peak_nbytes
     found = Round(name, checksum(graph), len(graph.nodes), plain, graph.seconds, least_peak(graph))
     asked = {budget: int(budget * plain) for budget in (*budgets, LEAST)}
-    for budget, bound in answers(_proven, graph, {b: asked[b] for b in budgets}, seconds):
-        found.bounds[budget] = bound
-        advance(f"{name}: bound")
+    if known is not None and (known.checksum, *known.bounds) == (found.checksum, *budgets):
+        found.bounds.update(known.bounds)
+        found.cells.extend(known.cells)
+    else:
+        for budget, bound in answers(_proven, graph, {b: asked[b] for b in budgets}, seconds):
+            found.bounds[budget] = bound
+            advance(f"{name}: bound")
     for title, solver in solvers.items():
-        for cell in _cells(title, solver, graph, asked, seconds):
-            found.cells.append(cell)
-            advance(f"{name}: {title}")
+        if title not in found.solvers:
+            for cell in _cells(title, solver, graph, asked, seconds):
+                found.cells.append(cell)
+                advance(f"{name}: {title}")
     return found
 
 
@@ -152,7 +163,7 @@ def show(found: Round, console: Console) -> None:
     what = f"{found.nodes:,} operations, {format_bytes(found.plain_peak_bytes)}, {format_seconds(found.seconds)}"
     console.print(f"[bold]{escape(found.graph)}[/]: {what}, {found.checksum}", highlight=False)
     table = table_of("", *(f"{100 * budget:.4g}%" for budget in found.bounds), "least", left=[""])
-    for solver in dict.fromkeys(cell.solver for cell in found.cells):
+    for solver in found.solvers:
         cells = [found.cell(solver, budget) for budget in (*found.bounds, LEAST)]
         table.add_row(solver, *(_text(found, cell) for cell in cells))
     bounds = [_bound_text(found, bound) for bound in found.bounds.values()]
@@ -203,7 +214,7 @@ class Standing:
 
 def standings(rounds: Sequence[Round]) -> list[Standing]:
     """Returns a line per solver, the order of the rounds kept."""
-    names = dict.fromkeys(cell.solver for found in rounds for cell in found.cells)
+    names = dict.fromkeys(name for found in rounds for name in found.solvers)
     return [_standing(name, rounds) for name in names]
 
 
@@ -309,7 +320,8 @@ def _parser(solvers: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--solvers", nargs="+", choices=solvers, metavar="NAME", help=", ".join(solvers))
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, metavar="X", help="of the plain peak")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="for one plan (default 120)")
-    parser.add_argument("--resume", action="store_true", help="go on where the JSON file ends: it takes hours")
+    parser.add_argument("--resume", action="store_true", help="ask only what is not in the JSON file: it takes hours")
+    parser.add_argument("--again", nargs="+", default=[], metavar="NAME", help="with --resume: ask these solvers anew")
     parser.add_argument("--check", action="store_true", help="fail where auto is worse, or a target is missed")
     return parser
 
@@ -338,24 +350,26 @@ def main(arguments: list[str] | None = None) -> int:
     console, document = opening("solvers", arguments, torch.device("cpu"))
     chosen = {name: solvers[name] for name in dict.fromkeys(("auto", *(parsed.solvers or solvers)))}
     names = list(GRAPHS) if parsed.graphs is None and not parsed.files else parsed.graphs or []
-    rounds = read_rounds(parsed.json) if parsed.resume else []
+    rounds = {known.graph: known for known in (read_rounds(parsed.json) if parsed.resume else [])}
+    for known in rounds.values():
+        known.cells[:] = [cell for cell in known.cells if cell.solver not in parsed.again]
     for source in (*names, *parsed.files):
         name = source if isinstance(source, str) else source.name.partition(".")[0]
-        if any(known.graph == name for known in rounds):
-            continue
         with steps(1, f"{name}: graph"):
             graph = frozen(source, parsed.frozen) if isinstance(source, str) else load(source)
         extra = CHECKMATE if is_checkmates(name, len(graph.nodes)) else ()
         budgets = sorted({*parsed.budgets, *extra}, reverse=True)
         with steps(len(budgets) + len(chosen) * (len(budgets) + 1), name) as advance:
-            rounds.append(contest(name, graph, chosen, budgets, parsed.seconds, advance))
-        show(rounds[-1], console)
+            rounds[name] = contest(name, graph, chosen, budgets, parsed.seconds, advance, rounds.get(name))
+        show(rounds[name], console)
         if parsed.json:  # a run of hours may be cut short
-            ends = {"standings": [asdict(s) for s in standings(rounds)], "auto_is_worse": losses(rounds)}
-            found = {"graphs": [asdict(r) for r in rounds], **ends, "targets_missed": missed(rounds)}
+            done = list(rounds.values())
+            ends = {"standings": [asdict(s) for s in standings(done)], "auto_is_worse": losses(done)}
+            found = {"graphs": [asdict(r) for r in done], **ends, "targets_missed": missed(done)}
             write_json(parsed.json, {**document, **found})
-    conclude(rounds, console)
-    return int(parsed.check and bool(losses(rounds) or missed(rounds)))
+    done = list(rounds.values())
+    conclude(done, console)
+    return int(parsed.check and bool(losses(done) or missed(done)))
 
 
 if __name__ == "__main__":

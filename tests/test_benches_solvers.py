@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -154,12 +156,26 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     rest = ["--solvers", "knapsack", "--budgets", "0.8", "0.1", "--seconds", "30", "--json", str(out), "--resume"]
     solvers.main(["--files", str(tmp_path / "one.json.gz"), *rest])
     (first,) = json.loads(out.read_text())["graphs"]
-    asked: list[str] = []
-    real = solvers.contest
-    monkeypatch.setattr(solvers, "contest", lambda name, *args: asked.append(name) or real(name, *args))
-    solvers.main(["--files", str(tmp_path / "one.json.gz"), str(tmp_path / "two.json.gz"), *rest])
+    asked: list[tuple[str, int]] = []
+    real = solvers._cells  # pyright: ignore[reportPrivateUsage]
+
+    def cells(title: str, solver: solve.Solver, graph: Graph, *args: Any) -> Iterator[Cell]:
+        asked.append((title, len(graph.nodes)))
+        return real(title, solver, graph, *args)
+
+    monkeypatch.setattr(solvers, "_cells", cells)
+    both = ["--files", str(tmp_path / "one.json.gz"), str(tmp_path / "two.json.gz"), *rest]
+    solvers.main(both)
     document = json.loads(out.read_text())
-    assert asked == ["two"] and document["graphs"][0] == first and len(document["graphs"]) == 2
+    sizes = [graph["nodes"] for graph in document["graphs"]]
+    assert {size for _, size in asked} == {sizes[1]} and document["graphs"][0] == first and len(sizes) == 2
+    asked.clear()
+    solvers.main([*both, "--again", "auto"])
+    assert asked == [("auto", size) for size in sizes]
+    again = json.loads(out.read_text())["graphs"]
+    for before, after in zip(document["graphs"], again, strict=True):
+        others = [[c for c in graph["cells"] if c["solver"] != "auto"] for graph in (before, after)]
+        assert others[0] == others[1] and len(before["cells"]) == len(after["cells"])
 
 
 def test_a_solver_that_takes_too_long_is_not_asked_again(monkeypatch: pytest.MonkeyPatch):
