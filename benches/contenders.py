@@ -197,7 +197,7 @@ class Planned:
 
     def lower_bound(self, nbytes: int) -> float:
         """Returns a proven lower bound on the overhead within a budget."""
-        return tighter(self.counted, nbytes, rows=quick(self.counted)).seconds / self.graph.seconds - 1
+        return tighter(self.counted, nbytes, effort=quick(self.counted)).seconds / self.graph.seconds - 1
 
 
 def _predict(point: Point, graph: Graph, schedule: Schedule) -> None:

@@ -29,7 +29,7 @@ from fckpt.solve.certificate import certified, quick
 from fckpt.solve.chen import seeds as segments
 from fckpt.solve.greedy import fit, lowered, smallest
 from fckpt.solve.min_cut import PRICES, cheapest
-from fckpt.solve.moments import retained, usual_rows
+from fckpt.solve.moments import Effort, retained, usual
 from fckpt.solve.policy import policy
 from fckpt.solve.rotor import seeds as chains
 from fckpt.solve.save_all import save_all
@@ -90,10 +90,10 @@ def auto(
     found = starts
     try:
         limit = _usual(len(graph.nodes)) if time_limit is None else time_limit
-        bound, certificates = certified(graph, budget, rows=quick(graph))
-        rows = round(usual_rows(graph) * max(1.0, limit / RICH))
+        bound, certificates = certified(graph, budget, effort=quick(graph))
+        effort = usual(graph, max(1.0, limit / RICH))
         enough = bound.seconds + GOOD_ENOUGH * graph.seconds
-        for start in _Starts(rules, saving, certificates).fitted(budget, rows, enough):
+        for start in _Starts(rules, saving, certificates).fitted(budget, effort, enough):
             starts.append(start)  # noqa: PERF402  # an interrupt leaves those that are there
         starts.sort(key=lambda order: seconds_of(rules, order))
         search = Search(rules, starts, budget, seed)
@@ -124,12 +124,12 @@ class _Starts:
         self.common = [*saving, *segmented(rules), *segments(rules), *(cheapest(rules, price) for price in PRICES)]
         """Those that do not depend on a budget."""
 
-    def fitted(self, budget: int, rows: int, enough: float) -> Iterator[Order]:
+    def fitted(self, budget: int, effort: Effort, enough: float) -> Iterator[Order]:
         """Yields plans within `budget`, at least one.
 
         Args:
             budget: bytes.
-            rows: of the integer programs of `moments`.
+            effort: on the integer programs of `moments`.
             enough: if one of those that are made for the budget takes no more seconds, they are all.
 
         Raises:
@@ -140,10 +140,10 @@ class _Starts:
             # Below all of them the smallest plan decides whether anything fits, so that the least budget is one number.
             least = min(self._smallest(), key=lambda order: peak_of(rules, order))
             if peak_of(rules, least) > budget:
-                yield from self._last_resort(budget, rows, least)
+                yield from self._last_resort(budget, effort, least)
                 return
             yield fit(rules, least, budget) or least
-        for orders in (self._made(budget, rows), self._others(budget)):
+        for orders in (self._made(budget, effort), self._others(budget)):
             for order in orders:
                 plan = fit(rules, order, budget, limit)
                 if plan is not None:
@@ -153,14 +153,14 @@ class _Starts:
             if fastest <= enough:
                 return
 
-    def _last_resort(self, budget: int, rows: int, least: Order) -> Iterator[Order]:
+    def _last_resort(self, budget: int, effort: Effort, least: Order) -> Iterator[Order]:
         """Yields what is made for a budget below that of the smallest plan known, at least one.
 
         Raises:
             BudgetError: there is none.
         """
         rules, floor, found = self.rules, least_peak(self.rules.graph), False
-        for order in self._made(budget, rows) if floor <= budget else ():
+        for order in self._made(budget, effort) if floor <= budget else ():
             plan = fit(rules, order, budget)
             if plan is not None:
                 found = True
@@ -174,10 +174,10 @@ class _Starts:
             yield lowered(self.rules, order)
         yield smallest(self.rules)  # a higher start may come down further
 
-    def _made(self, budget: int, rows: int) -> Iterator[Order]:
+    def _made(self, budget: int, effort: Effort) -> Iterator[Order]:
         """Yields starts made for the budget."""
         yield from self.certificates
-        yield from retained(self.rules, self.saving[0], budget, rows)
+        yield from retained(self.rules, self.saving[0], budget, effort)
 
     def _others(self, budget: int) -> Iterator[Order]:
         """Yields the fastest of the others that fit, those just above the budget that are faster, and saving all."""

@@ -14,13 +14,15 @@ from typing import NamedTuple
 from fckpt.graph import Graph
 from fckpt.solve.base import Order
 from fckpt.solve.bounds import Bound, Problem, single
-from fckpt.solve.moments import GAP, generated, usual_rows
+from fckpt.solve.moments import Effort, generated, usual
 
 __all__ = ["Certificate", "certified", "quick", "tighter"]
 
-ROWS = 11_000
-"""The most rows of all programs together: some seconds."""
-QUICK = 3_000
+ROUNDING = 1e-6
+"""A part of the repetitions' time: more than that has to be gained to be worth a name."""
+PROOF = Effort(rows=12_000, branches=20, gap=5e-4)
+"""Half a minute now and then."""
+QUICK = Effort(rows=3_000)
 """The same for every plan: a second."""
 
 
@@ -32,34 +34,34 @@ class Certificate(NamedTuple):
     """Good to start from, but they need not be within the budget."""
 
 
-def tighter(graph: Graph, budget: int, order: Order | None = None, rows: int = ROWS) -> Bound:
+def tighter(graph: Graph, budget: int, order: Order | None = None, effort: Effort = PROOF) -> Bound:
     """Returns what `certified` proves."""
-    return certified(graph, budget, order, rows).bound
+    return certified(graph, budget, order, effort).bound
 
 
-def quick(graph: Graph) -> int:
-    """Returns the rows for a bound that takes a second."""
-    return min(QUICK, usual_rows(graph))
+def quick(graph: Graph) -> Effort:
+    """Returns the effort for a bound that takes a second."""
+    return min(QUICK, usual(graph))
 
 
-def certified(graph: Graph, budget: int, order: Order | None = None, rows: int = ROWS) -> Certificate:
+def certified(graph: Graph, budget: int, order: Order | None = None, effort: Effort = PROOF) -> Certificate:
     """Returns a proven lower bound on the seconds of every schedule whose peak is at most `budget`.
 
     Args:
         graph: one training step.
         budget: bytes.
         order: restricts the claim to schedules whose first runs come in this order, as in `lower_bound`.
-        rows: the effort: the most rows of all integer programs together.
+        effort: what may be spent.
 
     Returns:
         The bound of several moments, or that of `lower_bound`, where they prove no more.
     """
     problem = Problem(graph, order)
     bound, look = single(problem, budget)
-    if look is None or 3 * look.moment.columns > rows:  # a second moment has about twice as many again
+    if look is None or 3 * look.moment.columns > effort.rows:  # a second moment has about twice as many again
         return Certificate(bound, [])
-    rounds = [*generated(problem, look.moment, budget, rows)]
+    rounds = [*generated(problem, look.moment, budget, effort)]
     repeated = max(found.seconds for found in rounds)
-    if repeated > (1 + GAP) * (bound.seconds - problem.least):
+    if repeated > (1 + ROUNDING) * (bound.seconds - problem.least):
         bound = Bound(float(problem.least + repeated), bound.order, "several moments")
     return Certificate(bound, [found.plan for found in rounds if found.plan is not None])

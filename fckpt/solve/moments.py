@@ -1,72 +1,49 @@
 """Lazy moment generation: integer programs about a few moments, scheduled lazily; where that overflows, more moments.
 
-A *moment* is the first run of a node, and what matters there is which earlier values lie in memory (S). Each moment
-comes before the next in every schedule that the program is about: all, or those with a given order of first runs.
-Between two moments is a window, and what runs again in one window does not run in another: times add up. What is thrown
-away at one moment and must be there at a later one runs again in between, and what is held at neither of two moments,
-though it is read in between and later, runs again twice.
+What the program of some moments (`windows`) holds at them leads to a plan: what is missing is computed right before it
+is read. The plan is simulated, and the stages that overflow most become moments as well. If it overflows nowhere, it is
+optimal. `repair` and `prune` take care of the rest, without a guarantee. What a program proves is a bound on all
+schedules that it is about (`certificate`).
 
-    min  sum of T[k,n] R[k,k,n]                  over the moments k and the nodes n
-    R[j,k,n] <= S[j,v] + R[j,k,p(v)]             v is read by n
-    S[k+1,v] <= S[j,v] + R[j,k,p(v)]
-    R[j,k,n] <= R[j,i,n] + R[i+1,k,n]            j <= i < k
-    sum of M_v S[k,v] <= room[k]                 as in `bounds`, for each moment
-
-S[k,v] says whether v is held at moment k, R[j,k,n] whether n runs after moment j and before moment k + 1, once or more
-often, p(v) is the node that makes v. R is 1 where the first run of n certainly comes there, and 0 where it certainly
-comes later, or where n may not run again. T is the time of n where it has certainly run by moment k, and 0 elsewhere.
-All this holds for every schedule, with any number of repetitions, so that the optimum is a bound on them, and so is
-what HiGHS proves before it finds the optimum (`certificate`).
-
-The rows of single windows (j = k) would do for whole numbers. The others are there for the fractions that the search
-begins with: without them half a value that is held at a moment serves in every later window.
-
-All else is left to the schedule: what is missing is computed right before it is read. The schedule is simulated, and
-where it overflows, the stage whose moment raises the optimum in fractions most is taken in. If it overflows nowhere, it
-is optimal. `repair` and `prune` take care of the rest, without a guarantee. P. Jain et al., "Checkmate: Breaking the
-Memory Wall with Optimal Tensor Rematerialization", 2020, https://arxiv.org/abs/1910.02653, has every node for a moment,
-and a row and a column for every pair of nodes.
-
-    above                       here
-    S, R                        `Program.held`, `Program.runs`
-    M, T, p                     as in `bounds`
-
-Complexity: rows grow with nodes times moments squared. Their sum over all programs is bounded, and so is the number of
-branches. Left out: a choice of the order of what runs again; that it needs room while it does; that what a policy sends
-through both passes may have to run more often.
+Complexity: that of the programs. Their rows are bounded in sum, and so is the number of branches. Left out: a choice of
+the order of what runs again; that it needs room while it does; that what a policy sends through both passes may have to
+run more often.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from fckpt.graph import Graph
 from fckpt.schedule import Schedule, schedule_of
 from fckpt.solve.base import Order, Rules, ancestors, peak_of, profile_of, seconds_of, within
-from fckpt.solve.bounds import UNIT, Moment, Problem, proven, single
+from fckpt.solve.bounds import Moment, Problem, proven, single
 from fckpt.solve.greedy import fit, smallest
 from fckpt.solve.seeds import backward_orders, save_everything
+from fckpt.solve.windows import Cut, Program
 
-__all__ = ["Program", "Round", "generated", "moments", "retained", "usual_rows"]
+__all__ = ["Effort", "Round", "generated", "moments", "retained", "usual"]
 
-ROWS, ROWS_PER_NODE = 9_000, 20
-"""The most rows of all programs together: some seconds, and now and then half a minute."""
-ROUNDS = 8
-"""The most programs."""
-BRANCHES = 20
-"""The most branches of one. A count and not a time, so that plans and bounds do not depend on the machine."""
-GAP = 5e-4
-"""A part of the repetitions' time, below which an optimum need not be improved."""
-CANDIDATES = 6
-"""How many stages that overflow are tried as the next moment."""
+ROWS, ROWS_PER_NODE = 9_500, 20
+"""The most rows of all programs together that lead to plans: some seconds."""
+MORE = 4
+"""How many moments are added at once."""
 NEAR = 0.02
-"""A part of the graph, within which one candidate stands for all."""
-ZERO, ONE = -1, -2
-"""Stand for a column where something is certain."""
+"""A part of the graph, within which one moment stands for all."""
+
+
+class Effort(NamedTuple):
+    """What programs may cost. Counts and not times, so that plans and bounds do not depend on the machine."""
+
+    rows: int
+    """The most of all programs together but the first."""
+    branches: int = 1
+    """The most of each. Without any HiGHS has good plans already, from its heuristics, and proves a little less."""
+    gap: float = 0.05
+    """A part of the repetitions' time, below which an optimum need not be improved."""
 
 
 def moments(graph: Graph, budget: int | None = None) -> Schedule:
@@ -83,7 +60,7 @@ def moments(graph: Graph, budget: int | None = None) -> Schedule:
     base = min((save_everything(rules, o) for o in backward_orders(rules)), key=lambda order: peak_of(rules, order))
     if budget is None or peak_of(rules, base) <= budget:
         return schedule_of(graph, *base)
-    orders = retained(rules, base, budget, usual_rows(graph))
+    orders = retained(rules, base, budget, usual(graph))
     found = [plan for order in orders if (plan := fit(rules, order, budget)) is not None]
     if not found:
         least = smallest(rules)
@@ -92,26 +69,26 @@ def moments(graph: Graph, budget: int | None = None) -> Schedule:
     return within(graph, schedule_of(graph, *best), budget, "moments")
 
 
-def usual_rows(graph: Graph) -> int:
-    """Returns how many rows `moments` takes for all programs of a graph."""
-    return min(ROWS, ROWS_PER_NODE * len(graph.nodes))
+def usual(graph: Graph, factor: float = 1.0) -> Effort:
+    """Returns what `moments` spends on a graph, or a multiple of it."""
+    return Effort(round(factor * min(ROWS, ROWS_PER_NODE * len(graph.nodes))))
 
 
-def retained(rules: Rules, base: Order, budget: int, rows: int) -> Iterator[Order]:
+def retained(rules: Rules, base: Order, budget: int, effort: Effort) -> Iterator[Order]:
     """Yields plans round by round: the first respects the budget at one moment, later ones at more.
 
-    The last one fits, or programs of `rows` rows have been solved, or no plan is faster for what is known.
+    The last one overflows nowhere, or the effort is spent, or no plan is faster for what is known.
 
     Args:
         rules: of the graph.
         base: computes everything once; its first runs are those of all the plans.
         budget: bytes.
-        rows: the most of all programs but the first.
+        effort: what may be spent.
     """
     problem = Problem(rules.graph, base)
     look = single(problem, budget).look
     if look is not None:
-        yield from (found.plan for found in generated(problem, look.moment, budget, rows) if found.plan is not None)
+        yield from (found.plan for found in generated(problem, look.moment, budget, effort) if found.plan is not None)
 
 
 class Round(NamedTuple):
@@ -123,117 +100,16 @@ class Round(NamedTuple):
     """What the program holds, scheduled lazily; None where it holds nothing that is known."""
 
 
-def generated(problem: Problem, first: Moment, budget: int, rows: int) -> Iterator[Round]:
-    """Yields what comes of the first moment, then of two, and so on; see `retained`."""
-    chain = _Chain(problem, budget)
-    tries = [chain.program([first.node])]
-    for _ in range(ROUNDS):
-        if not tries:
-            return
-        program = max(tries, key=_promise) if len(tries) > 1 else tries[0]
+def generated(problem: Problem, first: Moment, budget: int, effort: Effort) -> Iterator[Round]:
+    """Yields what comes of the first moment, then of more, and so on; see `retained`."""
+    chain, rows = _Chain(problem, budget), effort.rows
+    program: Program | None = chain.program([first.node])
+    while program is not None:
         rows -= program.rows
-        answer = program.solve(whole=True)
-        plan, longer = (None, []) if answer.x is None else chain.longer(program, answer.x)
+        answer = program.solve(effort.branches, effort.gap)
+        plan, worst = (None, []) if answer.x is None else chain.planned(program, answer.x)
         yield Round(proven(problem, answer, program.columns), plan)
-        tries = [program for program in longer if program.rows <= rows]
-
-
-class Program:
-    """The integer program of some moments."""
-
-    def __init__(self, problem: Problem, moments: Sequence[Moment], budget: int):
-        self.problem, self.moments = problem, moments
-        self.columns, self.rows = 0, 0
-        self.costs: list[np.ndarray] = []
-        self.low: list[np.ndarray] = []
-        self.entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        required = problem.certain.required[: len(problem.pinned)]
-        self.nodes = np.flatnonzero(required)
-        self.values = np.flatnonzero((problem.producer >= 0) & required[problem.producer])
-        self.made = problem.producer[self.values]
-        self.before = [m.before | (np.arange(len(required)) == m.node) for m in moments]
-        self.after = [required & ~m.runs & ~before for m, before in zip(moments, self.before, strict=True)]
-        self.held = [self._held(k) for k in range(len(moments))]
-        """By moment and value: the column that says whether it is held."""
-        self.runs = {(j, k): self._runs(j, k) for j in range(len(moments)) for k in range(j, len(moments))}
-        """By two moments and node: the column that says whether it runs after one, before what follows the other."""
-        for k in range(len(moments)):
-            self._limit(k, budget)
-        for j, k in self.runs:
-            self._window(j, k)
-
-    def _held(self, k: int) -> np.ndarray:
-        choice = self.moments[k].choice
-        held = np.full(len(choice), ONE)  # inputs and cotangents too
-        held[self.values[self.after[k][self.made]]] = ZERO
-        held[choice] = self._new(np.zeros(int(choice.sum())))
-        return held
-
-    def _runs(self, j: int, k: int) -> np.ndarray:
-        problem, after = self.problem, self.after[j]
-        last = k + 1 == len(self.moments)
-        certain = after if last else after & self.before[k + 1]
-        never = self.before[j] & problem.pinned if last else (self.before[j] & problem.pinned) | self.after[k + 1]
-        runs = np.full(len(after), ZERO)
-        runs[certain] = ONE
-        free = self.nodes[~(certain | never)[self.nodes]]
-        seconds = np.where(self.before[j] & ~problem.twice, problem.seconds, 0.0)[free] * (j == k)
-        runs[free] = self._new(seconds * (UNIT / problem.least))
-        return runs
-
-    def _new(self, costs: np.ndarray) -> np.ndarray:
-        self.costs.append(costs)
-        self.columns += len(costs)
-        return np.arange(self.columns - len(costs), self.columns)
-
-    def _limit(self, k: int, budget: int) -> None:
-        """Adds the row of the bytes at a moment."""
-        choice, room = np.flatnonzero(self.moments[k].choice), budget - self.moments[k].nbytes
-        unit = max(room, 1)
-        row = np.full(len(choice), self.rows)
-        self.entries.append((row, self.held[k][choice], -self.problem.nbytes[choice] / unit))
-        self.low.append(np.array([-room / unit]))
-        self.rows += 1
-
-    def _window(self, j: int, k: int) -> None:
-        """Adds the rows of what may run from moment j to the one after k."""
-        problem, held, runs = self.problem, self.held[j], self.runs[j, k]
-        made = problem.producer[problem.read] >= 0
-        read, reader = problem.read[made], problem.reader[made]
-        self._at_most(runs[reader], held[read], runs[problem.producer[read]])
-        if k + 1 < len(self.moments):
-            self._at_most(self.held[k + 1][self.values], held[self.values], runs[self.made])
-        else:
-            ends = self.values[problem.ends[self.values]]
-            self._at_most(np.full(len(ends), ONE), held[ends], runs[problem.producer[ends]])
-        for i in range(j, k):
-            self._at_most(runs[self.nodes], self.runs[j, i][self.nodes], self.runs[i + 1, k][self.nodes])
-
-    def _at_most(self, least: np.ndarray, one: np.ndarray, other: np.ndarray) -> None:
-        """Adds the rows `least <= one + other`, where they say anything."""
-        says = (least != ZERO) & (one != ONE) & (other != ONE)
-        number = self.rows + np.arange(int(says.sum()))
-        for columns, sign in ((least[says], -1.0), (one[says], 1.0), (other[says], 1.0)):
-            open_ = columns >= 0
-            self.entries.append((number[open_], columns[open_], np.full(int(open_.sum()), sign)))
-        self.low.append((least[says] == ONE).astype(float))
-        self.rows += len(number)
-
-    def solve(self, *, whole: bool) -> Any:
-        """Returns the answer of HiGHS, in whole numbers or fractions."""
-        import scipy.optimize
-        from scipy.sparse import csr_array
-
-        optimize: Any = scipy.optimize  # its annotations want floats where it takes arrays
-        row, column, entry = (np.concatenate(parts) for parts in zip(*self.entries, strict=True))
-        matrix = csr_array((entry, (row, column)), shape=(self.rows, self.columns))
-        return optimize.milp(
-            np.concatenate(self.costs),
-            integrality=np.full(self.columns, int(whole)),  # of all: HiGHS is twice as fast as with those of S alone
-            bounds=optimize.Bounds(0.0, 1.0),
-            constraints=optimize.LinearConstraint(matrix, np.concatenate(self.low), np.inf),
-            options={"node_limit": BRANCHES, "mip_rel_gap": GAP},
-        )
+        program = chain.longer(program, worst, rows)
 
 
 class _Chain:
@@ -245,22 +121,32 @@ class _Chain:
         self.place = {index: i for i, index in enumerate(self.sequence)}
         self.moments: dict[int, Moment] = {}
 
-    def longer(self, program: Program, x: np.ndarray) -> tuple[Order, list[Program]]:
-        """Returns the plan that holds what the columns `x` say, and programs of one moment more where it overflows."""
+    def planned(self, program: Program, x: np.ndarray) -> tuple[Order, list[int]]:
+        """Returns the plan that holds what the columns `x` say, and the nodes where it overflows."""
         chain = [moment.node for moment in program.moments]
         held = [set(np.flatnonzero((row >= 0) & (x[np.maximum(row, 0)] > 0.5)).tolist()) for row in program.held]
         retention = dict(zip((self.place[index] for index in chain), held, strict=True))
         plan, stages = lazily(self.problem.rules, self.problem.base, retention)
-        worst = self.overflow(plan, stages, chain)
-        return plan, [self.program(self.with_moment(chain, index)) for index in worst]
+        return plan, self.overflow(plan, stages, chain)
+
+    def longer(self, program: Program, worst: Sequence[int], rows: int) -> Program | None:
+        """Returns the program of as many moments more as `rows` allow."""
+        for count in range(len(worst), 0, -1):
+            chain = [moment.node for moment in program.moments]
+            for index in worst[:count]:
+                chain = self.with_moment(chain, index)
+            longer = self.program(chain, program.cuts)
+            if longer.rows <= rows:
+                return longer
+        return None
+
+    def program(self, chain: Sequence[int], cuts: Iterable[Cut] = ()) -> Program:
+        return Program(self.problem, [self.moment(index) for index in chain], self.budget, cuts)
 
     def moment(self, index: int) -> Moment:
         if index not in self.moments:
             self.moments[index] = self.problem.moment(index)
         return self.moments[index]
-
-    def program(self, chain: Sequence[int]) -> Program:
-        return Program(self.problem, [self.moment(index) for index in chain], self.budget)
 
     def overflow(self, plan: Order, stages: Sequence[int], chain: Sequence[int]) -> list[int]:
         """Returns nodes during or for whose first runs there is too much, the worst first, some way apart."""
@@ -275,19 +161,13 @@ class _Chain:
             far = all(abs(stage - self.place[other]) > NEAR * len(stages) for other in found)
             if far and index not in chain and problem.certain.required[index]:
                 found.append(index)
-        return found[:CANDIDATES]
+        return found[:MORE]
 
     def with_moment(self, chain: Sequence[int], index: int) -> list[int]:
         """Returns the chain with one more, without those that may come before it or after it."""
         place, moment = self.place, self.moment
         fits = [c for c in chain if moment(index).before[c] or moment(c).before[index]]
         return sorted([*fits, index], key=place.__getitem__)
-
-
-def _promise(program: Program) -> float:
-    """Returns the optimum in fractions, roughly, so that little does not count."""
-    answer = program.solve(whole=False)
-    return math.inf if answer.fun is None else round(answer.fun, -1)
 
 
 def lazily(rules: Rules, base: Order, held: Mapping[int, set[int]]) -> tuple[Order, list[int]]:

@@ -16,7 +16,7 @@ from fckpt.solve import brute, get
 from fckpt.solve.base import Order, Rules, peak_of, seconds_of
 from fckpt.solve.bounds import Bound, Problem, lower_bound, proven
 from fckpt.solve.certificate import tighter
-from fckpt.solve.moments import Program
+from fckpt.solve.moments import Effort, Program
 from fckpt.solve.seeds import save_everything
 
 
@@ -41,7 +41,7 @@ def by_moments(graph: Graph, budget: int, draw: Random, order: Order | None = No
             found.append(index)
     found.sort(key=lambda i: problem.certain.before(i).sum())
     program = Program(problem, [problem.moment(i) for i in found], budget)
-    repeated = proven(problem, program.solve(whole=True), program.columns) if program.columns else 0.0
+    repeated = proven(problem, program.solve(branches=20, gap=5e-4), program.columns) if program.columns else 0.0
     return problem.least + repeated
 
 
@@ -98,7 +98,7 @@ def test_of_blocks_it_is_closer_to_a_plan(graph: Graph, fraction: float, gain: f
 def test_without_effort_it_is_the_bound_of_one_moment():
     graph = network(6)
     budget = int(0.4 * peak_of(Rules(graph), save_everything(Rules(graph))))
-    bound = tighter(graph, budget, rows=0)
+    bound = tighter(graph, budget, effort=Effort(0))
     assert bound == lower_bound(graph, budget) and bound.method == "integer program"
 
 
