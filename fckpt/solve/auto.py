@@ -44,7 +44,7 @@ NEAREST = 2
 """How many starts are repaired of those that fit, and of those that do not."""
 HOPELESS = 1.5
 """A repair ends where repetitions take so many times as long as those of the best plan before."""
-PACE = 2000.0
+PACE = 12000.0
 """Moves that a slow core weighs in a second: they make an effort of a time limit, that can be repeated anywhere."""
 HEAD_START = 400
 """Nodes for which it finds starts in a second."""
@@ -91,7 +91,7 @@ def auto(
     try:
         limit = _usual(len(graph.nodes)) if time_limit is None else time_limit
         bound, certificates = certified(graph, budget, effort=quick(graph))
-        effort = usual(graph, max(1.0, limit / RICH))
+        effort = usual(graph, max(1.0, (time_limit or 0.0) / RICH))
         enough = bound.seconds + GOOD_ENOUGH * graph.seconds
         for start in _Starts(rules, saving, certificates).fitted(budget, effort, enough):
             starts.append(start)  # noqa: PERF402  # an interrupt leaves those that are there
@@ -177,7 +177,7 @@ class _Starts:
     def _made(self, budget: int, effort: Effort) -> Iterator[Order]:
         """Yields starts made for the budget."""
         yield from self.certificates
-        yield from retained(self.rules, self.saving[0], budget, effort)
+        yield from retained(self.rules, self.saving, budget, effort)
 
     def _others(self, budget: int) -> Iterator[Order]:
         """Yields the fastest of the others that fit, those just above the budget that are faster, and saving all."""

@@ -35,6 +35,8 @@ FORGET = 0.75
 """All scores are taken anew whenever the excess has fallen to this part of what it was."""
 PATIENCE = 50
 """After so many moves that remove nothing over budget it gives up: gains are exact but for overwritten inputs."""
+NODES = 8
+"""A move of so many nodes takes about twice as long to weigh as one of few."""
 PREFERENCE = {"prefer_save": 1.001, "prefer_recompute": 0.999}
 """What the tie-breakers of a policy do to the price of computing a value again."""
 
@@ -136,7 +138,8 @@ class Repair:
         self.glance = glance
         self.seconds = sum(tape.rules.seconds[tape.node[m]] for runs in tape.runs for m in runs[1:])
         """The time of all repetitions."""
-        self.evaluations = 0
+        self.effort = 0
+        """Moves that have been weighed, more or less: one of many nodes counts more than once."""
         self.gaps = Gaps(tape) if gaps is None else gaps
         graph, seconds = tape.rules.graph, tape.rules.seconds
         self.least_price = 1e-9 * sum(seconds) / max(1, len(seconds)) or 1e-9
@@ -211,9 +214,10 @@ class Repair:
 
     def evaluate(self, value: int, moment: int) -> tuple[float, Move | None]:
         """The best move that computes `value` again before `moment`, and its price per excess removed."""
-        self.evaluations += 1
+        self.effort += 1
         best: tuple[float, Move | None] = (np.inf, None)
         for nodes, extended in self.closures(value, moment):
+            self.effort += 1 + len(nodes) // NODES
             gain = self.gain(nodes, extended, moment)
             if gain > 0:
                 price = sum(self.price(index, moment) for index in nodes) / gain
@@ -402,23 +406,33 @@ def prune(tape: Tape, budget: int, parent: Tape | None = None) -> list[int]:
 def _may_go(tape: Tape, moment: int, budget: int) -> bool:
     """Whether the copies that would live on without a repetition may have room: no edit, and seldom wrongly no."""
     graph, position = tape.rules.graph, int(tape.place[moment])
-    relief, stack = 0, [moment]
+    changes: list[tuple[int, int]] = []
+    stack = [moment]
     while stack:
         last = stack.pop()
         at = int(tape.place[last])
         for value in graph.nodes[tape.node[last]].inputs:
             if value in tape.rules.kept or tape.is_read_after(value, at):
                 continue
-            relief += tape.nbytes[value]
-            maker = tape.events[value][tape.index(value, at) - 1]
+            before = tape.index(value, at) - 1
+            if before < 0:
+                continue
+            maker = tape.events[value][before]
+            changes.append((int(tape.place[maker]) + 1, -tape.nbytes[value]))
             if tape.makes(maker, value) and tape.runs[tape.node[maker]][0] != maker:
                 stack.append(maker)
+    ends = []
     for value in graph.nodes[tape.node[moment]].outputs:
         if value not in tape.rules.kept and tape.is_read_after(value, position):
-            idle = tape.memory[tape.end(value, position) + 1 : position]
-            if int(idle.max(initial=0)) + tape.nbytes[value] - relief > budget:
-                return False
-    return True
+            ends.append(tape.end(value, position) + 1)
+            changes.append((ends[-1], tape.nbytes[value]))
+    if not ends:
+        return True
+    first = min(ends)
+    held = tape.memory[first:position].copy()
+    for start, change in changes:
+        held[max(start - first, 0) :] += change
+    return int(held.max(initial=0)) <= budget
 
 
 def _changed(tape: Tape, parent: Tape, repeated: Sequence[int]) -> list[int]:

@@ -89,13 +89,13 @@ class Search:
         """Changes the plan at random, and keeps the change if it is good. Returns whether it is the best so far."""
         tape = self.tape.copy()
         gaps = self.gaps.copy(tape)
-        self.moves += 1 + len(tape.at) // 1000
+        self.moves += 1 + len(tape.at) // 200
         gaps.refresh(tape.touched(self._destroyed(tape)))
         spread = self.random.choice(NOISE)
         factor = np.exp(spread * self.noise.standard_normal(len(self.rules.seconds))) if spread else None
         repair = Repair(tape, self.budget, gaps, factor, GLANCE)
         fits = repair.run()
-        self.moves += repair.evaluations
+        self.moves += repair.effort
         if not fits:
             return False
         gaps.refresh(tape.touched(prune(tape, self.budget, self.tape)))
