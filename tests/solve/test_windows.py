@@ -1,0 +1,68 @@
+"""The integer program of moments: cuts keep every plan, and bring its fractions closer to whole numbers."""
+
+from __future__ import annotations
+
+import pytest
+from graphs import network
+from test_bounds import isclose, small
+
+from fckpt.graph import Graph
+from fckpt.solve import windows
+from fckpt.solve.base import Order, Rules, peak_of
+from fckpt.solve.bounds import Problem
+from fckpt.solve.seeds import save_everything
+from fckpt.solve.windows import Program
+
+EXACT = {"branches": 10_000, "gap": 0.0}
+
+
+def program(graph: Graph, fraction: float, count: int, *, given: bool) -> Program | None:
+    """Returns the program of `count` moments, spread over a step whose peak is to fall to a fraction."""
+    rules = Rules(graph)
+    order: Order = save_everything(rules)
+    problem = Problem(graph, order if given else None)
+    sequence = [i for i in (*order.forward, *order.backward) if problem.certain.required[i]]
+    chain: list[int] = []
+    for k in range(count):
+        index = sequence[(k + 1) * len(sequence) // (count + 1)]
+        if all(problem.moment(index).before[c] for c in chain):
+            chain.append(index)
+    found = Program(problem, [problem.moment(i) for i in chain], int(fraction * peak_of(rules, order)))
+    return found if found.columns else None
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("seed", range(40))
+def test_cuts_do_not_change_the_optimum(seed: int, given: bool, monkeypatch: pytest.MonkeyPatch):
+    made = [program(small(seed, 9), 0.7, 4, given=given) for _ in range(2)]
+    if made[0] is None or made[1] is None:
+        return
+    with_cuts = made[0].solve(**EXACT)
+    monkeypatch.setattr(windows, "LOOKS", 0)
+    without = made[1].solve(**EXACT)
+    assert with_cuts.status == without.status and not made[1].cuts
+    if without.fun is not None:
+        assert abs(with_cuts.fun - without.fun) <= 1e-6 * windows.UNIT
+
+
+@pytest.mark.parametrize(("graph", "given"), [(network(8), True), (network(8), False), (network(6), True)])
+def test_with_cuts_the_fractions_are_closer_to_whole_numbers(graph: Graph, given: bool):
+    made = program(graph, 0.4, 6, given=given)
+    assert made is not None
+    weak = made._answer(whole=False, options={}).fun  # pyright: ignore[reportPrivateUsage]
+    whole = made.solve(**EXACT).fun
+    strong = made._answer(whole=False, options={}).fun  # pyright: ignore[reportPrivateUsage]
+    assert len(made.cuts) > 0 and weak < strong <= whole * (1 + 1e-6)
+    assert whole - strong < 0.8 * (whole - weak)
+
+
+def test_cuts_are_handed_on_to_longer_programs():
+    graph = network(8)
+    short = program(graph, 0.4, 4, given=True)
+    assert short is not None
+    short.solve(**EXACT)
+    problem, budget = short.problem, int(0.4 * peak_of(Rules(graph), save_everything(Rules(graph))))
+    again = Program(problem, short.moments, budget, short.cuts)
+    assert list(again.cuts) == list(short.cuts) and again.rows == short.rows
+    assert isclose(again.solve(**EXACT).fun, short.solve(**EXACT).fun)
+    assert not Program(problem, short.moments[:1], budget, [c for c in short.cuts if c.last is not None]).cuts
