@@ -45,6 +45,8 @@ from fckpt.solve.save_all import save_all
 from fckpt.units import format_bytes, format_seconds
 
 BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.15)
+BOUND = "bound"
+"""Stands for it among the names of solvers."""
 NO_CONTEST = ("brute", "policy", "recompute_all", "save_all")
 TORCHS = {f.__name__: f for f in (torch_dp, torch_greedy, torch_ilp)}
 CHECKMATE = {0.549: 0.01223, 0.323: 0.031, 0.187: 0.0766}
@@ -110,10 +112,11 @@ def contest(
     plain = simulate(graph.plain, save_all(graph)).peak_nbytes
     found = Round(name, checksum(graph), len(graph.nodes), plain, graph.seconds, least_peak(graph))
     asked = {budget: int(budget * plain) for budget in (*budgets, LEAST)}
-    if known is not None and (known.checksum, *known.bounds) == (found.checksum, *budgets):
-        found.bounds.update(known.bounds)
+    if known is not None and known.checksum == found.checksum and {c.budget for c in known.cells} <= {*asked}:
         found.cells.extend(known.cells)
-    else:
+        found.bounds.update(known.bounds)
+    if [*found.bounds] != [*budgets]:
+        found.bounds.clear()
         for budget, bound in answers(_proven, graph, {b: asked[b] for b in budgets}, seconds):
             found.bounds[budget] = bound
             advance(f"{name}: bound")
@@ -321,7 +324,9 @@ def _parser(solvers: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, metavar="X", help="of the plain peak")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="for one plan (default 120)")
     parser.add_argument("--resume", action="store_true", help="ask only what is not in the JSON file: it takes hours")
-    parser.add_argument("--again", nargs="+", default=[], metavar="NAME", help="with --resume: ask these solvers anew")
+    parser.add_argument(
+        "--again", nargs="+", default=[], metavar="NAME", help="with --resume: ask these anew (or bound)"
+    )
     parser.add_argument("--check", action="store_true", help="fail where auto is worse, or a target is missed")
     return parser
 
@@ -352,6 +357,8 @@ def main(arguments: list[str] | None = None) -> int:
     names = list(GRAPHS) if parsed.graphs is None and not parsed.files else parsed.graphs or []
     rounds = {known.graph: known for known in (read_rounds(parsed.json) if parsed.resume else [])}
     for known in rounds.values():
+        if BOUND in parsed.again:
+            known.bounds.clear()
         known.cells[:] = [cell for cell in known.cells if cell.solver not in parsed.again]
     for source in (*names, *parsed.files):
         name = source if isinstance(source, str) else source.name.partition(".")[0]
