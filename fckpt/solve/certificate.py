@@ -20,9 +20,9 @@ __all__ = ["Certificate", "certified", "quick", "tighter"]
 
 ROUNDING = 1e-6
 """A part of the repetitions' time: more than that has to be gained to be worth a name."""
-PROOF = Effort(rows=12_000, branches=20, gap=5e-4)
+PROOF = Effort(rows=25_000, branches=20, gap=5e-4, careful=True)
 """Half a minute now and then."""
-QUICK = Effort(rows=3_000)
+QUICK = Effort(rows=3_000, careful=True)
 """The same for every plan: a second."""
 
 

@@ -31,6 +31,8 @@ ROWS, ROWS_PER_NODE = 9_500, 20
 """The most rows of all programs together that lead to plans: some seconds."""
 MORE = 4
 """How many moments are added at once."""
+CANDIDATES = 6
+"""How many are tried where one is added."""
 NEAR = 0.02
 """A part of the graph, within which one moment stands for all."""
 
@@ -44,6 +46,9 @@ class Effort(NamedTuple):
     """The most of each. Without any HiGHS has good plans already, from its heuristics, and proves a little less."""
     gap: float = 0.05
     """A part of the repetitions' time, below which an optimum need not be improved."""
+    careful: bool = False
+    """One moment more at a time, that which raises the optimum in fractions most, in place of those that may as well
+    come after it as before it; or several at once, that have a certain order."""
 
 
 def moments(graph: Graph, budget: int | None = None) -> Schedule:
@@ -112,7 +117,7 @@ def generated(problem: Problem, first: Moment, budget: int, effort: Effort) -> I
         answer = program.solve(effort.branches, effort.gap)
         plan, worst = (None, []) if answer.x is None else chain.planned(program, answer.x)
         yield Round(proven(problem, answer, program.columns), plan)
-        program = chain.longer(program, worst, rows)
+        program = (chain.best if effort.careful else chain.longer)(program, worst, rows)
 
 
 class _Chain:
@@ -134,17 +139,29 @@ class _Chain:
 
     def longer(self, program: Program, worst: Sequence[int], rows: int) -> Program | None:
         """Returns the program of as many moments more as `rows` allow."""
-        for count in range(len(worst), 0, -1):
-            chain = [moment.node for moment in program.moments]
-            for index in worst[:count]:
-                chain = self.with_moment(chain, index)
-            longer = self.program(chain, program.cuts)
+        chain = [moment.node for moment in program.moments]
+        more: list[int] = []
+        for index in worst:
+            if len(more) < MORE and all(self.ordered(index, other) for other in (*chain, *more)):
+                more.append(index)
+        for count in range(len(more), 0, -1):
+            longer = self.program([*chain, *more[:count]], program.cuts)
             if longer.rows <= rows:
                 return longer
         return None
 
-    def program(self, chain: Sequence[int], cuts: Iterable[Cut] = ()) -> Program:
-        return Program(self.problem, [self.moment(index) for index in chain], self.budget, cuts)
+    def best(self, program: Program, worst: Sequence[int], rows: int) -> Program | None:
+        """Returns the program with one moment more that promises most, without those that have no order with it."""
+        chain = [moment.node for moment in program.moments]
+        tries = [
+            self.program([*(other for other in chain if self.ordered(index, other)), index], program.cuts)
+            for index in worst[:CANDIDATES]
+        ]
+        return max((longer for longer in tries if longer.rows <= rows), key=Program.promise, default=None)
+
+    def program(self, chain: Iterable[int], cuts: Iterable[Cut] = ()) -> Program:
+        ordered = sorted(chain, key=self.place.__getitem__)
+        return Program(self.problem, [self.moment(index) for index in ordered], self.budget, cuts)
 
     def moment(self, index: int) -> Moment:
         if index not in self.moments:
@@ -164,13 +181,11 @@ class _Chain:
             far = all(abs(stage - self.place[other]) > NEAR * len(stages) for other in found)
             if far and index not in chain and problem.certain.required[index]:
                 found.append(index)
-        return found[:MORE]
+        return found
 
-    def with_moment(self, chain: Sequence[int], index: int) -> list[int]:
-        """Returns the chain with one more, without those that may come before it or after it."""
-        place, moment = self.place, self.moment
-        fits = [c for c in chain if moment(index).before[c] or moment(c).before[index]]
-        return sorted([*fits, index], key=place.__getitem__)
+    def ordered(self, one: int, other: int) -> bool:
+        """Whether one of two nodes certainly runs first."""
+        return bool(self.moment(other).before[one] or self.moment(one).before[other])
 
 
 def lazily(rules: Rules, base: Order, held: Mapping[int, set[int]]) -> tuple[Order, list[int]]:

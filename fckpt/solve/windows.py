@@ -47,11 +47,11 @@ from fckpt.solve.bounds import UNIT, Moment, Problem
 
 __all__ = ["Cut", "Program"]
 
-LOOKS = 8
+LOOKS = 25
 """How often cuts are looked for."""
 CUTS, CUTS_PER_PAIR = 400, 10
 """The most cuts of one look, and of one pair of moments in it."""
-VIOLATED = 0.02
+VIOLATED = 0.01
 """By how much a cut has to be violated."""
 GAIN = 1e-4
 """A part of the optimum in fractions, by which it must rise for another look."""
@@ -204,6 +204,11 @@ class Program:
             if len(self.cuts) == known:
                 break
         return self._answer(whole=True, options={"node_limit": branches, "mip_rel_gap": gap})
+
+    def promise(self) -> float:
+        """Returns the optimum in fractions, roughly, so that little does not count; infinite if nothing fits."""
+        answer = self._answer(whole=False, options={})
+        return np.inf if answer.fun is None else round(answer.fun, -1)
 
     def _answer(self, *, whole: bool, options: dict[str, float]) -> Any:
         import scipy.optimize
