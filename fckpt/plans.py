@@ -75,7 +75,7 @@ class Plan:
     def bound(self) -> Bound:
         """What no plan within the same budget can beat; takes from milliseconds to two seconds, once."""
         budget = self.peak_bytes if self.budget_bytes is None else self.budget_bytes
-        return tighter(self.graph, max(budget, self.peak_bytes), rows=quick(self.graph))
+        return tighter(self.graph, max(budget, self.peak_bytes), effort=quick(self.graph))
 
     @property
     def lower_bound(self) -> float:

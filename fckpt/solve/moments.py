@@ -1,9 +1,9 @@
 """Lazy moment generation: integer programs about a few moments, scheduled lazily; where that overflows, more moments.
 
 What the program of some moments (`windows`) holds at them leads to a plan: what is missing is computed right before it
-is read. The plan is simulated, and the stages that overflow most become moments as well. If it overflows nowhere, it is
-optimal. `repair` and `prune` take care of the rest, without a guarantee. What a program proves is a bound on all
-schedules that it is about (`certificate`).
+is read. The plan is simulated, and where it overflows most there are moments as well. If it overflows nowhere, nothing
+with its order of first runs is faster, up to the gap that the program may have. `repair` and `prune` take care of the
+rest, without a guarantee. What a program proves is a bound on all schedules that it is about (`certificate`).
 
 Complexity: that of the programs. Their rows are bounded in sum, and so is the number of branches. Left out: a choice of
 the order of what runs again; that it needs room while it does; that what a policy sends through both passes may have to
