@@ -20,8 +20,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -324,9 +324,8 @@ def _parser(solvers: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, metavar="X", help="of the plain peak")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="for one plan (default 120)")
     parser.add_argument("--resume", action="store_true", help="ask only what is not in the JSON file: it takes hours")
-    parser.add_argument(
-        "--again", nargs="+", default=[], metavar="NAME", help="with --resume: ask these anew (or bound)"
-    )
+    anew = "with --resume: ask these solvers anew, on the graphs that are named, or prove the bound anew"
+    parser.add_argument("--again", nargs="+", default=[], choices=[*solvers, BOUND], metavar="NAME", help=anew)
     parser.add_argument("--check", action="store_true", help="fail where auto is worse, or a target is missed")
     return parser
 
@@ -348,6 +347,12 @@ def read_rounds(path: Path | None) -> list[Round]:
     ]
 
 
+def _without(known: Round, again: Collection[str]) -> Round:
+    """Returns what is known but of those that are to be asked anew."""
+    cells = [cell for cell in known.cells if cell.solver not in again]
+    return replace(known, cells=cells, bounds={} if BOUND in again else known.bounds)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the bench."""
     solvers = contestants()
@@ -356,10 +361,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = {name: solvers[name] for name in dict.fromkeys(("auto", *(parsed.solvers or solvers)))}
     names = list(GRAPHS) if parsed.graphs is None and not parsed.files else parsed.graphs or []
     rounds = {known.graph: known for known in (read_rounds(parsed.json) if parsed.resume else [])}
-    for known in rounds.values():
-        if BOUND in parsed.again:
-            known.bounds.clear()
-        known.cells[:] = [cell for cell in known.cells if cell.solver not in parsed.again]
+    again = {*parsed.again} & {*chosen, BOUND}
     for source in (*names, *parsed.files):
         name = source if isinstance(source, str) else source.name.partition(".")[0]
         with steps(1, f"{name}: graph"):
@@ -367,7 +369,8 @@ def main(arguments: list[str] | None = None) -> int:
         extra = CHECKMATE if is_checkmates(name, len(graph.nodes)) else ()
         budgets = sorted({*parsed.budgets, *extra}, reverse=True)
         with steps(len(budgets) + len(chosen) * (len(budgets) + 1), name) as advance:
-            rounds[name] = contest(name, graph, chosen, budgets, parsed.seconds, advance, rounds.get(name))
+            known = _without(rounds[name], again) if name in rounds else None
+            rounds[name] = contest(name, graph, chosen, budgets, parsed.seconds, advance, known)
         show(rounds[name], console)
         if parsed.json:  # a run of hours may be cut short
             done = list(rounds.values())

@@ -176,6 +176,9 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     for before, after in zip(document["graphs"], again, strict=True):
         others = [[c for c in graph["cells"] if c["solver"] != "auto"] for graph in (before, after)]
         assert others[0] == others[1] and len(before["cells"]) == len(after["cells"])
+    solvers.main(["--files", str(tmp_path / "one.json.gz"), *rest, "--again", "auto", "xla"])
+    left = json.loads(out.read_text())["graphs"]  # what is not asked stays
+    assert left[1] == again[1] and len(left[0]["cells"]) == len(again[0]["cells"])
 
 
 def test_a_solver_that_takes_too_long_is_not_asked_again(monkeypatch: pytest.MonkeyPatch):

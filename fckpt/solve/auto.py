@@ -34,7 +34,7 @@ from fckpt.solve.policy import policy
 from fckpt.solve.rotor import seeds as chains
 from fckpt.solve.save_all import save_all
 from fckpt.solve.search import Search
-from fckpt.solve.seeds import backward_orders, save_everything, segmented
+from fckpt.solve.seeds import saving, segmented
 
 __all__ = ["auto"]
 
@@ -83,9 +83,9 @@ def auto(
         decided = any(value.decision for value in graph.values)
         return policy(graph) if decided else save_all(graph)
     rules = Rules(graph)
-    saving = sorted((save_everything(rules, o) for o in backward_orders(rules)), key=lambda o: peak_of(rules, o))
-    if peak_of(rules, saving[0]) <= budget:
-        return schedule_of(graph, *saving[0])
+    everything = saving(rules)
+    if peak_of(rules, everything[0]) <= budget:
+        return schedule_of(graph, *everything[0])
     starts: list[Order] = []
     found = starts
     try:
@@ -93,7 +93,7 @@ def auto(
         bound, certificates = certified(graph, budget, effort=quick(graph))
         effort = usual(graph, max(1.0, (time_limit or 0.0) / RICH))
         enough = bound.seconds + GOOD_ENOUGH * graph.seconds
-        for start in _Starts(rules, saving, certificates).fitted(budget, effort, enough):
+        for start in _Starts(rules, everything, certificates).fitted(budget, effort, enough):
             starts.append(start)  # noqa: PERF402  # an interrupt leaves those that are there
         starts.sort(key=lambda order: seconds_of(rules, order))
         search = Search(rules, starts, budget, seed)

@@ -22,7 +22,7 @@ from fckpt.schedule import Schedule, schedule_of
 from fckpt.solve.base import Order, Rules, ancestors, peak_of, profile_of, seconds_of, within
 from fckpt.solve.bounds import Moment, Problem, proven, single
 from fckpt.solve.greedy import fit, smallest
-from fckpt.solve.seeds import backward_orders, save_everything
+from fckpt.solve.seeds import saving
 from fckpt.solve.windows import Cut, Program
 
 __all__ = ["Effort", "Round", "generated", "moments", "retained", "usual"]
@@ -62,7 +62,7 @@ def moments(graph: Graph, budget: int | None = None) -> Schedule:
         BudgetError: neither they nor the smallest plan of `greedy` fit.
     """
     rules = Rules(graph)
-    bases = sorted((save_everything(rules, o) for o in backward_orders(rules)), key=lambda order: peak_of(rules, order))
+    bases = saving(rules)
     if budget is None or peak_of(rules, bases[0]) <= budget:
         return schedule_of(graph, *bases[0])
     orders = retained(rules, bases, budget, usual(graph))
@@ -91,10 +91,9 @@ def retained(rules: Rules, bases: Sequence[Order], budget: int, effort: Effort) 
         budget: bytes.
         effort: what may be spent.
     """
-    problems = [Problem(rules.graph, base) for base in bases]
-    problem, (_, look) = min(
-        ((problem, single(problem, budget)) for problem in problems), key=lambda found: found[1].bound.seconds
-    )
+    problems = (Problem(rules.graph, base) for base in bases)
+    looked = ((problem, single(problem, budget)) for problem in problems)
+    problem, (_, look) = min(looked, key=lambda found: found[1].bound.seconds)
     if look is not None:
         yield from (found.plan for found in generated(problem, look.moment, budget, effort) if found.plan is not None)
 

@@ -21,13 +21,19 @@ from itertools import pairwise
 from fckpt.solve.base import Order, Rules, peak_of, replay
 from fckpt.solve.crossing import Crossing
 
-__all__ = ["backward_orders", "save_everything", "segmented"]
+__all__ = ["backward_orders", "save_everything", "saving", "segmented"]
 
 
 def save_everything(rules: Rules, order: Sequence[int] | None = None) -> Order:
     """Returns the plan that saves all that may be saved."""
     graph = rules.graph
     return replay(rules, [v for node in graph.nodes[: graph.boundary] for v in node.outputs], order)
+
+
+def saving(rules: Rules) -> list[Order]:
+    """Returns the plans that save everything, by the order of the backward pass, that with the lowest peak first."""
+    plans = (save_everything(rules, order) for order in backward_orders(rules))
+    return sorted(plans, key=lambda plan: peak_of(rules, plan))
 
 
 def segmented(rules: Rules, order: Sequence[int] | None = None) -> Iterator[Order]:

@@ -236,16 +236,18 @@ class Program:
         for pair, (j, k) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
             lacking = np.flatnonzero(lack[pair] > VIOLATED)
             taken: set[int] = set()
-            count = 0
+            left = CUTS_PER_PAIR
             for node in lacking[np.argsort(-lack[pair, lacking], kind="stable")].tolist():
+                if not left:
+                    break
                 values, nodes, wanted = paths.trace(pair, node)
-                if count < CUTS_PER_PAIR and taken.isdisjoint(nodes):
+                if taken.isdisjoint(nodes):
                     end = k + 1 < len(self.moments)
                     ends = (self.moments[k + 1].node, wanted) if end else (None, None)
                     cut = Cut(self.moments[j].node, ends[0], node, tuple(values), ends[1])
                     found.append((float(lack[pair, node]), cut))
                     taken.update(nodes)
-                    count += 1
+                    left -= 1
         found.sort(key=lambda violated: -violated[0])
         return [cut for _, cut in found[:CUTS]]
 

@@ -16,8 +16,9 @@ from fckpt.solve import brute, get
 from fckpt.solve.base import Order, Rules, peak_of, seconds_of
 from fckpt.solve.bounds import Bound, Problem, lower_bound, proven
 from fckpt.solve.certificate import tighter
-from fckpt.solve.moments import Effort, Program
+from fckpt.solve.moments import Effort
 from fckpt.solve.seeds import save_everything
+from fckpt.solve.windows import Program
 
 
 def optima(graph: Graph, fractions: tuple[float, ...]) -> Iterator[tuple[int, Order, float]]:
