@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benches.script import script_parser
 from fckpt.graph import Graph, Node, Value
 from fckpt.simulate import simulate
 from fckpt.solve.save_all import save_all
@@ -96,19 +97,21 @@ def working_set(graph: Graph) -> int:
     )
 
 
-def main(paths: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what each file holds."""
-    for path in paths:
+    parser = script_parser("checkmate_graphs", __doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="graphs as JSON")
+    for path in parser.parse_args(arguments).files:
         graph = load(path)
         edges = sum(len(node.inputs) for node in graph.nodes) - len(graph.cotangents)
         peak = simulate(graph, save_all(graph)).peak_nbytes
         least = working_set(graph)
         print(
-            f"{Path(path).name}: {len(graph.nodes)} nodes, {edges} edges, peak {format_bytes(peak)} ({peak} bytes), "
+            f"{path.name}: {len(graph.nodes)} nodes, {edges} edges, peak {format_bytes(peak)} ({peak} bytes), "
             f"working set {format_bytes(least)}, {least / peak:.3f} of it"
         )
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
