@@ -44,9 +44,12 @@ def load(path: Path | str) -> Graph:
     """Returns the graph that a file of the Moccasin repository holds.
 
     Raises:
-        ValueError: the nodes are not in topological order, or marked `backward` without depending on the first such.
+        ValueError: it is no such file, or the nodes are not in topological order, or marked `backward` without
+            depending on the first such.
     """
     data: dict[str, Any] = json.loads(Path(path).read_text())
+    if not ({"nodes", "graph"} <= {*data} and {"links", "edges"} & {*data}):
+        raise ValueError(f"{path}: no node-link data of networkx: there are no `nodes`, `graph` and `links` in it.")
     found = {_name(node): node for node in data["nodes"]}
     order: list[int] = data["graph"].get("order") or list(found)
     place = {name: i for i, name in enumerate(order)}

@@ -63,3 +63,10 @@ def test_a_random_layered_graph_has_an_order_and_no_backward_pass(tmp_path: Path
 def test_what_does_not_fit_is_refused(edges: list[tuple[int, int]], message: str, tmp_path: Path):
     with pytest.raises(ValueError, match=message):
         load(step(tmp_path / "step.json", edges))
+
+
+def test_another_file_is_refused(tmp_path: Path):
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({"nodes": []}))
+    with pytest.raises(ValueError, match=r"other\.json: no node-link data"):
+        load(path)
