@@ -1,0 +1,120 @@
+"""The tables of docs/networks.md are what the bench wrote, and what the page says of them holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from benches.contenders import TARGETS, Target
+from benches.vision import NETWORKS
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benches" / "results"
+PAGE = ROOT / "docs" / "networks.md"
+README = ROOT / "README.md"
+MEASURED, PLANNED = "networks-cpu.json", "networks-planned.json"
+
+
+def reports(name: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / name).read_text())["networks"]
+
+
+def point(report: dict[str, Any], solver: str, budget: str = "") -> dict[str, Any] | None:
+    found = [p for p in report["points"] if (p["solver"], p["budget"]) == (solver, budget)]
+    return found[0] if found and found[0]["predicted_bytes"] is not None else None
+
+
+def extra(found: dict[str, Any] | None) -> str:
+    """The time in addition, in percent: the median of what was measured, if it was."""
+    if found is None:
+        return ""
+    overhead = found["time_ratio"]["median"] - 1 if found["time_ratio"] else found["predicted_overhead"]
+    return f"{100 * overhead:.1f}"
+
+
+def row(report: dict[str, Any]) -> str:
+    plain, ogc = point(report, "plain"), point(report, "ogc")
+    assert plain is not None
+    assert ogc is not None
+    memory, time = Target(**report["targets"]["memory"]), Target(**report["targets"]["overhead"])
+    nbytes = plain["measured_bytes"] or plain["predicted_bytes"]
+    cells = [
+        report["title"].partition(" (")[0],
+        f"{nbytes / 2**20:,.0f}",
+        f"{ogc['predicted_bytes'] / nbytes:.2f}",
+        extra(ogc),
+        extra(point(report, "rotor", "same memory")),
+        extra(point(report, "knapsack", "same memory")),
+        extra(point(report, "auto", "same memory")),
+        "" if time.proven is None else f"{100 * time.proven * ogc['predicted_overhead']:.1f}",
+        "" if memory.value is None else f"{memory.value:.2f}",
+        "" if memory.proven is None else f"{memory.proven:.2f}",
+        f"{report['published']['ogc_megabytes'] / report['published']['plain_megabytes']:.2f}",
+        f"{100 * report['published']['overhead']:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def summary(name: str, target: str) -> str:
+    """What part of ogc's extra time, or memory, `auto` takes: the least, the median and the most of all networks."""
+    parts = [Target(**report["targets"][target]).value for report in reports(name)]
+    found = sorted(part for part in parts if part is not None)
+    assert len(found) == len(NETWORKS)
+    return f"{median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
+
+
+@pytest.mark.parametrize("name", [MEASURED, PLANNED])
+def test_the_tables_are_what_the_bench_wrote(name: str):
+    found = reports(name)
+    assert [report["network"] for report in found] == list(NETWORKS)
+    text = PAGE.read_text()
+    for report in found:
+        assert row(report) in text
+
+
+@pytest.mark.parametrize("name", [MEASURED, PLANNED])
+def test_which_targets_are_missed_is_said(name: str):
+    text = PAGE.read_text().partition("## Missed")[2]
+    for report in reports(name):
+        assert not report["complaints"]
+        for target, values in report["targets"].items():
+            if not Target(**values).is_met(TARGETS[target]):
+                assert report["title"].partition(" (")[0] in text
+
+
+def test_what_was_run_is_what_was_planned_and_the_same_bit_for_bit():
+    for report in reports(MEASURED):
+        for found in report["points"]:
+            assert not found["unequal"]
+            assert not found["complaints"]
+            if found["budget_bytes"] is not None and found["measured_step_bytes"] is not None:
+                assert found["measured_step_bytes"] == found["predicted_step_bytes"]
+
+
+def test_the_readme_has_the_medians():
+    text = " ".join(README.read_text().split())
+    for name in (MEASURED, PLANNED):
+        for target in TARGETS:
+            assert summary(name, target) in text
+    met = [
+        Target(**values).is_met(TARGETS[target])
+        for name in (MEASURED, PLANNED)
+        for report in reports(name)
+        for target, values in report["targets"].items()
+    ]
+    assert (met.count(False), len(met)) == (5, 72)
+    assert "all but five of these 72" in text
+
+
+def test_there_is_a_picture_of_each_network():
+    for name in (*NETWORKS, "overview"):
+        assert (ROOT / "docs" / "pictures" / f"{name}.svg").exists()
+
+
+if __name__ == "__main__":
+    for name in (MEASURED, PLANNED):
+        print(name, *map(row, reports(name)), *(summary(name, target) for target in TARGETS), sep="\n")
