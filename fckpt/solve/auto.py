@@ -7,9 +7,10 @@
 3. Those that are fast or lie near the budget are repaired and pruned until they fit (`repair`).
 4. Local search from the best of them, and from the next when that comes to nothing (`search`).
 
-It stops at a plan that `certificate` proves to be within `GOOD_ENOUGH` of the optimum. No optimum is promised
-otherwise: the certificate says how far it may be. The least budget is the least peak over all starts, and repairs of
-the smallest with ever lower budgets; it does not depend on the budget asked.
+It stops at a plan that `certificate` proves to be within `GOOD_ENOUGH` of the optimum, and asks it for a better one,
+which on smaller graphs is the optimum. None is promised otherwise: the certificate says how far it may be. The least
+budget is the least peak over all starts, and repairs of the smallest with ever lower budgets; it does not depend on the
+budget asked.
 
 Complexity: the starts take near-linear time in the size of the graph, and small integer programs. The search is given a
 number of moves, not seconds, so that a plan depends on the graph, its times, the budget, the limit and the seed alone.
@@ -25,7 +26,7 @@ from fckpt.graph import Graph
 from fckpt.schedule import Schedule, schedule_of
 from fckpt.solve.base import Order, Rules, over_budget, peak_of, seconds_of
 from fckpt.solve.bounds import least_peak
-from fckpt.solve.certificate import certified, quick
+from fckpt.solve.certificate import PROOF, certified, quick
 from fckpt.solve.chen import seeds as segments
 from fckpt.solve.greedy import fit, lowered, smallest
 from fckpt.solve.min_cut import PRICES, cheapest
@@ -40,6 +41,8 @@ __all__ = ["auto"]
 
 GOOD_ENOUGH = 1e-4
 """A part of the whole time, by which a plan may miss the bound and yet end the search."""
+OPTIMAL = 1e-6
+"""The same, by which it may miss it and yet be taken for the best there is."""
 NEAREST = 2
 """How many starts are repaired of those that fit, and of those that do not."""
 HOPELESS = 1.5
@@ -100,6 +103,9 @@ def auto(
         found = search.found
         moves = PACE * (limit - len(graph.nodes) / HEAD_START)
         search.run(max(0, round(moves)), enough, watch)
+        missed = min(seconds_of(rules, order) for order in found) - bound.seconds
+        if OPTIMAL * graph.seconds < missed <= GOOD_ENOUGH * graph.seconds:
+            found.extend(_last(rules, budget))
     except KeyboardInterrupt:
         if not found:
             raise
@@ -108,6 +114,12 @@ def auto(
             stacklevel=users_stacklevel(),
         )
     return schedule_of(graph, *min(found, key=lambda order: seconds_of(rules, order)))
+
+
+def _last(rules: Rules, budget: int) -> list[Order]:
+    """Returns the plans of the integer program that proves the bound, solved to the end."""
+    effort = quick(rules.graph)._replace(branches=PROOF.branches, gap=PROOF.gap)
+    return [plan for plan in certified(rules.graph, budget, effort=effort).plans if peak_of(rules, plan) <= budget]
 
 
 def _usual(nodes: int) -> float:

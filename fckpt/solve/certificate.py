@@ -16,7 +16,7 @@ from fckpt.solve.base import Order
 from fckpt.solve.bounds import Bound, Problem, single
 from fckpt.solve.moments import Effort, generated, usual
 
-__all__ = ["Certificate", "certified", "quick", "tighter"]
+__all__ = ["PROOF", "Certificate", "certified", "quick", "tighter"]
 
 ROUNDING = 1e-6
 """A part of the repetitions' time: more than that has to be gained to be worth a name."""

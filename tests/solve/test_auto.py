@@ -105,6 +105,18 @@ def test_an_interrupt_before_anything_is_found_is_an_interrupt(monkeypatch: pyte
         solve.auto(NETWORKS["unet"], int(0.35 * peak(NETWORKS["unet"])))
 
 
+def test_a_plan_that_is_nearly_optimal_gives_way_to_the_optimum(monkeypatch: pytest.MonkeyPatch):
+    graph = NETWORKS["transformer"]
+    rules, budget = Rules(graph), peak(graph) // 2
+    poor = next(order for order in segmented(rules) if peak_of(rules, order) <= budget)
+    least = tighter(graph, budget).seconds
+    module = importlib.import_module("fckpt.solve.auto")
+    monkeypatch.setattr(module._Starts, "fitted", lambda *_: [poor])
+    monkeypatch.setattr(module, "GOOD_ENOUGH", 1.0)
+    assert seconds_of(rules, poor) > 1.01 * least
+    assert seconds("auto", graph, budget) == pytest.approx(least, rel=1e-6)  # the bound is a little below the optimum
+
+
 def test_the_error_says_what_no_plan_can_do():
     graph = NETWORKS["transformer"]
     with pytest.raises(
