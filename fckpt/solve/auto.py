@@ -148,14 +148,8 @@ class _Starts:
             BudgetError: there is none.
         """
         rules, limit, fastest = self.rules, float("inf"), float("inf")
-        if all(peak_of(rules, order) > budget for order in self.common):
-            # Below all of them the smallest plan decides whether anything fits, so that the least budget is one number.
-            least = min(self._smallest(), key=lambda order: peak_of(rules, order))
-            if peak_of(rules, least) > budget:
-                yield from self._last_resort(budget, effort, least)
-                return
-            yield fit(rules, least, budget) or least
-        for orders in (self._made(budget, effort), self._others(budget)):
+        floor = least_peak(rules.graph)
+        for orders in (self._made(budget, effort), self._others(budget)) if floor <= budget else ():
             for order in orders:
                 plan = fit(rules, order, budget, limit)
                 if plan is not None:
@@ -164,21 +158,11 @@ class _Starts:
                     yield plan
             if fastest <= enough:
                 return
-
-    def _last_resort(self, budget: int, effort: Effort, least: Order) -> Iterator[Order]:
-        """Yields what is made for a budget below that of the smallest plan known, at least one.
-
-        Raises:
-            BudgetError: there is none.
-        """
-        rules, floor, found = self.rules, least_peak(self.rules.graph), False
-        for order in self._made(budget, effort) if floor <= budget else ():
-            plan = fit(rules, order, budget)
-            if plan is not None:
-                found = True
-                yield plan
-        if not found:
-            raise over_budget(rules.graph, schedule_of(rules.graph, *least), budget, "auto", floor=floor)
+        if fastest == float("inf"):
+            least = min(self._smallest(), key=lambda order: peak_of(rules, order))
+            if peak_of(rules, least) > budget:
+                raise over_budget(rules.graph, schedule_of(rules.graph, *least), budget, "auto", floor=floor)
+            yield fit(rules, least, budget) or least
 
     def _smallest(self) -> Iterator[Order]:
         """Yields plans that repairs have brought down as far as they could."""
