@@ -4,7 +4,8 @@
 2. Starts: that plan; those of integer programs about its peak, and about what overflows then (`moments`); those that
    come up while the bound is proven (`certificate`); minimum cuts (`min_cut`); segments (`chen`), nested ones too
    (`seeds`); optimal chain schedules (`rotor`), which need few bytes.
-3. Those that are fast or lie near the budget are repaired and pruned until they fit (`repair`).
+3. Those that are fast or lie near the budget are repaired and pruned until they fit (`repair`). If none does, the
+   smallest of all are brought down as far as repairs can, binomial schedules (`revolve`) too.
 4. Local search from the best of them, and from the next when that comes to nothing (`search`).
 
 It stops at a plan that `certificate` proves to be within `GOOD_ENOUGH` of the optimum, and asks it for a better one,
@@ -29,9 +30,10 @@ from fckpt.solve.bounds import least_peak
 from fckpt.solve.certificate import PROOF, certified, quick
 from fckpt.solve.chen import seeds as segments
 from fckpt.solve.greedy import fit, lowered, smallest
-from fckpt.solve.min_cut import PRICES, cheapest
+from fckpt.solve.min_cut import PRICES, between, cheapest
 from fckpt.solve.moments import Effort, retained, usual
 from fckpt.solve.policy import policy
+from fckpt.solve.revolve import seeds as binomials
 from fckpt.solve.rotor import seeds as chains
 from fckpt.solve.save_all import save_all
 from fckpt.solve.search import Search
@@ -133,7 +135,8 @@ class _Starts:
         self.rules = rules
         self.saving = saving
         self.certificates = certificates
-        self.common = [*saving, *segmented(rules), *segments(rules), *(cheapest(rules, price) for price in PRICES)]
+        self.priced = [cheapest(rules, price) for price in PRICES]
+        self.common = [*saving, *segmented(rules), *segments(rules), *self.priced]
         """Those that do not depend on a budget."""
 
     def fitted(self, budget: int, effort: Effort, enough: float) -> Iterator[Order]:
@@ -166,8 +169,9 @@ class _Starts:
 
     def _smallest(self) -> Iterator[Order]:
         """Yields plans that repairs have brought down as far as they could."""
-        for _, _, order in _by_peak(self.rules, [*self.common, *chains(self.rules)])[:NEAREST]:
-            yield lowered(self.rules, order)
+        for orders in ((*self.common, *chains(self.rules)), binomials(self.rules)):
+            for _, _, order in _by_peak(self.rules, orders)[:NEAREST]:
+                yield lowered(self.rules, order)
         yield smallest(self.rules)  # a higher start may come down further
 
     def _made(self, budget: int, effort: Effort) -> Iterator[Order]:
@@ -177,13 +181,14 @@ class _Starts:
 
     def _others(self, budget: int) -> Iterator[Order]:
         """Yields the fastest of the others that fit, those just above the budget that are faster, and saving all."""
-        plans = _by_peak(self.rules, [*self.common, *chains(self.rules, budget)])
+        made = (*chains(self.rules, budget), *between(self.rules, self.priced, budget))
+        plans = _by_peak(self.rules, [*self.common, *made])
         inside = sorted((p for p in plans if p[0] <= budget), key=lambda plan: plan[1])[:NEAREST]
         fastest = inside[0][1] if inside else float("inf")
         outside = [order for peak, seconds, order in plans if peak > budget and seconds < fastest][:NEAREST]
         yield from (order for _, _, order in inside)
         yield from outside
-        yield self.saving[0]
+        yield from self.saving
 
 
 def _by_peak(rules: Rules, orders: Iterable[Order]) -> list[tuple[int, float, Order]]:

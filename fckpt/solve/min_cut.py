@@ -20,6 +20,8 @@ its code generator.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from fckpt.graph import Graph
@@ -28,7 +30,7 @@ from fckpt.solve.base import Order, Rules, fastest, peak_of, replay
 from fckpt.solve.flow import Network
 from fckpt.solve.seeds import save_everything
 
-__all__ = ["PRICES", "cheapest", "min_cut"]
+__all__ = ["PRICES", "between", "cheapest", "min_cut"]
 
 PRICES = tuple(10.0 ** (k / 4) for k in range(-12, 13))
 """Prices of a byte that are always tried, in units of the mean: all seconds per all bytes."""
@@ -48,15 +50,27 @@ def min_cut(graph: Graph, budget: int | None = None) -> Schedule:
     rules = Rules(graph)
     if budget is None:
         return schedule_of(graph, *replay(rules, _saved(rules, *_as_torch(rules))))
-    prices = (0.0, *PRICES, float("inf"))
-    plans = [cheapest(rules, price) for price in prices]
-    first = next((k for k, plan in enumerate(plans) if peak_of(rules, plan) <= budget), 0)
-    low, high = prices[max(0, first - 1)], prices[first]
-    for _ in range(BISECTIONS if 0 < low < high < float("inf") else 0):
+    priced = [cheapest(rules, price) for price in PRICES]
+    ends = (cheapest(rules, 0.0), cheapest(rules, float("inf")))
+    return fastest(rules, [*ends, *priced, *between(rules, priced, budget)], budget, "min_cut")
+
+
+def between(rules: Rules, priced: Sequence[Order], budget: int) -> list[Order]:
+    """Returns plans at prices between the last one with a peak over budget and the next one.
+
+    Args:
+        rules: of the graph.
+        priced: the plans of all `PRICES`.
+        budget: bytes.
+    """
+    first = next((k for k, plan in enumerate(priced) if peak_of(rules, plan) <= budget), 0)
+    low, high = PRICES[max(0, first - 1)], PRICES[first]
+    plans: list[Order] = []
+    for _ in range(BISECTIONS if low < high else 0):
         middle = (low * high) ** 0.5
         plans.append(cheapest(rules, middle))
         low, high = (low, middle) if peak_of(rules, plans[-1]) <= budget else (middle, high)
-    return fastest(rules, plans, budget, "min_cut")
+    return plans
 
 
 def cheapest(rules: Rules, price: float) -> Order:
