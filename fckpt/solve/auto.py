@@ -145,14 +145,16 @@ class _Starts:
         Args:
             budget: bytes.
             effort: on the integer programs of `moments`.
-            enough: if one of those that are made for the budget takes no more seconds, they are all.
+            enough: if one of those that are made for the budget takes no more seconds, they are all; infinite if it is
+                proven that there is none.
 
         Raises:
             BudgetError: there is none.
         """
         rules, limit, fastest = self.rules, float("inf"), float("inf")
         floor = least_peak(rules.graph)
-        for orders in (self._made(budget, effort), self._others(budget)) if floor <= budget else ():
+        possible = floor <= budget and enough < float("inf")
+        for orders in (self._made(budget, effort), self._others(budget)) if possible else ():
             for order in orders:
                 plan = fit(rules, order, budget, limit)
                 if plan is not None:
