@@ -44,10 +44,14 @@ def load(path: Path | str) -> Graph:
     """Returns the graph that a file of the Moccasin repository holds.
 
     Raises:
+        OSError: it cannot be read.
         ValueError: it is no such file, or the nodes are not in topological order, or marked `backward` without
             depending on the first such.
     """
-    data: dict[str, Any] = json.loads(Path(path).read_text())
+    try:
+        data: dict[str, Any] = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON: {error}") from None
     if not ({"nodes", "graph"} <= {*data} and {"links", "edges"} & {*data}):
         raise ValueError(f"{path}: no node-link data of networkx: there are no `nodes`, `graph` and `links` in it.")
     found = {_name(node): node for node in data["nodes"]}
@@ -105,7 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = script_parser("checkmate_graphs", __doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="graphs as JSON")
     for path in parser.parse_args(arguments).files:
-        graph = load(path)
+        try:
+            graph = load(path)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
         edges = sum(len(node.inputs) for node in graph.nodes) - len(graph.cotangents)
         peak = simulate(graph, save_all(graph)).peak_nbytes
         least = working_set(graph)

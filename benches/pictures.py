@@ -26,7 +26,6 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -36,56 +35,30 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
 
 from benches.contenders import REFERENCE, Point, Report, Target
+from benches.paper import (
+    EDGE,
+    INK,
+    OURS,
+    PROVEN,
+    STYLE,
+    WRONG,
+    axes_in,
+    markers,
+    memory_in_percent,
+    save,
+    scale_time,
+    sheet,
+)
 from benches.script import described, script_parser, steps
 from benches.timing import Spread
 
 __all__ = ["Results", "load", "network_picture", "overview", "parse", "save", "slug"]
 
-INK, GREY, WRONG, PROVEN, EDGE, OURS = "#222222", "#767676", "#b00020", "#f8e4dc", "#c98a6c", "#0072b2"
 OUR_MARKERS = {"same memory": "o", "half of it": "v", "same time": "<"}
-OTHERS = (
-    ("s", INK),
-    ("X", GREY),
-    ("D", "#d55e00"),
-    ("^", "#00875f"),
-    ("P", "#a8478a"),
-    ("v", "#8c6d00"),
-    ("h", "#3a8fc0"),
-    (">", "#5b3f99"),
-)
-"""Markers in the order of the report: plain, torch, ogc, ...; then again, and half filled."""
-STYLE = {
-    "font.sans-serif": ["DejaVu Sans", "Verdana"],
-    "font.size": 9,
-    "text.color": INK,
-    "text.parse_math": False,
-    "axes.labelcolor": INK,
-    "axes.titlesize": 9,
-    "axes.titleweight": "bold",
-    "axes.titlepad": 5,
-    "axes.edgecolor": GREY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": "#e8e8e8",
-    "grid.linewidth": 0.6,
-    "xtick.color": GREY,
-    "xtick.labelcolor": INK,
-    "ytick.color": GREY,
-    "ytick.labelcolor": INK,
-    "legend.fontsize": 8.5,
-    "legend.frameon": False,
-    "legend.handlelength": 1.4,
-    "hatch.linewidth": 0.5,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "fckpt",
-}
-TICKS = [percent / 100 for percent in (0, 1, 2, 5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 500, 700, 1000)]
 ROW = 17
 """The height of a network in the overview, in points."""
 VISIBLE = 1e-4
@@ -163,35 +136,6 @@ def _proven(report: Report) -> list[tuple[int, float]]:
     return needed[::-1]
 
 
-# ---- paper ---------------------------------------------------------------------------------------
-
-
-def _sheet(width: float, height: float, title: str, subtitle: str) -> Figure:
-    """Returns a figure of so many points."""
-    figure = Figure((width / 72, height / 72))
-    figure.text(12 / width, 1 - 22 / height, title, size=12, weight="bold")
-    figure.text(12 / width, 1 - 37 / height, subtitle, color=GREY)
-    return figure
-
-
-def _axes(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
-    """Adds axes in a box of points."""
-    across, up = 72 * figure.get_figwidth(), 72 * figure.get_figheight()
-    return figure.add_axes((left / across, bottom / up, width / across, height / up))
-
-
-def slug(text: str) -> str:
-    """Returns text as an id of SVG: `auto-same-memory`."""
-    return "-".join(text.replace(",", " ").lower().split())
-
-
-@style.context(["default", STYLE])
-def save(figure: Figure, path: Path) -> None:
-    """Writes an SVG, without the date and the versions that would make every run's another."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
-
-
 # ---- one network ---------------------------------------------------------------------------------
 
 
@@ -202,12 +146,13 @@ def network_picture(report: Report, ours: str, source: str) -> Figure:
     if plain is None:
         raise ValueError(f"there are no figures of {report.title}")
     height = max(238, 14 * (len(report.points) + 7))  # of both legends
-    figure = _sheet(620, height + 138, report.title, f"{report.what}; times {source}")
-    axes = _axes(figure, 54, 54, 320, height)
+    figure = sheet(620, height + 138, report.title, f"{report.what}; times {source}")
+    axes = axes_in(figure, 54, 54, 320, height)
     contenders = _draw_points(axes, report, ours, plain)
     others = [*_draw_curve(axes, report, ours, plain), *_draw_proofs(axes, report, plain)]
     _scale_memory(axes, report, plain)
-    _scale_time(axes)
+    scale_time(axes)
+    axes.set_ylabel("extra time (scale of square roots)")
     known = "measured" if _was_run(report) else "predicted"
     look = {"bbox_to_anchor": (1.02, -0.02, 1, 1.04), "bbox_transform": axes.transAxes, "alignment": "left"}
     figure.legend(handles=contenders, loc="upper left", title=f"{known}: peak, extra time", **look)
@@ -216,26 +161,32 @@ def network_picture(report: Report, ours: str, source: str) -> Figure:
     return figure
 
 
+def slug(text: str) -> str:
+    """Returns text as an id of SVG: `auto-same-memory`."""
+    return "-".join(text.replace(",", " ").lower().split())
+
+
 def _was_run(report: Report) -> bool:
     return any(point.time_ratio is not None for point in report.points)
 
 
 def _draw_points(axes: Axes, report: Report, ours: str, plain: int) -> list[Line2D]:
-    others = cycle((*other, fill) for fill in ("none", "bottom", "left") for other in OTHERS)
+    others = markers()
     handles = []
     for point in report.points:
         is_ours = point.solver == ours
-        marker, colour, fill = (OUR_MARKERS.get(point.budget, "o"), OURS, "full") if is_ours else next(others)
+        mine = {"marker": OUR_MARKERS.get(point.budget, "o"), "color": OURS, "fillstyle": "full"}
+        look = mine if is_ours else next(others)
         if point.bytes is None or point.overhead is None:
             continue
         x, y = point.bytes / plain, point.overhead
-        look = {"color": colour, "marker": marker, "fillstyle": fill, "markersize": 6.5, "zorder": 5 - is_ours}
+        size = {"markersize": 6.5, "zorder": 5 - is_ours}
         label = f"{point.title}: {x:.1%}, {y:+.1%}" + " (!)" * bool(point.complaints)
         name = slug(point.title)
-        handles += axes.plot(x, y, **look, linestyle="none", label=label, gid=f"point-{name}")
+        handles += axes.plot(x, y, **look, **size, linestyle="none", label=label, gid=f"point-{name}")
         if point.time_ratio is not None:
             low, high = point.time_ratio.low - 1, point.time_ratio.high - 1
-            axes.plot([x, x], [low, high], color=colour, linewidth=1, zorder=3, gid=f"spread-{name}")
+            axes.plot([x, x], [low, high], color=look["color"], linewidth=1, zorder=3, gid=f"spread-{name}")
     return handles
 
 
@@ -277,7 +228,7 @@ def _scale_memory(axes: Axes, report: Report, plain: int) -> None:
     known = [nbytes / plain for nbytes in peaks if nbytes is not None]
     least, most = min(known), max(known)
     axes.set_xlim(max(0.0, least - 0.12 * (most - least) - 0.005), most + 0.04 * (most - least) + 0.002)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda part, _: f"{100 * part:.4g}%"))
+    memory_in_percent(axes)
     axes.set_xlabel("peak memory, of the plain step's")
     scales = partial(np.multiply, plain / 2**20), partial(np.multiply, 2**20 / plain)
     mib = axes.secondary_xaxis("top", functions=scales)
@@ -285,32 +236,6 @@ def _scale_memory(axes: Axes, report: Report, plain: int) -> None:
     mib.set_zorder(3)  # above the grid
     mib.xaxis.set_major_locator(MaxNLocator(6))
     mib.set_xlabel("MiB above weights and gradients", labelpad=5)
-
-
-def _root(values: Any) -> Any:
-    return np.sign(values) * np.sqrt(np.abs(values))
-
-
-def _square(values: Any) -> Any:
-    return np.sign(values) * np.square(values)
-
-
-def _scale_time(axes: Axes) -> None:
-    """Shows one percent and a hundred; below zero there is noise alone."""
-    heights = np.concatenate([line.get_ydata() for line in axes.lines if line.get_gid() != "least"])
-    top, bottom = 1.06 * _root(max(heights.max(), 0.01)), _root(min(heights.min(), 0.0))
-    bottom -= 0.04 * (top - bottom)
-    axes.set_yscale("function", functions=(_root, _square))
-    axes.set_ylim(_square(bottom), _square(top))
-    shown = [0.0]
-    for tick in TICKS:
-        if tick <= _square(top) and _root(tick) - _root(shown[-1]) > 0.05 * (top - bottom):
-            shown.append(tick)
-    below = [-tick for tick in shown[1:] if -tick >= _square(bottom)]
-    axes.yaxis.set_major_locator(FixedLocator([*below, *shown]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_ylabel("extra time (scale of square roots)")
 
 
 def _complain(figure: Figure, report: Report) -> None:
@@ -366,8 +291,8 @@ def overview(reports: Sequence[Report], ours: str, source: str) -> Figure:
     shown = [report for report in reports if _is_known(report)]
     height = ROW * len(shown)
     title = f"{ours} against the checkpoints of Feng & Huang ({REFERENCE}), {len(shown)} networks"
-    figure = _sheet(600, height + 122, title, f"one training step each; times {source}")
-    time, memory = _axes(figure, 116, 56, 184, height), _axes(figure, 366, 56, 184, height)
+    figure = sheet(600, height + 122, title, f"one training step each; times {source}")
+    time, memory = axes_in(figure, 116, 56, 184, height), axes_in(figure, 366, 56, 184, height)
     proof = "proven of predicted times" if any(_was_run(report) for report in shown) else "proven: no plan has less"
     handles = _draw_duels(time, "time", [_same_memory(report, ours) for report in shown], ours, proof)
     _draw_duels(memory, "memory", [_same_time(report, ours) for report in shown], ours, proof)

@@ -356,7 +356,12 @@ def _without(known: Round, again: Collection[str]) -> Round:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the bench."""
     solvers = contestants()
-    parsed = _parser(list(solvers)).parse_args(arguments)
+    parser = _parser(list(solvers))
+    parsed = parser.parse_args(arguments)
+    try:  # before the first hour, not after the last
+        files = {path: load(path) for path in parsed.files}
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     console, document = opening("solvers", arguments, torch.device("cpu"))
     chosen = {name: solvers[name] for name in dict.fromkeys(("auto", *(parsed.solvers or solvers)))}
     names = list(GRAPHS) if parsed.graphs is None and not parsed.files else parsed.graphs or []
@@ -365,7 +370,7 @@ def main(arguments: list[str] | None = None) -> int:
     for source in (*names, *parsed.files):
         name = source if isinstance(source, str) else source.name.partition(".")[0]
         with steps(1, f"{name}: graph"):
-            graph = frozen(source, parsed.frozen) if isinstance(source, str) else load(source)
+            graph = frozen(source, parsed.frozen) if isinstance(source, str) else files[source]
         extra = CHECKMATE if is_checkmates(name, len(graph.nodes)) else ()
         budgets = sorted({*parsed.budgets, *extra}, reverse=True)
         with steps(len(budgets) + len(chosen) * (len(budgets) + 1), name) as advance:

@@ -152,14 +152,14 @@ class Graph:
         Raises:
             ArgumentValueError: it is no graph, or one of another format.
         """
-        read: dict[str, Any] = json.loads(data) if isinstance(data, str) else data
         try:
+            read: dict[str, Any] = json.loads(data) if isinstance(data, str) else data
             _require(read["format"] == FORMAT, f"the format is {read['format']}, not {FORMAT}")
             nodes = tuple(Node(**{k: _frozen(v) for k, v in node.items()}) for node in read["nodes"])
             values = tuple(Value(**{k: _frozen(v) for k, v in value.items()}) for value in read["values"])
             ends = [tuple(read[k]) for k in ("inputs", "cotangents", "outputs", "gradients")]
             return Graph(nodes, values, *ends, boundary=read["boundary"])
-        except (KeyError, TypeError, IndexError) as error:
+        except (KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
             raise ArgumentValueError(f"this is no graph of fckpt: {error!r}.") from error
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benches import solvers
 from benches.checkmate_graphs import load, main, working_set
 from fckpt.simulate import simulate
 from fckpt.solve.save_all import save_all
@@ -65,8 +67,15 @@ def test_what_does_not_fit_is_refused(edges: list[tuple[int, int]], message: str
         load(step(tmp_path / "step.json", edges))
 
 
-def test_another_file_is_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("text", "message"), [('{"nodes": []}', r"other\.json: no node-link data"), ("", r"other\.json: no JSON")]
+)
+def test_another_file_is_refused(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "other.json"
-    path.write_text(json.dumps({"nodes": []}))
-    with pytest.raises(ValueError, match=r"other\.json: no node-link data"):
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
         load(path)
+    for command in (main, lambda arguments: solvers.main(["--files", *arguments])):
+        with pytest.raises(SystemExit):
+            command([str(path)])
+        assert re.search(message, capsys.readouterr().err)

@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 
 import matplotlib
 
-from benches import pictures
+from benches import paper, pictures
 from benches.contenders import Point, Report, Target
 from benches.timing import Spread
 from fckpt import solve
@@ -107,7 +107,7 @@ class Picture:
 
 
 def drawn(path: Path, report: Report, source: str = "predicted for H100") -> Picture:
-    pictures.save(pictures.network_picture(report, "auto", source), path)
+    paper.save(pictures.network_picture(report, "auto", source), path)
     return Picture(path)
 
 
@@ -213,7 +213,7 @@ def test_the_explanations_fit(tmp_path: Path) -> None:
 
 
 def overview(path: Path, reports: Sequence[Report]) -> Picture:
-    pictures.save(pictures.overview(reports, "auto", "predicted for H100"), path)
+    paper.save(pictures.overview(reports, "auto", "predicted for H100"), path)
     return Picture(path)
 
 
