@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import fckpt
+from benches import torch_knapsack
 from benches.task import Task
 from benches.timing import Spread
 from fckpt import policies, solve
@@ -178,7 +179,7 @@ class Planned:
 
     def plan(self, solver: str, budget: int | None) -> Plan:
         """Plans; a budget of None leaves the memory to the solver."""
-        return Plan(self.graph, solve.get(solver)(self.counted, budget), solver, budget, self.version)
+        return Plan(self.graph, torch_knapsack.solver(solver)(self.counted, budget), solver, budget, self.version)
 
     def point(self, solver: str, budget: str, nbytes: int | None) -> tuple[Point, Plan | None]:
         """Plans, and says what comes of it: no plan where none fits."""

@@ -12,7 +12,7 @@ they have the batch and the images of the paper, lie on the meta device, and the
 plain     eager PyTorch.
 torch     `torch.utils.checkpoint` around each block; planned, its model: all inside a block is computed again.
 ogc       the checkpoints of Feng & Huang, which know no budget. Its memory is the budget of the following.
-rotor, knapsack, ...   other solvers (`--solvers`).
+rotor, torch_dp, ...   other solvers (`--solvers`); torch_dp is the knapsack of `torch.compile`.
 auto      in the same memory; in half of it; and in the least memory in which it takes no longer than ogc.
 
 Plans run in turn with the plain step (see `timing.py`)
@@ -52,6 +52,7 @@ from benches.promise import buffers_of, different, off, outcome_of, step_of, une
 from benches.script import conclude, described, each_network, in_mib, network_parser, opening, rounds_of, table_of
 from benches.task import Task
 from benches.timing import alternate, mib, paired_ratio, set_up, spread
+from benches.torch_knapsack import TORCHS
 from benches.vision import NETWORKS
 from fckpt import solve
 from fckpt.cost import Analytic, CostSource, Measured, profile_of, profiles
@@ -60,7 +61,7 @@ from fckpt.plans import Plan
 
 __all__ = ["Settings", "examine", "run_all"]
 
-OTHERS = ("rotor", "knapsack")
+OTHERS = ("rotor", "torch_dp")
 
 
 # ---- measuring -----------------------------------------------------------------------------------
@@ -232,7 +233,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--solvers",
         nargs="*",
-        choices=solve.names(),
+        choices=[*solve.names(), *TORCHS],
         metavar="NAME",
         default=OTHERS,
         help=f"the others; default: {', '.join(OTHERS)}",

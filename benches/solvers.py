@@ -34,7 +34,7 @@ from benches.contest import LEAST, Cell, answers, solved
 from benches.graphs import GRAPHS, checksum, frozen, read
 from benches.script import opening, report_parser, steps, table_of
 from benches.timing import write_json
-from benches.torch_knapsack import torch_dp, torch_greedy, torch_ilp
+from benches.torch_knapsack import TORCHS
 from fckpt import solve
 from fckpt.errors import FckptError
 from fckpt.graph import Graph
@@ -48,7 +48,6 @@ BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.15)
 BOUND = "bound"
 """Stands for it among the names of solvers."""
 NO_CONTEST = ("brute", "policy", "recompute_all", "save_all")
-TORCHS = {f.__name__: f for f in (torch_dp, torch_greedy, torch_ilp)}
 CHECKMATE = {0.549: 0.01223, 0.323: 0.031, 0.187: 0.0766}
 """Budgets for ResNet-50 as the Checkmate paper has it, and the overheads that are to be reached there."""
 TOLERANCE = 1e-6

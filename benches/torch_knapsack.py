@@ -1,4 +1,4 @@
-"""The knapsacks of `torch.compile` as contestants of the arena: torch's own functions, on our graphs.
+"""The knapsacks of `torch.compile` as contestants: torch's own functions, on our graphs.
 
 `torch._functorch._activation_checkpointing.knapsack` (seen in torch 2.13) chooses what to save for a budget that is a
 fraction of the saved bytes, `activation_memory_budget`. What that makes of the peak a user finds out by trying, and so
@@ -13,12 +13,13 @@ from collections.abc import Callable
 
 from torch._functorch._activation_checkpointing import knapsack as torchs
 
+from fckpt import solve
 from fckpt.graph import Graph
 from fckpt.schedule import Schedule
 from fckpt.solve.base import Rules, fastest, replay
 from fckpt.solve.knapsack import choices
 
-__all__ = ["torch_dp", "torch_greedy", "torch_ilp"]
+__all__ = ["TORCHS", "solver", "torch_dp", "torch_greedy", "torch_ilp"]
 
 FRACTIONS = 20
 """How many steps from nothing to all of the saved bytes."""
@@ -52,3 +53,12 @@ def _fastest(graph: Graph, budget: int | None, knapsack: Knapsack, name: str) ->
         _, saved, _ = knapsack(weights, runtimes, 1 - step / FRACTIONS) if items else (0, [], [])
         plans.append(replay(rules, [items[i] for i in saved]))
     return fastest(rules, plans, budget, name)
+
+
+TORCHS: dict[str, solve.Solver] = {f.__name__: f for f in (torch_dp, torch_greedy, torch_ilp)}
+"""By name."""
+
+
+def solver(name: str) -> solve.Solver:
+    """Returns one of these, or of fckpt's."""
+    return TORCHS.get(name) or solve.get(name)
