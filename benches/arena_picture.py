@@ -26,7 +26,7 @@ from rich.console import Console
 from benches.contest import LEAST
 from benches.paper import EDGE, OURS, PROVEN, STYLE, axes_in, markers, memory_in_percent, save, scale_time, sheet
 from benches.script import described, script_parser
-from benches.solvers import Round, read_rounds
+from benches.standings import Round, read_rounds
 
 __all__ = ["arena", "main"]
 

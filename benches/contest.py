@@ -14,7 +14,7 @@ from fckpt.errors import BudgetError, FckptError
 from fckpt.graph import Graph
 from fckpt.simulate import simulate
 
-__all__ = ["LEAST", "Cell", "answers", "solved"]
+__all__ = ["LEAST", "Cell", "allowed", "answers", "solved"]
 
 LEAST = 0.0
 """Stands for the least budget for which a solver has a plan."""
@@ -64,6 +64,11 @@ def solved(name: str, solver: solve.Solver, budget: float, graph: Graph, nbytes:
     return Cell(name, budget, "fits", took, timeline.overhead, timeline.seconds, timeline.peak_nbytes)
 
 
+def allowed(budget: float, seconds: float) -> float:
+    """Returns the seconds for a budget: the least peak is two questions, for the budget and for a plan."""
+    return 2 * seconds if budget == LEAST else seconds
+
+
 Answer = TypeVar("Answer")
 Ask = Callable[[float, Graph, int], Answer]
 
@@ -71,13 +76,13 @@ Ask = Callable[[float, Graph, int], Answer]
 def answers(
     ask: Ask[Answer], graph: Graph, budgets: Mapping[float, int], seconds: float
 ) -> Iterator[tuple[float, Answer | None]]:
-    """Asks about one budget after the other, in another process that is ended after so many seconds with one of them.
+    """Asks about one budget after the other, in another process that is ended if it takes too long with one of them.
 
     Args:
         ask: a function that can be pickled, of a budget, the graph, and the bytes of the budget.
         graph: one training step.
         budgets: the bytes of each.
-        seconds: for one budget.
+        seconds: for one budget; see `allowed`.
 
     Yields:
         A budget and the answer; none where that took too long, or the process came to grief.
@@ -91,10 +96,10 @@ def answers(
         process.start()
         there.close()
         try:
-            patience = seconds + GRACE
+            grace = GRACE
             for budget in [*left]:
-                answer: Answer | None = here.recv() if here.poll(patience) else None
-                patience = seconds
+                answer: Answer | None = here.recv() if here.poll(allowed(budget, seconds) + grace) else None
+                grace = 0.0
                 del left[budget]
                 yield budget, answer
                 if answer is None:

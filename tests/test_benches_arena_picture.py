@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 
 from benches import arena_picture
 from benches.contest import LEAST, Cell
-from benches.solvers import Round
+from benches.standings import Round
 
 SVG = "{http://www.w3.org/2000/svg}"
 

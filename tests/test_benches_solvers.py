@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from benches import contest, solvers
+from benches import contest, solvers, standings
 from benches.contest import LEAST, Cell
 from benches.graphs import checksum, frozen, layered, read, traced, write
-from benches.solvers import Round
+from benches.standings import Round
 from benches.torch_knapsack import torch_dp, torch_greedy, torch_ilp
 from fckpt import solve
 from fckpt.errors import BudgetError
@@ -95,39 +95,65 @@ def made_up(*cells: Cell, bound: float | None = 10.0, nodes: int = 100) -> Round
 
 def test_losses_are_shown():
     over = Cell("auto", 0.3, "over", least_bytes=40)
-    assert solvers.losses([made_up(plan("auto", 0.3, 0.1), plan("dtr", 0.3, 0.1))]) == []
-    assert solvers.losses([made_up(plan("auto", 0.3, 0.1), plan("dtr", 0.3, 0.09))]) == [
+    assert standings.losses([made_up(plan("auto", 0.3, 0.1), plan("dtr", 0.3, 0.1))]) == []
+    assert standings.losses([made_up(plan("auto", 0.3, 0.1), plan("dtr", 0.3, 0.09))]) == [
         "g at 30.0%: dtr +9.000%, auto +10.000%"
     ]
-    assert solvers.losses([made_up(over, plan("dtr", 0.3, 0.2))]) == [
+    assert standings.losses([made_up(over, plan("dtr", 0.3, 0.2))]) == [
         "g at 30.0%: dtr +20.000%, auto has no plan (over)"
     ]
-    assert solvers.losses([made_up(plan("auto", LEAST, 0.5, peak=40), plan("dtr", LEAST, 0.9, peak=30))]) == [
+    assert standings.losses([made_up(plan("auto", LEAST, 0.5, peak=40), plan("dtr", LEAST, 0.9, peak=30))]) == [
         "g: dtr goes down to 30.00%, auto to 40.00%"
+    ]
+    late = Cell("auto", LEAST, "time", 120.0)
+    assert standings.losses([made_up(late, plan("dtr", LEAST, 0.9, peak=30))]) == [
+        "g: dtr goes down to 30.00%, auto time"
     ]
 
 
 def test_targets():
-    assert solvers.missed([made_up(plan("auto", 0.3, 0.0009), plan("auto", 0.2, 0.029), plan("auto", 0.1, 9.0))]) == []
-    assert solvers.missed([made_up(plan("auto", 0.3, 0.0011))]) == ["g at 30.0%: gap of 0.11%, 0.1% at most"]
-    assert solvers.missed([made_up(plan("auto", 0.2, 0.031))]) == ["g at 20.0%: gap of 3.10%, 3.0% at most"]
-    assert solvers.missed([made_up(plan("auto", 0.3, 0.2), bound=None)]) == []  # nothing is proven
-    late = [made_up(plan("auto", 0.8, 0.0, 11.0)), made_up(plan("auto", 0.8, 0.0, 11.0), nodes=2001)]
-    assert solvers.missed(late) == ["g at 80.0%: 11.0 s for 100 operations, 10 s at most"]
-    assert solvers.missed([made_up(plan("dtr", 0.8, 0.1), bound=11.5)]) == [
+    assert (
+        standings.missed([made_up(plan("auto", 0.3, 0.0009), plan("auto", 0.2, 0.029), plan("auto", 0.1, 9.0))]) == []
+    )
+    assert standings.missed([made_up(plan("auto", 0.3, 0.0011))]) == ["g at 30.0%: gap of 0.11%, 0.1% at most"]
+    assert standings.missed([made_up(plan("auto", 0.2, 0.031))]) == ["g at 20.0%: gap of 3.10%, 3.0% at most"]
+    assert standings.missed([made_up(plan("auto", 0.3, 0.2), bound=None)]) == ["g at 30.0%: nothing is proven"]
+    late = Cell("auto", 0.3, "time", 60.0), Cell("auto", LEAST, "skipped")
+    assert standings.missed([made_up(*late)]) == ["g at 30.0%: stopped after 60 s"]
+    late = [made_up(plan("auto", 0.8, 0.0, 11.0)), made_up(plan("auto", 0.8, 0.0, 11.0), nodes=2400)]
+    assert standings.missed(late) == ["g at 80.0%: 11.0 s for 100 operations, 10 s at most"]
+    large = [made_up(plan("auto", 0.8, 0.0, 36.0), nodes=count) for count in (11_000, 20_000)]
+    assert standings.missed(large) == ["g at 80.0%: 36.0 s for 11,000 operations, 35 s at most"]
+    assert standings.missed([made_up(plan("dtr", 0.8, 0.1), bound=11.5)]) == [
         "g at 80.0%: dtr is 5.00% below what is proven"
     ]
     checkmate = Round("ResNet50", "abc", 353, 100, 10.0, 20, {0.549: None}, [plan("auto", 0.549, 0.0130)])
-    assert solvers.missed([checkmate]) == ["ResNet50 at 54.9%: +1.300%, +1.223% at most"]
+    assert standings.missed([checkmate]) == ["ResNet50 at 54.9%: +1.300%, +1.223% at most"]
 
 
 def test_standings():
     rounds = [made_up(plan("auto", 0.3, 0.0), plan("dtr", 0.3, 0.2)), made_up(plan("auto", 0.3, 0.5))]
     rounds[1].cells.append(Cell("dtr", 0.3, "over", 3.0, least_bytes=70))
-    auto, dtr = solvers.standings(rounds)
+    auto, dtr = standings.standings(rounds)
     assert (auto.asked, auto.feasible, auto.faster) == (2, 1.0, 0)
     assert (dtr.asked, dtr.feasible, dtr.faster) == (2, 0.5, 0)
     assert dtr.slower is not None and math.isclose(dtr.slower, 0.2)
+    rounds[1].cells.append(Cell("dtr", LEAST, "skipped"))
+    rounds[1].cells.append(Cell("dtr", 0.2, "skipped"))  # takes no time
+    assert standings.standings(rounds)[1].solve_seconds == dtr.solve_seconds == 2.0
+
+
+def test_a_late_proof_gives_way_to_that_of_a_larger_budget_or_a_quick_one(monkeypatch: pytest.MonkeyPatch):
+    slow = {0.8: 1.0, 0.6: None, 0.4: 3.0, 0.3: None}
+
+    def answers(ask: object, graph: Graph, asked: dict[float, int], seconds: float) -> Iterator[tuple[float, Any]]:
+        quick = ask is solvers._quickly_proven
+        assert seconds == (10.0 if quick else 40.0)
+        return iter([(b, {0.6: 2.0, 0.3: 2.5}[b] if quick else slow[b]) for b in asked])
+
+    monkeypatch.setattr(solvers, "answers", answers)
+    found = dict(solvers._bounds(layered(10), dict.fromkeys(slow, 1), 10.0))
+    assert found == {0.8: 1.0, 0.6: 2.0, 0.4: 3.0, 0.3: 3.0}
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
