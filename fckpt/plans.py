@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fckpt import solve
-from fckpt.errors import ArgumentTypeError, ArgumentValueError, FckptError, PlanError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError, FckptError, PlanError
 from fckpt.graph import Graph
 from fckpt.progress import Line
 from fckpt.report.summary import summary_line, summary_table
@@ -22,7 +22,7 @@ from fckpt.schedule import Schedule
 from fckpt.simulate import Timeline, simulate
 from fckpt.solve.bounds import Bound, least_peak
 from fckpt.solve.certificate import quick, tighter
-from fckpt.units import parse_bytes
+from fckpt.units import format_bytes, parse_bytes
 
 __all__ = ["Plan", "check_budget", "make_plan"]
 
@@ -223,7 +223,7 @@ def make_plan(
         time_limit: seconds, for solvers that search as long as they are told to; None leaves it to them.
 
     Raises:
-        BudgetError: nothing fits.
+        BudgetError: nothing fits, or the plan that the solver returned does not.
         ArgumentValueError: a time limit for a solver that takes none, or one that is no time.
     """
     if budget is None:
@@ -238,9 +238,20 @@ def make_plan(
     if chosen is not solve.auto:
         if time_limit is not None:
             raise ArgumentValueError(f"the solver {solver!r} takes no time limit; 'auto' does.")
-        return Plan(graph, chosen(graph, nbytes), solver, nbytes, torch_version)
+        return _within(Plan(graph, chosen(graph, nbytes), solver, nbytes, torch_version), nbytes)
     with Line() as line:
         schedule = solve.auto(
             graph, nbytes, time_limit=time_limit, watch=lambda n, of: line.update(n, of, "weighed {} of {} moves")
         )
-    return Plan(graph, schedule, solver, nbytes, torch_version)
+    return _within(Plan(graph, schedule, solver, nbytes, torch_version), nbytes)
+
+
+def _within(plan: Plan, nbytes: int) -> Plan:
+    """Returns the plan, whoever made it, unless it breaks its promise."""
+    if plan.peak_bytes <= nbytes:
+        return plan
+    raise BudgetError(
+        f"the solver {plan.solver!r} returned a plan that needs {format_bytes(plan.peak_bytes)} where the budget is "
+        f"{format_bytes(nbytes)}. Name that budget or another solver; a solver should raise a BudgetError itself.",
+        plan.peak_bytes,
+    )

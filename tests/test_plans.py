@@ -28,7 +28,8 @@ from planned import (
 from torch import Tensor
 
 import fckpt
-from fckpt import policies
+from fckpt import policies, solve
+from fckpt.solve.save_all import save_all
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -478,3 +479,17 @@ def test_hooks_that_store_elsewhere_are_kept_to() -> None:
     out.sum().backward()
     y.sin().exp().tanh().sum().backward()
     assert_equal(x.grad, y.grad)
+
+
+def test_a_solvers_word_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = model(next(iter(MODELS)))
+    monkeypatch.setattr(solve, "_SOLVERS", {**solve._SOLVERS, "careless": lambda graph, _: save_all(graph)})
+    most = fckpt.plan(net, x).peak_bytes
+    assert fckpt.plan(net, x, budget=most, solver="careless").peak_bytes == most
+    for call in (
+        lambda: fckpt.plan(net, x, budget=most - 1, solver="careless"),
+        lambda: fckpt.remat(net, budget=most - 1, solver="careless")(x),
+    ):
+        with pytest.raises(fckpt.BudgetError, match="'careless' returned a plan that needs") as error:
+            call()
+        assert error.value.least_bytes == most
