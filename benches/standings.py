@@ -16,6 +16,7 @@ __all__ = [
     "TOLERANCE",
     "Round",
     "Standing",
+    "gap_allowed",
     "is_checkmates",
     "losses",
     "missed",
@@ -175,6 +176,11 @@ def _wrong(found: Round, cell: Cell) -> Iterator[str]:
         yield f"{_where(found, cell)}: {cell.solver} is {-gap:.2%} below what is proven"
 
 
+def gap_allowed(budget: float) -> float:
+    """Returns the largest gap that is no miss, as a part of the step."""
+    return 0.001 if budget >= 0.3 else 0.03 if budget >= 0.15 else math.inf
+
+
 def _short(found: Round, cell: Cell) -> Iterator[str]:
     """Yields where auto falls short."""
     where = _where(found, cell)
@@ -185,7 +191,7 @@ def _short(found: Round, cell: Cell) -> Iterator[str]:
     if cell.budget == LEAST:
         return
     gap = found.gap(cell)
-    most = 0.001 if cell.budget >= 0.3 else 0.03 if cell.budget >= 0.15 else math.inf
+    most = gap_allowed(cell.budget)
     if gap is not None and gap > most:
         yield f"{where}: gap of {gap:.2%}, {most:.1%} at most"
     if gap is None and cell.seconds is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Sequence
 from random import Random
 
@@ -107,6 +108,13 @@ def test_never_above_the_optimum(batch: int):
     assert len(found) > 40
     assert sum(isclose(bound.seconds, seconds) for seconds, bound, _ in found) > 0.9 * len(found)
     assert any(bound.method in ("minimum cut", "integer program") for _, bound, _ in found)
+
+
+@pytest.mark.skipif(os.environ.get("FCKPT_PROFILE") != "slow", reason="takes ten minutes; see CONTRIBUTING.md")
+@pytest.mark.parametrize("batch", range(20))
+def test_never_above_the_optimum_of_many(batch: int):
+    found = [pair for k in range(1000) for pair in against_brute(small(100_000 + 1000 * batch + k, 7), (0.0, 0.3, 0.6))]
+    assert len(found) > 1000
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -40,8 +40,8 @@ class Chain(NamedTuple):
 
 
 @st.composite
-def chains(draw: st.DrawFn, most: int, most_options: int) -> Chain:
-    length = draw(st.integers(1, most))
+def chains(draw: st.DrawFn, most: int, most_options: int, least: int = 1) -> Chain:
+    length = draw(st.integers(least, most))
     size, seconds = st.integers(0, 4), st.integers(0, 5).map(float)
     values = [(i, i + 1, draw(size)) for i in range(length - 1)]
     for _ in range(draw(st.integers(0, 2))):  # skips
@@ -201,6 +201,12 @@ def check_steps(chain: Chain, steps: list[Step], limit: int, seconds: float) -> 
 @examples(80)
 @given(chain=chains(most=5, most_options=3), limits=st.lists(st.integers(1, 40), min_size=1, max_size=3))
 def test_no_persistent_schedule_is_faster(chain: Chain, limits: list[int]):
+    check(chain, limits)
+
+
+@examples(30)
+@given(chain=chains(least=6, most=8, most_options=2), limits=st.lists(st.integers(1, 30), min_size=1, max_size=2))
+def test_no_persistent_schedule_of_eight_stages_is_faster(chain: Chain, limits: list[int]):
     check(chain, limits)
 
 
