@@ -240,9 +240,14 @@ def make_plan(
             raise ArgumentValueError(f"the solver {solver!r} takes no time limit; 'auto' does.")
         return _within(Plan(graph, chosen(graph, nbytes), solver, nbytes, torch_version), nbytes)
     with Line() as line:
-        schedule = solve.auto(
-            graph, nbytes, time_limit=time_limit, watch=lambda n, of: line.update(n, of, "weighed {} of {} moves")
-        )
+
+        def tell(what: str, done: int, of: int) -> None:
+            if of:
+                line.update(done, of, f"{what}: {{}} of {{}}")
+            else:
+                line.say(f"{what}: {done}" if done else what)
+
+        schedule = solve.auto(graph, nbytes, time_limit=time_limit, watch=tell)
     return _within(Plan(graph, schedule, solver, nbytes, torch_version), nbytes)
 
 

@@ -17,6 +17,7 @@ class Line:
     def __init__(self, enabled: bool = True):
         self.enabled = enabled and sys.stderr.isatty()
         self.start = self.last = time.perf_counter()
+        self.text = ""
         self.shown = False
 
     def __enter__(self) -> Line:
@@ -28,16 +29,23 @@ class Line:
         Args:
             done: how much, at least 1.
             total: of how much.
-            text: what is done, with two `{}` for the two numbers.
+            text: what is done, with two `{}` for the two numbers. With another text the time begins anew.
         """
         now = time.perf_counter()
+        if text != self.text:
+            self.text, self.start = text, now
         left = (now - self.start) * (total - done) / done
-        if not self.enabled or now - self.last < 0.2 or not (self.shown or left > 1.0):
+        if now - self.last < 0.2 or not (self.shown or left > 1.0):
             return
-        self.last, self.shown = now, True
-        line = f"fckpt: {text.format(done, total)}, {format_seconds(left)} left"
-        sys.stderr.write(f"\r{line:<78}")
-        sys.stderr.flush()
+        self.last = now
+        self.say(f"{text.format(done, total)}, {format_seconds(left)} left")
+
+    def say(self, text: str) -> None:
+        """Says what is done now, at once."""
+        if self.enabled:
+            self.shown = True
+            sys.stderr.write(f"\r{f'fckpt: {text}':<78}")
+            sys.stderr.flush()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

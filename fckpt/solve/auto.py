@@ -65,7 +65,7 @@ def auto(
     *,
     time_limit: float | None = None,
     seed: int = 0,
-    watch: Callable[[int, int], object] | None = None,
+    watch: Callable[[str, int, int], object] | None = None,
 ) -> Schedule:
     """Returns the fastest schedule that is found within `budget`.
 
@@ -76,7 +76,8 @@ def auto(
             to the same plan on any machine. Starts are found whatever the limit. Default: one for every 100 nodes up
             to 5, and then for every 200 up to 60; it ends earlier if nothing gets better.
         seed: of the random numbers of the search.
-        watch: is told how many moves of how many have been weighed, from time to time.
+        watch: is told what is done, how much of it, and of how much, from time to time. The latter is 0 where it is not
+            known, and then it is told of what takes more than a second alone.
 
     Raises:
         BudgetError: none is found.
@@ -93,18 +94,23 @@ def auto(
         return schedule_of(graph, *everything[0])
     starts: list[Order] = []
     found = starts
+    tell = watch if watch is not None else _nobody
+    slow = tell if len(graph.nodes) > HEAD_START else _nobody
     try:
+        slow("proving a bound", 0, 0)
         limit = _usual(len(graph.nodes)) if time_limit is None else time_limit
         bound, certificates = certified(graph, budget, effort=quick(graph))
         effort = usual(graph, max(1.0, (time_limit or 0.0) / RICH))
         enough = bound.seconds + GOOD_ENOUGH * graph.seconds
+        slow("looking for plans to start from", 0, 0)
         for start in _Starts(rules, everything, certificates).fitted(budget, effort, enough):
-            starts.append(start)  # noqa: PERF402  # an interrupt leaves those that are there
+            starts.append(start)  # an interrupt leaves those that are there
+            slow("plans to start from", len(starts), 0)
         starts.sort(key=lambda order: seconds_of(rules, order))
         search = Search(rules, starts, budget, seed)
         found = search.found
         moves = PACE * (limit - len(graph.nodes) / HEAD_START)
-        search.run(max(0, round(moves)), enough, watch)
+        search.run(max(0, round(moves)), enough, lambda done, of: tell("moves weighed", done, of))
         missed = min(seconds_of(rules, order) for order in found) - bound.seconds
         if OPTIMAL * graph.seconds < missed <= GOOD_ENOUGH * graph.seconds:
             found.extend(_last(rules, budget))
@@ -116,6 +122,10 @@ def auto(
             stacklevel=users_stacklevel(),
         )
     return schedule_of(graph, *min(found, key=lambda order: seconds_of(rules, order)))
+
+
+def _nobody(*_: object) -> None:
+    """Is told, and forgets."""
 
 
 def _last(rules: Rules, budget: int) -> list[Order]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
+from typing import Any
 
 import pytest
 from graphs import chain, graphs, network
@@ -84,7 +85,7 @@ def test_an_interrupt_leaves_the_best_plan_so_far():
     budget = int(0.35 * peak(graph))
     seen: list[tuple[int, int]] = []
 
-    def interrupting(done: int, total: int) -> None:
+    def interrupting(_: str, done: int, total: int) -> None:
         seen.append((done, total))
         if len(seen) == 5:
             raise KeyboardInterrupt
@@ -94,6 +95,23 @@ def test_an_interrupt_leaves_the_best_plan_so_far():
     assert simulate(graph, schedule).peak_nbytes <= budget
     assert all(before < after for (before, _), (after, _) in itertools.pairwise(seen))
     assert simulate(graph, schedule).seconds >= simulate(graph, solve.auto(graph, budget)).seconds
+
+
+def test_an_interrupt_between_starts_leaves_the_best_of_them():
+    graph = network(40)  # so many that it says what it does before it weighs moves
+    budget = int(0.4 * peak(graph))
+    seen: list[tuple[str, int, int]] = []
+
+    def interrupting(*what: Any) -> None:
+        seen.append(what)
+        if what[:2] == ("plans to start from", 2):
+            raise KeyboardInterrupt
+
+    with pytest.warns(UserWarning, match="takes the best"):
+        schedule = solve.auto(graph, budget, watch=interrupting)
+    assert seen[:2] == [("proving a bound", 0, 0), ("looking for plans to start from", 0, 0)]
+    assert seen[-1] == ("plans to start from", 2, 0)
+    assert simulate(graph, schedule).peak_nbytes <= budget
 
 
 def test_an_interrupt_before_anything_is_found_is_an_interrupt(monkeypatch: pytest.MonkeyPatch):
