@@ -8,7 +8,7 @@ import itertools
 from typing import Any
 
 import pytest
-from graphs import chain, graphs, network
+from graphs import Builder, chain, graphs, network
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -78,6 +78,29 @@ def test_the_same_limit_and_seed_find_the_same_plan_and_a_longer_search_none_tha
     assert solve.auto(graph, budget, time_limit=0.3, seed=1) == short
     longer = solve.auto(graph, budget, time_limit=0.8, seed=1)
     assert simulate(graph, longer).seconds <= simulate(graph, short).seconds
+
+
+def test_weight_gradients_are_computed_early_where_that_lowers_the_peak():
+    count = 8
+    build = Builder()
+    values = [build.value(10)]
+    for _ in range(count):
+        values += build.node("layer", values[-1:], [10])
+    layers = build.node("loss", values[-1:], [0])
+    seeds = [build.cotangent(0)]
+    arrived = [*build.node("backward", [values[-1], *seeds], [10])]
+    for _ in range(count - 1):
+        arrived += build.node("backward", arrived[-1:], [10])
+    pairs = zip(reversed(values[:-1]), arrived, strict=True)
+    gradients = [build.node("backward_weight", [*pair], [1])[0] for pair in pairs]  # all of them at the end
+    ends = {"cotangents": tuple(seeds), "outputs": tuple(layers), "gradients": tuple(gradients)}
+    graph = Graph(tuple(build.nodes), tuple(build.values), tuple(values[:1]), **ends, boundary=count + 1)
+
+    budget = int(0.7 * peak(graph))
+    timeline = simulate(graph, solve.auto(graph, budget))
+    assert timeline.peak_nbytes <= budget
+    assert timeline.recomputed_nodes == 0  # another order is enough
+    assert simulate(graph, solve.get("chen")(graph, budget)).recomputed_nodes > 0  # keeps the order
 
 
 def test_an_interrupt_leaves_the_best_plan_so_far():
