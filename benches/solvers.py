@@ -9,7 +9,7 @@ and else the least budget for which the solver has one, and how long it looked. 
 files: graphs of fckpt, or those of the Checkmate paper (`checkmate_graphs.py`). A budget is a fraction of the peak of
 the step as autograd runs it. A solver runs in a process of its own, and is stopped after `--seconds`, or twice that for
 its least budget; then it is not asked about the budgets that remain. The bound is what `fckpt.solve.certificate` proves
-about all plans: in four times `--seconds`, else in one second. A gap is the distance of a plan to it, in percent of the
+about all plans: in `--seconds` as well, else in one second. A gap is the distance of a plan to it, in percent of the
 step.
 """
 
@@ -48,8 +48,6 @@ BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.15)
 BOUND = "bound"
 """Stands for it among the names of solvers."""
 NO_CONTEST = ("brute", "policy", "recompute_all", "save_all")
-PROOFS = 4.0
-"""The time for a proof, of that for a plan: all solvers are judged by it."""
 
 
 # ---- one graph -------------------------------------------------------------------------------------
@@ -111,7 +109,7 @@ def _cells(title: str, solver: solve.Solver, graph: Graph, asked: dict[float, in
 
 def _bounds(graph: Graph, asked: dict[float, int], seconds: float) -> Iterator[tuple[float, float | None]]:
     """Yields what is proven of each budget, the large ones first: what holds there holds below."""
-    known = dict(answers(_proven, graph, asked, PROOFS * seconds))
+    known = dict(answers(_proven, graph, asked, seconds))
     late = {budget: asked[budget] for budget, bound in known.items() if bound is None}
     known |= dict(answers(_quickly_proven, graph, late, seconds))
     best = -math.inf

@@ -100,7 +100,6 @@ def test_weight_gradients_are_computed_early_where_that_lowers_the_peak():
     timeline = simulate(graph, solve.auto(graph, budget))
     assert timeline.peak_nbytes <= budget
     assert timeline.recomputed_nodes == 0  # another order is enough
-    assert simulate(graph, solve.get("chen")(graph, budget)).recomputed_nodes > 0  # keeps the order
 
 
 def test_an_interrupt_leaves_the_best_plan_so_far():
