@@ -54,6 +54,13 @@ def load(path: Path | str) -> Graph:
         raise ValueError(f"{path}: no JSON: {error}") from None
     if not ({"nodes", "graph"} <= {*data} and {"links", "edges"} & {*data}):
         raise ValueError(f"{path}: no node-link data of networkx: there are no `nodes`, `graph` and `links` in it.")
+    try:
+        return _read(data, str(path))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: a node or an edge is not as those of the Moccasin repository: {error!r}") from None
+
+
+def _read(data: dict[str, Any], path: str) -> Graph:
     found = {_name(node): node for node in data["nodes"]}
     order: list[int] = data["graph"].get("order") or list(found)
     place = {name: i for i, name in enumerate(order)}
@@ -63,7 +70,7 @@ def load(path: Path | str) -> Graph:
         if source >= target:
             raise ValueError(f"{path}: node {order[target]} comes before node {order[source]}, which it reads.")
         reads[target].append(source)
-    return _graph([found[name] for name in order], reads, str(path))
+    return _graph([found[name] for name in order], reads, path)
 
 
 def _name(node: dict[str, Any]) -> int:

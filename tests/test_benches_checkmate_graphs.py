@@ -68,7 +68,12 @@ def test_what_does_not_fit_is_refused(edges: list[tuple[int, int]], message: str
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [('{"nodes": []}', r"other\.json: no node-link data"), ("", r"other\.json: no JSON")]
+    ("text", "message"),
+    [
+        ('{"nodes": []}', r"other\.json: no node-link data"),
+        ('{"nodes": [{"id": 0}], "graph": {}, "links": []}', r"other\.json: a node or an edge is not .*KeyError"),
+        ("", r"other\.json: no JSON"),
+    ],
 )
 def test_another_file_is_refused(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "other.json"

@@ -7,7 +7,7 @@ goes the other way. Both are heuristics, without a guarantee; every number they 
 
 Complexity: a move costs a few slices of the profile. There are about as many moves as values to evict.
 
-Left out: moves of a computation without repeating it (the order comes from `orders`), random restarts.
+Left out: moves of a computation without repeating it (the order comes from `seeds`), random restarts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fckpt.graph import Node
 from fckpt.solve.base import Rules
 from fckpt.solve.tape import Tape
 
-__all__ = ["prune", "repair"]
+__all__ = ["Gaps", "Repair", "prune", "repair", "without"]
 
 LEVELS = 10
 """How many generations of missing ancestors a move computes again before it gives up."""
