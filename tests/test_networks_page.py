@@ -47,7 +47,7 @@ def row(report: dict[str, Any]) -> str:
         f"{ogc['predicted_bytes'] / nbytes:.2f}",
         extra(ogc),
         extra(point(report, "rotor", "same memory")),
-        extra(point(report, "knapsack", "same memory")),
+        extra(point(report, "torch_dp", "same memory") or point(report, "knapsack", "same memory")),
         extra(point(report, "auto", "same memory")),
         "" if time.proven is None else f"{100 * time.proven * ogc['predicted_overhead']:.1f}",
         "" if memory.value is None else f"{memory.value:.2f}",
@@ -56,6 +56,29 @@ def row(report: dict[str, Any]) -> str:
         f"{100 * report['published']['overhead']:.0f}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def more(report: dict[str, Any]) -> list[str]:
+    """The cells of what else was compared: torch's checkpoint per block, and `auto` in half of ogc's memory."""
+    plain, torch, half = (
+        point(report, "plain"),
+        point(report, "torch", "per block"),
+        point(report, "auto", "half of it"),
+    )
+    assert plain is not None
+    assert torch is not None
+    part = (torch["measured_bytes"] or torch["predicted_bytes"]) / (plain["measured_bytes"] or plain["predicted_bytes"])
+    cells = [f"{part:.2f}", extra(torch)]
+    if half is not None:
+        return [*cells, extra(half), f"{100 * half['lower_bound']:.1f}"]
+    asked = next(p["budget_bytes"] for p in report["points"] if p["budget"] == "half of it")
+    return [*cells, "" if report["floor_bytes"] > asked else "*none*", ""]
+
+
+def also(name: str) -> str:
+    """A network's line in the table of what else was compared, measured and planned."""
+    both = [next(r for r in reports(kind) if r["network"] == name) for kind in (MEASURED, PLANNED)]
+    return f"| {' | '.join([both[0]['title'].partition(' (')[0], *more(both[0]), *more(both[1])])} |"
 
 
 def summary(name: str, target: str) -> str:
@@ -82,6 +105,12 @@ def test_the_tables_are_what_the_bench_wrote(name: str):
     text = PAGE.read_text()
     for report in found:
         assert row(report) in text
+
+
+def test_the_table_of_what_else_was_compared_is_what_the_bench_wrote():
+    text = PAGE.read_text()
+    for name in NETWORKS:
+        assert also(name) in text
 
 
 @pytest.mark.parametrize("name", [MEASURED, PLANNED])
@@ -118,3 +147,4 @@ def test_there_is_a_picture_of_each_network():
 if __name__ == "__main__":
     for name in (MEASURED, PLANNED):
         print(name, *map(row, reports(name)), *(summary(name, target) for target in TARGETS), sep="\n")
+    print(*map(also, NETWORKS), sep="\n")
