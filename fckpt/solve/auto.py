@@ -15,6 +15,8 @@ budget asked.
 
 Complexity: the starts take near-linear time in the size of the graph, and small integer programs. The search is given a
 number of moves, not seconds, so that a plan depends on the graph, its times, the budget, the limit and the seed alone.
+
+Left out: blocks that are alike are planned one by one, and large graphs like small ones, not as a hierarchy of graphs.
 """
 
 from __future__ import annotations
