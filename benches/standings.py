@@ -142,20 +142,21 @@ def _loss(found: Round, cell: Cell) -> str | None:
 def losses(rounds: Sequence[Round]) -> list[str]:
     """Returns where auto is worse than another solver."""
     found = [loss for f in rounds for c in f.cells if (loss := _loss(f, c)) is not None]
-    return found + [loss for f in rounds for loss in _smaller(f)]
+    return found + [loss for f in rounds if (loss := _smaller(f)) is not None]
 
 
-def _smaller(found: Round) -> Iterator[str]:
-    """Yields who has a plan of a lower peak than auto's lowest."""
+def _smaller(found: Round) -> str | None:
+    """Says whose plan has a lower peak than auto's lowest, and how many others do."""
     auto = found.cell("auto", LEAST)
     if auto is None:
-        return
-    ours = (
-        f"auto {auto.outcome}" if auto.peak_bytes is None else f"auto to {auto.peak_bytes / found.plain_peak_bytes:.2%}"
-    )
-    for c in found.cells:
-        if c.budget == LEAST and c.peak_bytes and c.peak_bytes < (auto.peak_bytes or math.inf):
-            yield f"{found.graph}: {c.solver} goes down to {c.peak_bytes / found.plain_peak_bytes:.2%}, {ours}"
+        return None
+    ends = {c.solver: c.peak_bytes / found.plain_peak_bytes for c in found.cells if c.budget == LEAST and c.peak_bytes}
+    lower = sorted((share, name) for name, share in ends.items() if share < ends.get("auto", math.inf))
+    if not lower:
+        return None
+    more = f", {len(lower) - 1} more below auto" if len(lower) > 1 else ""
+    ours = f"auto to {ends['auto']:.2%}" if "auto" in ends else f"auto has no plan ({auto.outcome})"
+    return f"{found.graph}: {lower[0][1]} goes down to {lower[0][0]:.2%}{more}, {ours}"
 
 
 def missed(rounds: Sequence[Round]) -> list[str]:
