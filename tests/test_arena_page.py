@@ -1,0 +1,103 @@
+"""The tables of docs/arena.md are what the bench wrote, and what the page says of them holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from statistics import median
+
+from pages import ROOT
+
+from benches import standings
+from benches.contest import LEAST
+from benches.graphs import GRAPHS
+from benches.solvers import BUDGETS
+from benches.standings import CHECKMATE, Round, Standing, gap_allowed
+
+PAGE = ROOT / "docs" / "arena.md"
+ROUNDS = standings.read_rounds(ROOT / "benches" / "results" / "solvers-cpu.json")
+
+
+def overhead(found: Round, budget: float) -> str:
+    """What `auto` made of a budget, in percent, and how far that is above the bound."""
+    cell, bound = found.cell("auto", budget), found.bounds[budget]
+    assert cell is not None
+    if cell.overhead is None:
+        return "" if bound == math.inf else "*none*" if cell.outcome == "over" else "*late*"
+    gap = found.gap(cell)
+    assert gap is not None
+    text = f"{100 * cell.overhead:.2f}" + (f" ({100 * gap:.2f})" if gap >= 0.00005 else "")
+    return f"**{text}**" if gap > gap_allowed(budget) else text
+
+
+def row(found: Round) -> str:
+    """A graph's line in the table of `auto`."""
+    least = found.cell("auto", LEAST)
+    assert least is not None
+    reached = f"{100 * least.peak_bytes / found.plain_peak_bytes:.2f}" if least.peak_bytes else "*late*"
+    asked = [cell for b in BUDGETS if (cell := found.cell("auto", b)) is not None and cell.outcome != "skipped"]
+    took = [cell.solve_seconds for cell in asked]
+    cells = [
+        f"Checkmate's {found.graph}" if found.graph not in GRAPHS else found.graph,
+        f"{found.nodes:,}",
+        *(overhead(found, budget) for budget in BUDGETS),
+        f"{reached} ({100 * found.least_peak_bytes / found.plain_peak_bytes:.2f})",
+        f"{median(took):.1f}, {max(took):.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def checkmates() -> Iterator[str]:
+    """The lines about the budgets of the Checkmate paper."""
+    found = next(r for r in ROUNDS if standings.is_checkmates(r.graph, r.nodes))
+    for budget, target in CHECKMATE.items():
+        cell, bound = found.cell("auto", budget), found.bounds[budget]
+        assert cell is not None
+        assert cell.overhead is not None
+        assert bound is not None
+        cells = [
+            f"{100 * budget:.1f}",
+            f"{100 * target:.3f}",
+            f"{100 * cell.overhead:.3f}",
+            f"{100 * (bound / found.seconds - 1):.3f}",
+            f"{cell.solve_seconds:.1f}",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def standing(line: Standing) -> str:
+    """A solver's line in the table of all."""
+    name = f"`{line.solver}`"
+    if line.slower is None:
+        return f"| {name} | {line.asked} | {100 * line.feasible:.0f} % | | {line.faster} | {line.solve_seconds:.1f} |"
+    longer = "" if line.solver == "auto" else f"{100 * line.slower:.2f} %"
+    cells = (f"{line.asked}", f"{100 * line.feasible:.0f} %", longer, f"{line.faster}", f"{line.solve_seconds:.1f}")
+    return f"| {' | '.join((name, *cells))} |"
+
+
+def missed() -> list[str]:
+    """Everything that falls short, but for the gaps: those are bold in the table."""
+    return [f"* {line}" for line in (*standings.losses(ROUNDS), *standings.missed(ROUNDS)) if ": gap of " not in line]
+
+
+def test_all_graphs_are_there():
+    names = [found.graph for found in ROUNDS]
+    assert names[: len(GRAPHS)] == list(GRAPHS)
+    assert len(names) == len(set(names)) > len(GRAPHS)
+
+
+def test_the_tables_are_what_the_bench_wrote():
+    lines = PAGE.read_text().splitlines()
+    wanted = [*map(row, ROUNDS), *checkmates(), *map(standing, standings.standings(ROUNDS))]
+    assert [line for line in wanted if line not in lines] == []
+
+
+def test_everything_that_is_missed_is_said_and_nothing_else():
+    section = PAGE.read_text().partition("## Missed")[2]
+    assert [line for line in section.splitlines() if line.startswith("* ")] == missed()
+
+
+if __name__ == "__main__":
+    print(
+        *map(row, ROUNDS), "", *checkmates(), "", *map(standing, standings.standings(ROUNDS)), "", *missed(), sep="\n"
+    )
