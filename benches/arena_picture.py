@@ -6,7 +6,7 @@
 Nothing is run: all that is drawn stands in the JSON of `solvers.py`, and the same JSON makes the same file, byte for
 byte. arena.svg has a plot for each graph: budgets from left to right, extra time upwards, our solver as a staircase,
 the others as points, and what is proven as the region where no plan whatsoever lies, and the wall of the least peak.
-Plans that take more than three times the extra time of our slowest are left out, for the scale.
+Plans that take more than three times the extra time of our slowest within a budget are left out, for the scale.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BENEATH = (
     "extra time (scale of square roots) within a budget, of the plain step's time and peak; in brackets: operations"
 )
 MOST = 3.0
-"""What is drawn of other solvers, of the extra time that ours takes at most."""
+"""What is drawn, of the extra time that our solver takes at most within a budget that was asked."""
 
 
 @style.context(["default", STYLE])
@@ -67,24 +67,25 @@ def arena(rounds: Sequence[Round]) -> Figure:
 
 
 def _draw_plans(axes: Axes, found: Round, looks: dict[str, dict[str, str]]) -> dict[str, Artist]:
-    ours = _plans(found, "auto")
-    most = MOST * max((overhead for _, overhead in ours), default=math.inf)
+    asked = [c.overhead for c in found.cells if c.solver == "auto" and c.budget != LEAST and c.overhead is not None]
+    most = MOST * max(asked, default=math.inf)
+    ours = _plans(found, "auto", most)
     look = {"color": OURS, "linewidth": 1.3, "drawstyle": "steps-post", "marker": ".", "markersize": 5, "zorder": 4}
     look |= {"label": "auto", "gid": f"auto-{found.graph}"}
     handles: dict[str, Artist] = {"auto": axes.plot(*_across(ours), **look)[0]}
     for name, look in looks.items():
-        plans = [(budget, overhead) for budget, overhead in _plans(found, name) if overhead <= most]
+        plans = _plans(found, name, most)
         look = {**look, "linestyle": "none", "markersize": 4, "markeredgewidth": 0.7, "zorder": 3}
         handles[name] = axes.plot(*_across(plans), **look, label=name, gid=f"{name}-{found.graph}")[0]
     return handles
 
 
-def _plans(found: Round, solver: str) -> list[tuple[float, float]]:
-    """Returns the budgets for which a solver has a plan, and what that takes in addition; its least peak among them."""
+def _plans(found: Round, solver: str, most: float) -> list[tuple[float, float]]:
+    """Returns the budgets for which a solver has a plan, its least peak among them, and what that takes in addition."""
     plans = [
         (cell.peak_bytes / found.plain_peak_bytes if cell.budget == LEAST else cell.budget, cell.overhead)
         for cell in found.cells
-        if cell.solver == solver and cell.overhead is not None and cell.peak_bytes is not None
+        if cell.solver == solver and cell.overhead is not None and cell.peak_bytes is not None and cell.overhead <= most
     ]
     return sorted(plans)
 
