@@ -29,19 +29,24 @@ class Line:
         Args:
             done: how much, at least 1.
             total: of how much.
-            text: what is done, with two `{}` for the two numbers. With another text the time begins anew.
+            text: what is done, with two `{}` for the two numbers. After something else the time begins anew.
         """
         now = time.perf_counter()
-        if text != self.text:
-            self.text, self.start = text, now
+        if self.text not in ("", text):
+            self.start = self.last = now
+        self.text = text
         left = (now - self.start) * (total - done) / done
         if now - self.last < 0.2 or not (self.shown or left > 1.0):
             return
         self.last = now
-        self.say(f"{text.format(done, total)}, {format_seconds(left)} left")
+        self._write(f"{text.format(done, total)}, {format_seconds(left)} left")
 
     def say(self, text: str) -> None:
         """Says what is done now, at once."""
+        self.text = text
+        self._write(text)
+
+    def _write(self, text: str) -> None:
         if self.enabled:
             self.shown = True
             sys.stderr.write(f"\r{f'fckpt: {text}':<78}")

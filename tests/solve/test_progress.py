@@ -54,7 +54,9 @@ def test_the_time_left_is_that_of_what_is_done_now(monkeypatch: pytest.MonkeyPat
     clock = iter([0.0, 10.0, 12.0, 13.0]).__next__
     monkeypatch.setattr("fckpt.progress.time.perf_counter", clock)
     with Line() as line:
+        line.say("proving a bound")
         line.update(1, 4, "moves: {} of {}")
         line.update(2, 4, "moves: {} of {}")
         line.update(3, 4, "moves: {} of {}")
-    assert terminal.lines[1:3] == ["fckpt: moves: 2 of 4, 2.00 s left", "fckpt: moves: 3 of 4, 1.00 s left"]
+    assert terminal.lines[1] == "fckpt: proving a bound"
+    assert terminal.lines[2:4] == ["fckpt: moves: 2 of 4, 2.00 s left", "fckpt: moves: 3 of 4, 1.00 s left"]
