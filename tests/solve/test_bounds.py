@@ -110,7 +110,7 @@ def test_never_above_the_optimum(batch: int):
     assert any(bound.method in ("minimum cut", "integer program") for _, bound, _ in found)
 
 
-@pytest.mark.skipif(os.environ.get("FCKPT_PROFILE") != "slow", reason="takes ten minutes; see CONTRIBUTING.md")
+@pytest.mark.skipif(os.environ.get("FCKPT_PROFILE") != "slow", reason="takes five minutes; see CONTRIBUTING.md")
 @pytest.mark.parametrize("batch", range(20))
 def test_never_above_the_optimum_of_many(batch: int):
     found = [pair for k in range(1000) for pair in against_brute(small(100_000 + 1000 * batch + k, 7), (0.0, 0.3, 0.6))]
