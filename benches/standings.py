@@ -133,10 +133,14 @@ def _loss(found: Round, cell: Cell) -> str | None:
         return None
     where = f"{found.graph} at {cell.budget:.1%}: {cell.solver} +{cell.overhead:.3%}"
     if auto.seconds is None or auto.overhead is None:
-        return f"{where}, auto has no plan ({auto.outcome})"
+        return f"{where}, auto has no plan ({_why(auto)})"
     if auto.seconds - cell.seconds > TOLERANCE * found.seconds:
         return f"{where}, auto +{auto.overhead:.3%}"
     return None
+
+
+def _why(cell: Cell) -> str:
+    return {"time": "it was stopped", "skipped": "it was not asked after a stop"}.get(cell.outcome, cell.outcome)
 
 
 def losses(rounds: Sequence[Round]) -> list[str]:
@@ -155,7 +159,7 @@ def _smaller(found: Round) -> str | None:
     if not lower:
         return None
     more = f", {len(lower) - 1} more below auto" if len(lower) > 1 else ""
-    ours = f"auto to {ends['auto']:.2%}" if "auto" in ends else f"auto has no plan ({auto.outcome})"
+    ours = f"auto to {ends['auto']:.2%}" if "auto" in ends else f"auto has no plan ({_why(auto)})"
     return f"{found.graph}: {lower[0][1]} goes down to {lower[0][0]:.2%}{more}, {ours}"
 
 

@@ -107,7 +107,7 @@ def test_losses_are_shown():
     ]
     late = Cell("auto", LEAST, "time", 120.0)
     assert standings.losses([made_up(late, plan("dtr", LEAST, 0.9, peak=30))]) == [
-        "g: dtr goes down to 30.00%, auto has no plan (time)"
+        "g: dtr goes down to 30.00%, auto has no plan (it was stopped)"
     ]
     three = made_up(
         plan("auto", LEAST, 0.5, peak=40), plan("xla", LEAST, 0.9, peak=35), plan("dtr", LEAST, 0.9, peak=30)
