@@ -15,7 +15,6 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib import style
 from matplotlib.artist import Artist
@@ -24,8 +23,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from benches.contest import LEAST
-from benches.paper import EDGE, OURS, PROVEN, STYLE, axes_in, markers, memory_in_percent, save, scale_time, sheet
-from benches.script import described, script_parser
+from benches.paper import OURS, STYLE, axes_in, draw_proofs, markers, memory_in_percent, save, scale_time, sheet
+from benches.script import described, picture_parser
 from benches.standings import Round, read_rounds
 
 __all__ = ["arena", "main"]
@@ -61,7 +60,7 @@ def arena(rounds: Sequence[Round]) -> Figure:
         scale_time(axes, apart=0.12)
         memory_in_percent(axes)
         axes.set_xlim(0.0, 1.0)
-    order = ["auto", *solvers, "proven: no plan in here", "proven: no plan so small"]
+    order = ["auto", *solvers, "bound", "wall"]
     figure.legend(handles=[handles[name] for name in order if name in handles], loc="lower center", ncols=6)
     return figure
 
@@ -95,27 +94,14 @@ def _across(plans: Sequence[tuple[float, float]]) -> tuple[list[float], list[flo
 
 
 def _draw_proofs(axes: Axes, found: Round) -> dict[str, Artist]:
-    look = {"facecolor": PROVEN, "edgecolor": EDGE, "linewidth": 0.8}
-    least = found.least_peak_bytes / found.plain_peak_bytes
-    wall = axes.axvspan(-1, least, hatch="///", **look, zorder=1.6, label="proven: no plan so small")
-    handles: dict[str, Artist] = {"proven: no plan so small": wall}
     bounds = [(b, bound / found.seconds - 1) for b, bound in found.bounds.items() if bound and bound < math.inf]
-    if bounds:
-        budgets, heights = _across(sorted(bounds))
-        label = "proven: no plan in here"
-        region = axes.fill_between(
-            [least, *budgets], [heights[0], *heights], step="pre", **look, zorder=1.5, label=label
-        )
-        handles[label] = region
-    return handles
+    return draw_proofs(
+        axes, found.least_peak_bytes / found.plain_peak_bytes, sorted(bounds), "proven: no plan so small"
+    )
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = script_parser("arena_picture", __doc__)
-    default = Path("benches/results/solvers-cpu.json")
-    parser.add_argument("--arena", type=Path, default=default, metavar="JSON", help=f"default: {default}")
-    default = Path("docs/pictures")
-    parser.add_argument("--folder", type=Path, default=default, metavar="OUT", help=f"default: {default}")
+    parser = picture_parser("arena_picture", __doc__, "--arena", "solvers-cpu.json")
     parsed = parser.parse_args(arguments)
     try:
         parsed.rounds = read_rounds(parsed.arena)

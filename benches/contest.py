@@ -101,6 +101,8 @@ def answers(
                 answer: Answer | None = here.recv() if here.poll(allowed(budget, seconds) + grace) else None
                 grace = 0.0
                 del left[budget]
+                if answer is None:
+                    process.kill()  # not only after what is done with this
                 yield budget, answer
                 if answer is None:
                     break

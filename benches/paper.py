@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib import style
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
 __all__ = [
-    "EDGE",
     "GREY",
     "INK",
     "OURS",
-    "PROVEN",
     "STYLE",
     "WRONG",
     "axes_in",
+    "draw_proofs",
     "markers",
     "memory_in_percent",
     "save",
@@ -96,6 +96,30 @@ def markers() -> Iterator[dict[str, str]]:
     """Yields looks for one solver after the other: hollow markers, then half filled ones, then the same again."""
     looks = ((*other, fill) for fill in ("none", "bottom", "left") for other in OTHERS)
     return cycle({"marker": marker, "color": colour, "fillstyle": fill} for marker, colour, fill in looks)
+
+
+def draw_proofs(axes: Axes, wall: float, stairs: Sequence[tuple[float, float]], below: str) -> dict[str, Artist]:
+    """Draws the region where no plan lies, and the wall of the least peak, as far as they are proven.
+
+    Args:
+        axes: of memory, as a part of the plain step's, and extra time.
+        wall: no plan has a lower peak; 0 if nothing is known.
+        stairs: budgets, from small to large, and the extra time that every plan takes within them.
+        below: the label of the wall.
+
+    Returns:
+        What was drawn: "bound" and "wall".
+    """
+    look = {"facecolor": PROVEN, "edgecolor": EDGE, "linewidth": 0.8}
+    found: dict[str, Artist] = {}
+    if stairs:
+        budgets, bounds = zip(*stairs, strict=True)
+        label = "proven: no plan in here"
+        region = [wall, *budgets], [bounds[0], *bounds]
+        found["bound"] = axes.fill_between(*region, step="pre", **look, zorder=1.5, label=label)
+    if wall:
+        found["wall"] = axes.axvspan(-1, wall, hatch="///", **look, zorder=1.6, label=below)
+    return found
 
 
 def memory_in_percent(axes: Axes) -> None:

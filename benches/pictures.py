@@ -40,23 +40,22 @@ from rich.console import Console
 
 from benches.contenders import REFERENCE, Point, Report, Target
 from benches.paper import (
-    EDGE,
     INK,
     OURS,
-    PROVEN,
     STYLE,
     WRONG,
     axes_in,
+    draw_proofs,
     markers,
     memory_in_percent,
     save,
     scale_time,
     sheet,
 )
-from benches.script import described, script_parser, steps
+from benches.script import described, picture_parser, steps
 from benches.timing import Spread
 
-__all__ = ["Results", "load", "network_picture", "overview", "parse", "save", "slug"]
+__all__ = ["Results", "load", "network_picture", "overview", "parse", "slug"]
 
 OUR_MARKERS = {"same memory": "o", "half of it": "v", "same time": "<"}
 ROW = 17
@@ -206,20 +205,12 @@ def _draw_curve(axes: Axes, report: Report, ours: str, plain: int) -> list[Artis
 
 
 def _draw_proofs(axes: Axes, report: Report, plain: int) -> list[Artist]:
-    handles: list[Artist] = []
     wall = (report.floor_bytes or 0) / plain
-    look = {"facecolor": PROVEN, "edgecolor": EDGE, "linewidth": 0.8}
-    if stairs := _proven(report):
-        budgets, bounds = zip(*stairs, strict=True)
-        budgets = np.array([wall * plain, *budgets]) / plain
-        label = "proven: no plan in here"
-        handles.append(
-            axes.fill_between(budgets, [bounds[0], *bounds], step="pre", **look, zorder=1.5, label=label, gid="bound")
-        )
-    if wall:
-        label = f"proven: no plan below {wall:.1%}"
-        handles.append(axes.axvspan(-1, wall, hatch="///", **look, zorder=1.6, label=label, gid="wall"))
-    return handles
+    stairs = [(nbytes / plain, bound) for nbytes, bound in _proven(report)]
+    found = draw_proofs(axes, wall, stairs, f"proven: no plan below {wall:.1%}")
+    for name, artist in found.items():
+        artist.set_gid(name)
+    return list(found.values())
 
 
 def _scale_memory(axes: Axes, report: Report, plain: int) -> None:
@@ -352,11 +343,7 @@ def _change(duel: Duel) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line, and reads the JSON."""
-    parser = script_parser("pictures", __doc__)
-    default = Path("benches/results/networks-planned.json")
-    parser.add_argument("--networks", type=Path, default=default, metavar="JSON", help=f"default: {default}")
-    default = Path("docs/pictures")
-    parser.add_argument("--folder", type=Path, default=default, metavar="OUT", help=f"default: {default}")
+    parser = picture_parser("pictures", __doc__, "--networks", "networks-planned.json")
     parsed = parser.parse_args(arguments)
     try:
         parsed.results = load(parsed.networks)

@@ -28,6 +28,7 @@ __all__ = [
     "in_mib",
     "network_parser",
     "opening",
+    "picture_parser",
     "report_parser",
     "rounds_of",
     "script_parser",
@@ -50,6 +51,21 @@ def report_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """Returns the same with `--json`."""
     parser = script_parser(name, doc)
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers there as well")
+    return parser
+
+
+def picture_parser(name: str, doc: str | None, option: str, report: str) -> argparse.ArgumentParser:
+    """Returns a parser for a script that draws what a report says.
+
+    Args:
+        name: of the script.
+        doc: its docstring.
+        option: that names the report.
+        report: the file in benches/results that it is by default.
+    """
+    parser = script_parser(name, doc)
+    for flag, default, metavar in ((option, f"benches/results/{report}", "JSON"), ("--folder", "docs/pictures", "OUT")):
+        parser.add_argument(flag, type=Path, default=Path(default), metavar=metavar, help=f"default: {default}")
     return parser
 
 

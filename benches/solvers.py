@@ -109,11 +109,10 @@ def _cells(title: str, solver: solve.Solver, graph: Graph, asked: dict[float, in
 
 def _bounds(graph: Graph, asked: dict[float, int], seconds: float) -> Iterator[tuple[float, float | None]]:
     """Yields what is proven of each budget, the large ones first: what holds there holds below."""
-    known = dict(answers(_proven, graph, asked, seconds))
-    late = {budget: asked[budget] for budget, bound in known.items() if bound is None}
-    known |= dict(answers(_quickly_proven, graph, late, seconds))
     best = -math.inf
-    for budget, bound in known.items():
+    for budget, bound in answers(_proven, graph, asked, seconds):
+        if bound is None:
+            bound = dict(answers(_quickly_proven, graph, {budget: asked[budget]}, seconds))[budget]
         best = best if bound is None else max(best, bound)
         yield budget, None if best == -math.inf else best
 
