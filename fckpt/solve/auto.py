@@ -4,8 +4,9 @@
 2. Starts: that plan; those of integer programs about its peak, and about what overflows then (`moments`); those that
    come up while the bound is proven (`certificate`); minimum cuts (`min_cut`); segments (`chen`), nested ones too
    (`seeds`); optimal chain schedules (`rotor`), which need few bytes.
-3. Those that are fast or lie near the budget are repaired and pruned until they fit (`repair`). If none does, the
-   smallest of all are brought down as far as repairs can, binomial schedules (`revolve`) too.
+3. Those that are fast or lie near the budget are repaired and pruned until they fit (`repair`), until too much has been
+   tried in vain. If none does, the smallest of all are brought down as far as repairs can, binomial schedules
+   (`revolve`) too.
 4. Local search from the best of them, and from the next when that comes to nothing (`search`).
 
 It stops at a plan that `certificate` proves to be within `GOOD_ENOUGH` of the optimum, and asks it for a better one,
@@ -148,6 +149,8 @@ class _Starts:
         self.saving = saving
         self.certificates = certificates
         self.priced = [cheapest(rules, price) for price in PRICES]
+        self.patience = PACE * _usual(len(rules.graph.nodes))
+        """How many moves are weighed in vain, and twice as many to bring plans down, before the rest is left out."""
         self.common = [*saving, *segmented(rules), *segments(rules), *self.priced]
         """Those that do not depend on a budget."""
 
@@ -163,13 +166,17 @@ class _Starts:
         Raises:
             BudgetError: there is none.
         """
-        rules, limit, fastest = self.rules, float("inf"), float("inf")
+        rules, limit, fastest, wasted = self.rules, float("inf"), float("inf"), 0
         floor = least_peak(rules.graph)
         possible = floor <= budget and enough < float("inf")
         for orders in (self._made(budget, effort), self._others(budget)) if possible else ():
             for order in orders:
-                plan = fit(rules, order, budget, limit)
-                if plan is not None:
+                if wasted > self.patience and peak_of(rules, order) > budget:
+                    continue
+                plan, moves = fit(rules, order, budget, limit)
+                if plan is None:
+                    wasted += moves
+                else:
                     fastest = min(fastest, seconds_of(rules, plan))
                     limit = HOPELESS * (fastest - seconds_of(rules, self.saving[0]))
                     yield plan
@@ -179,14 +186,19 @@ class _Starts:
             least = min(self._smallest(), key=lambda order: peak_of(rules, order))
             if peak_of(rules, least) > budget:
                 raise over_budget(rules.graph, schedule_of(rules.graph, *least), budget, "auto", floor=floor)
-            yield fit(rules, least, budget) or least
+            yield fit(rules, least, budget)[0] or least
 
     def _smallest(self) -> Iterator[Order]:
         """Yields plans that repairs have brought down as far as they could."""
+        weighed = 0
         for orders in ((*self.common, *chains(self.rules)), binomials(self.rules)):
             for _, _, order in _by_peak(self.rules, orders)[:NEAREST]:
-                yield lowered(self.rules, order)
-        yield smallest(self.rules)  # a higher start may come down further
+                if weighed <= 2 * self.patience:
+                    plan, moves = lowered(self.rules, order)
+                    weighed += moves
+                    yield plan
+        if weighed <= 2 * self.patience:
+            yield smallest(self.rules)  # a higher start may come down further
 
     def _made(self, budget: int, effort: Effort) -> Iterator[Order]:
         """Yields starts made for the budget."""

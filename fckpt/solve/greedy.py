@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from fckpt.graph import Graph
 from fckpt.schedule import Schedule, schedule_of
 from fckpt.solve.base import Order, Rules, over_budget, peak_of, seconds_of, within
-from fckpt.solve.repair import prune, repair
+from fckpt.solve.repair import Repair, prune
 from fckpt.solve.seeds import backward_orders, save_everything, segmented
 from fckpt.solve.tape import Tape
 
@@ -59,7 +59,7 @@ def greedy(graph: Graph, budget: int | None = None) -> Schedule:
         # A repair adds time, so what takes longer than the best before it is repaired will not win.
         if best is not None and peak_of(rules, order) > budget and seconds_of(rules, order) >= seconds_of(rules, best):
             continue
-        plan = fit(rules, order, budget)
+        plan, _ = fit(rules, order, budget)
         if plan is not None and (best is None or seconds_of(rules, plan) < seconds_of(rules, best)):
             best = plan
     assert best is not None  # one of them fitted as it was
@@ -85,7 +85,7 @@ def _front(rules: Rules, orders: Iterable[Order]) -> list[tuple[int, Order]]:
     return front
 
 
-def fit(rules: Rules, order: Order, budget: int, limit: float = float("inf")) -> Order | None:
+def fit(rules: Rules, order: Order, budget: int, limit: float = float("inf")) -> tuple[Order | None, int]:
     """Returns `order` with as many changes as it takes to have a peak of `budget` bytes, and as few repetitions.
 
     Args:
@@ -95,35 +95,38 @@ def fit(rules: Rules, order: Order, budget: int, limit: float = float("inf")) ->
         limit: gives up where all repetitions together take longer, before as many as can be are taken out again.
 
     Returns:
-        The plan; None if it does not fit.
+        The plan, None if it does not fit; and how many moves have been weighed for it.
     """
     tape = Tape(rules, order)
-    if not repair(tape, budget, limit):
-        return None
+    repair = Repair(tape, budget)
+    if not repair.run(limit):
+        return None, repair.effort
     prune(tape, budget)
-    return tape.order()
+    return tape.order(), repair.effort
 
 
 def smallest(rules: Rules) -> Order:
     """Returns the plan with the least peak that can be found; the budget has no say in it."""
-    return lowered(rules, min(_candidates(rules), key=lambda order: peak_of(rules, order)))
+    return lowered(rules, min(_candidates(rules), key=lambda order: peak_of(rules, order)))[0]
 
 
-def lowered(rules: Rules, best: Order) -> Order:
-    """Returns a plan with the least peak that repairs of `best` lead to."""
-    low, high = _working_set(rules), peak_of(rules, best)
+def lowered(rules: Rules, best: Order) -> tuple[Order, int]:
+    """Returns a plan with the least peak that repairs of `best` lead to, and how many moves have been weighed."""
+    low, high, moves = _working_set(rules), peak_of(rules, best), 0
     for _ in range(DESCENTS):
         target = (low + high) // 2
         if target >= high:
             break
         tape = Tape(rules, best)
-        repair(tape, target)
+        repair = Repair(tape, target)
+        repair.run()
+        moves += repair.effort
         peak = int(tape.memory.max())
         if peak < high:
             best, high = tape.order(), peak
         if peak > target:
             low = target
-    return best
+    return best, moves
 
 
 def _candidates(rules: Rules) -> Iterator[Order]:

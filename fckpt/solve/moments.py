@@ -66,10 +66,10 @@ def moments(graph: Graph, budget: int | None = None) -> Schedule:
     if budget is None or peak_of(rules, bases[0]) <= budget:
         return schedule_of(graph, *bases[0])
     orders = retained(rules, bases, budget, usual(graph))
-    found = [plan for order in orders if (plan := fit(rules, order, budget)) is not None]
+    found = [plan for order in orders if (plan := fit(rules, order, budget)[0]) is not None]
     if not found:
         least = smallest(rules)
-        found = [fit(rules, least, budget) or least]
+        found = [fit(rules, least, budget)[0] or least]
     best = min(found, key=lambda order: seconds_of(rules, order))
     return within(graph, schedule_of(graph, *best), budget, "moments")
 

@@ -1,11 +1,13 @@
 """Local moves on a `Tape`: free a value where it lies idle and compute it again, or stop computing it again.
 
-`repair` is peak-driven as XLA's HloRematerialization is (https://github.com/openxla/xla,
+`Repair` is peak-driven as XLA's HloRematerialization is (https://github.com/openxla/xla,
 xla/hlo/transforms/simplifiers/hlo_rematerialization.h, `kPeakPriority`): it attacks the highest point of the profile.
 Unlike XLA it weighs seconds: a move is as good as the bytes times steps over budget that it removes per second. `prune`
 goes the other way. Both are heuristics, without a guarantee; every number they compare is exact.
 
-Complexity: a move costs a few slices of the profile. There are about as many moves as values to evict.
+Complexity: a move costs a few slices of the profile. There are about as many moves as values to evict. Small moves come
+first, and wider ones when none of them helps: where a node has several inputs, all that can be computed again is many
+times as much as what is worth it.
 
 Left out: moves of a computation without repeating it (the order comes from `seeds`), random restarts.
 """
@@ -23,7 +25,7 @@ from fckpt.graph import Node
 from fckpt.solve.base import Rules
 from fckpt.solve.tape import Tape
 
-__all__ = ["Gaps", "Repair", "prune", "repair", "without"]
+__all__ = ["Gaps", "Repair", "prune", "without"]
 
 LEVELS = 10
 """How many generations of missing ancestors a move computes again before it gives up."""
@@ -37,6 +39,8 @@ PATIENCE = 50
 """After so many moves that remove nothing over budget it gives up: gains are exact but for overwritten inputs."""
 NODES = 8
 """A move of so many nodes takes about twice as long to weigh as one of few."""
+NARROW, WIDE = 32, 64
+"""Moves have up to so many nodes at first, and twice as many whenever no move helps, up to the second number."""
 PREFERENCE = {"prefer_save": 1.001, "prefer_recompute": 0.999}
 """What the tie-breakers of a policy do to the price of computing a value again."""
 
@@ -138,6 +142,8 @@ class Repair:
         self.glance = glance
         self.seconds = sum(tape.rules.seconds[tape.node[m]] for runs in tape.runs for m in runs[1:])
         """The time of all repetitions."""
+        self.width = NARROW
+        """The most nodes of a move."""
         self.effort = 0
         """Moves that have been weighed, more or less: one of many nodes counts more than once."""
         self.gaps = Gaps(tape) if gaps is None else gaps
@@ -151,6 +157,10 @@ class Repair:
         made = [sum(tape.nbytes[v] for v in n.outputs if v not in tape.rules.kept) for n in graph.nodes]
         self.made = np.array(made, dtype=np.int64)
         """By node: the bytes that its results take until they are freed."""
+        self.taken = [sum(tape.nbytes[v] for v in n.outputs) for n in graph.nodes]
+        """By node: the bytes that its results take while it runs."""
+        self.ends: dict[int, int | None] = {}
+        """By value: where its memory is free before the moment that is weighed, None where it is not live then."""
 
     def run(self, limit: float = float("inf")) -> bool:
         """Moves until the peak is at most the budget (true), or no move helps or repetitions take `limit` (false)."""
@@ -165,7 +175,11 @@ class Repair:
                 self.gaps.score[:] = 0.0
             move = self.best(position)
             if move is None:
-                return False
+                if self.width >= WIDE:
+                    return False
+                self.width *= 2
+                self.gaps.score[:] = 0.0
+                continue
             self.apply(move)
             idle = 0 if excess < least else idle + 1
             least = min(excess, least)
@@ -215,6 +229,7 @@ class Repair:
     def evaluate(self, value: int, moment: int) -> tuple[float, Move | None]:
         """The best move that computes `value` again before `moment`, and its price per excess removed."""
         self.effort += 1
+        self.ends = {}
         best: tuple[float, Move | None] = (np.inf, None)
         for nodes, extended in self.closures(value, moment):
             self.effort += 1 + len(nodes) // NODES
@@ -227,18 +242,20 @@ class Repair:
 
     def closures(self, value: int, moment: int) -> Iterator[tuple[list[int], list[int]]]:
         """Yields nodes to run again to have `value` before `moment`, and the values that must live longer for them."""
-        tape, position = self.tape, int(self.tape.place[moment])
+        tape, position = self.tape, self.tape.places[moment]
         nodes: set[int] = set()
         extended: list[int] = []
         frontier = [value]
         for _ in range(LEVELS):
             fresh = {p for v in frontier if (p := tape.producer[v]) is not None}
             nodes |= fresh
+            if len(nodes) > self.width:
+                return
             missing: list[int] = []
             for index in sorted(fresh):
                 for v in tape.rules.graph.nodes[index].inputs:
                     known = v in missing or v in extended or tape.producer[v] in nodes
-                    if not known and not tape.is_live(v, position):
+                    if not known and self.free_behind(v, position) is None:
                         missing.append(v)
             frontier = []
             for v in missing:
@@ -263,6 +280,12 @@ class Repair:
         unsaved = value in self.tape.rules.unsaved and self.tape.end(value, position) < self.tape.split <= position
         return not unsaved and self.tape.end(value, position) >= 0
 
+    def free_behind(self, value: int, position: int) -> int | None:
+        """`behind`, None unless `value` is live at `position`: as long as that is the moment that is weighed."""
+        if value not in self.ends:
+            self.ends[value] = self.behind(value, position) if self.tape.is_live(value, position) else None
+        return self.ends[value]
+
     def behind(self, value: int, position: int) -> int:
         """Where the memory of the last copy of `value` before `position` is free: at its end, if it is overwritten."""
         end = self.tape.end(value, position)
@@ -272,24 +295,24 @@ class Repair:
     def price(self, index: int, moment: int) -> float:
         """What it costs to run node `index` before `moment`: next to nothing if a later run becomes useless by it."""
         tape = self.tape
-        position = tape.place[moment]
-        later = next((m for m in tape.runs[index] if tape.place[m] > position), None)
+        position = tape.places[moment]
+        later = next((m for m in tape.runs[index] if tape.places[m] > position), None)
         if later is None:
             return float(self.prices[index])
-        if int(tape.memory[position : tape.place[later]].max()) + self.made[index] <= self.budget:
+        if int(tape.memory[position : tape.places[later]].max()) + self.made[index] <= self.budget:
             return self.least_price
         return float(self.prices[index])
 
     def gain(self, nodes: list[int], extended: list[int], moment: int) -> int:
         """By how much the excess, bytes times steps over budget, falls when `nodes` run before `moment`."""
         tape = self.tape
-        position = int(tape.place[moment])
+        position = tape.places[moment]
         changes: list[tuple[int, int]] = []
         stays: set[int] = set()
         for index in nodes:
             for value in tape.rules.graph.nodes[index].outputs:
-                if value not in tape.rules.kept and tape.is_live(value, position):
-                    changes.append((self.behind(value, position), -tape.nbytes[value]))
+                if value not in tape.rules.kept and (free := self.free_behind(value, position)) is not None:
+                    changes.append((free, -tape.nbytes[value]))
                     stays.add(value)
         changes += [(self.behind(value, position), tape.nbytes[value]) for value in extended]
         first = min(start for start, _ in changes)
@@ -302,21 +325,21 @@ class Repair:
 
     def _transient_excess(self, nodes: list[int], extended: set[int], stays: set[int], held: int) -> int:
         """The excess while `nodes` run, `held` bytes being held before; `extended` go with their last use."""
-        tape, excess = self.tape, 0
-        last = {v: index for index in nodes for v in tape.rules.graph.nodes[index].inputs}
+        graph, kept, nbytes, excess = self.tape.rules.graph, self.tape.rules.kept, self.tape.nbytes, 0
+        last = {v: index for index in nodes for v in graph.nodes[index].inputs}
         mine = set(extended)
         for index in nodes:
-            node = tape.rules.graph.nodes[index]
+            node = graph.nodes[index]
             over = any(last[v] == index and v in mine and v not in stays for v in node.overwrites)
-            made = 0 if over else sum(tape.nbytes[v] for v in node.outputs)
+            made = 0 if over else self.taken[index]
             excess += max(0, held + made + node.temporary_nbytes - self.budget)
             for value in node.outputs:
-                if value in stays or (value in last and value not in tape.rules.kept):
-                    held += tape.nbytes[value]
+                if value in stays or (value in last and value not in kept):
+                    held += nbytes[value]
                     mine.add(value)
             for value in node.inputs:
                 if last[value] == index and value in mine and value not in stays:
-                    held -= tape.nbytes[value]
+                    held -= nbytes[value]
         return excess
 
     def apply(self, move: Move) -> None:
@@ -326,11 +349,11 @@ class Repair:
         new = tape.insert(move.nodes, move.moment)
         gone: list[int] = []
         outputs = [v for index in move.nodes for v in graph.nodes[index].outputs]
-        for moment in tape.useless(outputs, int(tape.place[new[0]])):
+        for moment in tape.useless(outputs, tape.places[new[0]]):
             gone += tape.remove(moment)
         excess = self.excess()
         for index, moment in zip(move.nodes, new, strict=True):
-            later = next((m for m in tape.runs[index] if tape.place[m] > tape.place[moment]), None)
+            later = next((m for m in tape.runs[index] if tape.places[m] > tape.places[moment]), None)
             if later is not None:
                 gone += without(tape, later, lambda: self.excess() <= excess)
         self.gaps.refresh(sorted(tape.touched([*move.nodes, *gone])))
@@ -361,17 +384,6 @@ def without(tape: Tape, moment: int, accepts: Callable[[], bool]) -> list[int]:
         return gone
     tape.restore(tape.gone)
     return []
-
-
-def repair(tape: Tape, budget: int, limit: float = float("inf")) -> bool:
-    """Frees and computes again until the peak is at most `budget` bytes. Returns whether it succeeded.
-
-    Args:
-        tape: the sequence.
-        budget: bytes.
-        limit: gives up where all repetitions together take longer.
-    """
-    return Repair(tape, budget).run(limit)
 
 
 def prune(tape: Tape, budget: int, parent: Tape | None = None) -> list[int]:
@@ -405,12 +417,12 @@ def prune(tape: Tape, budget: int, parent: Tape | None = None) -> list[int]:
 
 def _may_go(tape: Tape, moment: int, budget: int) -> bool:
     """Whether the copies that would live on without a repetition may have room: no edit, and seldom wrongly no."""
-    graph, position = tape.rules.graph, int(tape.place[moment])
+    graph, position = tape.rules.graph, tape.places[moment]
     changes: list[tuple[int, int]] = []
     stack = [moment]
     while stack:
         last = stack.pop()
-        at = int(tape.place[last])
+        at = tape.places[last]
         for value in graph.nodes[tape.node[last]].inputs:
             if value in tape.rules.kept or tape.is_read_after(value, at):
                 continue
@@ -418,7 +430,7 @@ def _may_go(tape: Tape, moment: int, budget: int) -> bool:
             if before < 0:
                 continue
             maker = tape.events[value][before]
-            changes.append((int(tape.place[maker]) + 1, -tape.nbytes[value]))
+            changes.append((tape.places[maker] + 1, -tape.nbytes[value]))
             if tape.makes(maker, value) and tape.runs[tape.node[maker]][0] != maker:
                 stack.append(maker)
     ends = []
@@ -442,7 +454,7 @@ def _changed(tape: Tape, parent: Tape, repeated: Sequence[int]) -> list[int]:
     less = np.concatenate([[0], np.cumsum((tape.at >= old) | (tape.memory < held))])
     found = []
     for moment in repeated:
-        position = int(tape.place[moment])
+        position = tape.places[moment]
         outputs = tape.rules.graph.nodes[tape.node[moment]].outputs
         ends = [tape.end(v, position) for v in outputs if v not in tape.rules.kept]
         if moment >= old or less[position] > less[min(ends, default=0)]:

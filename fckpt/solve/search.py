@@ -111,7 +111,7 @@ class Search:
 
     def _destroyed(self, tape: Tape) -> list[int]:
         """Takes some neighbouring repetitions out of `tape`, whatever it comes to; returns the nodes that went."""
-        repeated = sorted((m for runs in tape.runs for m in runs[1:]), key=tape.place.__getitem__)
+        repeated = sorted((m for runs in tape.runs for m in runs[1:]), key=tape.places.__getitem__)
         if not repeated:
             return []
         width = self.random.choice(WINDOWS)

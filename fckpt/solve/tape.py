@@ -42,6 +42,7 @@ class Tape:
         """By position: the moment."""
         self.place = np.arange(count, dtype=np.int64)
         """By moment: the position."""
+        self._places: list[int] | None = None
         self.memory = profile_of(rules, order)
         """By position: the bytes held while it runs."""
         self.runs: list[list[int]] = [[] for _ in graph.nodes]
@@ -67,12 +68,20 @@ class Tape:
         twin.at, twin.place, twin.memory = self.at.copy(), self.place.copy(), self.memory.copy()
         return twin
 
+    @property
+    def places(self) -> list[int]:
+        """By moment: the position, of one's own, where numbers are looked up one by one: twice as fast as an array."""
+        places = self._places
+        if places is None:
+            places = self._places = self.place.tolist()
+        return places
+
     def _saves(self, moment: int) -> int:
         index = self.node[moment]
         if index < 0:
             return 0
         node = self.rules.graph.nodes[index]
-        position = int(self.place[moment])
+        position = self.places[moment]
         dies = any(v not in self.rules.kept and not self.is_read_after(v, position) for v in node.overwrites)
         if not dies or (node.outputs[0] in self.rules.kept and self.runs[index][0] != moment):
             return 0
@@ -113,7 +122,7 @@ class Tape:
 
     def index(self, value: int, position: int) -> int:
         """How many events of `value` lie before `position`."""
-        return bisect_left(self.events[value], position, key=self.place.__getitem__)
+        return bisect_left(self.events[value], position, key=self.places.__getitem__)
 
     def is_live(self, value: int, position: int) -> bool:
         """Whether `value` can be read just before `position`."""
@@ -122,7 +131,7 @@ class Tape:
         if not events:
             return value in rules.graph.held and (self.producer[value] is None) and self._came(value, position)
         if value in rules.kept:
-            return bool(self.place[events[0]] < position)
+            return self.places[events[0]] < position
         i = self.index(value, position)
         return 0 < i < len(events) and not self.makes(events[i], value)
 
@@ -132,7 +141,7 @@ class Tape:
     def end(self, value: int, position: int) -> int:
         """Where the last copy of `value` before `position` is freed; -1 if there is none."""
         i = self.index(value, position)
-        return int(self.place[self.events[value][i - 1]]) if i else -1
+        return self.places[self.events[value][i - 1]] if i else -1
 
     def lives(self, value: int, low: int = 0, high: int | None = None) -> Iterator[tuple[int, int]]:
         """Yields the first and last positions at which copies of `value` are held.
@@ -142,11 +151,11 @@ class Tape:
             low: only the last copy made before this position, and those made from there on;
             high: and up to this position.
         """
-        events, place = self.events[value], self.place
+        events, place = self.events[value], self.places
         high = len(self.at) if high is None else high
         if value in self.rules.kept:
             if events:
-                yield int(place[events[0]]), len(self.at) - 1
+                yield place[events[0]], len(self.at) - 1
             return
         i = max(self.index(value, low) - 1, 0) if low else 0
         while i > 0 and not self.makes(events[i], value):
@@ -155,13 +164,13 @@ class Tape:
         for moment in islice(events, i, None):
             if self.makes(moment, value):
                 if first >= 0:
-                    yield first, int(place[last])
-                first = int(place[moment])
+                    yield first, place[last]
+                first = place[moment]
                 if first > high:
                     return
             last = moment
         if first >= 0:
-            yield first, int(place[last])
+            yield first, place[last]
 
     def _count(self, values: Iterable[int], sign: int, low: int, high: int) -> list[int]:
         """Counts or discounts lives; returns the moments at which they end and an output may be written over them."""
@@ -193,13 +202,14 @@ class Tape:
         None of them reads or makes what `moment` makes.
         """
         touched = self.touched(nodes)
-        position = int(self.place[moment])
+        position = self.places[moment]
         ends = self._count(touched, -1, position, position)
         held = self.before(moment)
         new = list(range(len(self.node), len(self.node) + len(nodes)))
         self.node += nodes
         self.place[self.at[position:]] += len(nodes)
         self.place = np.concatenate([self.place, np.arange(position, position + len(nodes))])
+        self._places = None
         self.at = np.insert(self.at, position, new)
         for fresh, index in zip(new, nodes, strict=True):
             self._enter(fresh, index)
@@ -218,7 +228,7 @@ class Tape:
 
     def _with(self, moments: list[int], moment: int) -> list[int]:
         # lists are replaced and not changed, because copies of the tape share them
-        i = bisect_left(moments, self.place[moment], key=self.place.__getitem__)
+        i = bisect_left(moments, self.places[moment], key=self.places.__getitem__)
         return [*moments[:i], moment, *moments[i:]]
 
     def remove(self, moment: int) -> list[int]:
@@ -234,7 +244,7 @@ class Tape:
             if index < 0:
                 continue
             touched = self.around[index]
-            position = int(self.place[moment])
+            position = self.places[moment]
             ends = self._count(touched, -1, position, position)
             self.memory[position] -= self.own[moment]
             self.node[moment] = -1
@@ -256,7 +266,7 @@ class Tape:
         """
         for moment, index in reversed(gone):
             touched = self.around[index]
-            position = int(self.place[moment])
+            position = self.places[moment]
             ends = self._count(touched, -1, position, position)
             self.node[moment] = index
             self._enter(moment, index)
@@ -272,7 +282,7 @@ class Tape:
             if producer is None:
                 continue
             runs = self.runs[producer]
-            i = bisect_left(runs, position, key=self.place.__getitem__)
+            i = bisect_left(runs, position, key=self.places.__getitem__)
             if i and not self._has_use(runs[i - 1], producer):
                 found.append(runs[i - 1])
         return found
@@ -287,7 +297,7 @@ class Tape:
                 if first:
                     return True
                 continue
-            if self.is_read_after(value, int(self.place[moment])):
+            if self.is_read_after(value, self.places[moment]):
                 return True
         return False
 

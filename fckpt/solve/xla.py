@@ -154,7 +154,7 @@ class _Pass:
             maker = first
             if not tape.makes(first, value):
                 runs = tape.runs[tape.producer[value] or 0]
-                maker = runs[bisect_left(runs, position, key=tape.place.__getitem__) - 1]
+                maker = runs[bisect_left(runs, position, key=tape.places.__getitem__) - 1]
                 read.add(maker)
             nbytes[maker] = nbytes.get(maker, 0) + tape.nbytes[value]
         return nbytes, {m for m in nbytes if m not in read and self.is_unread(m, position)}
@@ -162,7 +162,7 @@ class _Pass:
     def is_unread(self, moment: int, position: int) -> bool:
         tape = self.tape
         outputs = self.rules.graph.nodes[tape.node[moment]].outputs
-        return all(tape.index(v, position + 1) - tape.index(v, int(tape.place[moment])) == 1 for v in outputs)
+        return all(tape.index(v, position + 1) - tape.index(v, tape.places[moment]) == 1 for v in outputs)
 
     def reduced(self, block: list[int], live: dict[int, int], position: int) -> int:
         """The bytes that go at `position` if `block` runs again behind it; 0 if it may not."""
@@ -170,13 +170,13 @@ class _Pass:
         nodes = [tape.node[m] for m in block]
         mine = {v for index in nodes for v in graph.nodes[index].outputs}
         uses = [m for index in nodes if (m := self.next_use(index, position)) is not None]
-        target = min(int(tape.place[m]) for m in uses)
+        target = min(tape.places[m] for m in uses)
         reduced = sum(live.get(m, 0) for m in block)
         for value in {v for index in nodes for v in graph.nodes[index].inputs}.difference(mine):
             if tape.is_live(value, target):
                 continue
             i = tape.index(value, target)
-            end = int(tape.place[tape.events[value][i - 1]]) if i else -1  # where its last copy goes
+            end = tape.places[tape.events[value][i - 1]] if i else -1  # where its last copy goes
             if end < 0 or (value in self.rules.unsaved and end < tape.split <= target):
                 return 0
             if end < position:
@@ -192,7 +192,7 @@ class _Pass:
             i = tape.index(value, position + 1)
             if i < len(events) and not tape.makes(events[i], value):
                 found.append(events[i])
-        return min(found, key=lambda m: int(tape.place[m]), default=None)
+        return min(found, key=lambda m: tape.places[m], default=None)
 
     def repeat(self, block: list[int], position: int) -> None:
         """Runs `block` again, each computation before the first use of its results behind `position`."""
@@ -205,7 +205,7 @@ class _Pass:
                 continue
             new = tape.insert([index], use)[0]
             changed.update(tape.touched([index]))
-            for useless in tape.useless(self.rules.graph.nodes[index].outputs, int(tape.place[new])):
+            for useless in tape.useless(self.rules.graph.nodes[index].outputs, tape.places[new]):
                 changed.update(tape.touched(tape.remove(useless)))
             if tape.node[moment] < 0:
                 (self.fixed if moment in self.moved else self.moved).add(new)

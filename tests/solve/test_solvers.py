@@ -13,7 +13,7 @@ from fckpt.graph import Graph
 from fckpt.schedule import Compute, Schedule, schedule_of
 from fckpt.simulate import Timeline, simulate
 from fckpt.solve.base import Rules, peak_of, profile_of, replay
-from fckpt.solve.repair import prune, repair
+from fckpt.solve.repair import Repair, prune
 from fckpt.solve.seeds import backward_orders, save_everything, segmented
 from fckpt.solve.tape import Tape
 
@@ -111,7 +111,7 @@ def test_a_tape_knows_its_profile(graph: Graph, fraction: float):
     rules = Rules(graph)
     tape = Tape(rules, save_everything(rules))
     budget = int(fraction * tape.memory.max())
-    if repair(tape, budget):
+    if Repair(tape, budget).run():
         prune(tape, budget)
         assert tape.memory.max() <= budget
     order = tape.order()
