@@ -22,6 +22,7 @@ Left out: blocks that are alike are planned one by one, and large graphs like sm
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 
@@ -37,7 +38,7 @@ from fckpt.solve.min_cut import PRICES, between, cheapest
 from fckpt.solve.moments import Effort, retained, usual
 from fckpt.solve.policy import policy
 from fckpt.solve.revolve import seeds as binomials
-from fckpt.solve.rotor import seeds as chains
+from fckpt.solve.rotor import Curve, curves
 from fckpt.solve.save_all import save_all
 from fckpt.solve.search import Search
 from fckpt.solve.seeds import saving, segmented
@@ -56,10 +57,16 @@ PACE = 12000.0
 """Moves that a slow core weighs in a second: they make an effort of a time limit, that can be repeated anywhere."""
 HEAD_START = 400
 """Nodes for which it finds starts in a second."""
+FAR = 1.02
+"""The smallest plan is looked for first where all that are known before repairs take so many times the budget."""
 RICH = 5.0
 """Seconds: a limit above it gives the integer programs of `moments` more rows than they take there."""
 USUAL = ((100, 5.0), (200, 60.0))
 """For how many nodes it takes a second, and up to how many seconds, unless it is told otherwise; the most counts."""
+
+
+_Plan = tuple[int, float, Order]
+"""Bytes at its peak, seconds, and what is computed."""
 
 
 def auto(
@@ -116,7 +123,7 @@ def auto(
         search.run(max(0, round(moves)), enough, lambda done, of: tell("moves weighed", done, of))
         missed = min(seconds_of(rules, order) for order in found) - bound.seconds
         if OPTIMAL * graph.seconds < missed <= GOOD_ENOUGH * graph.seconds:
-            found.extend(_last(rules, budget))
+            found.extend(_last(rules, everything[0], budget))
     except KeyboardInterrupt:
         if not found:
             raise
@@ -131,10 +138,12 @@ def _nobody(*_: object) -> None:
     """Is told, and forgets."""
 
 
-def _last(rules: Rules, budget: int) -> list[Order]:
-    """Returns the plans of the integer program that proves the bound, solved to the end."""
+def _last(rules: Rules, saving: Order, budget: int) -> list[Order]:
+    """Returns the plans of the integer program that proves the bound, solved to the end, and saving all, repaired."""
     effort = quick(rules.graph)._replace(branches=PROOF.branches, gap=PROOF.gap)
-    return [plan for plan in certified(rules.graph, budget, effort=effort).plans if peak_of(rules, plan) <= budget]
+    plans = [plan for plan in certified(rules.graph, budget, effort=effort).plans if peak_of(rules, plan) <= budget]
+    repaired, _ = fit(rules, saving, budget)
+    return plans if repaired is None else [*plans, repaired]
 
 
 def _usual(nodes: int) -> float:
@@ -148,11 +157,40 @@ class _Starts:
         self.rules = rules
         self.saving = saving
         self.certificates = certificates
-        self.priced = [cheapest(rules, price) for price in PRICES]
+        self.floor = least_peak(rules.graph)
         self.patience = PACE * _usual(len(rules.graph.nodes))
-        """How many moves are weighed in vain, and twice as many to bring plans down, before the rest is left out."""
-        self.common = [*saving, *segmented(rules), *segments(rules), *self.priced]
+        """How many moves are weighed in vain, and twice as many to bring plans down, before the rest is left out; a
+        quarter of them for a plan besides others."""
+
+    @functools.cached_property
+    def priced(self) -> list[Order]:
+        """Minimum cuts at several prices."""
+        return [cheapest(self.rules, price) for price in PRICES]
+
+    @functools.cached_property
+    def chains(self) -> list[Curve]:
+        """Optimal schedules of chains."""
+        return curves(self.rules)
+
+    @functools.cached_property
+    def common(self) -> list[_Plan]:
         """Those that do not depend on a budget."""
+        return _known(self.rules, (*self.saving, *segmented(self.rules), *segments(self.rules), *self.priced))
+
+    @functools.cached_property
+    def spread(self) -> list[_Plan]:
+        """Some of the chains, down to the smallest."""
+        return _known(self.rules, (order for curve in self.chains for order in curve.spread()))
+
+    @functools.cached_property
+    def binomials(self) -> list[_Plan]:
+        """Those that need the fewest bytes."""
+        return _known(self.rules, binomials(self.rules))
+
+    @functools.cached_property
+    def least(self) -> Order:
+        """The plan with the lowest peak."""
+        return min(self._smallest(), key=lambda order: peak_of(self.rules, order))
 
     def fitted(self, budget: int, effort: Effort, enough: float) -> Iterator[Order]:
         """Yields plans within `budget`, at least one.
@@ -167,13 +205,15 @@ class _Starts:
             BudgetError: there is none.
         """
         rules, limit, fastest, wasted = self.rules, float("inf"), float("inf"), 0
-        floor = least_peak(rules.graph)
-        possible = floor <= budget and enough < float("inf")
+        possible = self.floor <= budget and enough < float("inf")
+        if not possible or self._is_far(budget):  # before programs are solved for what cannot be
+            self._check(budget)
         for orders in (self._made(budget, effort), self._others(budget)) if possible else ():
             for order in orders:
                 if wasted > self.patience and peak_of(rules, order) > budget:
                     continue
-                plan, moves = fit(rules, order, budget, limit)
+                most = self.patience / 4 if fastest < float("inf") else float("inf")
+                plan, moves = fit(rules, order, budget, limit, most)
                 if plan is None:
                     wasted += moves
                 else:
@@ -183,16 +223,30 @@ class _Starts:
             if fastest <= enough:
                 return
         if fastest == float("inf"):
-            least = min(self._smallest(), key=lambda order: peak_of(rules, order))
-            if peak_of(rules, least) > budget:
-                raise over_budget(rules.graph, schedule_of(rules.graph, *least), budget, "auto", floor=floor)
-            yield fit(rules, least, budget)[0] or least
+            self._check(budget)
+            yield fit(rules, self.least, budget)[0] or self.least
+
+    def _is_far(self, budget: int) -> bool:
+        """Whether all plans that are known as they are take much more than the budget."""
+        return all(peak > FAR * budget for peak, _, _ in self._as_they_are())
+
+    def _as_they_are(self) -> Iterator[_Plan]:
+        """Yields what is known before any repair, the dearest to find last."""
+        yield from self.common
+        yield from self.spread
+        yield from self.binomials
+
+    def _check(self, budget: int) -> None:
+        """Raises `BudgetError` if even the plan with the lowest peak takes more than the budget."""
+        if peak_of(self.rules, self.least) > budget:
+            least = schedule_of(self.rules.graph, *self.least)
+            raise over_budget(self.rules.graph, least, budget, "auto", floor=self.floor)
 
     def _smallest(self) -> Iterator[Order]:
         """Yields plans that repairs have brought down as far as they could."""
         weighed = 0
-        for orders in ((*self.common, *chains(self.rules)), binomials(self.rules)):
-            for _, _, order in _by_peak(self.rules, orders)[:NEAREST]:
+        for plans in ([*self.common, *self.spread], self.binomials):
+            for _, _, order in _by_peak(plans)[:NEAREST]:
                 if weighed <= 2 * self.patience:
                     plan, moves = lowered(self.rules, order)
                     weighed += moves
@@ -207,8 +261,9 @@ class _Starts:
 
     def _others(self, budget: int) -> Iterator[Order]:
         """Yields the fastest of the others that fit, those just above the budget that are faster, and saving all."""
-        made = (*chains(self.rules, budget), *between(self.rules, self.priced, budget))
-        plans = _by_peak(self.rules, [*self.common, *made])
+        around = [order for curve in self.chains for order in curve.around(budget)]
+        made = (*around, *between(self.rules, self.priced, budget))
+        plans = _by_peak([*self.common, *_known(self.rules, made)])
         inside = sorted((p for p in plans if p[0] <= budget), key=lambda plan: plan[1])[:NEAREST]
         fastest = inside[0][1] if inside else float("inf")
         outside = [order for peak, seconds, order in plans if peak > budget and seconds < fastest][:NEAREST]
@@ -217,9 +272,13 @@ class _Starts:
         yield from self.saving
 
 
-def _by_peak(rules: Rules, orders: Iterable[Order]) -> list[tuple[int, float, Order]]:
-    """Returns peaks, seconds and plans, by rising peak; of plans that have both in common, the first."""
+def _known(rules: Rules, orders: Iterable[Order]) -> list[_Plan]:
+    return [(peak_of(rules, order), seconds_of(rules, order), order) for order in orders]
+
+
+def _by_peak(plans: Iterable[_Plan]) -> list[_Plan]:
+    """Returns plans by rising peak; of those that have peak and seconds in common, the first."""
     found: dict[tuple[int, float], Order] = {}
-    for order in orders:
-        found.setdefault((peak_of(rules, order), seconds_of(rules, order)), order)
+    for peak, seconds, order in plans:
+        found.setdefault((peak, seconds), order)
     return [(*key, found[key]) for key in sorted(found)]

@@ -85,6 +85,8 @@ class Rules:
         """Nodes that the backward pass is made of, in recorded order. Others run when these read their values."""
         self.seconds = _weights(graph)
         """By node: what it costs to run."""
+        self.nbytes = [v.nbytes for v in graph.values]
+        """By value."""
 
     def _may_vanish(self, value: int) -> bool:
         producer = self.graph.values[value].producer
@@ -232,9 +234,8 @@ def seconds_of(rules: Rules, order: Order) -> float:
 
 def profile_of(rules: Rules, order: Order) -> np.ndarray:
     """Returns the bytes held while each computation of `order` runs: int64, one per computation."""
-    graph, kept = rules.graph, rules.kept
+    graph, kept, nbytes = rules.graph, rules.kept, rules.nbytes
     sequence = [*order.forward, *order.backward]
-    nbytes = [v.nbytes for v in graph.values]
     start = [-1] * len(nbytes)
     end = [0] * len(nbytes)
     change = [0] * (len(sequence) + 1)

@@ -85,7 +85,9 @@ def _front(rules: Rules, orders: Iterable[Order]) -> list[tuple[int, Order]]:
     return front
 
 
-def fit(rules: Rules, order: Order, budget: int, limit: float = float("inf")) -> tuple[Order | None, int]:
+def fit(
+    rules: Rules, order: Order, budget: int, limit: float = float("inf"), effort: float = float("inf")
+) -> tuple[Order | None, int]:
     """Returns `order` with as many changes as it takes to have a peak of `budget` bytes, and as few repetitions.
 
     Args:
@@ -93,13 +95,14 @@ def fit(rules: Rules, order: Order, budget: int, limit: float = float("inf")) ->
         order: the plan.
         budget: bytes.
         limit: gives up where all repetitions together take longer, before as many as can be are taken out again.
+        effort: and where so many moves have been weighed.
 
     Returns:
         The plan, None if it does not fit; and how many moves have been weighed for it.
     """
     tape = Tape(rules, order)
     repair = Repair(tape, budget)
-    if not repair.run(limit):
+    if not repair.run(limit, effort):
         return None, repair.effort
     prune(tape, budget)
     return tape.order(), repair.effort

@@ -52,11 +52,29 @@ class Move(NamedTuple):
     moment: int
 
 
+class Figures:
+    """What moves are weighed by, of the graph alone."""
+
+    def __init__(self, rules: Rules):
+        graph, seconds = rules.graph, rules.seconds
+        self.least_price = 1e-9 * sum(seconds) / max(1, len(seconds)) or 1e-9
+        self.prices = np.array([_preference(rules, n) * seconds[n.id] for n in graph.nodes]) + self.least_price
+        """By node: what it costs to run, as decisions go."""
+        self.producer = np.array([-1 if v.producer is None else v.producer for v in graph.values], dtype=np.int64)
+        """By value: its node, or -1."""
+        self.taken = [sum(rules.nbytes[v] for v in n.outputs) for n in graph.nodes]
+        """By node: the bytes that its results take while it runs."""
+        made = [sum(rules.nbytes[v] for v in n.outputs if v not in rules.kept) for n in graph.nodes]
+        self.made = np.array(made, dtype=np.int64)
+        """By node: the bytes that its results take until they are freed."""
+
+
 class Gaps:
     """Where values lie idle: between an event and the next, a read. One row each; rows die when events change."""
 
     def __init__(self, tape: Tape):
         self.tape = tape
+        self.figures = Figures(tape.rules)
         self.rows: list[list[int]] = [[] for _ in tape.nbytes]
         self.count = 0
         self.value = np.zeros(1024, dtype=np.int64)
@@ -64,7 +82,6 @@ class Gaps:
         self.second = np.zeros(1024, dtype=np.int64)
         self.score = np.zeros(1024)
         """Price per excess removed, times the steps over budget, when it was last taken; 0 where it never was."""
-        self.nbytes = np.array(tape.nbytes, dtype=np.int64)
         self.refresh(range(len(tape.nbytes)))
 
     def copy(self, tape: Tape) -> Gaps:
@@ -140,33 +157,35 @@ class Repair:
         self.tape = tape
         self.budget = budget
         self.glance = glance
-        self.seconds = sum(tape.rules.seconds[tape.node[m]] for runs in tape.runs for m in runs[1:])
-        """The time of all repetitions."""
+        self.seconds = 0.0
+        """The time of the repetitions that have come, without those that have gone."""
         self.width = NARROW
         """The most nodes of a move."""
         self.effort = 0
         """Moves that have been weighed, more or less: one of many nodes counts more than once."""
         self.gaps = Gaps(tape) if gaps is None else gaps
-        graph, seconds = tape.rules.graph, tape.rules.seconds
-        self.least_price = 1e-9 * sum(seconds) / max(1, len(seconds)) or 1e-9
-        self.prices = np.array([_preference(tape.rules, n) * seconds[n.id] for n in graph.nodes]) + self.least_price
-        """By node: what it costs to run, as decisions go."""
-        if factor is not None:
-            self.prices *= factor
-        self.producer = np.array([-1 if p is None else p for p in tape.producer], dtype=np.int64)
-        made = [sum(tape.nbytes[v] for v in n.outputs if v not in tape.rules.kept) for n in graph.nodes]
-        self.made = np.array(made, dtype=np.int64)
-        """By node: the bytes that its results take until they are freed."""
-        self.taken = [sum(tape.nbytes[v] for v in n.outputs) for n in graph.nodes]
-        """By node: the bytes that its results take while it runs."""
+        self.figures = self.gaps.figures
+        self.prices = self.figures.prices if factor is None else self.figures.prices * factor
+        """By node: what it costs to run here."""
         self.ends: dict[int, int | None] = {}
         """By value: where its memory is free before the moment that is weighed, None where it is not live then."""
 
-    def run(self, limit: float = float("inf")) -> bool:
-        """Moves until the peak is at most the budget (true), or no move helps or repetitions take `limit` (false)."""
+    def run(self, limit: float = float("inf"), effort: float = float("inf")) -> bool:
+        """Moves until the peak is at most the budget.
+
+        Args:
+            limit: gives up where all repetitions together take longer.
+            effort: and where so many moves have been weighed.
+
+        Returns:
+            Whether it is; false also where no move helps.
+        """
+        if limit < float("inf"):
+            tape = self.tape
+            limit -= sum(tape.rules.seconds[tape.node[m]] for runs in tape.runs for m in runs[1:])
         stale = self.excess()
         least, idle = stale, 0
-        while idle < PATIENCE and self.seconds <= limit:
+        while idle < PATIENCE and self.seconds <= limit and self.effort <= effort:
             position = int(self.tape.memory.argmax())
             if self.tape.memory[position] <= self.budget:
                 return True
@@ -219,12 +238,12 @@ class Repair:
     def least_score(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """The least that the price per excess removed can be, for each of `rows`."""
         gaps, tape = self.gaps, self.tape
-        producer = self.producer[gaps.value[rows]]
+        producer = self.figures.producer[gaps.value[rows]]
         excess = gaps.within(rows, np.maximum(tape.memory - self.budget, 0))
-        gain = np.minimum(self.made[producer] * steps, excess)
+        gain = np.minimum(self.figures.made[producer] * steps, excess)
         last = np.array([tape.runs[index][-1] for index in producer.tolist()])
         later = tape.place[last] > tape.place[gaps.second[rows]]
-        return np.where(later, self.least_price, self.prices[producer]) / gain
+        return np.where(later, self.figures.least_price, self.prices[producer]) / gain
 
     def evaluate(self, value: int, moment: int) -> tuple[float, Move | None]:
         """The best move that computes `value` again before `moment`, and its price per excess removed."""
@@ -299,8 +318,8 @@ class Repair:
         later = next((m for m in tape.runs[index] if tape.places[m] > position), None)
         if later is None:
             return float(self.prices[index])
-        if int(tape.memory[position : tape.places[later]].max()) + self.made[index] <= self.budget:
-            return self.least_price
+        if int(tape.memory[position : tape.places[later]].max()) + self.figures.made[index] <= self.budget:
+            return self.figures.least_price
         return float(self.prices[index])
 
     def gain(self, nodes: list[int], extended: list[int], moment: int) -> int:
@@ -331,7 +350,7 @@ class Repair:
         for index in nodes:
             node = graph.nodes[index]
             over = any(last[v] == index and v in mine and v not in stays for v in node.overwrites)
-            made = 0 if over else self.taken[index]
+            made = 0 if over else self.figures.taken[index]
             excess += max(0, held + made + node.temporary_nbytes - self.budget)
             for value in node.outputs:
                 if value in stays or (value in last and value not in kept):

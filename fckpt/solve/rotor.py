@@ -29,7 +29,6 @@ schedules that drop checkpoints and make them again, which may be faster; offloa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +40,7 @@ from fckpt.solve.min_cut import cheapest
 from fckpt.solve.seeds import backward_orders, save_everything
 from fckpt.solve.stages import Costs, Option, Stages, Step
 
-__all__ = ["Table", "rotor", "seeds"]
+__all__ = ["Curve", "Table", "curves", "rotor"]
 
 SLOTS = 500
 GRAINS = (12, 24, 60, 100)
@@ -181,7 +180,7 @@ class Table:
         return [Step("checkpoint", first), *ahead, right, Part(first, split - 1, limit)]
 
 
-class _Curve:
+class Curve:
     """The plans of one table for one chain, from the smallest to the fastest."""
 
     def __init__(self, stages: Stages, table: Table):
@@ -222,28 +221,18 @@ def rotor(graph: Graph, budget: int | None = None) -> Schedule:
         BudgetError: none fits.
     """
     rules = Rules(graph)
-    curves = list(_curves(rules))
+    found = curves(rules)
     if budget is None:
-        return schedule_of(graph, *curves[0].order(int(curves[0].limits[-1])))
-    plans = [order for curve in curves for order in curve.around(budget)]
+        return schedule_of(graph, *found[0].order(found[0].limits[-1]))
+    plans = [order for curve in found for order in curve.around(budget)]
     if all(peak_of(rules, order) > budget for order in plans):  # what does not depend on the budget decides
-        plans = [order for curve in curves for order in curve.spread()]
+        plans = [order for curve in found for order in curve.spread()]
     return fastest(rules, plans, budget, "rotor")
 
 
-def seeds(rules: Rules, budget: int | None = None) -> Iterator[Order]:
-    """Yields plans for others to improve, from a few tables.
-
-    Args:
-        rules: of the graph.
-        budget: bytes, for two plans of each table: the fastest that fits, and the next one, which does not; None for
-            `POINTS` of each, from the smallest to the one that saves everything.
-    """
-    for curve in _curves(rules):
-        yield from curve.spread() if budget is None else curve.around(budget)
-
-
-def _curves(rules: Rules) -> Iterator[_Curve]:
+def curves(rules: Rules) -> list[Curve]:
+    """Returns the plans of a few tables: for chains of several grains, down to low limits and where nothing binds."""
+    found: list[Curve] = []
     order = backward_orders(rules)[-1]
     choices = [_kept(rules.graph, cheapest(rules, price)) for price in PRICES]
     low = int(LOW * peak_of(rules, save_everything(rules, order)))
@@ -253,8 +242,9 @@ def _curves(rules: Rules) -> Iterator[_Curve]:
         if len(stages) not in lengths:
             lengths.add(len(stages))
             if grain < GRAINS[-1]:
-                yield _Curve(stages, Table(stages.costs, _plain_nbytes(stages.costs)))
-            yield _Curve(stages, Table(stages.costs, low))
+                found.append(Curve(stages, Table(stages.costs, _plain_nbytes(stages.costs))))
+            found.append(Curve(stages, Table(stages.costs, low)))
+    return found
 
 
 def _plain_nbytes(costs: Costs) -> int:

@@ -31,6 +31,8 @@ HEAT = 5e-4
 """A part of the whole time: what is worse by this is accepted in one of e trials."""
 GLANCE = 16
 """How many candidates a repair looks at for a move."""
+LONG = 5000
+"""Of sequences beyond it, copying takes as long as weighing a move for every 30 computations."""
 PATIENCE = 150
 """After so many trials in vain the search goes on from another start."""
 
@@ -89,7 +91,7 @@ class Search:
         """Changes the plan at random, and keeps the change if it is good. Returns whether it is the best so far."""
         tape = self.tape.copy()
         gaps = self.gaps.copy(tape)
-        self.moves += 1 + len(tape.at) // 200
+        self.moves += 1 + len(tape.at) // 200 + max(0, len(tape.at) - LONG) // 30
         gaps.refresh(tape.touched(self._destroyed(tape)))
         spread = self.random.choice(NOISE)
         factor = np.exp(spread * self.noise.standard_normal(len(self.rules.seconds))) if spread else None

@@ -282,6 +282,13 @@ class Stages:
                 order[bool(order.backward)].extend(self.forward[step.stage])
         return self._useful(order.forward, self._fetched(order.backward))
 
+    @functools.cached_property
+    def must(self) -> set[int]:
+        """Nodes that run once whatever is read."""
+        nodes, rules = self.graph.nodes, self.rules
+        ends = (i for i in rules.backward if nodes[i].random or not rules.kept.isdisjoint(nodes[i].outputs))
+        return {*rules.forward_roots, *ends}
+
     def _fetched(self, backward: list[int]) -> list[int]:
         """Adds to the backward pass what makes again the values that must not be saved, where it reads them."""
         if not self.rules.unsaved:
@@ -297,15 +304,14 @@ class Stages:
 
     def _useful(self, forward: list[int], backward: list[int]) -> Order:
         """Leaves out runs that make nothing that is read before it is made again, and forbidden repetitions."""
-        graph, rules = self.graph, self.rules
-        ends = (i for i in rules.backward if graph.nodes[i].random or not rules.kept.isdisjoint(graph.nodes[i].outputs))
-        must = {*rules.forward_roots, *ends}
+        nodes, rules, must = self.graph.nodes, self.rules, self.must
         sequence = [*forward, *backward]
-        first = {index: k for k, index in reversed([*enumerate(sequence)])}
-        needed = bytearray(len(graph.values))
+        first = dict(zip(reversed(sequence), range(len(sequence) - 1, -1, -1), strict=True))
+        needed = bytearray(len(self.graph.values))
         order = Order([], [])
-        for k, index in reversed([*enumerate(sequence)]):
-            node = graph.nodes[index]
+        for k in range(len(sequence) - 1, -1, -1):
+            index = sequence[k]
+            node = nodes[index]
             if first[index] == k:
                 wanted = index in must or any(needed[v] for v in node.outputs)
             else:

@@ -30,7 +30,7 @@ class Tape:
     def __init__(self, rules: Rules, order: Order):
         graph = rules.graph
         self.rules = rules
-        self.nbytes = [v.nbytes for v in graph.values]
+        self.nbytes = rules.nbytes
         self.producer = [v.producer for v in graph.values]
         sequence = [*order.forward, *order.backward]
         count = len(sequence)
@@ -81,6 +81,8 @@ class Tape:
         if index < 0:
             return 0
         node = self.rules.graph.nodes[index]
+        if not node.overwrites:
+            return 0
         position = self.places[moment]
         dies = any(v not in self.rules.kept and not self.is_read_after(v, position) for v in node.overwrites)
         if not dies or (node.outputs[0] in self.rules.kept and self.runs[index][0] != moment):

@@ -18,7 +18,7 @@ from fckpt.simulate import simulate
 from fckpt.solve.base import Rules, peak_of, seconds_of
 from fckpt.solve.chen import chen
 from fckpt.solve.revolve import revolve
-from fckpt.solve.rotor import Table, rotor, seeds
+from fckpt.solve.rotor import Table, curves, rotor
 from fckpt.solve.stages import Costs, Option, Stages, Step
 
 
@@ -250,10 +250,10 @@ def test_stages_have_options():
     assert none.backward_seconds > full.backward_seconds
 
 
-def test_seeds_go_from_the_smallest_plan_to_the_plain_one():
+def test_curves_go_from_the_smallest_plan_to_the_plain_one():
     graph = network(12)
     rules = Rules(graph)
-    plans = [(peak_of(rules, order), seconds_of(rules, order)) for order in seeds(rules)]
+    plans = [(peak_of(rules, order), seconds_of(rules, order)) for curve in curves(rules) for order in curve.spread()]
     assert min(s for _, s in plans) == graph.seconds
     assert min(p for p, _ in plans) < 0.25 * plain_nbytes(graph)
     assert len({s for _, s in plans}) > 20
