@@ -55,6 +55,8 @@ HOPELESS = 1.5
 """A repair ends where repetitions take so many times as long as those of the best plan before."""
 PACE = 12000.0
 """Moves that a slow core weighs in a second: they make an effort of a time limit, that can be repeated anywhere."""
+BESIDE = 10.0
+"""Seconds at that pace, after which a repair ends where there is a plan already."""
 HEAD_START = 400
 """Nodes for which it finds starts in a second."""
 FAR = 1.02
@@ -159,8 +161,7 @@ class _Starts:
         self.certificates = certificates
         self.floor = least_peak(rules.graph)
         self.patience = PACE * _usual(len(rules.graph.nodes))
-        """How many moves are weighed in vain, and twice as many to bring plans down, before the rest is left out; a
-        quarter of them for a plan besides others."""
+        """How many moves are weighed in vain, and twice as many to bring plans down, before the rest is left out."""
 
     @functools.cached_property
     def priced(self) -> list[Order]:
@@ -212,7 +213,7 @@ class _Starts:
             for order in orders:
                 if wasted > self.patience and peak_of(rules, order) > budget:
                     continue
-                most = self.patience / 4 if fastest < float("inf") else float("inf")
+                most = PACE * BESIDE if fastest < float("inf") else float("inf")
                 plan, moves = fit(rules, order, budget, limit, most)
                 if plan is None:
                     wasted += moves
@@ -232,6 +233,7 @@ class _Starts:
 
     def _as_they_are(self) -> Iterator[_Plan]:
         """Yields what is known before any repair, the dearest to find last."""
+        yield from _known(self.rules, (*self.certificates, *self.priced))
         yield from self.common
         yield from self.spread
         yield from self.binomials
