@@ -6,13 +6,13 @@
    (`seeds`); optimal chain schedules (`rotor`), which need few bytes.
 3. Those that are fast or lie near the budget are repaired and pruned until they fit (`repair`), until too much has been
    tried in vain. If none does, the smallest of all are brought down as far as repairs can, binomial schedules
-   (`revolve`) too.
+   (`revolve`) too; first of all where the budget is far below what is known, since mostly nothing fits then.
 4. Local search from the best of them, and from the next when that comes to nothing (`search`).
 
 It stops at a plan that `certificate` proves to be within `GOOD_ENOUGH` of the optimum, and asks it for a better one,
-which on smaller graphs is the optimum. None is promised otherwise: the certificate says how far it may be. The least
-budget is the least peak over all starts, and repairs of the smallest with ever lower budgets; it does not depend on the
-budget asked.
+which on smaller graphs is the optimum, and repairs the first start to the end. None is promised otherwise: the
+certificate says how far it may be. The least budget is the least peak over all starts, and repairs of the smallest with
+ever lower budgets; it does not depend on the budget asked.
 
 Complexity: the starts take near-linear time in the size of the graph, and small integer programs. The search is given a
 number of moves, not seconds, so that a plan depends on the graph, its times, the budget, the limit and the seed alone.
