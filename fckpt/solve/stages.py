@@ -306,11 +306,10 @@ class Stages:
         """Leaves out runs that make nothing that is read before it is made again, and forbidden repetitions."""
         nodes, rules, must = self.graph.nodes, self.rules, self.must
         sequence = [*forward, *backward]
-        first = dict(zip(reversed(sequence), range(len(sequence) - 1, -1, -1), strict=True))
+        first = {index: k for k, index in reversed([*enumerate(sequence)])}
         needed = bytearray(len(self.graph.values))
         order = Order([], [])
-        for k in range(len(sequence) - 1, -1, -1):
-            index = sequence[k]
+        for k, index in reversed([*enumerate(sequence)]):
             node = nodes[index]
             if first[index] == k:
                 wanted = index in must or any(needed[v] for v in node.outputs)
