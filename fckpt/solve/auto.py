@@ -33,7 +33,7 @@ from fckpt.solve.base import Order, Rules, over_budget, peak_of, seconds_of
 from fckpt.solve.bounds import least_peak
 from fckpt.solve.certificate import PROOF, certified, quick
 from fckpt.solve.chen import seeds as segments
-from fckpt.solve.greedy import fit, lowered, smallest
+from fckpt.solve.greedy import fit, lowered
 from fckpt.solve.min_cut import PRICES, between, cheapest
 from fckpt.solve.moments import Effort, retained, usual
 from fckpt.solve.policy import policy
@@ -41,7 +41,7 @@ from fckpt.solve.revolve import seeds as binomials
 from fckpt.solve.rotor import Curve, curves
 from fckpt.solve.save_all import save_all
 from fckpt.solve.search import Search
-from fckpt.solve.seeds import saving, segmented
+from fckpt.solve.seeds import backward_orders, saving, segmented
 
 __all__ = ["auto"]
 
@@ -174,9 +174,14 @@ class _Starts:
         return curves(self.rules)
 
     @functools.cached_property
+    def nested(self) -> list[_Plan]:
+        """Saving all, and segments, nested ones too."""
+        return _known(self.rules, (*self.saving, *segmented(self.rules)))
+
+    @functools.cached_property
     def common(self) -> list[_Plan]:
         """Those that do not depend on a budget."""
-        return _known(self.rules, (*self.saving, *segmented(self.rules), *segments(self.rules), *self.priced))
+        return [*self.nested, *_known(self.rules, (*segments(self.rules), *self.priced))]
 
     @functools.cached_property
     def spread(self) -> list[_Plan]:
@@ -247,14 +252,20 @@ class _Starts:
     def _smallest(self) -> Iterator[Order]:
         """Yields plans that repairs have brought down as far as they could."""
         weighed = 0
-        for plans in ([*self.common, *self.spread], self.binomials):
-            for _, _, order in _by_peak(plans)[:NEAREST]:
-                if weighed <= 2 * self.patience:
+        done: list[Order] = []
+        others = (order for others in backward_orders(self.rules)[1:] for order in segmented(self.rules, others))
+        # the least peak of segments comes last: a higher start may come down further
+        for starts in (
+            _by_peak([*self.common, *self.spread])[:NEAREST],
+            _by_peak(self.binomials)[:NEAREST],
+            (min(plans, key=lambda plan: plan[0]) for plans in [[*self.nested, *_known(self.rules, others)]]),
+        ):
+            for _, _, order in starts:
+                if weighed <= 2 * self.patience and order not in done:
                     plan, moves = lowered(self.rules, order)
                     weighed += moves
+                    done.append(order)
                     yield plan
-        if weighed <= 2 * self.patience:
-            yield smallest(self.rules)  # a higher start may come down further
 
     def _made(self, budget: int, effort: Effort) -> Iterator[Order]:
         """Yields starts made for the budget."""

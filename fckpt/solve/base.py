@@ -62,6 +62,22 @@ class Order(NamedTuple):
     backward: list[int]
 
 
+class _Columns:
+    """Some numbers for each node."""
+
+    def __init__(self, numbers: Sequence[Sequence[int]]):
+        self.lengths = np.array([len(part) for part in numbers], dtype=np.int64)
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.numbers = np.array([number for part in numbers for number in part], dtype=np.int64)
+
+    def of(self, sequence: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the numbers of all nodes of a sequence, and before them the moment of each."""
+        lengths = self.lengths[sequence]
+        moments = np.repeat(np.arange(len(sequence)), lengths)
+        shifts = self.starts[sequence] - (np.cumsum(lengths) - lengths)
+        return moments, self.numbers[np.repeat(shifts, lengths) + np.arange(len(moments))]
+
+
 class Rules:
     """What every schedule of a graph must respect, and what the policy's decisions make of it."""
 
@@ -87,6 +103,18 @@ class Rules:
         """By node: what it costs to run."""
         self.nbytes = [v.nbytes for v in graph.values]
         """By value."""
+        self.sizes = np.array(self.nbytes, dtype=np.int64)
+        self.temporary = np.array([n.temporary_nbytes for n in graph.nodes], dtype=np.int64)
+        """By node: bytes."""
+        self.stays = np.zeros(len(graph.values), dtype=bool)
+        """By value: whether it is kept."""
+        self.stays[list(self.kept)] = True
+        width = max([1, *(len(n.overwrites) for n in graph.nodes)])
+        over = [(*n.overwrites, *[-1] * (width - len(n.overwrites))) for n in graph.nodes]
+        self.reads = _Columns([n.inputs for n in graph.nodes])
+        self.makes = _Columns([n.outputs for n in graph.nodes])
+        self.overwrites = np.array(over, dtype=np.int64).reshape(-1, width)
+        """By node: the values that it may write its output over, and -1."""
 
     def _may_vanish(self, value: int) -> bool:
         producer = self.graph.values[value].producer
@@ -234,44 +262,37 @@ def seconds_of(rules: Rules, order: Order) -> float:
 
 def profile_of(rules: Rules, order: Order) -> np.ndarray:
     """Returns the bytes held while each computation of `order` runs: int64, one per computation."""
-    graph, kept, nbytes = rules.graph, rules.kept, rules.nbytes
-    sequence = [*order.forward, *order.backward]
-    start = [-1] * len(nbytes)
-    end = [0] * len(nbytes)
-    change = [0] * (len(sequence) + 1)
-    own = [0] * len(sequence)
-    overwrites = [node.overwrites for node in graph.nodes]
-    saved = [0] * len(sequence)  # where an output is written over an input
-
-    def ends(value: int) -> None:
-        last = end[value]
-        change[last + 1] -= nbytes[value]
-        if value in overwrites[sequence[last]] and fresh[last]:
-            saved[last] = nbytes[value]
-
-    fresh = [True] * len(sequence)
-    for i, index in enumerate(sequence):
-        node = graph.nodes[index]
-        own[i] = node.temporary_nbytes
-        for value in node.inputs:
-            end[value] = i
-        for value in node.outputs:
-            if start[value] >= 0 and value in kept:
-                own[i] += nbytes[value]  # a second copy, dropped at once
-                fresh[i] = False
-                continue
-            if start[value] >= 0:
-                change[start[value]] += nbytes[value]
-                ends(value)
-            start[value] = end[value] = i
-    for value, first in enumerate(start):
-        if first >= 0:
-            change[first] += nbytes[value]
-            if value not in kept:
-                ends(value)
-    change[len(order.forward)] += sum(nbytes[v] for v in graph.cotangents)
-    held = np.cumsum(np.array(change[:-1], dtype=np.int64))
-    return held + np.array(own, dtype=np.int64) - np.array(saved, dtype=np.int64)
+    nbytes = rules.sizes
+    sequence = np.array([*order.forward, *order.backward], dtype=np.int64)
+    count = len(sequence)
+    moments, values = rules.makes.of(sequence)
+    keys = values * count + moments
+    ranks = np.argsort(keys)
+    keys, values, firsts = keys[ranks], values[ranks], moments[ranks]
+    again = rules.stays[values]  # a second copy of what is kept is dropped at once
+    again[1:] &= values[1:] == values[:-1]
+    again[:1] = False
+    own = rules.temporary[sequence]
+    np.add.at(own, firsts[again], nbytes[values[again]])
+    fresh = np.ones(count, dtype=bool)
+    fresh[firsts[again]] = False
+    keys, values, firsts = keys[~again], values[~again], firsts[~again]
+    moments, read = rules.reads.of(sequence)
+    copies = np.searchsorted(keys, read * count + moments) - 1
+    lasts = firsts.copy()
+    mine = values[copies] == read if len(values) else np.zeros(0, dtype=bool)
+    mine &= copies >= 0
+    lasts[copies[mine]] = moments[mine]  # they rise, and the last one stays
+    change = np.zeros(count + 1, dtype=np.int64)
+    np.add.at(change, firsts, nbytes[values])
+    dies = ~rules.stays[values]
+    values, lasts = values[dies], lasts[dies]
+    np.subtract.at(change, lasts + 1, nbytes[values])
+    change[len(order.forward)] += nbytes[list(rules.graph.cotangents)].sum()
+    over = (rules.overwrites[sequence[lasts]] == values[:, None]).any(axis=1) & fresh[lasts]
+    saved = np.zeros(count, dtype=np.int64)  # where an output is written over an input
+    saved[lasts[over]] = nbytes[values[over]]
+    return np.cumsum(change[:-1]) + own - saved
 
 
 def within(graph: Graph, schedule: Schedule, budget: int | None, solver: str) -> Schedule:

@@ -224,19 +224,28 @@ class Stages:
         )
 
     def _option(self, stage: int, number: int, onward: set[int]) -> Option:
-        saved, again = self.saves[stage][number], self.again[stage][number]
+        saved = self.saves[stage][number]
         forward = self._within(stage, saved | onward)
-        stays = self.arriving[stage - 1] if stage else set()
         return Option(
             saved_nbytes=self._nbytes(saved | onward),
             forward_seconds=self._seconds(forward),
-            backward_seconds=self._seconds(again),
+            backward_seconds=self._seconds(self.again[stage][number]),
             forward_nbytes=self._peak(forward, saved | onward),
-            backward_nbytes=self._peak(again, stays, saved | self.arriving[stage]),
+            backward_nbytes=self.reaching[stage][number],
         )
 
+    @functools.cached_property
+    def reaching(self) -> list[list[int]]:
+        """By stage and option: the most bytes that its backward holds of what it makes, saved and gets."""
+        stays = [set(), *self.arriving]
+        return [
+            [self._peak(nodes, stays[i], s | self.arriving[i]) for s, nodes in zip(self.saves[i], options, strict=True)]
+            for i, options in enumerate(self.again)
+        ]
+
     def _nbytes(self, values: Iterable[int]) -> int:
-        return sum(self.graph.values[v].nbytes for v in values)
+        nbytes = self.rules.nbytes
+        return sum([nbytes[v] for v in values])  # twice as fast as without a list, and much of the time of all this
 
     def _seconds(self, nodes: Iterable[int]) -> float:
         return sum(self.rules.seconds[i] for i in nodes)
@@ -250,18 +259,17 @@ class Stages:
             present: what is there when it begins, and goes with its last use unless it stays. Whatever else is read is
                 not counted, nor what is fixed, because it is there anyway.
         """
-        graph, kept = self.graph, self.rules.kept
+        graph, kept, nbytes = self.graph, self.rules.kept, self.rules.nbytes
         last = {v: k for k, i in enumerate(nodes) for v in (*graph.nodes[i].outputs, *graph.nodes[i].inputs)}
         live = set(present)
         held = peak = self._nbytes(live)
         for k, index in enumerate(nodes):
             node = graph.nodes[index]
-            new = {v for v in node.outputs if v not in live and v not in self.fixed}
-            live |= new
-            touched = {v for v in (*node.inputs, *new) if last[v] == k and v in live}
-            gone = {v for v in touched if v not in stays and v not in kept}
-            over = node.overwritten(gone) if new else None
-            saved = 0 if over is None else graph.values[over].nbytes
+            new = [v for v in node.outputs if v not in live and v not in self.fixed]
+            live.update(new)
+            gone = {v for v in (*node.inputs, *new) if last[v] == k and v in live and v not in stays and v not in kept}
+            over = node.overwritten(gone) if new and node.overwrites else None
+            saved = 0 if over is None else nbytes[over]
             peak = max(peak, held + self._nbytes(node.outputs) + node.temporary_nbytes - saved)
             held += self._nbytes(new) - self._nbytes(gone)
             live -= gone
@@ -289,6 +297,12 @@ class Stages:
         ends = (i for i in rules.backward if nodes[i].random or not rules.kept.isdisjoint(nodes[i].outputs))
         return {*rules.forward_roots, *ends}
 
+    @functools.cached_property
+    def repeated(self) -> list[list[int]]:
+        """By node: the results for which it may run again."""
+        pinned, kept = self.rules.pinned, self.rules.kept
+        return [[] if pinned[n.id] else [v for v in n.outputs if v not in kept] for n in self.graph.nodes]
+
     def _fetched(self, backward: list[int]) -> list[int]:
         """Adds to the backward pass what makes again the values that must not be saved, where it reads them."""
         if not self.rules.unsaved:
@@ -304,21 +318,24 @@ class Stages:
 
     def _useful(self, forward: list[int], backward: list[int]) -> Order:
         """Leaves out runs that make nothing that is read before it is made again, and forbidden repetitions."""
-        nodes, rules, must = self.graph.nodes, self.rules, self.must
+        nodes, split = self.graph.nodes, len(forward)
         sequence = [*forward, *backward]
-        first = {index: k for k, index in reversed([*enumerate(sequence)])}
+        first = [-1] * len(nodes)
+        for k in reversed(range(len(sequence))):
+            first[sequence[k]] = k
         needed = bytearray(len(self.graph.values))
         order = Order([], [])
-        for k, index in reversed([*enumerate(sequence)]):
+        for k in reversed(range(len(sequence))):
+            index = sequence[k]
             node = nodes[index]
-            if first[index] == k:
-                wanted = index in must or any(needed[v] for v in node.outputs)
-            else:
-                wanted = not rules.pinned[index] and any(needed[v] and v not in rules.kept for v in node.outputs)
+            wanted = first[index] == k and index in self.must
+            for value in node.outputs if first[index] == k else self.repeated[index]:
+                if needed[value]:
+                    wanted = True
             if wanted:
                 for value in node.outputs:
                     needed[value] = 0
                 for value in node.inputs:
                     needed[value] = 1
-                order[k >= len(forward)].append(index)
+                order[k >= split].append(index)
         return Order(order.forward[::-1], order.backward[::-1])
