@@ -436,31 +436,38 @@ def prune(tape: Tape, budget: int, parent: Tape | None = None) -> list[int]:
 
 def _may_go(tape: Tape, moment: int, budget: int) -> bool:
     """Whether the copies that would live on without a repetition may have room: no edit, and seldom wrongly no."""
-    graph, position = tape.rules.graph, tape.places[moment]
+    nodes, kept, nbytes, place = tape.rules.graph.nodes, tape.rules.kept, tape.nbytes, tape.places
+    position = place[moment]
     changes: list[tuple[int, int]] = []
-    stack = [moment]
-    while stack:
-        last = stack.pop()
-        at = tape.places[last]
-        for value in graph.nodes[tape.node[last]].inputs:
-            if value in tape.rules.kept or tape.is_read_after(value, at):
-                continue
-            before = tape.index(value, at) - 1
-            if before < 0:
-                continue
-            maker = tape.events[value][before]
-            changes.append((tape.places[maker] + 1, -tape.nbytes[value]))
-            if tape.makes(maker, value) and tape.runs[tape.node[maker]][0] != maker:
-                stack.append(maker)
-    ends = []
-    for value in graph.nodes[tape.node[moment]].outputs:
-        if value not in tape.rules.kept and tape.is_read_after(value, position):
+    ends: list[int] = []
+    for value in nodes[tape.node[moment]].outputs:
+        if value not in kept and tape.is_read_after(value, position):
             ends.append(tape.end(value, position) + 1)
-            changes.append((ends[-1], tape.nbytes[value]))
+            changes.append((ends[-1], nbytes[value]))
     if not ends:
         return True
     first = min(ends)
-    held = tape.memory[first:position].copy()
+    held = tape.memory[first:position]
+    highest = int(held.argmax()) if len(held) else 0
+    if not len(held) or held[highest] + sum([change for _, change in changes]) <= budget:
+        return True
+    stack = [moment]
+    while stack:
+        last = stack.pop()
+        for value in nodes[tape.node[last]].inputs:
+            if value in kept:
+                continue
+            events = tape.events[value]
+            before = tape.index(value, place[last]) - 1
+            if before < 0 or (before + 2 < len(events) and not tape.makes(events[before + 2], value)):
+                continue  # not made before, or read after
+            maker = events[before]
+            changes.append((place[maker] + 1, -nbytes[value]))
+            if tape.makes(maker, value) and tape.runs[tape.node[maker]][0] != maker:
+                stack.append(maker)
+    if held[highest] + sum([change for start, change in changes if start <= first + highest]) > budget:
+        return False  # as it mostly ends
+    held = held.copy()
     for start, change in changes:
         held[max(start - first, 0) :] += change
     return int(held.max(initial=0)) <= budget
