@@ -253,19 +253,22 @@ class _Starts:
         """Yields plans that repairs have brought down as far as they could."""
         weighed = 0
         done: list[Order] = []
-        others = (order for others in backward_orders(self.rules)[1:] for order in segmented(self.rules, others))
-        # the least peak of segments comes last: a higher start may come down further
-        for starts in (
-            _by_peak([*self.common, *self.spread])[:NEAREST],
-            _by_peak(self.binomials)[:NEAREST],
-            (min(plans, key=lambda plan: plan[0]) for plans in [[*self.nested, *_known(self.rules, others)]]),
-        ):
-            for _, _, order in starts:
-                if weighed <= 2 * self.patience and order not in done:
-                    plan, moves = lowered(self.rules, order)
-                    weighed += moves
-                    done.append(order)
-                    yield plan
+        for order in self._low():
+            if weighed > 2 * self.patience:
+                return
+            if order not in done:
+                plan, moves = lowered(self.rules, order)
+                weighed += moves
+                done.append(order)
+                yield plan
+
+    def _low(self) -> Iterator[Order]:
+        """Yields plans to bring down: the smallest, and others, because a higher one may come down further."""
+        for plans in ([*self.common, *self.spread], self.binomials):
+            yield from (order for _, _, order in _by_peak(plans)[:NEAREST])
+        orders = backward_orders(self.rules)[1:]
+        others = _known(self.rules, (plan for order in orders for plan in segmented(self.rules, order)))
+        yield min([*self.nested, *others], key=lambda plan: plan[0])[2]
 
     def _made(self, budget: int, effort: Effort) -> Iterator[Order]:
         """Yields starts made for the budget."""

@@ -21,6 +21,7 @@ from fckpt.errors import BudgetError
 from fckpt.graph import Graph
 from fckpt.schedule import Compute, Schedule, schedule_of
 from fckpt.simulate import Timeline, simulate
+from fckpt.solve.memory import Memory
 from fckpt.units import format_bytes
 
 __all__ = [
@@ -62,22 +63,6 @@ class Order(NamedTuple):
     backward: list[int]
 
 
-class _Columns:
-    """Some numbers for each node."""
-
-    def __init__(self, numbers: Sequence[Sequence[int]]):
-        self.lengths = np.array([len(part) for part in numbers], dtype=np.int64)
-        self.starts = np.cumsum(self.lengths) - self.lengths
-        self.numbers = np.array([number for part in numbers for number in part], dtype=np.int64)
-
-    def of(self, sequence: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the numbers of all nodes of a sequence, and before them the moment of each."""
-        lengths = self.lengths[sequence]
-        moments = np.repeat(np.arange(len(sequence)), lengths)
-        shifts = self.starts[sequence] - (np.cumsum(lengths) - lengths)
-        return moments, self.numbers[np.repeat(shifts, lengths) + np.arange(len(moments))]
-
-
 class Rules:
     """What every schedule of a graph must respect, and what the policy's decisions make of it."""
 
@@ -103,18 +88,7 @@ class Rules:
         """By node: what it costs to run."""
         self.nbytes = [v.nbytes for v in graph.values]
         """By value."""
-        self.sizes = np.array(self.nbytes, dtype=np.int64)
-        self.temporary = np.array([n.temporary_nbytes for n in graph.nodes], dtype=np.int64)
-        """By node: bytes."""
-        self.stays = np.zeros(len(graph.values), dtype=bool)
-        """By value: whether it is kept."""
-        self.stays[list(self.kept)] = True
-        width = max([1, *(len(n.overwrites) for n in graph.nodes)])
-        over = [(*n.overwrites, *[-1] * (width - len(n.overwrites))) for n in graph.nodes]
-        self.reads = _Columns([n.inputs for n in graph.nodes])
-        self.makes = _Columns([n.outputs for n in graph.nodes])
-        self.overwrites = np.array(over, dtype=np.int64).reshape(-1, width)
-        """By node: the values that it may write its output over, and -1."""
+        self.memory = Memory(graph, self.kept)
 
     def _may_vanish(self, value: int) -> bool:
         producer = self.graph.values[value].producer
@@ -262,37 +236,7 @@ def seconds_of(rules: Rules, order: Order) -> float:
 
 def profile_of(rules: Rules, order: Order) -> np.ndarray:
     """Returns the bytes held while each computation of `order` runs: int64, one per computation."""
-    nbytes = rules.sizes
-    sequence = np.array([*order.forward, *order.backward], dtype=np.int64)
-    count = len(sequence)
-    moments, values = rules.makes.of(sequence)
-    keys = values * count + moments
-    ranks = np.argsort(keys)
-    keys, values, firsts = keys[ranks], values[ranks], moments[ranks]
-    again = rules.stays[values]  # a second copy of what is kept is dropped at once
-    again[1:] &= values[1:] == values[:-1]
-    again[:1] = False
-    own = rules.temporary[sequence]
-    np.add.at(own, firsts[again], nbytes[values[again]])
-    fresh = np.ones(count, dtype=bool)
-    fresh[firsts[again]] = False
-    keys, values, firsts = keys[~again], values[~again], firsts[~again]
-    moments, read = rules.reads.of(sequence)
-    copies = np.searchsorted(keys, read * count + moments) - 1
-    lasts = firsts.copy()
-    mine = values[copies] == read if len(values) else np.zeros(0, dtype=bool)
-    mine &= copies >= 0
-    lasts[copies[mine]] = moments[mine]  # they rise, and the last one stays
-    change = np.zeros(count + 1, dtype=np.int64)
-    np.add.at(change, firsts, nbytes[values])
-    dies = ~rules.stays[values]
-    values, lasts = values[dies], lasts[dies]
-    np.subtract.at(change, lasts + 1, nbytes[values])
-    change[len(order.forward)] += nbytes[list(rules.graph.cotangents)].sum()
-    over = (rules.overwrites[sequence[lasts]] == values[:, None]).any(axis=1) & fresh[lasts]
-    saved = np.zeros(count, dtype=np.int64)  # where an output is written over an input
-    saved[lasts[over]] = nbytes[values[over]]
-    return np.cumsum(change[:-1]) + own - saved
+    return rules.memory.profile(order.forward, order.backward)
 
 
 def within(graph: Graph, schedule: Schedule, budget: int | None, solver: str) -> Schedule:
