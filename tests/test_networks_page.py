@@ -47,7 +47,7 @@ def row(report: dict[str, Any]) -> str:
         f"{ogc['predicted_bytes'] / nbytes:.2f}",
         extra(ogc),
         extra(point(report, "rotor", "same memory")),
-        extra(point(report, "torch_dp", "same memory") or point(report, "knapsack", "same memory")),
+        extra(point(report, "torch_dp", "same memory")),
         extra(point(report, "auto", "same memory")),
         "" if time.proven is None else f"{100 * time.proven * ogc['predicted_overhead']:.1f}",
         "" if memory.value is None else f"{memory.value:.2f}",
@@ -86,7 +86,8 @@ def summary(name: str, target: str) -> str:
     parts = [Target(**report["targets"][target]).value for report in reports(name)]
     found = sorted(part for part in parts if part is not None)
     assert len(found) == len(NETWORKS)
-    return f"{median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
+    least = round(found[0], 2) + 0.0  # without the sign of -0.0
+    return f"{median(found):.2f} ({least:.2f} to {found[-1]:.2f})"
 
 
 def outcomes(name: str) -> list[tuple[str, bool]]:
