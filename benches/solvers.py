@@ -192,7 +192,14 @@ def conclude(rounds: Sequence[Round], console: Console) -> None:
 def _parser(solvers: Sequence[str]) -> argparse.ArgumentParser:
     parser = report_parser("solvers", __doc__)
     parser.add_argument("--graphs", nargs="*", choices=list(GRAPHS), metavar="NAME", help=", ".join(GRAPHS))
-    parser.add_argument("--files", nargs="+", type=Path, default=[], metavar="FILE", help="graphs in files as well")
+    parser.add_argument(
+        "--files",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="graphs in files as well; after an empty --graphs, those alone",
+    )
     parser.add_argument("--frozen", type=Path, metavar="FOLDER", help="where graphs are kept (benches.graphs)")
     parser.add_argument("--solvers", nargs="+", choices=solvers, metavar="NAME", help=", ".join(solvers))
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, metavar="X", help="of the plain peak")
@@ -221,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     console, document = opening("solvers", arguments, torch.device("cpu"))
     chosen = {name: solvers[name] for name in dict.fromkeys(("auto", *(parsed.solvers or solvers)))}
-    names = list(GRAPHS) if parsed.graphs is None and not parsed.files else parsed.graphs or []
+    names = list(GRAPHS) if parsed.graphs is None else parsed.graphs
     rounds = {known.graph: known for known in (read_rounds(parsed.json) if parsed.resume else [])}
     again = {*parsed.again} & {*chosen, BOUND}
     for source in (*names, *parsed.files):

@@ -163,11 +163,11 @@ def test_a_late_proof_gives_way_to_that_of_a_larger_budget_or_a_quick_one(monkey
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write(layered(16), tmp_path / "small.json.gz")
     out = tmp_path / "out.json"
-    arguments = ["--files", str(tmp_path / "small.json.gz"), "--solvers", "save_all", "--json", str(out)]
+    arguments = ["--graphs", "--files", str(tmp_path / "small.json.gz"), "--solvers", "save_all", "--json", str(out)]
     with pytest.raises(SystemExit):
         solvers.main(arguments)  # does not look for plans
     capsys.readouterr()
-    arguments[3] = "knapsack"
+    arguments[4] = "knapsack"
     assert solvers.main([*arguments, "--budgets", "0.9", "0.7", "--seconds", "30"]) == 0
     document = json.loads(out.read_text())
     (found,) = document["graphs"]
@@ -184,7 +184,7 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
         write(layered(size), tmp_path / f"{name}.json.gz")
     out = tmp_path / "out.json"
     rest = ["--solvers", "knapsack", "--budgets", "0.8", "0.1", "--seconds", "30", "--json", str(out), "--resume"]
-    solvers.main(["--files", str(tmp_path / "one.json.gz"), *rest])
+    solvers.main(["--graphs", "--files", str(tmp_path / "one.json.gz"), *rest])
     (first,) = json.loads(out.read_text())["graphs"]
     asked: list[tuple[str, int]] = []
     real = solvers._cells  # pyright: ignore[reportPrivateUsage]
@@ -194,7 +194,7 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
         return real(title, solver, graph, *args)
 
     monkeypatch.setattr(solvers, "_cells", cells)
-    both = ["--files", str(tmp_path / "one.json.gz"), str(tmp_path / "two.json.gz"), *rest]
+    both = ["--graphs", "--files", str(tmp_path / "one.json.gz"), str(tmp_path / "two.json.gz"), *rest]
     solvers.main(both)
     document = json.loads(out.read_text())
     sizes = [graph["nodes"] for graph in document["graphs"]]
@@ -206,7 +206,7 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     for before, after in zip(document["graphs"], again, strict=True):
         others = [[c for c in graph["cells"] if c["solver"] != "auto"] for graph in (before, after)]
         assert others[0] == others[1] and len(before["cells"]) == len(after["cells"])
-    solvers.main(["--files", str(tmp_path / "one.json.gz"), *rest, "--again", "auto", "xla"])
+    solvers.main(["--graphs", "--files", str(tmp_path / "one.json.gz"), *rest, "--again", "auto", "xla"])
     left = json.loads(out.read_text())["graphs"]  # what is not asked stays
     assert left[1] == again[1] and len(left[0]["cells"]) == len(again[0]["cells"])
 

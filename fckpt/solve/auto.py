@@ -6,7 +6,7 @@
    (`seeds`); optimal chain schedules (`rotor`), which need few bytes.
 3. Those that are fast or lie near the budget are repaired and pruned until they fit (`repair`), until too much has been
    tried in vain. If none does, the smallest of all are brought down as far as repairs can, binomial schedules
-   (`revolve`) too; first of all where the budget is far below what is known, since mostly nothing fits then.
+   (`revolve`) too; first of all where the smallest known is over the budget by 2 %, since mostly nothing fits then.
 4. Local search from the best of them, and from the next when that comes to nothing (`search`).
 
 It stops at a plan that `certificate` proves to be within `GOOD_ENOUGH` of the optimum, and asks it for a better one,
@@ -174,14 +174,14 @@ class _Starts:
         return curves(self.rules)
 
     @functools.cached_property
-    def nested(self) -> list[_Plan]:
-        """Saving all, and segments, nested ones too."""
+    def cut(self) -> list[_Plan]:
+        """Saving all, and segments, nested ones too, with the recorded order of the backward pass."""
         return _known(self.rules, (*self.saving, *segmented(self.rules)))
 
     @functools.cached_property
     def common(self) -> list[_Plan]:
         """Those that do not depend on a budget."""
-        return [*self.nested, *_known(self.rules, (*segments(self.rules), *self.priced))]
+        return [*self.cut, *_known(self.rules, (*segments(self.rules), *self.priced))]
 
     @functools.cached_property
     def spread(self) -> list[_Plan]:
@@ -233,7 +233,7 @@ class _Starts:
             yield fit(rules, self.least, budget)[0] or self.least
 
     def _is_far(self, budget: int) -> bool:
-        """Whether all plans that are known as they are take much more than the budget."""
+        """Whether all plans that are known as they are take more than `FAR` budgets."""
         return all(peak > FAR * budget for peak, _, _ in self._as_they_are())
 
     def _as_they_are(self) -> Iterator[_Plan]:
@@ -254,21 +254,21 @@ class _Starts:
         weighed = 0
         done: list[Order] = []
         for order in self._low():
-            if weighed > 2 * self.patience:
-                return
             if order not in done:
                 plan, moves = lowered(self.rules, order)
                 weighed += moves
                 done.append(order)
                 yield plan
+            if weighed > 2 * self.patience:
+                return  # before the next is looked for
 
     def _low(self) -> Iterator[Order]:
-        """Yields plans to bring down: the smallest, and others, because a higher one may come down further."""
+        """Yields plans to bring down: the smallest, and last the one of `greedy`, which may come down further."""
         for plans in ([*self.common, *self.spread], self.binomials):
             yield from (order for _, _, order in _by_peak(plans)[:NEAREST])
         orders = backward_orders(self.rules)[1:]
         others = _known(self.rules, (plan for order in orders for plan in segmented(self.rules, order)))
-        yield min([*self.nested, *others], key=lambda plan: plan[0])[2]
+        yield min([*self.cut, *others], key=lambda plan: plan[0])[2]
 
     def _made(self, budget: int, effort: Effort) -> Iterator[Order]:
         """Yields starts made for the budget."""

@@ -89,6 +89,7 @@ class Rules:
         self.nbytes = [v.nbytes for v in graph.values]
         """By value."""
         self.memory = Memory(graph, self.kept)
+        """Tells the profile of any sequence."""
 
     def _may_vanish(self, value: int) -> bool:
         producer = self.graph.values[value].producer

@@ -1,8 +1,8 @@
 """What a sequence of computations holds, moment by moment: the rules of `simulate`, as columns of numbers.
 
 A *copy* of a value lives from the moment that makes it to its last read before it is made again, or to the end if it is
-an output or a gradient. All copies come from two sorted columns, the events that make values and those that read them;
-the profile is the sum of where they begin and end.
+an output or a gradient. Events that make values, sorted by value and moment, are the copies; each read finds its copy
+among them by bisection. The profile is the sum of where copies begin and end.
 
 Complexity: O(n log n) for n events; some ten milliseconds for 50,000 computations.
 """
@@ -51,12 +51,13 @@ class Memory:
         sequence = np.array([*forward, *backward], dtype=np.int64)
         count = len(sequence)
         values, made = _sorted(*self.makes.of(sequence))
-        second = self.kept[values]
-        second[:1] = False
-        second[1:] &= values[1:] == values[:-1]
+        is_second = self.kept[values]
+        is_second[:1] = False
+        is_second[1:] &= values[1:] == values[:-1]
         own = self.temporary[sequence]
-        np.add.at(own, made[second], self.nbytes[values[second]])  # what is there for good, made again, is dropped
-        values, first = values[~second], made[~second]
+        # what is there for good, and is made again, is dropped at once
+        np.add.at(own, made[is_second], self.nbytes[values[is_second]])
+        values, first = values[~is_second], made[~is_second]
         last = _last(values, first, *self.reads.of(sequence))
         change = np.zeros(count + 1, dtype=np.int64)
         change[len(forward)] = self.arriving
@@ -67,7 +68,7 @@ class Memory:
         over = (self.overwrites[sequence[last]] == values[:, None]).any(axis=1)
         saved = np.zeros(count, dtype=np.int64)
         saved[last[over]] = self.nbytes[values[over]]
-        saved[made[second]] = 0  # a second copy is not written over an input
+        saved[made[is_second]] = 0  # a second copy is not written over an input
         return np.cumsum(change[:-1]) + own - saved
 
 
@@ -76,7 +77,9 @@ class _Events:
 
     def __init__(self, values: Sequence[Sequence[int]]):
         self.count = np.array([len(part) for part in values], dtype=np.int64)
+        """By node: how many."""
         self.start = np.cumsum(self.count) - self.count
+        """By node: where its own begin among all `values`."""
         self.values = np.array([value for part in values for value in part], dtype=np.int64)
 
     def of(self, sequence: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

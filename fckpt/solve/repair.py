@@ -466,7 +466,7 @@ def _may_go(tape: Tape, moment: int, budget: int) -> bool:
             if tape.makes(maker, value) and tape.runs[tape.node[maker]][0] != maker:
                 stack.append(maker)
     if held[highest] + sum([change for start, change in changes if start <= first + highest]) > budget:
-        return False  # as it mostly ends
+        return False  # one moment is enough to say no, and mostly it does
     held = held.copy()
     for start, change in changes:
         held[max(start - first, 0) :] += change

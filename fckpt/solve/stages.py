@@ -231,11 +231,11 @@ class Stages:
             forward_seconds=self._seconds(forward),
             backward_seconds=self._seconds(self.again[stage][number]),
             forward_nbytes=self._peak(forward, saved | onward),
-            backward_nbytes=self.reaching[stage][number],
+            backward_nbytes=self.backward_peaks[stage][number],
         )
 
     @functools.cached_property
-    def reaching(self) -> list[list[int]]:
+    def backward_peaks(self) -> list[list[int]]:
         """By stage and option: the most bytes that its backward holds of what it makes, saved and gets."""
         stays = [set(), *self.arriving]
         return [
@@ -245,7 +245,7 @@ class Stages:
 
     def _nbytes(self, values: Iterable[int]) -> int:
         nbytes = self.rules.nbytes
-        return sum([nbytes[v] for v in values])  # twice as fast as without a list, and much of the time of all this
+        return sum([nbytes[v] for v in values])  # a list, because this is called often, and sums it twice as fast
 
     def _seconds(self, nodes: Iterable[int]) -> float:
         return sum(self.rules.seconds[i] for i in nodes)

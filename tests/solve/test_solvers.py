@@ -12,7 +12,7 @@ from fckpt.errors import ArgumentValueError, BudgetError
 from fckpt.graph import Graph
 from fckpt.schedule import Compute, Schedule, schedule_of
 from fckpt.simulate import Timeline, simulate
-from fckpt.solve.base import Rules, peak_of, profile_of, replay
+from fckpt.solve.base import Order, Rules, peak_of, profile_of, replay
 from fckpt.solve.repair import Repair, prune
 from fckpt.solve.seeds import backward_orders, save_everything, segmented
 from fckpt.solve.tape import Tape
@@ -118,7 +118,17 @@ def test_a_tape_knows_its_profile(graph: Graph, fraction: float):
     assert [m for m, at in zip(tape.memory, tape.at, strict=True) if tape.node[at] >= 0] == list(
         profile_of(rules, order)
     )
-    assert peak_of(rules, order) == simulate(graph, schedule_of(graph, *order)).peak_nbytes
+    assert_simulated(graph, rules, order)
+
+
+def assert_simulated(graph: Graph, rules: Rules, order: Order):
+    """The profile has what is simulated, computation by computation."""
+    schedule = schedule_of(graph, *order)
+    timeline = simulate(graph, schedule)
+    computes = [isinstance(step, Compute) for step in (*schedule.forward, *schedule.backward)]
+    held = [nbytes for nbytes, is_compute in zip(timeline.live_nbytes, computes, strict=True) if is_compute]
+    assert held == profile_of(rules, order).tolist()
+    assert timeline.peak_nbytes == peak_of(rules, order)
 
 
 @examples(100)
@@ -127,7 +137,7 @@ def test_any_set_can_be_saved(graph: Graph, leaf: int | None, data: st.DataObjec
     saved = data.draw(st.sets(st.sampled_from(range(len(graph.values)))))
     rules = Rules(graph)
     order = replay(rules, saved, leaf=leaf)
-    assert peak_of(rules, order) == simulate(graph, schedule_of(graph, *order)).peak_nbytes
+    assert_simulated(graph, rules, order)
     timeline = simulate(graph, solve.from_saved(graph, saved))
     assert timeline.recomputed_nodes <= len(graph.nodes)
     for seed in segmented(rules):
