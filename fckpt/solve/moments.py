@@ -193,12 +193,14 @@ def lazily(rules: Rules, base: Order, held: Mapping[int, set[int]]) -> tuple[Ord
     Args:
         rules: of the graph.
         base: computes everything once.
-        held: by position in `base`, what stays in memory after it; after others everything does.
+        held: by position in `base`, what stays in memory after it; after others everything does, and so does always
+            what comes of nodes that never run twice.
 
     Returns:
         The plan; and for each computation the position in `base` of the first run that it is, or is made for.
     """
     graph, split = rules.graph, len(base.forward)
+    stays = {*rules.kept, *(v for n in graph.nodes if rules.pinned[n.id] for v in n.outputs)}
     live, ran = {*graph.inputs}, set[int]()
     runs: list[int] = []
     stages: list[int] = []
@@ -215,7 +217,7 @@ def lazily(rules: Rules, base: Order, held: Mapping[int, set[int]]) -> tuple[Ord
             live.update(graph.nodes[again].outputs)
         ran.add(index)
         if position in held:
-            live.intersection_update({*held[position], *rules.kept, *node.inputs, *node.outputs})
+            live.intersection_update({*held[position], *stays, *node.inputs, *node.outputs})
     boundary = sum(stage < split for stage in stages)
     kept = _used(rules, runs, boundary)
     forward = [runs[i] for i in kept if i < boundary]

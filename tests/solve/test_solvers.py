@@ -13,6 +13,7 @@ from fckpt.graph import Graph
 from fckpt.schedule import Compute, Schedule, schedule_of
 from fckpt.simulate import Timeline, simulate
 from fckpt.solve.base import Order, Rules, peak_of, profile_of, replay
+from fckpt.solve.moments import lazily
 from fckpt.solve.repair import Repair, prune
 from fckpt.solve.seeds import backward_orders, save_everything, segmented
 from fckpt.solve.tape import Tape
@@ -173,3 +174,15 @@ def test_the_registry():
     )  # fmt: skip
     with pytest.raises(ArgumentValueError, match=r"no solver 'magic'\. Take one of auto, brute, checkmate"):
         solve.get("magic")
+
+
+@examples(200)
+@given(graph=graphs(most=8, decisions=True), data=st.data())
+def test_whatever_is_held_can_be_scheduled_lazily(graph: Graph, data: st.DataObject):
+    rules = Rules(graph)
+    base = save_everything(rules)
+    moments = data.draw(st.sets(st.integers(0, len(base.forward) + len(base.backward) - 1), max_size=3))
+    held = {moment: data.draw(st.sets(st.sampled_from(range(len(graph.values))))) for moment in sorted(moments)}
+    order, stages = lazily(rules, base, held)
+    assert len(stages) == len(order.forward) + len(order.backward)
+    simulate(graph, schedule_of(graph, *order))
