@@ -98,7 +98,7 @@ def missed() -> list[str]:
         for kind, name in (("measured", MEASURED), ("planned", PLANNED))
         for report in reports(name)
         for target, word, unit in (("memory", "memory", "it"), ("overhead", "extra time", "a step"))
-        if not (found := Target(**report["targets"][target])).is_met(TARGETS[target])
+        if not (found := Target(**report["targets"][target])).is_met(TARGETS[target]) and found.gap is not None
     ]
 
 
@@ -137,8 +137,11 @@ def test_the_readme_has_the_medians():
     for name in (MEASURED, PLANNED):
         for target in TARGETS:
             assert summary(name, target) in text
+    found = [
+        (target, Target(**r["targets"][target])) for r in reports(MEASURED) + reports(PLANNED) for target in TARGETS
+    ]
+    assert (sum(not values.is_met(TARGETS[target]) for target, values in found), len(found)) == (len(missed()), 72)
     assert len(missed()) == 5
-    assert sum(len(report["targets"]) for name in (MEASURED, PLANNED) for report in reports(name)) == 72
     assert "all but five of these 72" in text
 
 
