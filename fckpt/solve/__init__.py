@@ -10,6 +10,7 @@ from fckpt.solve.checkmate import checkmate, checkmate_lp
 from fckpt.solve.chen import chen
 from fckpt.solve.dtr import dtr
 from fckpt.solve.greedy import greedy
+from fckpt.solve.hierarchy import hierarchy
 from fckpt.solve.knapsack import knapsack
 from fckpt.solve.lower_sets import lower_sets
 from fckpt.solve.min_cut import min_cut
@@ -57,6 +58,7 @@ for _solver in (
     chen,
     dtr,
     greedy,
+    hierarchy,
     knapsack,
     lower_sets,
     min_cut,

@@ -34,6 +34,7 @@ from fckpt.solve.bounds import least_peak
 from fckpt.solve.certificate import PROOF, certified, quick
 from fckpt.solve.chen import seeds as segments
 from fckpt.solve.greedy import fit, lowered
+from fckpt.solve.hierarchy import Chain, Planner
 from fckpt.solve.min_cut import PRICES, between, cheapest
 from fckpt.solve.moments import Effort, retained, usual
 from fckpt.solve.policy import policy
@@ -59,6 +60,10 @@ BESIDE = 10.0
 """Seconds at that pace, after which a repair ends where there is a plan already."""
 HEAD_START = 400
 """Nodes for which it finds starts in a second."""
+LARGE = 20_000
+"""Nodes above which blocks are all that is planned of a graph that repeats itself."""
+REPEATED = 0.5
+"""A graph repeats itself where this part of it has come up before."""
 FAR = 1.02
 """The smallest plan is looked for first where all that are known before repairs take so many times the budget."""
 RICH = 5.0
@@ -124,7 +129,7 @@ def auto(
         moves = PACE * (limit - len(graph.nodes) / HEAD_START)
         search.run(max(0, round(moves)), enough, lambda done, of: tell("moves weighed", done, of))
         missed = min(seconds_of(rules, order) for order in found) - bound.seconds
-        if OPTIMAL * graph.seconds < missed <= GOOD_ENOUGH * graph.seconds:
+        if OPTIMAL * graph.seconds < missed <= GOOD_ENOUGH * graph.seconds and len(graph.nodes) <= LARGE:
             found.extend(_last(rules, everything[0], budget))
     except KeyboardInterrupt:
         if not found:
@@ -164,24 +169,40 @@ class _Starts:
         """How many moves are weighed in vain, and twice as many to bring plans down, before the rest is left out."""
 
     @functools.cached_property
+    def chain(self) -> Chain:
+        """The graph as a chain of blocks."""
+        return Chain(self.rules)
+
+    @functools.cached_property
+    def is_large(self) -> bool:
+        """Whether blocks are all that is planned."""
+        return len(self.rules.graph.nodes) > LARGE and self.repeats
+
+    @functools.cached_property
+    def repeats(self) -> bool:
+        """Whether it is worth while to plan blocks."""
+        return self.chain.divides and self.chain.repeated >= REPEATED
+
+    @functools.cached_property
     def priced(self) -> list[Order]:
         """Minimum cuts at several prices."""
-        return [cheapest(self.rules, price) for price in PRICES]
+        return [] if self.is_large else [cheapest(self.rules, price) for price in PRICES]
 
     @functools.cached_property
     def chains(self) -> list[Curve]:
-        """Optimal schedules of chains."""
-        return curves(self.rules)
+        """Optimal schedules of chains, of blocks too where many are alike."""
+        blocks = Planner().curves(self.chain) if self.repeats else []
+        return blocks if self.is_large else [*blocks, *curves(self.rules)]
 
     @functools.cached_property
     def cut(self) -> list[_Plan]:
         """Saving all, and segments, nested ones too, with the recorded order of the backward pass."""
-        return _known(self.rules, (*self.saving, *segmented(self.rules)))
+        return _known(self.rules, (*self.saving, *(() if self.is_large else segmented(self.rules))))
 
     @functools.cached_property
     def common(self) -> list[_Plan]:
         """Those that do not depend on a budget."""
-        return [*self.cut, *_known(self.rules, (*segments(self.rules), *self.priced))]
+        return [*self.cut, *_known(self.rules, (*(() if self.is_large else segments(self.rules)), *self.priced))]
 
     @functools.cached_property
     def spread(self) -> list[_Plan]:
@@ -266,6 +287,8 @@ class _Starts:
         """Yields plans to bring down: the smallest, and last the one of `greedy`, which may come down further."""
         for plans in ([*self.common, *self.spread], self.binomials):
             yield from (order for _, _, order in _by_peak(plans)[:NEAREST])
+        if self.is_large:
+            return
         orders = backward_orders(self.rules)[1:]
         others = _known(self.rules, (plan for order in orders for plan in segmented(self.rules, order)))
         yield min([*self.cut, *others], key=lambda plan: plan[0])[2]
@@ -273,19 +296,21 @@ class _Starts:
     def _made(self, budget: int, effort: Effort) -> Iterator[Order]:
         """Yields starts made for the budget."""
         yield from self.certificates
-        yield from retained(self.rules, self.saving, budget, effort)
+        if not self.is_large:
+            yield from retained(self.rules, self.saving, budget, effort)
 
     def _others(self, budget: int) -> Iterator[Order]:
         """Yields the fastest of the others that fit, those just above the budget that are faster, and saving all."""
         around = [order for curve in self.chains for order in curve.around(budget)]
         made = (*around, *between(self.rules, self.priced, budget))
-        plans = _by_peak([*self.common, *_known(self.rules, made)])
+        plans = _by_peak([*(() if self.is_large else self.common), *_known(self.rules, made)])
         inside = sorted((p for p in plans if p[0] <= budget), key=lambda plan: plan[1])[:NEAREST]
         fastest = inside[0][1] if inside else float("inf")
         outside = [order for peak, seconds, order in plans if peak > budget and seconds < fastest][:NEAREST]
         yield from (order for _, _, order in inside)
         yield from outside
-        yield from self.saving
+        if not (self.is_large and inside):
+            yield from self.saving
 
 
 def _known(rules: Rules, orders: Iterable[Order]) -> list[_Plan]:

@@ -37,10 +37,10 @@ from fckpt.graph import Graph
 from fckpt.schedule import Schedule, schedule_of
 from fckpt.solve.base import Order, Rules, fastest, peak_of
 from fckpt.solve.min_cut import cheapest
-from fckpt.solve.seeds import backward_orders, save_everything
+from fckpt.solve.seeds import backward_orders
 from fckpt.solve.stages import Costs, Option, Stages, Step
 
-__all__ = ["Curve", "Table", "curves", "rotor"]
+__all__ = ["Curve", "Table", "curves", "rotor", "tables"]
 
 SLOTS = 500
 GRAINS = (12, 24, 60, 100)
@@ -235,24 +235,27 @@ def curves(rules: Rules) -> list[Curve]:
     found: list[Curve] = []
     order = backward_orders(rules)[-1]
     choices = [_kept(rules.graph, cheapest(rules, price)) for price in PRICES]
-    low = int(LOW * peak_of(rules, save_everything(rules, order)))
     lengths: set[int] = set()
     for grain in GRAINS:
-        stages = Stages(rules, order, grain, choices)
+        stages = Stages(rules, order, grain - 1, choices)
         if len(stages) not in lengths:
             lengths.add(len(stages))
-            if grain < GRAINS[-1]:
-                found.append(Curve(stages, Table(stages.costs, _plain_nbytes(stages.costs))))
-            found.append(Curve(stages, Table(stages.costs, low)))
+            found += tables(stages)[0 if grain < GRAINS[-1] else 1 :]
     return found
 
 
-def _plain_nbytes(costs: Costs) -> int:
+def tables(stages: Stages, slots: int = SLOTS) -> list[Curve]:
+    """Returns the plans of two tables for a chain: one for all limits of memory, and one for the low ones."""
+    low = int(LOW * peak_of(stages.rules, stages.whole))
+    return [Curve(stages, Table(stages.costs, top, slots)) for top in (_plain_nbytes(stages.costs, slots), low)]
+
+
+def _plain_nbytes(costs: Costs, slots: int) -> int:
     """A limit under which every stage is saved as a whole, although slots are rounded up."""
     whole = [options[0] for options in costs.options]
     most = max(max(max(costs.arriving) + option.forward_nbytes, option.backward_nbytes) for option in whole)
     held = sum(option.saved_nbytes for option in whole)
-    return -(-(held + most) * SLOTS // (SLOTS - len(whole) - 1))
+    return -(-(held + most) * slots // (slots - len(whole) - 1))
 
 
 def _kept(graph: Graph, order: Order) -> set[int]:

@@ -86,7 +86,7 @@ class Stages:
         self,
         rules: Rules,
         order: Sequence[int] | None = None,
-        most: int = 100,
+        cuts: int | Sequence[int] = 99,
         choices: Iterable[Collection[int]] = (),
     ):
         """Cuts the forward pass into stages, and finds what belongs to each.
@@ -94,15 +94,15 @@ class Stages:
         Args:
             rules: of the graph.
             order: the nodes of the backward pass; None for the recorded order. Within a stage it is kept.
-            most: how many stages there may be.
+            cuts: how many there may be, where little is live; or at which places, as in `Crossing`.
             choices: sets of values to save where a stage is saved; what its backward reads besides is computed again
                 within it. A stage has an option for each, after the one that saves all that its backward reads.
         """
         graph = self.graph = rules.graph
         self.rules = rules
-        whole = save_everything(rules, order)
+        whole = self.whole = save_everything(rules, order)
         crossing = Crossing(rules, whole.forward)
-        ends = [*crossing.low(most - 1), len(whole.forward) - 1]
+        ends = [*(crossing.low(cuts) if isinstance(cuts, int) else cuts), len(whole.forward) - 1]
         self.forward = [whole.forward[a + 1 : b + 1] for a, b in pairwise([-1, *ends])]
         """By stage: its nodes of the forward pass."""
         outputs = [(v, i) for i, part in enumerate(self.forward) for j in part for v in graph.nodes[j].outputs]
@@ -126,6 +126,11 @@ class Stages:
         """By stage and option: the values that it saves for the backward pass."""
         self.again = [[self._again(i, saved) for saved in options] for i, options in enumerate(self.saves)]
         """By stage and option: the nodes of its backward, with those that are computed again within it."""
+        self.onward: list[set[int]] = [set() for _ in self.forward]
+        """By stage: the values that it makes and later ones read in the forward pass."""
+        for value, first in self.made.items():
+            if self.reach[value] > first:
+                self.onward[first].add(value)
 
     def __len__(self) -> int:
         return len(self.forward)
@@ -180,6 +185,28 @@ class Stages:
             found[frozenset(saved & (used | awaited))] = None
         return list(found)
 
+    def awaited(self, stage: int) -> set[int]:
+        """Returns the values that a stage makes and that backward passes of earlier stages read."""
+        return {v for i in self.forward[stage] for v in self.graph.nodes[i].outputs if self.end.get(v, stage) < stage}
+
+    def add(self, stage: int, again: list[int]) -> None:
+        """Adds an option, before there are costs.
+
+        Args:
+            stage: which.
+            again: the nodes of its backward, in order, with those of its forward that run again, maybe several times.
+                What they read and have not made is saved.
+        """
+        made = {v for i in self.forward[stage] for v in self.graph.nodes[i].outputs if v in self.made}
+        there: set[int] = set()
+        saved = self.awaited(stage) & made
+        for index in again:
+            saved.update(v for v in self.graph.nodes[index].inputs if v in made and v not in there)
+            there.update(self.graph.nodes[index].outputs)
+        if (frozenset(saved), again) not in zip(self.saves[stage], self.again[stage], strict=True):
+            self.saves[stage].append(frozenset(saved))
+            self.again[stage].append(again)
+
     def _again(self, stage: int, saved: Collection[int]) -> list[int]:
         """Returns the nodes of the stage's backward, and before them what they read that was not saved."""
         there = set(saved)
@@ -209,10 +236,7 @@ class Stages:
         beside = np.zeros((len(self), len(self)), dtype=np.int64)
         for value, first in self.made.items():
             beside[: first + 1, first + 1 : self.reach[value] + 1] += self.graph.values[value].nbytes
-        onward: list[set[int]] = [set() for _ in self.forward]
-        for value, first in self.made.items():
-            if self.reach[value] > first:
-                onward[first].add(value)
+        onward = self.onward
         passing = [self._within(i, values) for i, values in enumerate(onward)]
         return Costs(
             forward_seconds=[self._seconds(part) for part in passing],
@@ -258,16 +282,25 @@ class Stages:
             stays: what is held to its end.
             present: what is there when it begins, and goes with its last use unless it stays. Whatever else is read is
                 not counted, nor what is fixed, because it is there anyway.
+
+        What is made several times goes with its last use before it is made again.
         """
         graph, kept, nbytes = self.graph, self.rules.kept, self.rules.nbytes
-        last = {v: k for k, i in enumerate(nodes) for v in (*graph.nodes[i].outputs, *graph.nodes[i].inputs)}
+        ends: list[list[int]] = []
+        """By place, from the last: what is read or made there, and not read later before it is made again."""
+        wanted = set(stays)
+        for index in reversed(nodes):
+            node = graph.nodes[index]
+            ends.append([v for v in (*node.inputs, *node.outputs) if v not in wanted])
+            wanted.difference_update(node.outputs)
+            wanted.update(node.inputs)
         live = set(present)
         held = peak = self._nbytes(live)
-        for k, index in enumerate(nodes):
+        for index in nodes:
             node = graph.nodes[index]
             new = [v for v in node.outputs if v not in live and v not in self.fixed]
             live.update(new)
-            gone = {v for v in (*node.inputs, *new) if last[v] == k and v in live and v not in stays and v not in kept}
+            gone = {v for v in ends.pop() if v in live and v not in kept}
             over = node.overwritten(gone) if new and node.overwrites else None
             saved = 0 if over is None else nbytes[over]
             peak = max(peak, held + self._nbytes(node.outputs) + node.temporary_nbytes - saved)

@@ -243,7 +243,7 @@ def test_without_a_budget_nothing_is_repeated():
 def test_stages_have_options():
     graph = network(6)
     rules = Rules(graph)
-    stages = Stages(rules, most=6, choices=[()])
+    stages = Stages(rules, cuts=5, choices=[()])
     assert sum(len(options) == 2 for options in stages.saves) > len(stages) / 2  # some have no choice
     full, none = stages.costs.options[2]
     assert none.saved_nbytes < full.saved_nbytes

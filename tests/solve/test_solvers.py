@@ -19,8 +19,8 @@ from fckpt.solve.seeds import backward_orders, save_everything, segmented
 from fckpt.solve.tape import Tape
 
 NAMES = (
-    "auto", "chen", "dtr", "greedy", "knapsack", "lower_sets", "min_cut", "moments", "ogc", "policy", "recompute_all",
-    "revolve", "rotor", "save_all", "xla",
+    "auto", "chen", "dtr", "greedy", "hierarchy", "knapsack", "lower_sets", "min_cut", "moments", "ogc", "policy",
+    "recompute_all", "revolve", "rotor", "save_all", "xla",
 )  # fmt: skip
 """All but `brute`, and those whose programs take seconds, which have tests of their own."""
 
@@ -169,8 +169,9 @@ def test_a_policy_saves_what_it_says(graph: Graph):
 
 def test_the_registry():
     assert solve.names() == (
-        "auto", "brute", "checkmate", "checkmate_lp", "chen", "dtr", "greedy", "knapsack", "lower_sets", "min_cut",
-        "moccasin", "moccasin3", "moments", "ogc", "policy", "recompute_all", "revolve", "rotor", "save_all", "xla",
+        "auto", "brute", "checkmate", "checkmate_lp", "chen", "dtr", "greedy", "hierarchy", "knapsack", "lower_sets",
+        "min_cut", "moccasin", "moccasin3", "moments", "ogc", "policy", "recompute_all", "revolve", "rotor", "save_all",
+        "xla",
     )  # fmt: skip
     with pytest.raises(ArgumentValueError, match=r"no solver 'magic'\. Take one of auto, brute, checkmate"):
         solve.get("magic")

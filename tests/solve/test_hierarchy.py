@@ -1,0 +1,274 @@
+"""Blocks that are alike, and plans of chains of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import pytest
+from graphs import chain, graphs, network, plain_nbytes
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fckpt.errors import BudgetError
+from fckpt.graph import Graph
+from fckpt.simulate import simulate
+from fckpt.solve.auto import auto
+from fckpt.solve.base import Rules, peak_of, profile_of, replay, seconds_of
+from fckpt.solve.blocks import Repeat, amid, cut_out, places, repeats, without_rest
+from fckpt.solve.crossing import Crossing
+from fckpt.solve.hierarchy import Chain, Planner, hierarchy
+from fckpt.solve.rotor import rotor
+from fckpt.solve.seeds import save_everything
+from fckpt.solve.stages import Stages
+
+module = importlib.import_module("fckpt.solve.hierarchy")
+automatic = importlib.import_module("fckpt.solve.auto")
+
+
+def examples(count: int):
+    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+# ---- where a row repeats itself ----------------------------------------------------------------------
+
+
+@examples(300)
+@given(st.lists(st.integers(0, 2), max_size=40))
+def test_what_repeats_does_and_does_not_overlap(labels: list[int]):
+    end = 0
+    for found in repeats(labels):
+        assert found.first >= end
+        end = found.end
+        assert found.times > 1
+        part = labels[found.first : end]
+        assert part == part[: found.period] * found.times
+    assert end <= len(labels)
+
+
+@examples(200)
+@given(
+    period=st.integers(4, 9), times=st.integers(2, 6), before=st.integers(0, 5), after=st.integers(0, 5), rest=st.data()
+)
+def test_every_stretch_is_found(period: int, times: int, before: int, after: int, rest: st.DataObject):
+    """Labels outside of the stretch come once, so that it is the only one, and no other period covers as much."""
+    labels = [*range(100, 100 + before), *([*range(period)] * times), *range(200, 200 + after)]
+    assert repeats(labels) == [Repeat(before, period, times)]
+
+
+def test_several_stretches_are_found_in_order():
+    assert repeats("x" + "abcde" * 3 + "yz" + "fghi" * 6 + "abcdabcd") == [
+        Repeat(1, 5, 3),
+        Repeat(18, 4, 6),
+        Repeat(42, 4, 2),
+    ]
+
+
+def test_of_periods_that_cover_about_as_much_the_shortest_counts():
+    assert repeats("abcd" * 12) == [Repeat(0, 4, 12)]
+
+
+def forward_of(graph: Graph) -> tuple[Rules, list[int]]:
+    rules = Rules(graph)
+    return rules, save_everything(rules).forward
+
+
+def test_layers_are_cut_once_a_period_at_their_residual():
+    rules, forward = forward_of(network(12))
+    ops = [rules.graph.nodes[forward[cut]].op for cut in places(rules, forward, 99)]
+    assert ops == ["add"] * 12
+    assert len(places(rules, forward, 5)) <= 5
+
+
+def test_without_repetitions_it_is_cut_where_little_is_live():
+    graph = network(6, shrink=0.8)
+    rules, forward = forward_of(graph)
+    cuts = places(rules, forward, 4)
+    assert 1 <= len(cuts) <= 4
+    assert cuts == Crossing(rules, forward).low(4)
+
+
+# ---- blocks ------------------------------------------------------------------------------------------
+
+
+def test_equal_layers_are_one_block():
+    found = Chain(Rules(network(40)))
+    assert len(found.blocks) == 41
+    assert len(found.count) <= 4  # the first, those between, the last, the loss
+    assert found.repeated > 0.9
+
+
+def test_a_layer_that_takes_longer_is_another_block():
+    graph = network(20)
+    slow = next(n for n in graph.nodes if n.op == "gelu" and n.id > 40)
+    changed = tuple(dataclasses.replace(n, seconds=9.0) if n is slow else n for n in graph.nodes)
+    assert len(Chain(Rules(dataclasses.replace(graph, nodes=changed))).count) == len(Chain(Rules(graph)).count) + 1
+
+
+@examples(200)
+@given(graphs(most=8, decisions=True), st.integers(0, 5))
+def test_blocks_are_graphs_that_hold_every_node_once(graph: Graph, cuts: int):
+    rules = Rules(graph)
+    stages = Stages(rules, cuts=cuts)
+    blocks = [cut_out(stages, i) for i in range(len(stages))]  # a Graph that is inconsistent raises
+    whole = save_everything(rules)
+    assert sorted(i for block in blocks for i in block.nodes) == sorted({*whole.forward, *whole.backward})
+    for block in blocks:
+        for node, index in zip(block.graph.nodes, block.nodes, strict=True):
+            original = graph.nodes[index]
+            assert (node.op, len(node.inputs), node.random, node.once) == (
+                original.op, len(original.inputs), original.random, original.once,
+            )  # fmt: skip
+            assert [block.graph.values[v].nbytes for v in node.outputs] == [
+                graph.values[v].nbytes for v in original.outputs
+            ]
+
+
+@examples(200)
+@given(graphs(most=8), st.integers(0, 50))
+def test_what_runs_between_the_passes_is_all_that_is_added(graph: Graph, nbytes: int):
+    inner = amid(graph, nbytes)
+    plan = replay(Rules(inner), ())
+    outer = without_rest(graph, plan)
+    assert outer == replay(Rules(graph), ())
+    profile = profile_of(Rules(inner), plan).tolist()
+    between = profile.pop(len(plan.forward) - 1)
+    assert profile == profile_of(Rules(graph), outer).tolist()
+    held = simulate(graph, automatic.schedule_of(graph, *outer)).forward_nbytes
+    assert between == held + nbytes
+
+
+# ---- plans -------------------------------------------------------------------------------------------
+
+
+@examples(60)
+@given(graphs(most=8, decisions=True), st.integers(1, 4))
+def test_a_stage_may_run_what_a_plan_of_its_block_does(graph: Graph, cuts: int):
+    """All stages saved one by one are the plans of their blocks, one within the other."""
+    rules = Rules(graph)
+    stages = Stages(rules, cuts=cuts)
+    for i in range(len(stages)):
+        block = cut_out(stages, i)
+        plan = without_rest(block.graph, replay(Rules(amid(block.graph, 0)), ()))
+        again = [block.nodes[k] for k in plan.backward]
+        stages.add(i, again)
+        assert again in stages.again[i]
+        option = stages.costs.options[i] if i == len(stages) - 1 else None
+        assert option is None or len(option) == len(stages.saves[i])
+
+
+def test_each_distinct_block_is_planned_once(monkeypatch: pytest.MonkeyPatch):
+    planned: list[Graph] = []
+    find = module._pairs
+
+    def counted(block: Graph, *rest: object):
+        planned.append(block)
+        return find(block, *rest)
+
+    monkeypatch.setattr(module, "_pairs", counted)
+    Planner().curves(Chain(Rules(network(40))))
+    assert 0 < len(planned) == len(set(planned)) <= 4
+
+
+def test_plans_of_a_block_hold_less_the_more_they_repeat():
+    found = Chain(Rules(network(40)))
+    Planner().curves(found)
+    option = found.stages.costs.options[20]
+    held = {o.saved_nbytes for o in option}
+    assert len(held) >= 4
+    assert min(held) < 0.5 * max(held)
+
+
+def test_blocks_within_blocks(monkeypatch: pytest.MonkeyPatch):
+    graph = network(48)
+    monkeypatch.setattr(module, "STAGES", 8)
+    monkeypatch.setattr(module, "SMALL", 40)
+    planner = Planner()
+    curves = planner.curves(Chain(Rules(graph)))
+    sizes = {len(block.nodes) for block in planner._known}
+    assert max(sizes) > 80  # several layers
+    assert min(size for size in sizes if size > 10) < 30  # and one
+    rules = Rules(graph)
+    for fraction in (0.2, 0.5):
+        budget = int(fraction * plain_nbytes(graph))
+        plans = [order for curve in curves for order in curve.around(budget) if peak_of(rules, order) <= budget]
+        nested = min(seconds_of(rules, order) for order in plans)
+        assert nested <= 1.05 * simulate(graph, rotor(graph, budget)).seconds
+
+
+def test_a_block_that_comes_up_rarely_is_planned_by_cuts_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "EFFORT", 0)
+    monkeypatch.setattr(module, "_pairs", lambda *_: pytest.fail("there is no effort left"))
+    graph = network(20)
+    budget = plain_nbytes(graph) // 2
+    assert simulate(graph, hierarchy(graph, budget)).peak_nbytes <= budget
+
+
+@pytest.mark.parametrize("fraction", [0.15, 0.3, 0.6])
+def test_it_is_about_as_fast_as_the_chain_of_unlike_stages(fraction: float):
+    graph = network(60)
+    budget = int(fraction * plain_nbytes(graph))
+    assert simulate(graph, hierarchy(graph, budget)).seconds <= 1.01 * simulate(graph, rotor(graph, budget)).seconds
+
+
+def test_what_it_cannot_do():
+    graph = network(8)
+    with pytest.raises(BudgetError, match="the solver 'hierarchy' finds") as caught:
+        hierarchy(graph, 1 << 20)
+    least = caught.value.least_bytes
+    assert simulate(graph, hierarchy(graph, least)).peak_nbytes <= least
+
+
+def test_stages_count_what_goes_and_comes_again():
+    """The second run of the middle node needs no room beside the first, which has gone."""
+    graph = chain(3, nbytes=10)
+    rules = Rules(graph)
+    stages = Stages(rules, cuts=0)
+    first, second = stages.forward[0][:2]
+    backward = stages.backward[0]
+    again = [first, second, *backward[:2], first, *backward[2:]]
+    once = stages._peak([first, second, *backward], set())
+    assert stages._peak(again, set()) < once
+
+
+# ---- auto --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes some hundred operations a large graph."""
+    monkeypatch.setattr(automatic, "LARGE", 100)
+
+
+@pytest.mark.parametrize("graph", [network(40), network(40, dense=4)])
+@pytest.mark.parametrize("fraction", [0.3, 0.6, 0.9])
+def test_large_graphs_are_planned_as_a_hierarchy(
+    graph: Graph, fraction: float, large: None, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("curves", "segmented", "retained", "cheapest"):
+        monkeypatch.setattr(automatic, name, lambda *_: pytest.fail("this is for smaller graphs"))
+    budget = int(fraction * plain_nbytes(graph))
+    timeline = simulate(graph, auto(graph, budget))
+    assert timeline.peak_nbytes <= budget
+    assert timeline.seconds <= (1 + 1e-9) * simulate(graph, rotor(graph, budget)).seconds  # sums are rounded
+
+
+def test_the_least_of_a_large_graph_does_not_depend_on_the_budget(large: None):
+    graph = network(30)
+    found = set()
+    for budget in (1, 1 << 20):
+        with pytest.raises(BudgetError) as caught:
+            auto(graph, budget)
+        found.add(caught.value.least_bytes)
+    (least,) = found
+    assert simulate(graph, auto(graph, least)).peak_nbytes <= least
+
+
+def test_blocks_are_planned_where_a_graph_repeats_itself(monkeypatch: pytest.MonkeyPatch):
+    planned: list[Chain] = []
+    curves = Planner.curves
+    monkeypatch.setattr(Planner, "curves", lambda self, found: planned.append(found) or curves(self, found))
+    for graph, often in ((network(30), True), (network(20, shrink=0.9), False)):
+        planned.clear()
+        auto(graph, int(0.12 * plain_nbytes(graph)) if often else int(0.4 * plain_nbytes(graph)), time_limit=0.1)
+        assert bool(planned) == often
