@@ -30,7 +30,7 @@ from rich.markup import escape
 
 from benches import checkmate_graphs
 from benches.contest import LEAST, Cell, allowed, answers, solved
-from benches.graphs import GRAPHS, checksum, frozen, read
+from benches.graphs import GRAPHS, LARGER, checksum, frozen, read
 from benches.script import opening, report_parser, steps, table_of
 from benches.standings import CHECKMATE, TOLERANCE, Round, is_checkmates, losses, missed, read_rounds, standings
 from benches.timing import write_json
@@ -191,7 +191,8 @@ def conclude(rounds: Sequence[Round], console: Console) -> None:
 
 def _parser(solvers: Sequence[str]) -> argparse.ArgumentParser:
     parser = report_parser("solvers", __doc__)
-    parser.add_argument("--graphs", nargs="*", choices=list(GRAPHS), metavar="NAME", help=", ".join(GRAPHS))
+    graphs = f"{', '.join(GRAPHS)}; these are all but {', '.join(LARGER)}"
+    parser.add_argument("--graphs", nargs="*", choices=[*GRAPHS, *LARGER], metavar="NAME", help=graphs)
     parser.add_argument(
         "--files",
         nargs="+",

@@ -3,7 +3,8 @@
 1. Saving everything, in the order of the backward pass that has the lowest peak. If it fits, it is optimal.
 2. Starts: that plan; those of integer programs about its peak, and about what overflows then (`moments`); those that
    come up while the bound is proven (`certificate`); minimum cuts (`min_cut`); segments (`chen`), nested ones too
-   (`seeds`); optimal chain schedules (`rotor`), which need few bytes.
+   (`seeds`); optimal chain schedules (`rotor`), which need few bytes, and of blocks that were planned once each where
+   the graph repeats itself (`hierarchy`).
 3. Those that are fast or lie near the budget are repaired and pruned until they fit (`repair`), until too much has been
    tried in vain. If none does, the smallest of all are brought down as far as repairs can, binomial schedules
    (`revolve`) too; first of all where the smallest known is over the budget by 2 %, since mostly nothing fits then.
@@ -14,10 +15,14 @@ which on smaller graphs is the optimum, and repairs the first start to the end. 
 certificate says how far it may be. The least budget is the least peak over all starts, and repairs of the smallest with
 ever lower budgets; it does not depend on the budget asked.
 
+Of a graph of more than `LARGE` nodes that repeats itself, blocks are all that is planned: their plans are repaired and
+pruned, and nothing is searched.
+
 Complexity: the starts take near-linear time in the size of the graph, and small integer programs. The search is given a
 number of moves, not seconds, so that a plan depends on the graph, its times, the budget, the limit and the seed alone.
 
-Left out: blocks that are alike are planned one by one, and large graphs like small ones, not as a hierarchy of graphs.
+Left out: repairs and the search change blocks that are alike one by one; large graphs without repetitions are planned
+like small ones.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@
 
 The second is X. Zhao, T. Le Hellard, L. Eyraud-Dubois, J. Gusak, O. Beaumont, "Rockmate: an efficient, fast, automatic
 and generic tool for re-materialization in PyTorch", 2023, https://proceedings.mlr.press/v202/zhao23b.html, which solves
-an integer program for each pair. Blocks within blocks are those of HiRemate (J. Gusak et al., "HiRemate: hierarchical
-approach for efficient re-materialization of neural networks", 2025), where the levels above are integer programs too.
+an integer program for each pair. Blocks within blocks are those of J. Gusak, X. Zhao, T. Le Hellard, Z. Li,
+L. Eyraud-Dubois, O. Beaumont, "HiRemate: hierarchical approach for efficient re-materialization of neural networks",
+2025, https://proceedings.mlr.press/v267/gusak25a.html, where the levels above are integer programs too.
 
 Complexity: that of `rotor` for at most `STAGES` stages on each level, and some fifteen small plans for each distinct
 block: what a graph of equal layers takes hardly grows with their number. Where little repeats itself, most blocks are
