@@ -67,8 +67,6 @@ HEAD_START = 400
 """Nodes for which it finds starts in a second."""
 LARGE = 20_000
 """Nodes above which blocks are all that is planned of a graph that repeats itself."""
-REPEATED = 0.5
-"""A graph repeats itself where this part of it has come up before."""
 FAR = 1.02
 """The smallest plan is looked for first where all that are known before repairs take so many times the budget."""
 RICH = 5.0
@@ -125,7 +123,7 @@ def auto(
         effort = usual(graph, max(1.0, (time_limit or 0.0) / RICH))
         enough = bound.seconds + GOOD_ENOUGH * graph.seconds
         slow("looking for plans to start from", 0, 0)
-        for start in _Starts(rules, everything, certificates).fitted(budget, effort, enough):
+        for start in _starts(rules, everything, certificates).fitted(budget, effort, enough):
             starts.append(start)  # an interrupt leaves those that are there
             slow("plans to start from", len(starts), 0)
         starts.sort(key=lambda order: seconds_of(rules, order))
@@ -162,52 +160,48 @@ def _usual(nodes: int) -> float:
     return max(min(nodes / count, most) for count, most in USUAL)
 
 
+def _starts(rules: Rules, saving: list[Order], certificates: list[Order]) -> _Starts:
+    chain = Chain(rules)
+    kind = _OfBlocks if chain.repeats and len(rules.graph.nodes) > LARGE else _Starts
+    return kind(rules, saving, certificates, chain)
+
+
 class _Starts:
     """Plans to start from."""
 
-    def __init__(self, rules: Rules, saving: list[Order], certificates: list[Order]):
+    def __init__(self, rules: Rules, saving: list[Order], certificates: list[Order], chain: Chain):
         self.rules = rules
         self.saving = saving
         self.certificates = certificates
+        self.chain = chain
         self.floor = least_peak(rules.graph)
         self.patience = PACE * _usual(len(rules.graph.nodes))
         """How many moves are weighed in vain, and twice as many to bring plans down, before the rest is left out."""
 
     @functools.cached_property
-    def chain(self) -> Chain:
-        """The graph as a chain of blocks."""
-        return Chain(self.rules)
-
-    @functools.cached_property
-    def is_large(self) -> bool:
-        """Whether blocks are all that is planned."""
-        return len(self.rules.graph.nodes) > LARGE and self.repeats
-
-    @functools.cached_property
-    def repeats(self) -> bool:
-        """Whether it is worth while to plan blocks."""
-        return self.chain.divides and self.chain.repeated >= REPEATED
+    def blocks(self) -> list[Curve]:
+        """Optimal schedules of a chain of blocks, where many of them are alike."""
+        return Planner().curves(self.chain) if self.chain.repeats else []
 
     @functools.cached_property
     def priced(self) -> list[Order]:
         """Minimum cuts at several prices."""
-        return [] if self.is_large else [cheapest(self.rules, price) for price in PRICES]
+        return [cheapest(self.rules, price) for price in PRICES]
 
     @functools.cached_property
     def chains(self) -> list[Curve]:
-        """Optimal schedules of chains, of blocks too where many are alike."""
-        blocks = Planner().curves(self.chain) if self.repeats else []
-        return blocks if self.is_large else [*blocks, *curves(self.rules)]
+        """Optimal schedules of chains."""
+        return [*self.blocks, *curves(self.rules)]
 
     @functools.cached_property
     def cut(self) -> list[_Plan]:
         """Saving all, and segments, nested ones too, with the recorded order of the backward pass."""
-        return _known(self.rules, (*self.saving, *(() if self.is_large else segmented(self.rules))))
+        return _known(self.rules, (*self.saving, *segmented(self.rules)))
 
     @functools.cached_property
     def common(self) -> list[_Plan]:
         """Those that do not depend on a budget."""
-        return [*self.cut, *_known(self.rules, (*(() if self.is_large else segments(self.rules)), *self.priced))]
+        return [*self.cut, *_known(self.rules, (*segments(self.rules), *self.priced))]
 
     @functools.cached_property
     def spread(self) -> list[_Plan]:
@@ -290,10 +284,7 @@ class _Starts:
 
     def _low(self) -> Iterator[Order]:
         """Yields plans to bring down: the smallest, and last the one of `greedy`, which may come down further."""
-        for plans in ([*self.common, *self.spread], self.binomials):
-            yield from (order for _, _, order in _by_peak(plans)[:NEAREST])
-        if self.is_large:
-            return
+        yield from self._lowest()
         orders = backward_orders(self.rules)[1:]
         others = _known(self.rules, (plan for order in orders for plan in segmented(self.rules, order)))
         yield min([*self.cut, *others], key=lambda plan: plan[0])[2]
@@ -301,25 +292,63 @@ class _Starts:
     def _made(self, budget: int, effort: Effort) -> Iterator[Order]:
         """Yields starts made for the budget."""
         yield from self.certificates
-        if not self.is_large:
-            yield from retained(self.rules, self.saving, budget, effort)
+        yield from retained(self.rules, self.saving, budget, effort)
 
     def _others(self, budget: int) -> Iterator[Order]:
         """Yields the fastest of the others that fit, those just above the budget that are faster, and saving all."""
-        around = [order for curve in self.chains for order in curve.around(budget)]
-        made = (*around, *between(self.rules, self.priced, budget))
-        plans = _by_peak([*(() if self.is_large else self.common), *_known(self.rules, made)])
-        inside = sorted((p for p in plans if p[0] <= budget), key=lambda plan: plan[1])[:NEAREST]
-        fastest = inside[0][1] if inside else float("inf")
-        outside = [order for peak, seconds, order in plans if peak > budget and seconds < fastest][:NEAREST]
-        yield from (order for _, _, order in inside)
-        yield from outside
-        if not (self.is_large and inside):
+        made = (*self._around(budget), *between(self.rules, self.priced, budget))
+        yield from _near([*self.common, *_known(self.rules, made)], budget)
+        yield from self.saving
+
+    def _lowest(self) -> Iterator[Order]:
+        """Yields the smallest of those that do not depend on a budget."""
+        for plans in ([*self.common, *self.spread], self.binomials):
+            yield from (order for _, _, order in _by_peak(plans)[:NEAREST])
+
+    def _around(self, budget: int) -> Iterator[Order]:
+        """Yields the schedules of chains next to the budget."""
+        return (order for curve in self.chains for order in curve.around(budget))
+
+
+class _OfBlocks(_Starts):
+    """The same for large graphs that repeat themselves: nothing is planned but blocks."""
+
+    @functools.cached_property
+    def chains(self) -> list[Curve]:
+        return self.blocks
+
+    @functools.cached_property
+    def priced(self) -> list[Order]:
+        return []
+
+    @functools.cached_property
+    def common(self) -> list[_Plan]:
+        return _known(self.rules, self.saving)
+
+    def _low(self) -> Iterator[Order]:
+        return self._lowest()
+
+    def _made(self, budget: int, effort: Effort) -> Iterator[Order]:
+        yield from self.certificates
+
+    def _others(self, budget: int) -> Iterator[Order]:
+        plans = _known(self.rules, self._around(budget))
+        yield from _near(plans, budget)
+        if all(peak > budget for peak, _, _ in plans):
             yield from self.saving
 
 
 def _known(rules: Rules, orders: Iterable[Order]) -> list[_Plan]:
     return [(peak_of(rules, order), seconds_of(rules, order), order) for order in orders]
+
+
+def _near(plans: Iterable[_Plan], budget: int) -> Iterator[Order]:
+    """Yields the fastest plans that fit, and the smallest of those that are faster."""
+    ranked = _by_peak(plans)
+    inside = sorted((plan for plan in ranked if plan[0] <= budget), key=lambda plan: plan[1])[:NEAREST]
+    fastest = inside[0][1] if inside else float("inf")
+    outside = [plan for plan in ranked if plan[0] > budget and plan[1] < fastest][:NEAREST]
+    yield from (order for _, _, order in (*inside, *outside))
 
 
 def _by_peak(plans: Iterable[_Plan]) -> list[_Plan]:

@@ -45,6 +45,8 @@ PEAKS = (0.0, 0.3, 1.0)
 """Budgets of a block's peak, from the least that is known to that of saving everything."""
 HELD = (0.0, 0.1, 0.25, 0.5, 0.75)
 """Budgets of what it holds between its passes, from what others read of it to what saving everything holds."""
+REPEATED = 0.5
+"""A graph repeats itself where this part of it has come up before."""
 EFFORT = 2000
 """Operations of all blocks that are planned for pairs of budgets, those that cover most first."""
 
@@ -66,10 +68,10 @@ class Chain:
         return 2 * max(sizes, default=0) <= sum(sizes)
 
     @property
-    def repeated(self) -> float:
-        """The part of all operations that are in blocks which have come up before."""
+    def repeats(self) -> bool:
+        """Whether most of the operations are in blocks which have come up before, in a chain that divides the graph."""
         every = sum(len(block.nodes) for block in self.blocks)
-        return 1.0 - sum(len(graph.nodes) for graph in self.count) / max(1, every)
+        return self.divides and sum(len(graph.nodes) for graph in self.count) <= (1 - REPEATED) * every
 
 
 class Planner:
