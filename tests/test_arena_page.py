@@ -16,6 +16,7 @@ from benches.standings import CHECKMATE, Round, Standing, gap_allowed
 
 PAGE = ROOT / "docs" / "arena.md"
 ROUNDS = standings.read_rounds(ROOT / "benches" / "results" / "solvers-cpu.json")
+(LARGE,) = standings.read_rounds(ROOT / "benches" / "results" / "solvers-large.json")
 
 
 def overhead(found: Round, budget: float) -> str:
@@ -80,6 +81,35 @@ def missed() -> list[str]:
     return [f"* {line}" for line in (*standings.losses(ROUNDS), *standings.missed(ROUNDS)) if ": gap of " not in line]
 
 
+def large() -> Iterator[str]:
+    """The lines about the graph of more than 20,000 operations, a solver each."""
+    for solver in ("auto", "hierarchy", "greedy", "rotor"):
+        cells = [f"`{solver}`"]
+        for budget in BUDGETS:
+            cell = LARGE.cell(solver, budget)
+            assert cell is not None
+            gap = LARGE.gap(cell)
+            cells.append(
+                "*late*" if gap is None or cell.overhead is None else f"{100 * cell.overhead:.2f} ({100 * gap:.2f})"
+            )
+        least = LARGE.cell(solver, LEAST)
+        assert least is not None
+        cells.append(f"{100 * least.peak_bytes / LARGE.plain_peak_bytes:.2f}" if least.peak_bytes else "*late*")
+        asked = [cell for b in BUDGETS if (cell := LARGE.cell(solver, b)) is not None and cell.outcome != "skipped"]
+        took = [cell.solve_seconds for cell in asked]
+        cells.append(f"{median(took):.0f}, {max(took):.0f}")
+        yield f"| {' | '.join(cells)} |"
+
+
+def test_the_table_of_the_large_graph_is_what_the_bench_wrote():
+    text = PAGE.read_text()
+    assert [line for line in large() if line not in text.splitlines()] == []
+    assert f"gpt850 has {LARGE.nodes:,} operations" in text
+    assert not standings.losses([LARGE])
+    seconds = [line for line in standings.missed([LARGE]) if ": gap of " not in line]
+    assert seconds == []
+
+
 def test_all_graphs_are_there():
     names = [found.graph for found in ROUNDS]
     assert names[: len(GRAPHS)] == list(GRAPHS)
@@ -102,5 +132,14 @@ def test_everything_that_is_missed_is_said_and_nothing_else():
 
 if __name__ == "__main__":
     print(
-        *map(row, ROUNDS), "", *checkmates(), "", *map(standing, standings.standings(ROUNDS)), "", *missed(), sep="\n"
+        *map(row, ROUNDS),
+        "",
+        *checkmates(),
+        "",
+        *map(standing, standings.standings(ROUNDS)),
+        "",
+        *missed(),
+        "",
+        *large(),
+        sep="\n",
     )

@@ -145,6 +145,9 @@ class Block(NamedTuple):
     graph: Graph
     nodes: list[int]
     """By its nodes: those of the whole."""
+    edges: tuple[tuple[int, ...], ...]
+    """On what else depends what its stage takes: what later stages read in the forward pass, what is there throughout
+    once it is made, and what arrives and is read by earlier stages as well."""
 
 
 def cut_out(stages: Stages, stage: int) -> Block:
@@ -183,18 +186,19 @@ def cut_out(stages: Stages, stage: int) -> Block:
         )
     decisions = {v: graph.values[v].decision for v in made}
     values = (Value(k, rules.nbytes[v], producer.get(v), decision=decisions.get(v, "")) for v, k in number.items())
-    onward = stages.onward[stage] | stages.awaited(stage) | (made & stages.fixed)
-    back = makes & (rules.kept | (stages.arriving[stage - 1] if stage else set()))
+    onward, fixed = stages.onward[stage], made & stages.fixed
+    after = stages.arriving[stage - 1] if stage else set[int]()
     block = Graph(
         nodes=tuple(nodes),
         values=tuple(values),
         inputs=renumbered(v for v in outside if v not in arrives),
         cotangents=renumbered(v for v in outside if v in arrives),
-        outputs=tuple(sorted(renumbered(onward))),
-        gradients=tuple(sorted(renumbered(back))),
+        outputs=tuple(sorted(renumbered(onward | fixed | stages.awaited(stage)))),
+        gradients=tuple(sorted(renumbered(makes & (rules.kept | after)))),
         boundary=len(stages.forward[stage]),
     )
-    return Block(block, indices)
+    edges = (onward, fixed, after.intersection(outside))
+    return Block(block, indices, tuple(tuple(sorted(renumbered(values))) for values in edges))
 
 
 def amid(block: Graph, nbytes: int) -> Graph:

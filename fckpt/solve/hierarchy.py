@@ -58,6 +58,8 @@ class Chain:
         cuts = places(rules, save_everything(rules).forward, STAGES - 1)
         self.stages = Stages(rules, backward_orders(rules)[-1], cuts)
         self.blocks = [cut_out(self.stages, i) for i in range(len(self.stages))]
+        first: dict[tuple[Graph, tuple[tuple[int, ...], ...]], int] = {}
+        self.stages.twin = [first.setdefault((block.graph, block.edges), i) for i, block in enumerate(self.blocks)]
         self.count = Counter(block.graph for block in self.blocks)
         """By distinct block: how often it comes up."""
 

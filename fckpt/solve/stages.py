@@ -126,6 +126,8 @@ class Stages:
         """By stage and option: the values that it saves for the backward pass."""
         self.again = [[self._again(i, saved) for saved in options] for i, options in enumerate(self.saves)]
         """By stage and option: the nodes of its backward, with those that are computed again within it."""
+        self.twin = list(range(len(self)))
+        """By stage: the first one that is like it, with as many options that hold and take as much, or itself."""
         self.onward: list[set[int]] = [set() for _ in self.forward]
         """By stage: the values that it makes and later ones read in the forward pass."""
         for value, first in self.made.items():
@@ -236,16 +238,28 @@ class Stages:
         beside = np.zeros((len(self), len(self)), dtype=np.int64)
         for value, first in self.made.items():
             beside[: first + 1, first + 1 : self.reach[value] + 1] += self.graph.values[value].nbytes
-        onward = self.onward
-        passing = [self._within(i, values) for i, values in enumerate(onward)]
+        passing = {i: self._within(i, self.onward[i]) for i in set(self.twin)}
+        seconds = {i: self._seconds(part) for i, part in passing.items()}
+        peaks = {i: self._peak(part, self.onward[i]) for i, part in passing.items()}
         return Costs(
-            forward_seconds=[self._seconds(part) for part in passing],
-            forward_nbytes=[self._peak(part, values) for part, values in zip(passing, onward, strict=True)],
+            forward_seconds=[seconds[i] for i in self.twin],
+            forward_nbytes=[peaks[i] for i in self.twin],
             beside=beside,
             arriving=[self._nbytes(values) for values in self.arriving],
-            options=[[self._option(i, k, onward[i]) for k in range(len(s))] for i, s in enumerate(self.saves)],
-            leaves=[[self._option(i, k, set()) for k in range(len(s))] for i, s in enumerate(self.saves)],
+            options=self._options(self.onward),
+            leaves=self._options([set() for _ in self.forward]),
         )
+
+    def _options(self, onward: Sequence[set[int]]) -> list[list[Option]]:
+        """Returns the ways to save each stage, where the forward makes `onward` as well."""
+        found: list[list[Option]] = []
+        for i, twin in enumerate(self.twin):
+            if twin == i:
+                found.append([self._option(i, k, onward[i]) for k in range(len(self.saves[i]))])
+            else:  # but for what passes by, that is the same
+                more = self._nbytes(self.arriving[i]) - self._nbytes(self.arriving[twin])
+                found.append([o._replace(backward_nbytes=o.backward_nbytes + more) for o in found[twin]])
+        return found
 
     def _option(self, stage: int, number: int, onward: set[int]) -> Option:
         saved = self.saves[stage][number]
@@ -259,13 +273,17 @@ class Stages:
         )
 
     @functools.cached_property
-    def backward_peaks(self) -> list[list[int]]:
-        """By stage and option: the most bytes that its backward holds of what it makes, saved and gets."""
+    def backward_peaks(self) -> dict[int, list[int]]:
+        """By stage that is like none before it, and option: the most bytes that its backward holds of what it makes,
+        saved and gets.
+        """
         stays = [set(), *self.arriving]
-        return [
-            [self._peak(nodes, stays[i], s | self.arriving[i]) for s, nodes in zip(self.saves[i], options, strict=True)]
-            for i, options in enumerate(self.again)
-        ]
+        return {
+            i: [
+                self._peak(n, stays[i], s | self.arriving[i]) for s, n in zip(self.saves[i], self.again[i], strict=True)
+            ]
+            for i in set(self.twin)
+        }
 
     def _nbytes(self, values: Iterable[int]) -> int:
         nbytes = self.rules.nbytes

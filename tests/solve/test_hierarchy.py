@@ -272,3 +272,23 @@ def test_blocks_are_planned_where_a_graph_repeats_itself(monkeypatch: pytest.Mon
         planned.clear()
         auto(graph, int(0.12 * plain_nbytes(graph)) if often else int(0.4 * plain_nbytes(graph)), time_limit=0.1)
         assert bool(planned) == often
+
+
+def costs_of(stages: Stages) -> tuple[object, ...]:
+    costs = stages.costs
+    return costs.forward_seconds, costs.forward_nbytes, costs.options, costs.leaves
+
+
+@pytest.mark.parametrize(
+    "graph", [network(40), network(30, dense=3), network(24, skips=True)], ids=["layers", "dense", "skips"]
+)
+def test_stages_that_are_alike_cost_the_same(graph: Graph):
+    """What is counted once for all of them is what is counted for each."""
+    found = Chain(Rules(graph))
+    Planner().curves(found)
+    stages = found.stages
+    assert len(set(stages.twin)) < len(stages)
+    once = costs_of(stages)
+    stages.twin = list(range(len(stages)))
+    del stages.costs, stages.backward_peaks
+    assert costs_of(stages) == once
