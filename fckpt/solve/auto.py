@@ -16,7 +16,7 @@ certificate says how far it may be. The least budget is the least peak over all 
 ever lower budgets; it does not depend on the budget asked.
 
 Of a graph of more than `LARGE` nodes that repeats itself, blocks are all that is planned: their plans are repaired and
-pruned, and nothing is searched.
+pruned, and searched where the limit leaves moves for it, which the usual one does not above 24,000.
 
 Complexity: the starts take near-linear time in the size of the graph, and small integer programs. The search is given a
 number of moves, not seconds, so that a plan depends on the graph, its times, the budget, the limit and the seed alone.
@@ -125,7 +125,8 @@ def auto(
         effort = usual(graph, max(1.0, (time_limit or 0.0) / RICH))
         enough = bound.seconds + GOOD_ENOUGH * graph.seconds
         slow("looking for plans to start from", 0, 0)
-        for start in _starts(rules, everything, certificates).fitted(budget, effort, enough):
+        ready = _starts(rules, everything, certificates)
+        for start in ready.fitted(budget, effort, enough):
             starts.append(start)  # an interrupt leaves those that are there
             slow("plans to start from", len(starts), 0)
         starts.sort(key=lambda order: seconds_of(rules, order))
@@ -134,7 +135,7 @@ def auto(
         moves = PACE * (limit - len(graph.nodes) / HEAD_START)
         search.run(max(0, round(moves)), enough, lambda done, of: tell("moves weighed", done, of))
         missed = min(seconds_of(rules, order) for order in found) - bound.seconds
-        if OPTIMAL * graph.seconds < missed <= GOOD_ENOUGH * graph.seconds and len(graph.nodes) <= LARGE:
+        if OPTIMAL * graph.seconds < missed <= GOOD_ENOUGH * graph.seconds and not isinstance(ready, _OfBlocks):
             found.extend(_last(rules, everything[0], budget))
     except KeyboardInterrupt:
         if not found:

@@ -8,7 +8,7 @@ are alike, and a plan of one is a plan of all.
     around the block                                          in its graph
     what it reads of earlier stages, and arguments            inputs, which are not counted
     what later stages read, or earlier ones in backward       outputs
-    cotangents, and what later stages leave in backward       cotangents, which are not counted
+    cotangents, and what later stages leave in backward       cotangents, which are there to the end
     gradients, and what earlier stages read of its backward   gradients
     what runs between its two passes                          a node that needs so many bytes (`amid`)
 
@@ -16,8 +16,8 @@ Layers that are planned once are those of X. Zhao et al., "Rockmate", 2023,
 https://proceedings.mlr.press/v202/zhao23b.html. Blocks lie between single tensors there; here any set of values may
 cross a cut.
 
-Complexity: O(n p) for n operations and periods up to p, in numpy. Left out: repetitions that do not follow each other
-at once, and branches that are alike.
+Complexity: O(k n p) for k stretches, n operations and periods up to p, in numpy. Left out: repetitions that do not
+follow each other at once, and branches that are alike.
 """
 
 from __future__ import annotations
@@ -58,17 +58,26 @@ class Repeat(NamedTuple):
         return self.first + self.period * self.times
 
 
-def repeats(labels: Sequence[Hashable]) -> list[Repeat]:
+def repeats(labels: Sequence[Hashable], most: int = 100) -> list[Repeat]:
     """Returns stretches in which a row of labels comes again at once, in order; they do not overlap.
 
-    The one that covers most is taken, with the shortest of periods that cover about as much, and then those before and
-    behind it.
+    The one that covers most is taken, with the shortest of periods that cover about as much, and then the same in the
+    longest part that is left, up to `most` times.
     """
     numbers = {label: k for k, label in enumerate(dict.fromkeys(labels))}
-    return _repeats(np.array([numbers[label] for label in labels], dtype=np.int64), 0)
+    row = np.array([numbers[label] for label in labels], dtype=np.int64)
+    parts, found = [(0, len(row))], list[Repeat]()
+    while parts and len(found) < most:
+        low, high = parts.pop(max(range(len(parts)), key=lambda k: parts[k][1] - parts[k][0]))
+        repeat = _longest(row[low:high])
+        if repeat is not None:
+            found.append(repeat._replace(first=low + repeat.first))
+            parts += [(low, found[-1].first), (found[-1].end, high)]
+    return sorted(found)
 
 
-def _repeats(labels: np.ndarray, start: int) -> list[Repeat]:
+def _longest(labels: np.ndarray) -> Repeat | None:
+    """Returns the stretch that covers most, if there is one."""
     found, most = None, 0.0
     for period in range(SHORTEST, min(len(labels) // 2, LONGEST) + 1):
         differs = np.flatnonzero(labels[period:] != labels[:-period])
@@ -78,11 +87,7 @@ def _repeats(labels: np.ndarray, start: int) -> list[Repeat]:
         count = (int(equal[at]) + period) // period
         if count > 1 and count * period > BETTER * most:
             found, most = Repeat(int(ends[at]) + 1, period, count), count * period
-    if found is None:
-        return []
-    before = _repeats(labels[: found.first], start)
-    after = _repeats(labels[found.end :], start + found.end)
-    return [*before, found._replace(first=start + found.first), *after]
+    return found
 
 
 def places(rules: Rules, forward: Sequence[int], most: int) -> list[int]:
@@ -97,7 +102,7 @@ def places(rules: Rules, forward: Sequence[int], most: int) -> list[int]:
         Places as in `Crossing`, in order.
     """
     crossing = Crossing(rules, forward)
-    found = repeats([_label(rules, index) for index in forward])
+    found = repeats([_label(rules, index) for index in forward], most)  # each makes a cut at least
     if not found or sum(repeat.end - repeat.first for repeat in found) < COVERED * len(forward):
         return crossing.low(most)
     longest = max(repeat.period for repeat in found)
@@ -146,8 +151,9 @@ class Block(NamedTuple):
     nodes: list[int]
     """By its nodes: those of the whole."""
     edges: tuple[tuple[int, ...], ...]
-    """On what else depends what its stage takes: what later stages read in the forward pass, what is there throughout
-    once it is made, and what arrives and is read by earlier stages as well."""
+    """On what else depends what its stage takes: what later stages read in the forward pass, what earlier ones read in
+    the backward pass, what is there throughout once it is made, what arrives and earlier stages read as well, and what
+    comes from outside and is never freed."""
 
 
 def cut_out(stages: Stages, stage: int) -> Block:
@@ -197,7 +203,7 @@ def cut_out(stages: Stages, stage: int) -> Block:
         gradients=tuple(sorted(renumbered(makes & (rules.kept | after)))),
         boundary=len(stages.forward[stage]),
     )
-    edges = (onward, fixed, after.intersection(outside))
+    edges = (onward, stages.awaited(stage), fixed, after.intersection(outside), rules.kept.intersection(outside))
     return Block(block, indices, tuple(tuple(sorted(renumbered(values))) for values in edges))
 
 

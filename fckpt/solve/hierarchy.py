@@ -13,9 +13,9 @@ L. Eyraud-Dubois, O. Beaumont, "HiRemate: hierarchical approach for efficient re
 2025, https://proceedings.mlr.press/v267/gusak25a.html, where the levels above are integer programs too.
 
 Complexity: that of `rotor` for at most `STAGES` stages on each level, and some fifteen small plans for each distinct
-block: what a graph of equal layers takes hardly grows with their number. Where little repeats itself, most blocks are
-planned by minimum cuts alone. Nothing is optimal. Left out: blocks side by side, since each level is a
-chain; and that equal stages of a chain might share parts of its table.
+block: what a graph of equal layers takes hardly grows with their number. Where little repeats itself, most blocks have
+no plans but minimum cuts and the smallest of their segments. Nothing is optimal. Left out: blocks side by side, since
+each level is a chain; and that equal stages of a chain might share parts of its table.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ HELD = (0.0, 0.1, 0.25, 0.5, 0.75)
 REPEATED = 0.5
 """A graph repeats itself where this part of it has come up before."""
 EFFORT = 2000
-"""Operations of all blocks that are planned for pairs of budgets, those that cover most first."""
+"""Operations of all blocks that are planned for pairs of budgets. Those that cover most of a chain come first, and what
+they consist of before them."""
 
 
 class Chain:
@@ -136,9 +137,10 @@ def _pairs(block: Graph, rules: Rules, starts: Sequence[Order], low: int) -> Ite
                 rest = budget - held
                 inner = Rules(amid(block, rest))
                 peaks = ((max(peak, between + rest), seconds, order) for peak, between, seconds, order in known)
-                plans = (fit(inner, start, budget)[0] for start in (whole, *_near(list(peaks), budget)))
+                plans = (fit(inner, start, budget)[0] for start in _near(whole, list(peaks), budget))
                 found = [plan for plan in plans if plan is not None]
-                yield from sorted(found, key=lambda plan: seconds_of(inner, plan))[:1]
+                if found:
+                    yield min(found, key=lambda plan: seconds_of(inner, plan))
 
 
 def _held(rules: Rules, order: Order) -> int:
@@ -146,12 +148,13 @@ def _held(rules: Rules, order: Order) -> int:
     return int(profile_of(rules, order)[len(order.forward) - 1])
 
 
-def _near(plans: Sequence[tuple[int, float, Order]], budget: int) -> list[Order]:
-    """Returns the fastest plan that fits, and of those that are faster the smallest."""
+def _near(whole: Order, plans: Sequence[tuple[int, float, Order]], budget: int) -> list[Order]:
+    """Returns `whole`, the fastest plan that fits, and of those that are faster the smallest, each once."""
     inside = min((plan for plan in plans if plan[0] <= budget), key=lambda plan: plan[1], default=None)
     faster = (plan for plan in plans if inside is None or plan[1] < inside[1])
     outside = min(faster, key=lambda plan: plan[0], default=None)
-    return [plan[2] for plan in (inside, outside) if plan is not None]
+    found = [plan[2] for plan in (inside, outside) if plan is not None]
+    return [whole, *(order for order in found if order is not whole)]
 
 
 def hierarchy(graph: Graph, budget: int | None = None) -> Schedule:
@@ -171,5 +174,5 @@ def hierarchy(graph: Graph, budget: int | None = None) -> Schedule:
     found = Planner().curves(Chain(rules))
     plans = [order for curve in found for order in curve.around(budget)]
     if all(peak_of(rules, order) > budget for order in plans):  # what does not depend on the budget decides
-        plans = [order for curve in found for order in curve.spread()]
+        plans = [whole, *(order for curve in found for order in curve.spread())]
     return fastest(rules, plans, budget, "hierarchy")
