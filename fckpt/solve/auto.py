@@ -65,8 +65,6 @@ BESIDE = 10.0
 """Seconds at that pace, after which a repair ends where there is a plan already."""
 HEAD_START = 400
 """Nodes for which it finds starts in a second."""
-MANY = 5_000
-"""Nodes above which no other stages than its blocks are looked at in a graph that repeats itself."""
 LARGE = 20_000
 """Nodes above which blocks are all that is planned of a graph that repeats itself."""
 FAR = 1.02
@@ -194,8 +192,7 @@ class _Starts:
     @functools.cached_property
     def chains(self) -> list[Curve]:
         """Optimal schedules of chains."""
-        is_enough = self.blocks and len(self.rules.graph.nodes) > MANY
-        return self.blocks if is_enough else [*self.blocks, *curves(self.rules)]
+        return [*self.blocks, *curves(self.rules)]
 
     @functools.cached_property
     def cut(self) -> list[_Plan]:
