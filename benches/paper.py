@@ -39,6 +39,7 @@ OTHERS = (
     ("v", "#8c6d00"),
     ("h", "#3a8fc0"),
     (">", "#5b3f99"),
+    ("p", "#7a4b2a"),
 )
 """Markers and colours of other solvers than ours."""
 STYLE = {
