@@ -25,11 +25,11 @@ from collections.abc import Iterator, Sequence
 
 from fckpt.graph import Graph
 from fckpt.schedule import Schedule, schedule_of
-from fckpt.solve.base import Order, Rules, fastest, peak_of, profile_of, seconds_of
+from fckpt.solve.base import Order, Rules, peak_of, profile_of, seconds_of
 from fckpt.solve.blocks import amid, cut_out, places, without_rest
 from fckpt.solve.greedy import fit, lowered
 from fckpt.solve.min_cut import cheapest
-from fckpt.solve.rotor import PRICES, Curve, tables
+from fckpt.solve.rotor import PRICES, Curve, best, tables
 from fckpt.solve.seeds import backward_orders, save_everything, saving, segmented
 from fckpt.solve.stages import Stages
 
@@ -171,8 +171,4 @@ def hierarchy(graph: Graph, budget: int | None = None) -> Schedule:
     whole = saving(rules)[0]
     if budget is None or peak_of(rules, whole) <= budget:
         return schedule_of(graph, *whole)
-    found = Planner().curves(Chain(rules))
-    plans = [order for curve in found for order in curve.around(budget)]
-    if all(peak_of(rules, order) > budget for order in plans):  # what does not depend on the budget decides
-        plans = [whole, *(order for curve in found for order in curve.spread())]
-    return fastest(rules, plans, budget, "hierarchy")
+    return best(rules, Planner().curves(Chain(rules)), budget, "hierarchy", [whole])

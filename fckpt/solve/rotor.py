@@ -29,6 +29,7 @@ schedules that drop checkpoints and make them again, which may be faster; offloa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ from fckpt.solve.min_cut import cheapest
 from fckpt.solve.seeds import backward_orders
 from fckpt.solve.stages import Costs, Option, Stages, Step
 
-__all__ = ["Curve", "Table", "curves", "rotor", "tables"]
+__all__ = ["Curve", "Table", "best", "curves", "rotor", "tables"]
 
 SLOTS = 500
 GRAINS = (12, 24, 60, 100)
@@ -224,10 +225,26 @@ def rotor(graph: Graph, budget: int | None = None) -> Schedule:
     found = curves(rules)
     if budget is None:
         return schedule_of(graph, *found[0].order(found[0].limits[-1]))
+    return best(rules, found, budget, "rotor")
+
+
+def best(rules: Rules, found: Sequence[Curve], budget: int, solver: str, others: Sequence[Order] = ()) -> Schedule:
+    """Returns the fastest schedule of some chains that fits.
+
+    Args:
+        rules: of the graph.
+        found: the chains.
+        budget: bytes.
+        solver: who asks.
+        others: plans that count where none of the chains fits.
+
+    Raises:
+        BudgetError: none fits.
+    """
     plans = [order for curve in found for order in curve.around(budget)]
     if all(peak_of(rules, order) > budget for order in plans):  # what does not depend on the budget decides
-        plans = [order for curve in found for order in curve.spread()]
-    return fastest(rules, plans, budget, "rotor")
+        plans = [*others, *(order for curve in found for order in curve.spread())]
+    return fastest(rules, plans, budget, solver)
 
 
 def curves(rules: Rules) -> list[Curve]:
