@@ -133,8 +133,8 @@ def auto(
         moves = PACE * (limit - len(graph.nodes) / HEAD_START)
         search.run(max(0, round(moves)), enough, lambda done, of: tell("moves weighed", done, of))
         missed = min(seconds_of(rules, order) for order in found) - bound.seconds
-        if OPTIMAL * graph.seconds < missed <= GOOD_ENOUGH * graph.seconds and not isinstance(ready, _OfBlocks):
-            found.extend(_last(rules, everything[0], budget))
+        if OPTIMAL * graph.seconds < missed <= GOOD_ENOUGH * graph.seconds:
+            found.extend(ready.last(budget))
     except KeyboardInterrupt:
         if not found:
             raise
@@ -149,40 +149,26 @@ def _nobody(*_: object) -> None:
     """Is told, and forgets."""
 
 
-def _last(rules: Rules, saving: Order, budget: int) -> list[Order]:
-    """Returns the plans of the integer program that proves the bound, solved to the end, and saving all, repaired."""
-    effort = quick(rules.graph)._replace(branches=PROOF.branches, gap=PROOF.gap)
-    plans = [plan for plan in certified(rules.graph, budget, effort=effort).plans if peak_of(rules, plan) <= budget]
-    repaired, _ = fit(rules, saving, budget)
-    return plans if repaired is None else [*plans, repaired]
-
-
 def _usual(nodes: int) -> float:
     return max(min(nodes / count, most) for count, most in USUAL)
 
 
 def _starts(rules: Rules, saving: list[Order], certificates: list[Order]) -> _Starts:
-    chain = Chain(rules)
-    kind = _OfBlocks if chain.repeats and len(rules.graph.nodes) > LARGE else _Starts
-    return kind(rules, saving, certificates, chain)
+    if len(rules.graph.nodes) > LARGE and (chain := Chain(rules)).repeats:
+        return _OfBlocks(rules, saving, certificates, chain)
+    return _Starts(rules, saving, certificates)
 
 
 class _Starts:
     """Plans to start from."""
 
-    def __init__(self, rules: Rules, saving: list[Order], certificates: list[Order], chain: Chain):
+    def __init__(self, rules: Rules, saving: list[Order], certificates: list[Order]):
         self.rules = rules
         self.saving = saving
         self.certificates = certificates
-        self.chain = chain
         self.floor = least_peak(rules.graph)
         self.patience = PACE * _usual(len(rules.graph.nodes))
         """How many moves are weighed in vain, and twice as many to bring plans down, before the rest is left out."""
-
-    @functools.cached_property
-    def blocks(self) -> list[Curve]:
-        """Optimal schedules of a chain of blocks, where many of them are alike."""
-        return Planner().curves(self.chain) if self.chain.repeats else []
 
     @functools.cached_property
     def priced(self) -> list[Order]:
@@ -191,8 +177,10 @@ class _Starts:
 
     @functools.cached_property
     def chains(self) -> list[Curve]:
-        """Optimal schedules of chains."""
-        return [*self.blocks, *curves(self.rules)]
+        """Optimal schedules of chains, of blocks too where many of them are alike."""
+        chain = Chain(self.rules)
+        blocks = Planner().curves(chain) if chain.repeats else []
+        return [*blocks, *curves(self.rules)]
 
     @functools.cached_property
     def cut(self) -> list[_Plan]:
@@ -264,6 +252,14 @@ class _Starts:
         yield from self.spread
         yield from self.binomials
 
+    def last(self, budget: int) -> list[Order]:
+        """Returns what the integer program that proves the bound leads to at its end, and saving all, repaired."""
+        rules = self.rules
+        effort = quick(rules.graph)._replace(branches=PROOF.branches, gap=PROOF.gap)
+        plans = [plan for plan in certified(rules.graph, budget, effort=effort).plans if peak_of(rules, plan) <= budget]
+        repaired, _ = fit(rules, self.saving[0], budget)
+        return plans if repaired is None else [*plans, repaired]
+
     def _check(self, budget: int) -> None:
         """Raises `BudgetError` if even the plan with the lowest peak takes more than the budget."""
         if peak_of(self.rules, self.least) > budget:
@@ -314,9 +310,13 @@ class _Starts:
 class _OfBlocks(_Starts):
     """The same for large graphs that repeat themselves: nothing is planned but blocks."""
 
+    def __init__(self, rules: Rules, saving: list[Order], certificates: list[Order], chain: Chain):
+        super().__init__(rules, saving, certificates)
+        self._chain = chain
+
     @functools.cached_property
     def chains(self) -> list[Curve]:
-        return self.blocks
+        return Planner().curves(self._chain)
 
     @functools.cached_property
     def priced(self) -> list[Order]:
@@ -337,6 +337,9 @@ class _OfBlocks(_Starts):
         yield from _near(plans, budget)
         if all(peak > budget for peak, _, _ in plans):
             yield from self.saving
+
+    def last(self, budget: int) -> list[Order]:
+        return []  # to repair saving all takes longer than all the rest
 
 
 def _known(rules: Rules, orders: Iterable[Order]) -> list[_Plan]:

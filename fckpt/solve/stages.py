@@ -177,9 +177,8 @@ class Stages:
 
     def _saves(self, stage: int, choices: Iterable[Collection[int]]) -> list[frozenset[int]]:
         """Returns the sets of values that the options of a stage save."""
-        made = {v for i in self.forward[stage] for v in self.graph.nodes[i].outputs if v in self.made}
+        made, awaited = self._made(stage), self.awaited(stage)
         read = {v for v in made if self.end.get(v, stage + 1) <= stage}
-        awaited = {v for v in read if self.end[v] < stage}
         found = {frozenset(read): None}
         for choice in choices:
             saved = awaited.union(made.intersection(choice))
@@ -187,9 +186,13 @@ class Stages:
             found[frozenset(saved & (used | awaited))] = None
         return list(found)
 
+    def _made(self, stage: int) -> set[int]:
+        """Returns the values that a stage makes, unless they are fixed."""
+        return {v for i in self.forward[stage] for v in self.graph.nodes[i].outputs if v in self.made}
+
     def awaited(self, stage: int) -> set[int]:
-        """Returns the values that a stage makes and that backward passes of earlier stages read."""
-        return {v for i in self.forward[stage] for v in self.graph.nodes[i].outputs if self.end.get(v, stage) < stage}
+        """Returns those of them that backward passes of earlier stages read."""
+        return {v for v in self._made(stage) if self.end.get(v, stage) < stage}
 
     def add(self, stage: int, again: list[int]) -> None:
         """Adds an option, before there are costs.
@@ -199,9 +202,8 @@ class Stages:
             again: the nodes of its backward, in order, with those of its forward that run again, maybe several times.
                 What they read and have not made is saved.
         """
-        made = {v for i in self.forward[stage] for v in self.graph.nodes[i].outputs if v in self.made}
+        made, saved = self._made(stage), self.awaited(stage)
         there: set[int] = set()
-        saved = self.awaited(stage) & made
         for index in again:
             saved.update(v for v in self.graph.nodes[index].inputs if v in made and v not in there)
             there.update(self.graph.nodes[index].outputs)
