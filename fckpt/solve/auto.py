@@ -177,10 +177,14 @@ class _Starts:
 
     @functools.cached_property
     def chains(self) -> list[Curve]:
-        """Optimal schedules of chains, of blocks too where many of them are alike."""
+        """Optimal schedules of chains."""
+        return curves(self.rules)
+
+    @functools.cached_property
+    def blocks(self) -> list[Curve]:
+        """Optimal schedules of chains of blocks, where many of them are alike."""
         chain = Chain(self.rules)
-        blocks = Planner().curves(chain) if chain.repeats else []
-        return [*blocks, *curves(self.rules)]
+        return Planner().curves(chain) if chain.repeats else []
 
     @functools.cached_property
     def cut(self) -> list[_Plan]:
@@ -195,7 +199,7 @@ class _Starts:
     @functools.cached_property
     def spread(self) -> list[_Plan]:
         """Some of the chains, down to the smallest."""
-        return _known(self.rules, (order for curve in self.chains for order in curve.spread()))
+        return _known(self.rules, (order for curve in (*self.blocks, *self.chains) for order in curve.spread()))
 
     @functools.cached_property
     def binomials(self) -> list[_Plan]:
@@ -223,7 +227,7 @@ class _Starts:
         possible = self.floor <= budget and enough < float("inf")
         if not possible or self._is_far(budget):  # before programs are solved for what cannot be
             self._check(budget)
-        for orders in (self._made(budget, effort), self._others(budget)) if possible else ():
+        for orders in self._kinds(budget, effort) if possible else ():
             for order in orders:
                 if wasted > self.patience and peak_of(rules, order) > budget:
                     continue
@@ -286,6 +290,12 @@ class _Starts:
         others = _known(self.rules, (plan for order in orders for plan in segmented(self.rules, order)))
         yield min([*self.cut, *others], key=lambda plan: plan[0])[2]
 
+    def _kinds(self, budget: int, effort: Effort) -> Iterator[Iterable[Order]]:
+        """Yields kinds of starts, each chosen by itself: plans of blocks lie so near that others would have no room."""
+        yield self._made(budget, effort)
+        yield self._others(budget)
+        yield _near(self._of_blocks(budget), budget)
+
     def _made(self, budget: int, effort: Effort) -> Iterator[Order]:
         """Yields starts made for the budget."""
         yield from self.certificates
@@ -293,18 +303,18 @@ class _Starts:
 
     def _others(self, budget: int) -> Iterator[Order]:
         """Yields the fastest of the others that fit, those just above the budget that are faster, and saving all."""
-        made = (*self._around(budget), *between(self.rules, self.priced, budget))
+        made = (*_around(self.chains, budget), *between(self.rules, self.priced, budget))
         yield from _near([*self.common, *_known(self.rules, made)], budget)
         yield from self.saving
+
+    def _of_blocks(self, budget: int) -> list[_Plan]:
+        """Returns the schedules of chains of blocks next to the budget."""
+        return _known(self.rules, _around(self.blocks, budget))
 
     def _lowest(self) -> Iterator[Order]:
         """Yields the smallest of those that do not depend on a budget."""
         for plans in ([*self.common, *self.spread], self.binomials):
             yield from (order for _, _, order in _by_peak(plans)[:NEAREST])
-
-    def _around(self, budget: int) -> Iterator[Order]:
-        """Yields the schedules of chains next to the budget."""
-        return (order for curve in self.chains for order in curve.around(budget))
 
 
 class _OfBlocks(_Starts):
@@ -316,6 +326,10 @@ class _OfBlocks(_Starts):
 
     @functools.cached_property
     def chains(self) -> list[Curve]:
+        return []
+
+    @functools.cached_property
+    def blocks(self) -> list[Curve]:
         return Planner().curves(self._chain)
 
     @functools.cached_property
@@ -329,14 +343,12 @@ class _OfBlocks(_Starts):
     def _low(self) -> Iterator[Order]:
         return self._lowest()
 
-    def _made(self, budget: int, effort: Effort) -> Iterator[Order]:
-        yield from self.certificates
-
-    def _others(self, budget: int) -> Iterator[Order]:
-        plans = _known(self.rules, self._around(budget))
-        yield from _near(plans, budget)
+    def _kinds(self, budget: int, effort: Effort) -> Iterator[Iterable[Order]]:
+        yield self.certificates
+        plans = self._of_blocks(budget)
+        yield _near(plans, budget)
         if all(peak > budget for peak, _, _ in plans):
-            yield from self.saving
+            yield self.saving
 
     def last(self, budget: int) -> list[Order]:
         return []  # to repair saving all takes longer than all the rest
@@ -344,6 +356,11 @@ class _OfBlocks(_Starts):
 
 def _known(rules: Rules, orders: Iterable[Order]) -> list[_Plan]:
     return [(peak_of(rules, order), seconds_of(rules, order), order) for order in orders]
+
+
+def _around(chains: list[Curve], budget: int) -> Iterator[Order]:
+    """Yields the schedules of chains next to the budget."""
+    return (order for curve in chains for order in curve.around(budget))
 
 
 def _near(plans: Iterable[_Plan], budget: int) -> Iterator[Order]:

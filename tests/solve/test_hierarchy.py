@@ -300,6 +300,21 @@ def test_blocks_are_planned_where_a_graph_repeats_itself(monkeypatch: pytest.Mon
         assert bool(planned) == often
 
 
+def test_starts_of_blocks_come_beside_the_others(monkeypatch: pytest.MonkeyPatch):
+    graph = network(30)
+    budget = int(0.15 * plain_nbytes(graph))
+    tried: list[object] = []
+    fit = automatic.fit
+    monkeypatch.setattr(automatic, "fit", lambda rules, order, *rest: tried.append(order) or fit(rules, order, *rest))
+    auto(graph, budget, time_limit=0.1)
+    with_blocks = list(tried)
+    tried.clear()
+    monkeypatch.setattr(Planner, "curves", lambda *_: [])
+    auto(graph, budget, time_limit=0.1)
+    assert all(order in with_blocks for order in tried)
+    assert len(with_blocks) > len(tried)
+
+
 def costs_of(stages: Stages) -> tuple[object, ...]:
     costs = stages.costs
     return costs.forward_seconds, costs.forward_nbytes, costs.options, costs.leaves
