@@ -167,8 +167,18 @@ class Repair:
         self.figures = self.gaps.figures
         self.prices = self.figures.prices if factor is None else self.figures.prices * factor
         """By node: what it costs to run here."""
-        self.ends: dict[int, int | None] = {}
-        """By value: where its memory is free before the moment that is weighed, None where it is not live then."""
+        self.over: list[int] = []
+        """By position: at how many before it the profile is over the budget."""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops what is known of the moment that was weighed."""
+        self.last: dict[int, int] = {}
+        """By value: where its last copy before the moment is freed, -1 if there is none."""
+        self.free: dict[int, int | None] = {}
+        """By value: where its memory is free before the moment, None where it is not live then."""
+        self.costs: dict[int, float] = {}
+        """By node: what it costs to run before the moment."""
 
     def run(self, limit: float = float("inf"), effort: float = float("inf")) -> bool:
         """Moves until the peak is at most the budget.
@@ -210,7 +220,9 @@ class Repair:
         rows = gaps.crossing(position)
         if not len(rows):
             return None
-        steps = gaps.within(rows, self.tape.memory > self.budget)
+        over = self.tape.memory > self.budget
+        steps = gaps.within(rows, over)
+        self.over = [0, *np.cumsum(over).tolist()]
         if np.isinf(gaps.score[rows]).all():
             gaps.score[rows] = 0.0  # they may help by now
         # Old scores are scaled by how many steps over budget are left, and looked at again only at the front.
@@ -248,15 +260,18 @@ class Repair:
     def evaluate(self, value: int, moment: int) -> tuple[float, Move | None]:
         """The best move that computes `value` again before `moment`, and its price per excess removed."""
         self.effort += 1
-        self.ends = {}
+        self._forget()
         best: tuple[float, Move | None] = (np.inf, None)
         for nodes, extended in self.closures(value, moment):
             self.effort += 1 + len(nodes) // NODES
-            gain = self.gain(nodes, extended, moment)
-            if gain > 0:
-                price = sum(self.price(index, moment) for index in nodes) / gain
-                if price < best[0]:
-                    best = (price, Move(nodes, moment))
+            changes = self.changes(nodes, extended, moment)
+            most = self.most(changes, moment)
+            if most > 0:  # seldom, and only then is the rest worth its time
+                price = sum([self.price(index, moment) for index in nodes])
+                if price / most < best[0]:
+                    gain = self.gain(nodes, extended, changes, moment)
+                    if gain > 0 and price / gain < best[0]:
+                        best = (price / gain, Move(nodes, moment))
         return best
 
     def closures(self, value: int, moment: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -276,10 +291,12 @@ class Repair:
                     known = v in missing or v in extended or tape.producer[v] in nodes
                     if not known and self.free_behind(v, position) is None:
                         missing.append(v)
-            frontier = []
-            for v in missing:
-                (extended if self.must_extend(v, position) else frontier).append(v)
-            if all(self.may_extend(v, position) for v in (*frontier, *extended)):
+            longer = [v for v in missing if self.must_extend(v, position)]
+            if not all(self.may_extend(v, position) for v in longer):
+                return
+            extended += longer
+            frontier = [v for v in missing if v not in longer]
+            if all(self.may_extend(v, position) for v in frontier):
                 yield sorted(nodes), [*extended, *frontier]
             if not frontier:
                 return
@@ -290,29 +307,43 @@ class Repair:
         producer = tape.producer[value]
         if producer is None or tape.rules.pinned[producer]:
             return True
-        end = self.tape.end(value, position)
-        room = self.budget - tape.nbytes[value]
-        return self.may_extend(value, position) and int(tape.memory[end + 1 : position].max(initial=0)) <= room
+        end = self.end(value, position)
+        if not self.may_extend(value, position) or self.over[position] > self.over[end + 1]:
+            return False
+        return int(tape.memory[end + 1 : position].max(initial=0)) <= self.budget - tape.nbytes[value]
 
     def may_extend(self, value: int, position: int) -> bool:
         """Whether the last copy of `value` before `position` may live until then."""
-        unsaved = value in self.tape.rules.unsaved and self.tape.end(value, position) < self.tape.split <= position
-        return not unsaved and self.tape.end(value, position) >= 0
+        end = self.end(value, position)
+        return end >= 0 and not (end < self.tape.split <= position and value in self.tape.rules.unsaved)
+
+    def end(self, value: int, position: int) -> int:
+        """Where the last copy of `value` before `position` is freed, -1 if there is none: known for one moment."""
+        end = self.last.get(value)
+        if end is None:
+            end = self.last[value] = self.tape.end(value, position)
+        return end
 
     def free_behind(self, value: int, position: int) -> int | None:
-        """`behind`, None unless `value` is live at `position`: as long as that is the moment that is weighed."""
-        if value not in self.ends:
-            self.ends[value] = self.behind(value, position) if self.tape.is_live(value, position) else None
-        return self.ends[value]
+        """`behind`, None unless `value` is live at `position`: for one moment, from memory."""
+        if value not in self.free:
+            self.free[value] = self.behind(value, position) if self.tape.is_live(value, position) else None
+        return self.free[value]
 
     def behind(self, value: int, position: int) -> int:
         """Where the memory of the last copy of `value` before `position` is free: at its end, if it is overwritten."""
-        end = self.tape.end(value, position)
+        end = self.end(value, position)
         index = self.tape.node[self.tape.at[end]] if end >= 0 else -1
         return end + (index < 0 or value not in self.tape.rules.graph.nodes[index].overwrites)
 
     def price(self, index: int, moment: int) -> float:
-        """What it costs to run node `index` before `moment`: next to nothing if a later run becomes useless by it."""
+        """What it costs to run node `index` before `moment`: for one moment, from memory."""
+        if index not in self.costs:
+            self.costs[index] = self._price(index, moment)
+        return self.costs[index]
+
+    def _price(self, index: int, moment: int) -> float:
+        """The same: next to nothing if a later run becomes useless by it."""
         tape = self.tape
         position = tape.places[moment]
         later = next((m for m in tape.runs[index] if tape.places[m] > position), None)
@@ -322,25 +353,41 @@ class Repair:
             return self.figures.least_price
         return float(self.prices[index])
 
-    def gain(self, nodes: list[int], extended: list[int], moment: int) -> int:
-        """By how much the excess, bytes times steps over budget, falls when `nodes` run before `moment`."""
+    def changes(self, nodes: list[int], extended: list[int], moment: int) -> dict[int, tuple[int, int]]:
+        """By value: from where on it holds how many bytes more, up to `moment`, when `nodes` run before that."""
         tape = self.tape
         position = tape.places[moment]
-        changes: list[tuple[int, int]] = []
-        stays: set[int] = set()
+        found: dict[int, tuple[int, int]] = {}
         for index in nodes:
             for value in tape.rules.graph.nodes[index].outputs:
                 if value not in tape.rules.kept and (free := self.free_behind(value, position)) is not None:
-                    changes.append((free, -tape.nbytes[value]))
-                    stays.add(value)
-        changes += [(self.behind(value, position), tape.nbytes[value]) for value in extended]
-        first = min(start for start, _ in changes)
-        over = tape.memory[first:position] - self.budget
-        before = int(np.maximum(over, 0).sum())
-        for start, change in changes:
+                    found[value] = (free, -tape.nbytes[value])
+        for value in extended:
+            found[value] = (self.behind(value, position), tape.nbytes[value])
+        return found
+
+    def most(self, changes: dict[int, tuple[int, int]], moment: int) -> int:
+        """The most by which `changes` can lower the excess: by what they do where the profile is over the budget."""
+        over = self.over
+        there = over[self.tape.places[moment]]
+        return sum([change * (over[start] - there) for start, change in changes.values()])
+
+    def gain(self, nodes: list[int], extended: list[int], changes: dict[int, tuple[int, int]], moment: int) -> int:
+        """By how much the excess, bytes times steps over budget, falls when `nodes` run before `moment`.
+
+        Where that is not positive, neither is what is returned, but it may be more.
+        """
+        tape = self.tape
+        first = min([start for start, _ in changes.values()])
+        over = tape.memory[first : tape.places[moment]] - self.budget
+        gain = int(np.maximum(over, 0).sum())
+        for start, change in changes.values():
             over[start - first :] += change
-        held = tape.before(moment) + sum(change for _, change in changes)
-        return before - int(np.maximum(over, 0).sum()) - self._transient_excess(nodes, {*extended}, stays, held)
+        gain -= int(np.maximum(over, 0, out=over).sum())
+        if gain <= 0:
+            return gain
+        held = tape.before(moment) + sum([change for _, change in changes.values()])
+        return gain - self._transient_excess(nodes, {*extended}, {*changes}.difference(extended), held)
 
     def _transient_excess(self, nodes: list[int], extended: set[int], stays: set[int], held: int) -> int:
         """The excess while `nodes` run, `held` bytes being held before; `extended` go with their last use."""
