@@ -123,6 +123,14 @@ def test_the_tables_are_what_the_bench_wrote():
     assert [line for line in wanted if line not in lines] == []
 
 
+def test_the_readme_says_who_wins():
+    said = " ".join((ROOT / "README.md").read_text().split())
+    assert not standings.losses(ROUNDS)
+    assert "`auto` is nowhere worse than another up to 20,000 operations" in said
+    assert {loss.partition(": ")[2].partition(" ")[0] for loss in standings.losses([LARGE])} == {"greedy"}
+    assert "on one of 40,000, `greedy` is better by 0.02 points at most" in said
+
+
 def test_everything_that_is_missed_is_said_and_nothing_else():
     section = PAGE.read_text().partition("## Missed")[2]
     assert [line for line in section.splitlines() if line.startswith("* ")] == missed()

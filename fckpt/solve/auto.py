@@ -217,8 +217,8 @@ class _Starts:
         Args:
             budget: bytes.
             effort: on the integer programs of `moments`.
-            enough: if one of those that are made for the budget takes no more seconds, they are all; infinite if it is
-                proven that there is none.
+            enough: once a kind of starts has led to a plan that takes no more seconds, the kinds after it are left
+                out; infinite if it is proven that there is none.
 
         Raises:
             BudgetError: there is none.
@@ -294,7 +294,7 @@ class _Starts:
         """Yields kinds of starts, each chosen by itself: plans of blocks lie so near that others would have no room."""
         yield self._made(budget, effort)
         yield self._others(budget)
-        yield _near(self._of_blocks(budget), budget)
+        yield _near(self._blocks_around(budget), budget)
 
     def _made(self, budget: int, effort: Effort) -> Iterator[Order]:
         """Yields starts made for the budget."""
@@ -307,7 +307,7 @@ class _Starts:
         yield from _near([*self.common, *_known(self.rules, made)], budget)
         yield from self.saving
 
-    def _of_blocks(self, budget: int) -> list[_Plan]:
+    def _blocks_around(self, budget: int) -> list[_Plan]:
         """Returns the schedules of chains of blocks next to the budget."""
         return _known(self.rules, _around(self.blocks, budget))
 
@@ -345,7 +345,7 @@ class _OfBlocks(_Starts):
 
     def _kinds(self, budget: int, effort: Effort) -> Iterator[Iterable[Order]]:
         yield self.certificates
-        plans = self._of_blocks(budget)
+        plans = self._blocks_around(budget)
         yield _near(plans, budget)
         if all(peak > budget for peak, _, _ in plans):
             yield self.saving

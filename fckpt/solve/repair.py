@@ -167,17 +167,17 @@ class Repair:
         self.figures = self.gaps.figures
         self.prices = self.figures.prices if factor is None else self.figures.prices * factor
         """By node: what it costs to run here."""
-        self.over: list[int] = []
-        """By position: at how many before it the profile is over the budget."""
-        self._forget()
+        self.over_before: list[int] = []
+        """By position, and at the end: how many positions before it are over the budget, as `best` last counted."""
+        self._clear()
 
-    def _forget(self) -> None:
-        """Drops what is known of the moment that was weighed."""
-        self.last: dict[int, int] = {}
+    def _clear(self) -> None:
+        """Drops what was looked up for one moment."""
+        self.ends: dict[int, int] = {}
         """By value: where its last copy before the moment is freed, -1 if there is none."""
-        self.free: dict[int, int | None] = {}
+        self.free_from: dict[int, int | None] = {}
         """By value: where its memory is free before the moment, None where it is not live then."""
-        self.costs: dict[int, float] = {}
+        self.prices_here: dict[int, float] = {}
         """By node: what it costs to run before the moment."""
 
     def run(self, limit: float = float("inf"), effort: float = float("inf")) -> bool:
@@ -222,7 +222,7 @@ class Repair:
             return None
         over = self.tape.memory > self.budget
         steps = gaps.within(rows, over)
-        self.over = [0, *np.cumsum(over).tolist()]
+        self.over_before = [0, *np.cumsum(over).tolist()]
         if np.isinf(gaps.score[rows]).all():
             gaps.score[rows] = 0.0  # they may help by now
         # Old scores are scaled by how many steps over budget are left, and looked at again only at the front.
@@ -260,13 +260,13 @@ class Repair:
     def evaluate(self, value: int, moment: int) -> tuple[float, Move | None]:
         """The best move that computes `value` again before `moment`, and its price per excess removed."""
         self.effort += 1
-        self._forget()
+        self._clear()
         best: tuple[float, Move | None] = (np.inf, None)
         for nodes, extended in self.closures(value, moment):
             self.effort += 1 + len(nodes) // NODES
             changes = self.changes(nodes, extended, moment)
-            most = self.most(changes, moment)
-            if most > 0:  # seldom, and only then is the rest worth its time
+            most = self.most_gain(changes, moment)
+            if most > 0:  # otherwise it cannot help, and the rest is not worth its time
                 price = sum([self.price(index, moment) for index in nodes])
                 if price / most < best[0]:
                     gain = self.gain(nodes, extended, changes, moment)
@@ -308,7 +308,7 @@ class Repair:
         if producer is None or tape.rules.pinned[producer]:
             return True
         end = self.end(value, position)
-        if not self.may_extend(value, position) or self.over[position] > self.over[end + 1]:
+        if not self.may_extend(value, position) or self.over_before[position] > self.over_before[end + 1]:
             return False
         return int(tape.memory[end + 1 : position].max(initial=0)) <= self.budget - tape.nbytes[value]
 
@@ -318,17 +318,17 @@ class Repair:
         return end >= 0 and not (end < self.tape.split <= position and value in self.tape.rules.unsaved)
 
     def end(self, value: int, position: int) -> int:
-        """Where the last copy of `value` before `position` is freed, -1 if there is none: known for one moment."""
-        end = self.last.get(value)
+        """Where the last copy of `value` before `position` is freed, -1 if there is none: looked up once a moment."""
+        end = self.ends.get(value)
         if end is None:
-            end = self.last[value] = self.tape.end(value, position)
+            end = self.ends[value] = self.tape.end(value, position)
         return end
 
     def free_behind(self, value: int, position: int) -> int | None:
-        """`behind`, None unless `value` is live at `position`: for one moment, from memory."""
-        if value not in self.free:
-            self.free[value] = self.behind(value, position) if self.tape.is_live(value, position) else None
-        return self.free[value]
+        """`behind`, None unless `value` is live at `position`: looked up once a moment."""
+        if value not in self.free_from:
+            self.free_from[value] = self.behind(value, position) if self.tape.is_live(value, position) else None
+        return self.free_from[value]
 
     def behind(self, value: int, position: int) -> int:
         """Where the memory of the last copy of `value` before `position` is free: at its end, if it is overwritten."""
@@ -337,13 +337,13 @@ class Repair:
         return end + (index < 0 or value not in self.tape.rules.graph.nodes[index].overwrites)
 
     def price(self, index: int, moment: int) -> float:
-        """What it costs to run node `index` before `moment`: for one moment, from memory."""
-        if index not in self.costs:
-            self.costs[index] = self._price(index, moment)
-        return self.costs[index]
+        """What it costs to run node `index` before `moment`: looked up once a moment."""
+        if index not in self.prices_here:
+            self.prices_here[index] = self._price(index, moment)
+        return self.prices_here[index]
 
     def _price(self, index: int, moment: int) -> float:
-        """The same: next to nothing if a later run becomes useless by it."""
+        """What it costs to run node `index` before `moment`: next to nothing if a later run becomes useless by it."""
         tape = self.tape
         position = tape.places[moment]
         later = next((m for m in tape.runs[index] if tape.places[m] > position), None)
@@ -366,16 +366,16 @@ class Repair:
             found[value] = (self.behind(value, position), tape.nbytes[value])
         return found
 
-    def most(self, changes: dict[int, tuple[int, int]], moment: int) -> int:
+    def most_gain(self, changes: dict[int, tuple[int, int]], moment: int) -> int:
         """The most by which `changes` can lower the excess: by what they do where the profile is over the budget."""
-        over = self.over
-        there = over[self.tape.places[moment]]
-        return sum([change * (over[start] - there) for start, change in changes.values()])
+        before = self.over_before
+        all_before = before[self.tape.places[moment]]
+        return sum([change * (before[start] - all_before) for start, change in changes.values()])
 
     def gain(self, nodes: list[int], extended: list[int], changes: dict[int, tuple[int, int]], moment: int) -> int:
         """By how much the excess, bytes times steps over budget, falls when `nodes` run before `moment`.
 
-        Where that is not positive, neither is what is returned, but it may be more.
+        If it does not fall, what is returned is at most 0, and no less than the gain.
         """
         tape = self.tape
         first = min([start for start, _ in changes.values()])
