@@ -36,7 +36,8 @@ TOLERANCE = 1.02
 FORGET = 0.75
 """All scores are taken anew whenever the excess has fallen to this part of what it was."""
 PATIENCE = 50
-"""After so many moves that remove nothing over budget it gives up: gains are exact but for overwritten inputs."""
+"""After so many moves that remove nothing over budget it gives up: gains are exact, but for overwritten inputs and for
+values that were to live longer before a further generation turned out to make them."""
 NODES = 8
 """A move of so many nodes takes about twice as long to weigh as one of few."""
 NARROW, WIDE = 32, 64

@@ -42,7 +42,8 @@ def check_moves(graph: Graph, exact: bool) -> int:
     gaps, helping = repair.gaps, 0
     for _ in range(4):
         highest = int(repair.tape.memory.argmax())
-        if not len(gaps.crossing(highest)) or (move := repair.best(highest)) is None:
+        over = repair.tape.memory[highest] > budget and len(gaps.crossing(highest))
+        if not over or (move := repair.best(highest)) is None:
             break
         for row in np.flatnonzero(gaps.second[: gaps.count]).tolist():
             value, moment = int(gaps.value[row]), int(gaps.second[row])
@@ -53,7 +54,8 @@ def check_moves(graph: Graph, exact: bool) -> int:
                 changes = fresh.changes(nodes, extended, moment)
                 gain, fall = fresh.gain(nodes, extended, changes, moment), fallen(repair, nodes, moment)
                 assert gain <= fresh.most_gain(changes, moment)
-                if exact:
+                made = {v for index in nodes for v in graph.nodes[index].outputs}
+                if exact and made.isdisjoint(extended):  # what is made after all need not live longer
                     assert gain == fall if gain > 0 else fall <= gain
                 if gain > 0:
                     ratios.append(sum([fresh.price(index, moment) for index in nodes]) / gain)
