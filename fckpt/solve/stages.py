@@ -191,7 +191,7 @@ class Stages:
         return {v for i in self.forward[stage] for v in self.graph.nodes[i].outputs if v in self.made}
 
     def awaited(self, stage: int) -> set[int]:
-        """Returns those of them that backward passes of earlier stages read."""
+        """Returns the values that a stage makes and backward passes of earlier stages read, unless they are fixed."""
         return {v for v in self._made(stage) if self.end.get(v, stage) < stage}
 
     def add(self, stage: int, again: list[int]) -> None:
