@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP) ## Makes .venv with everything that the other targets use
 
-demo: setup ## One training step of real networks, plain and rematerialised: peak, time, equality
+demo: setup ## Trains Hugging Face models within a byte budget, beside plain and a checkpoint per block: peak, time, bits
 	$(BIN)/python -m benches.demo
 
 test: setup ## Runs all tests

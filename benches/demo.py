@@ -1,177 +1,259 @@
-"""One training step of real networks, plain and rematerialised, from the same weights, data and seed.
+"""Trains a Hugging Face model within a byte budget, beside plain and a checkpoint per block: peak, time, bits.
 
-    python -m benches.demo                      # both networks, on the GPU when there is one
-    python -m benches.demo --only densenet --densenet-batch 64 --json demo.json
+    python -m benches.demo                       # BERT-base and ViT-B/16, on the GPU when there is one
+    python -m benches.demo --models bert --budgets 0.8 0.5 --json demo.json
 
-For each network it prints the measured peak memory and the time of a step (forward, loss, backward),
-and whether loss, gradients, BatchNorm statistics and the random generator come out bitwise equal.
-Ends with exit code 1 if any of them does not.
+From the same random weights, data and seed it takes training steps (forward, loss, backward) in these ways: plainly;
+with a checkpoint per block, which is the model's own `gradient_checkpointing_enable()`; with
+`fckpt.remat_blocks(model)`; and with `fckpt.remat(lambda **batch: model(**batch).loss, budget=...)`. It prints measured
+peaks, times, and whether loss, gradients and the random generator come out bitwise equal. Ends with exit code 1 if any
+of them does not in a way of fckpt.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import fckpt
-from benches.models import bert_base, densenet_bc_100, wrap_blocks
 from benches.script import DEVICE, opening, report_parser, steps
-from benches.timing import (
-    Spread,
-    alternate,
-    mib,
-    paired_ratio,
-    set_up,
-    spread,
-    write_json,
-)
+from benches.timing import Spread, alternate, mib, paired_ratio, set_up, spread, write_json
 from fckpt.memory import measure_peak
+
+sys.path.append(str(Path(__file__).parent.parent / "docs" / "examples"))
+import repair_torchvision  # noqa: F401  transformers imports torchvision, if it is there
 
 SEED = 0
 WARM_UP = 1
+PLAIN = "plain"
+
+Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Network:
-    """A network with a batch of synthetic data."""
+class Task:
+    """A model with a batch of synthetic data."""
 
     name: str
     what: str
-    build: Callable[[], nn.Module]
-    inputs: Tensor
-    labels: Tensor
+    model: nn.Module
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class Way:
+    """What one way to take the step comes to."""
+
+    name: str
+    budget: float | None
+    """The part of the plain peak that was allowed, if one was named."""
+    peak_bytes: int
+    step_seconds: Spread
+    time_ratio: Spread
+    """To plain, round by round."""
+    first_seconds: float
+    """What the first step took: within a budget, it plans."""
+    unequal: list[str]
+    """What is not bitwise that of the plain step: gradients by name, "loss", "generator"."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the demo found out about one network; the first of a pair is plain, the second is not."""
+    """What the demo found out about one model; the first way is plain."""
 
-    network: str
+    model: str
     what: str
-    peak_bytes: tuple[int, int]
-    gradient_bytes: int
-    step_seconds: tuple[Spread, Spread]
-    time_ratio: Spread
     gradients: int
-    unequal_gradients: list[str]
-    statistics: int
-    unequal_statistics: list[str]
-    loss_equal: bool
-    generator_equal: bool
-    plain_repeats: bool
-    """Whether plain PyTorch agreed with itself; asked only after a difference."""
+    gradient_bytes: int
+    ways: list[Way]
+    failed: dict[str, str]
+    """Ways that raised an error."""
 
     @property
     def equal(self) -> bool:
-        return not (self.unequal_gradients or self.unequal_statistics) and (self.loss_equal and self.generator_equal)
+        """Whether all ways of fckpt give the bits of the plain step."""
+        return not self.failed and not any(way.unequal for way in self.ways if "fckpt" in way.name)
 
 
-def networks(arguments: argparse.Namespace, device: torch.device) -> list[Network]:
-    """Returns the networks that were asked for, with their data on `device`."""
-    torch.manual_seed(SEED)
-    batch, bert_batch, seq = arguments.densenet_batch, arguments.bert_batch, arguments.seq
-    every = {
-        "densenet": Network(
-            "DenseNet-BC-100 (k=12)",
-            f"batch {batch} of 3x32x32; a region per dense layer",
-            densenet_bc_100,
-            torch.randn(batch, 3, 32, 32, device=device),
-            torch.randint(10, (batch,), device=device),
-        ),
-        "bert": Network(
-            "BERT-base encoder (dropout 0.1)",
-            f"batch {bert_batch}, {seq} tokens; a region per encoder layer",
-            bert_base,
-            torch.randint(30_522, (bert_batch, seq), device=device),
-            torch.randint(2, (bert_batch,), device=device),
-        ),
+# ---- the models --------------------------------------------------------------------------------------------
+
+
+def bert(parsed: argparse.Namespace) -> Task:
+    """BERT-base, which classifies sentences."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(**_sizes(parsed), use_cache=False)
+    tokens = torch.randint(30_522, (parsed.batch, parsed.tokens))
+    batch = {"input_ids": tokens, "labels": torch.arange(parsed.batch) % 2}
+    return Task("BERT-base", _described(parsed, "tokens"), BertForSequenceClassification(config), batch)
+
+
+def vit(parsed: argparse.Namespace) -> Task:
+    """ViT-B/16, which classifies images of at most so many patches as there are tokens."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    side = 16 * int(parsed.tokens**0.5)
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    config = ViTConfig(**_sizes(parsed), image_size=side, num_labels=1000, **dropout)
+    batch = {"pixel_values": torch.randn(parsed.batch, 3, side, side), "labels": torch.arange(parsed.batch)}
+    return Task("ViT-B/16", _described(parsed, "patches"), ViTForImageClassification(config), batch)
+
+
+def gpt2(parsed: argparse.Namespace) -> Task:
+    """GPT-2 small, which predicts the next token."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=parsed.layers, n_embd=parsed.hidden, n_head=parsed.hidden // 64, use_cache=False)
+    )
+    model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # taken anyway, with a warning, unless it is named
+    tokens = torch.randint(50_257, (parsed.batch, parsed.tokens))
+    return Task("GPT-2 small", _described(parsed, "tokens"), model, {"input_ids": tokens, "labels": tokens})
+
+
+MODELS: dict[str, Callable[[argparse.Namespace], Task]] = {"bert": bert, "vit": vit, "gpt2": gpt2}
+
+
+def _sizes(parsed: argparse.Namespace) -> dict[str, int]:
+    return {
+        "hidden_size": parsed.hidden,
+        "num_hidden_layers": parsed.layers,
+        "num_attention_heads": parsed.hidden // 64,
+        "intermediate_size": 4 * parsed.hidden,
     }
-    return [every[name] for name in every if arguments.only in (None, name)]
 
 
-def training_step(model: nn.Module, network: Network) -> Tensor:
-    """Forward, loss and backward, random numbers from the same seed each time. Returns the loss."""
-    torch.manual_seed(SEED)
-    model.zero_grad(set_to_none=True)
-    loss = F.cross_entropy(model(network.inputs), network.labels)
-    loss.backward()
-    return loss.detach()
+def _described(parsed: argparse.Namespace, what: str) -> str:
+    own = "" if (parsed.layers, parsed.hidden) == (12, 768) else f", {parsed.layers} layers of {parsed.hidden}"
+    return f"batch {parsed.batch} of {parsed.tokens} {what}, dropout 0.1{own}"
 
 
-def run(network: Network, rounds: int, device: torch.device, advance: Callable[[], object]) -> Result:
-    """Compares one step bitwise, then measures its memory, then its time."""
-    torch.manual_seed(SEED)
-    plain = network.build().to(device)
-    remat = wrap_blocks(copy.deepcopy(plain), fckpt.remat)
+# ---- the ways ----------------------------------------------------------------------------------------------
 
-    outcome = []
-    for model in (plain, remat):
-        loss = training_step(model, network)
-        outcome.append((loss, _generator_state(device)))
-        advance()
-    (loss, state), (remat_loss, remat_state) = outcome
-    gradients, statistics = _gradients(plain), dict(plain.named_buffers())
-    unequal = _unequal(gradients, list(_gradients(remat).values()))
-    unequal_statistics = _unequal(statistics, list(remat.buffers()))
 
-    repeats = True
-    if unequal or unequal_statistics:
+@dataclass(frozen=True)
+class Contender:
+    """A model with a loss, ready for steps."""
+
+    model: nn.Module
+    loss: Callable[..., Tensor]
+    batch: Batch
+    budget: float | None = None
+
+    def step(self) -> Tensor:
+        """Forward, loss and backward, random numbers from the same seed each time. Returns the loss."""
         torch.manual_seed(SEED)
-        fresh = network.build().to(device)
-        training_step(fresh, network)
-        repeats = not _unequal(gradients, list(_gradients(fresh).values()))
-    gradient_bytes = sum(g.nbytes for g in gradients.values())
-    del gradients
+        self.model.zero_grad(set_to_none=True)
+        loss = self.loss(**self.batch)
+        loss.backward()
+        return loss.detach()
 
-    peaks = []
-    for model in (plain, remat):
-        model.zero_grad(set_to_none=True)
-        peaks.append(measure_peak(lambda m=model: training_step(m, network), device).peak_bytes)
-        model.zero_grad(set_to_none=True)
-        advance()
 
+def contenders(task: Task, budgets: Sequence[float]) -> dict[str, Contender]:
+    """The ways to train, by name. Their models are different objects over the same parameters."""
+    shared = {id(t): t for t in (*task.model.parameters(), *task.model.buffers())}
+    clone = lambda: copy.deepcopy(task.model, dict(shared))
+    checkpointed, blockwise = clone(), clone()
+    _checkpoint(checkpointed)
+    fckpt.remat_blocks(blockwise)
+    made = {
+        PLAIN: Contender(task.model, _loss_of(task.model), task.batch),
+        "checkpoint per block": Contender(checkpointed, _loss_of(checkpointed), task.batch),
+        "fckpt.remat_blocks": Contender(blockwise, _loss_of(blockwise), task.batch),
+    }
+    for budget in budgets:
+        model = clone()
+        loss = fckpt.remat(_loss_of(model), budget=budget)
+        made[f"fckpt.remat, budget={budget:g}"] = Contender(model, loss, task.batch, budget)
+    return made
+
+
+def _loss_of(model: nn.Module) -> Callable[..., Tensor]:
+    return lambda **batch: model(**batch).loss
+
+
+def _checkpoint(model: Any) -> None:
+    """Switches the model's own checkpointing on: torch's, around each block."""
+    name = "activation_checkpointing_enable"  # from transformers 5 on
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")({"use_reentrant": False})
+
+
+# ---- the comparison ----------------------------------------------------------------------------------------
+
+
+def run(
+    task: Task, budgets: Sequence[float], rounds: int, device: torch.device, advance: Callable[[str], None]
+) -> Result:
+    """Takes the first step in each way and compares it bitwise, then measures memory, then time."""
+    task.model.to(device).train()
+    ready = contenders(task, budgets)
+    failed: dict[str, str] = {}
+    expected: dict[str, Tensor] = {}
+    unequal: dict[str, list[str]] = {}
+    planning: dict[str, float] = {}
+    for name, contender in list(ready.items()):
+        advance(f"{name}: first step")
+        start = time.perf_counter()
+        try:
+            loss = contender.step()
+        except fckpt.FckptError as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+            del ready[name]
+            continue
+        planning[name] = time.perf_counter() - start
+        found = {n: p.grad.clone() for n, p in contender.model.named_parameters() if p.grad is not None}
+        found |= {"loss": loss, "generator": _generator_state(device)}
+        expected = expected or found
+        unequal[name] = [n for n, t in expected.items() if n not in found or not torch.equal(t, found[n])]
+        task.model.zero_grad(set_to_none=True)
+        del found
+        gc.collect()
+    gradient_bytes = sum(g.nbytes for n, g in expected.items() if n not in ("loss", "generator"))
+    count = len(expected) - 2
+    expected.clear()
+    peaks = {}
+    for name, contender in ready.items():
+        advance(f"{name}: memory")
+        peaks[name] = measure_peak(contender.step, device).peak_bytes
+        task.model.zero_grad(set_to_none=True)
     seconds = alternate(
-        {"plain": lambda: training_step(plain, network), "remat": lambda: training_step(remat, network)},
+        {name: contender.step for name, contender in ready.items()},
         rounds=rounds,
         warm_up=WARM_UP,
         device=device,
-        on_sample=advance,
+        on_sample=lambda: advance("time"),
     )
     return Result(
-        network=network.name,
-        what=network.what,
-        peak_bytes=(peaks[0], peaks[1]),
+        model=task.name,
+        what=task.what,
+        gradients=count,
         gradient_bytes=gradient_bytes,
-        step_seconds=(spread(seconds["plain"]), spread(seconds["remat"])),
-        time_ratio=paired_ratio(seconds, "remat", "plain"),
-        gradients=sum(1 for _ in plain.parameters()),
-        unequal_gradients=unequal,
-        statistics=len(statistics),
-        unequal_statistics=unequal_statistics,
-        loss_equal=torch.equal(loss, remat_loss),
-        generator_equal=torch.equal(state, remat_state),
-        plain_repeats=repeats,
+        ways=[
+            Way(
+                name=name,
+                budget=contender.budget,
+                peak_bytes=peaks[name],
+                step_seconds=spread(seconds[name]),
+                time_ratio=paired_ratio(seconds, name, PLAIN),
+                first_seconds=planning[name],
+                unequal=unequal[name],
+            )
+            for name, contender in ready.items()
+        ],
+        failed=failed,
     )
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad if p.grad is not None else torch.empty(0) for name, p in model.named_parameters()}
-
-
-def _unequal(expected: dict[str, Tensor], actual: list[Tensor]) -> list[str]:
-    # By position: a wrapper may prefix the names, the order of the modules stays.
-    if len(expected) != len(actual):
-        return [f"{len(expected)} tensors against {len(actual)}"]
-    return [name for (name, a), b in zip(expected.items(), actual, strict=True) if not torch.equal(a, b)]
 
 
 def _generator_state(device: torch.device) -> Tensor:
@@ -179,69 +261,98 @@ def _generator_state(device: torch.device) -> Tensor:
 
 
 def show(result: Result, console: Console) -> None:
-    """Prints one network's table and verdict."""
-    (peak, remat_peak), (seconds, remat_seconds) = result.peak_bytes, result.step_seconds
+    """Prints one model's table."""
     table = Table()
-    for column in ("", "plain", "rematerialised", "ratio"):
-        table.add_column(column, justify="left" if not column else "right")
-    table.add_row("peak memory", mib(peak), mib(remat_peak), f"{remat_peak / peak:.2f}")
-    gradient = mib(result.gradient_bytes)
-    table.add_row("gradients in it", gradient, gradient, "", style="dim")
-    table.add_row("step time", f"{seconds.least:.3f} s", f"{remat_seconds.least:.3f} s", f"{result.time_ratio}")
-    console.print(f"[bold]{result.network}[/]: {result.what}", highlight=False, soft_wrap=True)
+    for column in ("", "peak", "of plain", "step", "of plain", "gradients"):
+        table.add_column(column, justify="left" if column in ("", "gradients") else "right", no_wrap=True)
+    plain = result.ways[0]
+    for way in result.ways:
+        few = ", ".join(way.unequal[:3]) + (", ..." if len(way.unequal) > 3 else "")
+        table.add_row(
+            way.name,
+            mib(way.peak_bytes),
+            f"{way.peak_bytes / plain.peak_bytes:.2f}",
+            f"{way.step_seconds.least:.3f} s",
+            f"{way.time_ratio.median:.2f}",
+            "" if way is plain else f"[bold red]NOT EQUAL[/]: {few}" if way.unequal else "equal",
+        )
+    console.print(f"[bold]{result.model}[/]: {result.what}", highlight=False, soft_wrap=True)
     console.print(table)
-    verdict(console, "gradients", result.gradients, result.unequal_gradients)
-    if result.statistics:
-        verdict(console, "BatchNorm statistics", result.statistics, result.unequal_statistics)
-    for what, equal in (("loss", result.loss_equal), ("random generator after", result.generator_equal)):
-        console.print(f"  {what}: {'bitwise equal' if equal else '[bold red]NOT EQUAL[/]'}", highlight=False)
-    if not result.plain_repeats:
-        console.print("  [yellow]plain PyTorch does not repeat itself bitwise on this device either[/]")
+    held = f"{mib(result.gradient_bytes)} of each peak are the {result.gradients} gradients themselves."
+    first = ", ".join(f"{way.name} {way.first_seconds:.0f} s" for way in result.ways if way.budget)
+    console.print(f"  {held}" + (f" First steps, which plan: {first}." if first else ""), style="dim", highlight=False)
+    for name, error in result.failed.items():
+        console.print(f"  [bold red]{name} failed[/]: {error}", highlight=False)
     console.print()
 
 
-def verdict(console: Console, what: str, count: int, unequal: list[str]) -> None:
-    """Prints how many of `count` tensors are bitwise equal and names the first that are not."""
-    if not unequal:
-        console.print(f"  {what}: {count} of {count} tensors bitwise equal", highlight=False)
-        return
-    named = ", ".join(unequal[:5]) + (", ..." if len(unequal) > 5 else "")
-    console.print(f"  {what}: [bold red]{len(unequal)} of {count} tensors NOT EQUAL[/]: {named}", highlight=False)
+def markdown(results: Sequence[Result]) -> str:
+    """Writes the tables as one for the README."""
+    rows = [["model", "way", "peak", "of plain", "step", "of plain", "gradients"], ["---", "---", *["---:"] * 4, "---"]]
+    for result in results:
+        for i, way in enumerate(result.ways):
+            rows.append(
+                [
+                    "" if i else f"{result.model}, {result.what}",
+                    f"`{way.name}`" if "fckpt" in way.name else way.name,
+                    mib(way.peak_bytes),
+                    f"{way.peak_bytes / result.ways[0].peak_bytes:.2f}",
+                    f"{way.step_seconds.least:.2f} s",
+                    f"{way.time_ratio.median:.2f}",
+                    ("differ" if way.unequal else "equal") if i else "",
+                ]
+            )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = report_parser("demo", __doc__)
     parser.add_argument("--device", help=DEVICE)
-    parser.add_argument("--only", choices=["densenet", "bert"], help="one network instead of both")
-    parser.add_argument("--densenet-batch", type=int, default=32, metavar="N", help="images (default 32)")
-    parser.add_argument("--bert-batch", type=int, default=4, metavar="N", help="sequences (default 4)")
-    parser.add_argument("--seq", type=int, default=256, help="tokens per sequence, at most 512 (default 256)")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["bert", "vit"], help="default: bert vit")
+    parts = "of the plain peak (default 0.6 0.4)"
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.6, 0.4], metavar="PART", help=parts)
+    parser.add_argument("--batch", type=int, default=4, metavar="N", help="sequences (default 4)")
+    parser.add_argument("--tokens", type=int, default=256, help="of a sequence, at most 512 (default 256)")
+    parser.add_argument("--layers", type=int, default=12, help="of each model (default 12)")
+    parser.add_argument("--hidden", type=int, default=768, help="width, a multiple of 64 (default 768)")
+    parser.add_argument("--markdown", action="store_true", help="print the README's table as well")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of each kind (default 5)")
     parsed = parser.parse_args(arguments)
-    if min(parsed.densenet_batch, parsed.bert_batch, parsed.seq, parsed.repeats) < 1 or parsed.seq > 512:
-        parser.error("batches, --seq and --repeats are at least 1, --seq at most 512")
+    if min(parsed.batch, parsed.tokens, parsed.layers, parsed.repeats) < 1 or parsed.tokens > 512:
+        parser.error("--batch, --tokens, --layers and --repeats are at least 1, --tokens at most 512")
+    if parsed.hidden < 64 or parsed.hidden % 64:
+        parser.error("--hidden is a multiple of 64")
+    if not all(0 < budget <= 1 for budget in parsed.budgets):
+        parser.error("--budgets are above 0 and at most 1")
     return parsed
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo. Returns 0 if everything was bitwise equal, 1 if not."""
+    """Runs the demo. Returns 0 if everything of fckpt was bitwise equal and nothing failed, 1 if not."""
     parsed = parse(arguments)
     device = set_up(parsed.device)
     console, document = opening("demo", arguments, device)
-
     results = []
-    for network in networks(parsed, device):
-        with steps(4 + 2 * (WARM_UP + parsed.repeats)) as advance:
-            results.append(run(network, parsed.repeats, device, lambda name=network.name: advance(name)))
+    for name in parsed.models:
+        torch.manual_seed(SEED)
+        task = MODELS[name](parsed)
+        task.batch.update({key: t.to(device) for key, t in task.batch.items()})
+        number = 3 + len(parsed.budgets)
+        with steps(number * (2 + WARM_UP + parsed.repeats)) as advance:
+            bar = lambda what, title=task.name: advance(f"{title}: {what}")
+            results.append(run(task, parsed.budgets, parsed.repeats, device, bar))
         show(results[-1], console)
+        if parsed.json:
+            write_json(parsed.json, {**document, "results": [asdict(r) for r in results]})
     console.print(
-        "Peak: most bytes held at once above what was held before the step, its gradients included. "
-        "Times: the fastest step; the ratio is the median over pairs of steps, with its interquartile range.",
+        "Peak: most bytes held at once above what was held before the step, its gradients included. Step: the fastest; "
+        "its ratio is the median over rounds. Equal: loss, all gradients and the random generator, bit for bit. A "
+        "checkpoint per block is the model's own gradient_checkpointing_enable().",
         style="dim",
     )
-    if parsed.json:
-        write_json(parsed.json, {**document, "results": [asdict(r) for r in results]})
+    if parsed.markdown:
+        print(f"\n{markdown(results)}")
     return 0 if all(result.equal for result in results) else 1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Ambient", "capture", "restored"]
+__all__ = ["Ambient", "autocast", "autocast_as", "capture", "restored"]
 
 Ambient = tuple[Any, ...]
 
@@ -23,18 +23,34 @@ def _device_types() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None or accelerator.type == "cpu" else ("cpu", accelerator.type)
 
 
+def autocast() -> Ambient | None:
+    """Reads what autocast does, as one comparable value; None if it does nothing."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    return (
+        torch.is_autocast_cache_enabled(),
+        *((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _device_types()),
+    )
+
+
+@contextlib.contextmanager
+def autocast_as(then: Ambient | None) -> Iterator[None]:
+    """Has autocast do in the body what it did `then`."""
+    with contextlib.ExitStack() as stack:
+        if then != autocast():
+            cache, settings = (then[0], then[1:]) if then else (True, ())
+            settings = settings or tuple((d, False, None) for d in _device_types())
+            for device, enabled, dtype in settings:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        yield
+
+
 def capture() -> Ambient:
     """Reads the settings in force, as one comparable value."""
-    autocast: Any = None
-    if torch._C._is_any_autocast_enabled():
-        autocast = (
-            torch.is_autocast_cache_enabled(),
-            *((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _device_types()),
-        )
     # A `with torch.device(...)` block and `set_default_device` are torch function modes.
     device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
     return (
-        autocast,
+        autocast(),
         device,
         torch.get_default_dtype(),
         torch._C._get_deterministic_algorithms(),
@@ -42,7 +58,27 @@ def capture() -> Ambient:
         torch._C._get_cudnn_deterministic(),
         torch._C._get_cudnn_benchmark(),
         torch._C._get_float32_matmul_precision(),
+        *[read() for read, _ in _KERNELS],
+        tuple(torch._C._get_sdp_priority_order()),
     )
+
+
+_KERNELS = [
+    (getattr(torch._C, f"_get_{read}"), getattr(torch._C, f"_set_{write}"))
+    for read, write in (
+        ("mkldnn_enabled", "mkldnn_enabled"),
+        ("mkldnn_deterministic", "mkldnn_deterministic"),
+        ("cudnn_enabled", "cudnn_enabled"),
+        ("nnpack_enabled", "nnpack_enabled"),
+        ("flash_sdp_enabled", "sdp_use_flash"),
+        ("mem_efficient_sdp_enabled", "sdp_use_mem_efficient"),
+        ("math_sdp_enabled", "sdp_use_math"),
+        ("cudnn_sdp_enabled", "sdp_use_cudnn"),
+        ("overrideable_sdp_enabled", "sdp_use_overrideable"),
+    )
+    if hasattr(torch._C, f"_get_{read}") and hasattr(torch._C, f"_set_{write}")
+]
+"""What reads and sets which kernels may be chosen."""
 
 
 @contextlib.contextmanager
@@ -50,11 +86,7 @@ def restored(then: Ambient) -> Iterator[None]:
     """Puts the settings of `then` in force for the body."""
     now = capture()
     with contextlib.ExitStack() as stack:
-        if then[0] != now[0]:
-            cache, settings = (then[0][0], then[0][1:]) if then[0] else (True, ())
-            settings = settings or tuple((d, False, None) for d in _device_types())
-            for device, enabled, dtype in settings:
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        stack.enter_context(autocast_as(then[0]))
         if then[1] is not None and then[1] != now[1]:
             stack.enter_context(then[1])
         try:
@@ -65,9 +97,13 @@ def restored(then: Ambient) -> Iterator[None]:
 
 
 def _set_flags(ambient: Ambient) -> None:
-    _, _, dtype, deterministic, warn_only, cudnn_deterministic, cudnn_benchmark, precision = ambient
+    _, _, dtype, deterministic, warn_only, cudnn_deterministic, cudnn_benchmark, precision, *kernels, order = ambient
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch._C._set_cudnn_deterministic(cudnn_deterministic)
     torch._C._set_cudnn_benchmark(cudnn_benchmark)
     torch._C._set_float32_matmul_precision(precision)
+    for (_, write), flag in zip(_KERNELS, kernels, strict=True):
+        write(flag)
+    if order != tuple(torch._C._get_sdp_priority_order()):
+        torch._C._set_sdp_priority_order(list(order))

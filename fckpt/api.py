@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import nn
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._functorch.pyfunctorch import coerce_cinterpreter
 from torch.autograd import forward_ad
 
 from fckpt import ambient
+from fckpt._capture import marks
+from fckpt._capture.function import BatchedGraph
 from fckpt.arguments import Arguments, StaticArguments
 from fckpt.batched import NOT_BATCHED, Batching, run_batched
-from fckpt.conditions import BufferHabits, Observation
-from fckpt.errors import ArgumentTypeError, ArgumentValueError
-from fckpt.module import remat_module
-from fckpt.planner import TRACING, Planner, Reached, layouts_below
+from fckpt.closure import closure_of
+from fckpt.conditions import BufferHabits, Conditions, Observation, Written, unwrapped, version
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError
+from fckpt.levels import batch_dim
+from fckpt.module import check_plannable, remat_module
+from fckpt.operations import Batch, Layout
+from fckpt.planner import TRACING, Planner, Programs, Reached, graph_tracer, layouts_below
 from fckpt.plans import Budget, Plan, check_budget
 from fckpt.policies import PolicyLike, reductions_saveable
 from fckpt.primitives import UserCall
-from fckpt.run import Execution
+from fckpt.repeats import repeated_blocks, replace_modules
+from fckpt.rng import RandomState
+from fckpt.run import NOT_AGAIN, Execution, Program
 from fckpt.segment import HooksUnavailable, run_segment
 from fckpt.trace import inlined, is_tracing
 from fckpt.transform import run_nodes, run_planned
 
 __all__ = ["remat"]
 
+Untraceable = Literal["raise", "remat"]
 P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M", bound=nn.Module)
@@ -41,6 +50,7 @@ def remat(
     budget: Budget | None = ...,
     plan: Plan | None = ...,
     solver: str = ...,
+    untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
 ) -> M: ...
@@ -52,6 +62,7 @@ def remat(
     budget: Budget | None = ...,
     plan: Plan | None = ...,
     solver: str = ...,
+    untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
 ) -> Callable[P, R]: ...
@@ -63,6 +74,7 @@ def remat(
     budget: Budget | None = ...,
     plan: Plan | None = ...,
     solver: str = ...,
+    untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
@@ -75,6 +87,7 @@ def remat(
     budget: Budget | None = None,
     plan: Plan | None = None,
     solver: str = "auto",
+    untraceable: Untraceable = "raise",
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> Any:
@@ -104,6 +117,9 @@ def remat(
             for a fraction of the plain function's peak.
         plan: what `fckpt.plan` made for these arguments.
         solver: which solver looks for the plan; see `fckpt.solve.names()`.
+        untraceable: what to do with a function that cannot be traced into a graph: "raise" a `TraceError`, or "remat",
+            which rematerialises its repeated blocks (the whole function if it has none) without a plan, and warns
+            once that no budget is kept.
         static_argnums: positions of arguments that are passed whole, without a look inside. They must be
             hashable, and tensors within are treated like closed-over ones.
         static_argnames: the same for keyword arguments.
@@ -146,6 +162,7 @@ def remat(
             budget=budget,
             plan=plan,
             solver=solver,
+            untraceable=untraceable,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
         )
@@ -156,9 +173,13 @@ def remat(
         raise ArgumentValueError(
             f"solver={solver!r} looks for a plan within a budget, and there is none: give budget=..."
         )
+    if untraceable not in ("raise", "remat"):
+        raise ArgumentValueError(f'untraceable is "raise" or "remat", not {untraceable!r}.')
     if policy is not None or budget is not None or plan is not None:
+        if isinstance(fn, nn.Module):
+            check_plannable(fn)
         budget = None if budget is None else check_budget(budget)
-        make = functools.partial(_PlannedRegion, static, policy, budget, plan, solver)
+        make = functools.partial(_PlannedRegion, static, policy, budget, plan, solver, untraceable)
     if isinstance(fn, nn.Module):
         return remat_module(fn, make)
     region = make()
@@ -184,9 +205,10 @@ def _check_function(fn: Any) -> None:
 class _Region:
     """What was learnt about one rematerialised function from call to call."""
 
-    __slots__ = ("differentiates", "habits", "policy", "static")
+    __slots__ = ("__weakref__", "differentiates", "habits", "key", "policy", "static")
 
     def __init__(self, static: StaticArguments, policy: PolicyLike | None = reductions_saveable):
+        self.key = marks.register(self)
         self.policy = policy
         """What it lets an enclosing plan keep of its inside."""
         self.static = static if static else None
@@ -203,11 +225,11 @@ class _Region:
             return inlined(fn, args, kwargs, self.policy)
         if not torch.is_grad_enabled() or _is_traced():
             return fn(*args, **kwargs)
-        arguments = Arguments(args, kwargs, self.static)
-        return self.run(fn, arguments)
+        return self.run(fn, args, kwargs)
 
-    def run(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs `fn` as it stands; it will run again in backward."""
+        arguments = Arguments(args, kwargs, self.static)
         if not self.differentiates:
             try:
                 if torch._C._are_functorch_transforms_active():
@@ -219,9 +241,9 @@ class _Region:
 
 
 class _PlannedRegion(_Region):
-    """A function that is traced and planned, once per signature."""
+    """A function that is captured, traced and planned, once per signature."""
 
-    __slots__ = ("planner",)
+    __slots__ = ("planner", "untraceable", "without_plan")
 
     def __init__(
         self,
@@ -230,32 +252,193 @@ class _PlannedRegion(_Region):
         budget: Budget | None,
         plan: Plan | None,
         solver: str,
+        untraceable: Untraceable,
     ):
         super().__init__(static, policy)
+        self.untraceable = untraceable
+        self.without_plan: Callable[..., Any] | None = None
+        """What runs in the place of a function that cannot be traced, once that is known."""
         self.planner = Planner(policy, budget, plan, solver)
 
-    def run(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
-        return self.plan_and_run(fn, arguments) if _may_plan() else super().run(fn, arguments)
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ledger = self.planner.ledger
+        ledger.count("calls")
+        reason = _why_not_planned()
+        if reason:
+            ledger.falls_back(reason)
+            return super().run(fn, args, kwargs)
+        if self.without_plan is not None:
+            ledger.falls_back("untraceable")
+            return self.without_plan(fn, args, kwargs)
+        before = ledger.stats
+        try:
+            result = self._run_planned_or_raise(fn, args, kwargs)
+        except TraceError as error:
+            if self.untraceable == "raise":
+                raise
+            ledger.falls_back("untraceable", detail=str(error).partition(". ")[0])
+            blocks = _rematerialised_blocks(fn)
+            self.without_plan = (lambda fn, args, kwargs: fn(*args, **kwargs)) if blocks else super().run
+            return self.without_plan(fn, args, kwargs)
+        if before.captures == ledger.stats.captures and before.programs == ledger.stats.programs:
+            ledger.count("hits")
+        return result
 
-    def plan_and_run(self, fn: Callable[..., Any], arguments: Arguments, batching: Batching = NOT_BATCHED) -> Any:
-        """Runs a call by its plan, below the `vmap`s of `batching`."""
+    def _run_planned_or_raise(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = self.planner.captured(fn, args, kwargs)
+        if found is not None:
+            captured, programs = found
+            try:
+                return captured.call(lambda inputs: self.run_captured(captured, programs, inputs), fn, args, kwargs)
+            except TraceError as error:  # to trace the Python code may do, or else tells the line where it cannot
+                self.planner.refuse(captured, str(error))
+        try:
+            return self.run_traced(fn, Arguments(args, kwargs, self.static))
+        except TraceError as error:
+            reasons = self.planner.refused()
+            self.planner.refusals.clear()  # what stands in the way may be gone at the next call
+            if not reasons or "looks at the data" in str(error):  # which is the same reason
+                raise
+            raise TraceError(f"{error}{reasons}") from error
+
+    def run_captured(self, captured: Any, known: dict[Any, Programs], inputs: tuple[Any, ...]) -> list[Any]:
+        """Runs a captured graph by its plan: from its inputs to its outputs."""
+        function = captured.function(inputs)
+        key = (tuple(inputs[i] for i in captured.graph.decisive), ambient.capture())
+        finished = function.finished(self._run_graph(captured, known, function, key, ()))
+        function.release()
+        return finished
+
+    def _run_graph(
+        self, captured: Any, known: dict[Any, Programs], function: Any, key: tuple[Any, ...], sizes: tuple[int, ...]
+    ) -> list[Any]:
+        """Runs a captured graph below the `vmap`s of these sizes, which were taken off it."""
+        closure = list(function.held.values())
+        operands = [*function.arguments, *closure]
+        layouts = layouts_below(operands)
+        if not any(layout.requires_grad for layout in layouts):
+            # Inference keeps nothing anyway; what takes gradients inside might hold any amount.
+            self.planner.ledger.falls_back("nothing to differentiate", quiet=not captured.graph.differentiates)
+            return function(*function.arguments)
+        if _innermost() == TransformType.Vmap:
+            interpreter = coerce_cinterpreter(_levels()[-1])
+            level, size = interpreter.level(), interpreter.batch_size()
+            below = BatchedGraph(function, level, size, interpreter.randomness())
+            with interpreter.lower():
+                results = self._run_graph(captured, known, below, (*key, below.key), (*sizes, size))
+            return BatchedGraph.wrapped(results, level)
+        level, batch = _outer_batch(operands)
+        names = [i.name for i in captured.inputs]
+        programs = self.planner.programs_of(
+            known,
+            (*key, tuple(layouts), batch),
+            lambda: graph_tracer(function, names, layouts, batch),
+            len(function.arguments),
+            (*sizes, *(() if batch is None else (batch.size,))),
+        )
+        program = programs.likely()
+        call = UserCall(function, Arguments(tuple(function.arguments), {}), self.habits)
+        conditions = _GraphConditions(call, program, function, closure, layouts, key[1])
+        return self._run_planned(call, programs, program, closure, conditions, level)
+
+    def run_traced(self, fn: Callable[..., Any], arguments: Arguments, batching: Batching = NOT_BATCHED) -> Any:
+        """Runs a call of a function whose Python code is traced, below the `vmap`s of `batching`."""
+        if _outer_vmap() is not None:
+            self.planner.ledger.falls_back("vmap")
+            return super().run(fn, *arguments.rebuild(arguments.tensors))
         call = UserCall(fn, arguments, self.habits)
         with TRACING:
             observation = Observation(call.fn, arguments.statics, call.inputs, self.habits, facts=True)
             reached = Reached(observation, call.inputs, batching.passed)
             layouts = layouts_below((*call.inputs, *reached.tensors))
             tracked = any(layout.requires_grad for layout in layouts)
-            program = None
+            programs = None
             if tracked and _innermost() != TransformType.Vmap:
-                program = self.planner.program(fn, arguments, observation, reached, layouts, batching.sizes)
+                programs = self.planner.traced_programs(fn, arguments, observation, reached, layouts, batching.sizes)
         if not tracked:
+            self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
             args, kwargs = arguments.rebuild(call.inputs)
             return fn(*args, **kwargs)
-        if program is None:
-            return run_batched(fn, arguments, reached.tensors, reached.slots, batching, self.plan_and_run)
-        call.plan(program.lifted(reached.tensors), program.ends)
-        call.planned = Execution(program, reached.tensors)
-        return run_planned(call, program.trace.flags, lambda: observation.conditions(program.draws))
+        if programs is None:
+            return run_batched(fn, arguments, reached.tensors, reached.slots, batching, self.run_traced)
+        program = programs.likely()
+        conditions = lambda: observation.conditions(program.draws)
+        return self._run_planned(call, programs, program, reached.tensors, conditions)
+
+    def _run_planned(
+        self,
+        call: UserCall,
+        programs: Programs,
+        program: Program,
+        closure: Sequence[torch.Tensor],
+        conditions: Callable[[], Conditions],
+        level: int = 0,
+    ) -> Any:
+        call.plan(program.lifted(closure), program.ends)
+
+        execution = Execution(
+            program,
+            closure,
+            programs.differentiating,
+            self.planner.ledger.falls_back,
+            programs.certain,
+            programs.seen,
+            level,
+        )
+        call.planned = execution
+        result = run_planned(call, program.trace.flags, conditions, level)
+        execution.restored = lambda: call.conditions.restored(lambda: True)
+        return result
+
+
+class _GraphConditions:
+    """The conditions of a call of a captured graph, which reads nothing but its inputs."""
+
+    def __init__(
+        self,
+        call: UserCall,
+        program: Program,
+        function: Any,
+        closure: Sequence[torch.Tensor],
+        layouts: Sequence[Layout],
+        ambient_then: ambient.Ambient,
+    ):
+        self.call, self.function, self.ambient = call, function, ambient_then
+        self.random = RandomState([])
+        if program.draws:
+            devices = {layout.device for layout in layouts if layout.device.type not in ("cpu", "meta")}
+            self.random = RandomState.capture(devices).assumed(True)
+        written = {n - program.count for n in program.statistics}
+        self.kept = [slot for i, slot in enumerate(function.slots) if i not in written]
+        lost = {n - program.count: NOT_AGAIN for n in program.remembered}
+        slots = [(i, *slot) for i, slot in enumerate(function.slots) if i in written]
+        self.written = [Written(held, key, t, t, lost.get(i, "")) for i, held, key, t in slots]
+        bases = (unwrapped(t) for i, t in enumerate(closure) if i not in written)
+        self.watched = [(t, version(t)) for t in bases]
+
+    def __call__(self) -> Conditions:
+        return Conditions(
+            self.function, self.call.fn, (), self.ambient, self.random, self.watched, self.written, self.kept, [], []
+        )
+
+
+def _outer_batch(operands: Sequence[torch.Tensor]) -> tuple[int, Batch | None]:
+    """The level of a `vmap` outside of the transform that differentiates, and what it does to operands; 0 if none."""
+    outer = _outer_vmap()
+    if outer is None:
+        return 0, None
+    level = outer.level()
+    return level, Batch(tuple(batch_dim(t, level) for t in operands), outer.batch_size(), outer.randomness())
+
+
+def _rematerialised_blocks(fn: Callable[..., Any]) -> int:
+    """Rematerialises the repeated blocks of the models that a function reaches, in place; returns how many."""
+    count = 0
+    for model in closure_of([fn]).modules:
+        blocks = [block for block in repeated_blocks(model).values() if planner_of(block) is None]
+        replace_modules(model, {id(block): remat(block) for block in blocks})
+        count += len(blocks)
+    return count
 
 
 def planner_of(fn: Callable[..., Any]) -> Planner | None:
@@ -273,24 +456,36 @@ def plain_of(fn: Callable[..., Any]) -> Any:
     return getattr(fn, "_fckpt_inner", None) or fn.__wrapped__  # type: ignore[attr-defined]  # functools.wraps sets it
 
 
-def _may_plan() -> bool:
-    """Whether a plan can run here; elsewhere the function is rematerialised as a whole.
+def _why_not_planned() -> str:
+    """Says why no plan can run here, as `Ledger.falls_back` has it; empty where one can.
 
     Within another region it cannot: what it keeps, that region would have to keep. Nor under forward mode, or where
     a `vmap` is around the transform that differentiates.
     """
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    if forward_ad._current_level > ambient.idle_level or hooked:
-        return False
+    if forward_ad._current_level > ambient.idle_level:
+        return "forward mode"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "saved-tensor hooks"
     levels = [level.key() for level in _levels()]
     while levels and levels[-1] == TransformType.Vmap:
         levels.pop()
-    return all(key == TransformType.Grad for key in levels)
+    if levels and levels[0] == TransformType.Vmap:
+        return "" if levels[1:] == [TransformType.Grad] == [level.key() for level in _levels()][1:] else "vmap"
+    if all(key == TransformType.Grad for key in levels):
+        return ""
+    return "vmap" if TransformType.Vmap in levels else "forward mode"
 
 
 def _levels() -> Sequence[Any]:
     """The levels of torch.func in force, outermost first."""
     return (get_interpreter_stack() or ()) if torch._C._are_functorch_transforms_active() else ()
+
+
+def _outer_vmap() -> Any:
+    """The interpreter of a `vmap` outside of the transform that differentiates; None if there is none."""
+    levels = _levels()
+    outer = len(levels) == 2 and levels[0].key() == TransformType.Vmap and levels[1].key() == TransformType.Grad
+    return coerce_cinterpreter(levels[0]) if outer else None
 
 
 def _innermost() -> Any:
@@ -304,8 +499,9 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 def _is_traced() -> bool:
     """Whether a graph is being recorded, which a recompute inside would only confuse.
 
-    `make_fx` drops the calls that set generators: a recompute of dropout would be traced with other numbers.
+    `torch.jit.trace` would record both runs. `make_fx` drops the calls that set generators: a recompute of dropout
+    would be traced with other numbers.
     """
-    if torch._C._get_dispatch_mode(_PROXY) is not None:
+    if torch._C._get_dispatch_mode(_PROXY) is not None or torch._C._get_tracing_state() is not None:
         return True
     return any(level.key() == TransformType.Functionalize for level in _levels())

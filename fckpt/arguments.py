@@ -13,7 +13,7 @@ import torch
 from fckpt import tree
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, MutationError
 
-__all__ = ["Arguments", "StaticArguments", "outlived"]
+__all__ = ["Arguments", "StaticArguments", "argument_written", "outlived"]
 
 
 class StaticArguments:
@@ -68,10 +68,19 @@ def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", None) or type(fn).__name__
 
 
+def argument_written(path: str) -> MutationError:
+    """The error for a function that changes the argument at `path` in place."""
+    return MutationError(
+        f"{path} was changed in place by the rematerialised function itself; its recompute would "
+        "change it again. Return the new value instead of writing into the argument (`fckpt.from_module` does "
+        "so for a module's buffers)."
+    )
+
+
 class Arguments:
     """The arguments of one call, taken apart: `tensors` and what puts other tensors in their places."""
 
-    __slots__ = ("_kept", "_rest", "_spec", "_where", "tensors")
+    __slots__ = ("_kept", "_rest", "_spec", "_where", "given", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: StaticArguments | None = None):
         """Takes a call's arguments apart.
@@ -79,6 +88,8 @@ class Arguments:
         Raises:
             ArgumentTypeError: a leaf that is no tensor, or a static argument, cannot be hashed.
         """
+        self.given: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)
+        """The arguments as they came: what a forward gets, so that what it puts into a list is there after it."""
         self._kept: tuple[dict[int, Any], dict[str, Any]] | None = None
         if static:
             args, kwargs = self._set_aside(args, kwargs, static)
@@ -141,14 +152,22 @@ class Arguments:
         kept = () if self._kept is None else tuple((k, _key(v)) for part in self._kept for k, v in part.items())
         return (self._spec, tuple(self._where), rest, kept)
 
-    def rebuild(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns (args, kwargs) with `tensors` in the places of `self.tensors`."""
+    def rebuild(
+        self, tensors: Sequence[Any], statics: Sequence[Any] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns (args, kwargs) with `tensors` in the places of `self.tensors`, `statics` in those of `statics`."""
         leaves = list(self._rest)
+        kept = self._kept
+        if statics is not None:
+            others = iter(statics)
+            leaves = [leaf if leaf is None else next(others) for leaf in leaves]
+            if kept is not None:
+                kept = ({n: next(others) for n in kept[0]}, {k: next(others) for k in kept[1]})
         for position, index in self._where:
             leaves[position] = tensors[index]
         args, kwargs = tree.unflatten(self._spec, leaves)
-        if self._kept is not None:
-            by_num, by_name = self._kept
+        if kept is not None:
+            by_num, by_name = kept
             positional = list(args)
             for n in sorted(by_num):
                 positional.insert(n, by_num[n])
@@ -158,6 +177,7 @@ class Arguments:
     def release(self) -> None:
         """Lets go of the tensors; `rebuild` still works."""
         self.tensors = []
+        self.given = ((), {})
 
     def path(self, index: int) -> str:
         """Names tensor `index` the way the caller wrote it: `args[0]['w']`, `kwargs['x']`."""
@@ -165,11 +185,7 @@ class Arguments:
 
     def written(self, index: int) -> MutationError:
         """The error for a function that changed tensor `index` in place, which its recompute would do again."""
-        return MutationError(
-            f"{self.path(index)} was changed in place by the rematerialised function itself; its recompute would "
-            "change it again. Return the new value instead of writing into the argument (`fckpt.from_module` does "
-            "so for a module's buffers)."
-        )
+        return argument_written(self.path(index))
 
     def _path(self, position: int) -> str:
         path = self._spec.paths()[position]

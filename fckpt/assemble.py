@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from fckpt.graph import Graph, Node, Value
 from fckpt.in_place import overwritable
-from fckpt.operations import Call, Recorded, Ref, TensorSpec, Trace, indices_of, statistics_of
+from fckpt.operations import Call, Recorded, TensorSpec, Trace, arguments_of, indices_of, is_random, statistics_of
 
 __all__ = ["Assembly"]
 
@@ -24,30 +25,37 @@ class Assembly:
         self.recorder = recorder = ends.recorder
         self.origins = origins
         assert recorder.boundary is not None
-        updates = [Recorded(aten.copy_.default, (Ref(a), Ref(b)), {}, (None,), False, "") for a, b in ends.updates]
-        self.recorded = [*recorder.calls[: recorder.boundary], *updates, *recorder.calls[recorder.boundary :]]
-        self.forward_calls = recorder.boundary + len(updates)
-        self.updated: set[int] = set()  # values that the forward pass changes in place
-        self.written: dict[int, int] = {}  # statistics, and a result of the operation that wrote them last
+        self.recorded: list[Recorded] = recorder.calls
+        self.forward_calls = recorder.boundary
+        self.operand = {recorder.values[t]: i for i, t in enumerate(ends.operand_numbers)}
+        """By version of a storage: the operand that lies there."""
+        for before, after in recorder.written.items():
+            self.operand[after] = self.operand[before]
+        self.rewritten = {*recorder.written, *recorder.written.values()}
+        """Versions of operands that the function writes over."""
+        self.versions: list[tuple[int, int]] = []
+        self.empty: dict[int, Recorded] = {}  # by tensor: what made it, where nothing but a write reads it
         self.values: list[Value] = []
         self.known: dict[int, int] = {}  # from the recorder's storages to values
         self.calls: list[Call] = []
         self.nodes: list[Node] = []
         self.late: set[int] = set()
         self.node_of: dict[int, int] = {}  # by position in what was recorded
+        self.before: list[int] = []  # by the same: how many nodes come before it
 
     def trace(self) -> Trace:
         ends, recorder = self.ends, self.recorder
         given = [*ends.operand_numbers, *recorder.constants]
         names = [*self.origins, *["a constant"] * len(recorder.constants)]
         inputs = tuple(dict.fromkeys(self._value(t, None, name) for t, name in zip(given, names, strict=True)))
-        self.updated.update(self.known[recorder.values[a]] for a, _ in ends.updates)
         late = [ct for ct in ends.cotangents if ct is not None]
         cotangents = tuple(self._value(ct, None, "a cotangent") for ct in late)
         self.late.update(cotangents)
         boundary = 0
         kept = self._needed()
+        self._find_empty(kept)
         for position, recorded in enumerate(self.recorded):
+            self.before.append(len(self.nodes))
             if position in kept:
                 if not recorded.is_view:
                     self.node_of[position] = len(self.nodes)
@@ -57,13 +65,14 @@ class Assembly:
         held = {*inputs, *cotangents}
         outputs = dict.fromkeys(v for t in ends.outputs if (v := self.known[recorder.values[t]]) not in held)
         gradients = dict.fromkeys(self.known[recorder.values[t]] for t in ends.gradients if t is not None)
-        graph = Graph(
-            tuple(self.nodes), tuple(self.values), inputs, cotangents, tuple(outputs), tuple(gradients), boundary
-        )
+        specs = tuple(self._spec(t, value) for t, value in zip(recorder.tensors, recorder.values, strict=True))
+        written = {call.node: arguments_of(call, specs) for call in self.calls}
+        nodes = tuple(dataclasses.replace(node, arguments=written[node.id]) for node in self.nodes)
+        graph = Graph(nodes, self._lived(), inputs, cotangents, tuple(outputs), tuple(gradients), boundary)
         return Trace(
             graph,
             tuple(self.calls),
-            tuple(self._spec(t, value) for t, value in zip(recorder.tensors, recorder.values, strict=True)),
+            specs,
             operands=tuple(ends.operand_numbers),
             constants=tuple(recorder.constants.items()),
             spec=ends.spec,
@@ -72,8 +81,24 @@ class Assembly:
             flags=ends.flags,
             cotangents=ends.cotangents,
             gradients=ends.gradients,
+            versions=tuple(self.versions),
+            backward=ends.backward,
+            out_dims=ends.out_dims,
+            grad_dims=ends.grad_dims,
             regions=tuple((self._inside(calls, returned), policy) for calls, returned, policy in recorder.regions),
         )
+
+    def _lived(self) -> tuple[Value, ...]:
+        """The values with the times to which the plain function holds them, in nodes instead of recorded calls."""
+        if not self.nodes:
+            return tuple(self.values)
+        nodes = [*self.before, len(self.nodes)]
+        ended = self.recorder.lifetimes.ended
+        last = {v: node.id for node in self.nodes for v in (*node.outputs, *node.inputs)}
+        held_to = {
+            value: max(nodes[ended.get(version, -1)] - 1, last.get(value, 0)) for version, value in self.known.items()
+        }
+        return tuple(dataclasses.replace(v, held_to=held_to[v.id]) for v in self.values)
 
     def _inside(self, calls: range, returned: set[int]) -> frozenset[int]:
         """The nodes that were made of these calls and make none of these storages."""
@@ -92,18 +117,48 @@ class Assembly:
         )
 
     def _needed(self) -> set[int]:
-        """The calls that results depend on, and those that draw random numbers or change state."""
-        ends = self.ends
+        """The calls that results depend on, and those that draw random numbers, change state or can raise."""
+        ends, values = self.ends, self.recorder.values
         needed = {*ends.outputs, *(t for t in ends.gradients if t is not None)}
+        versions = {values[t] for t in needed}
         kept: set[int] = set()
         for position in range(len(self.recorded) - 1, -1, -1):
             call = self.recorded[position]
-            effect = _is_random(call.op) or call.op is aten.copy_.default or statistics_of(call)
-            if effect or not needed.isdisjoint(call.outputs):
+            writes = any(values[old] in self.recorder.written for old, _ in call.replaced)
+            check = not call.outputs and not call.replaced
+            effect = writes or is_random(call.op) or (check and position < self.forward_calls)
+            # What a write writes to is a view of the next version, which stands before it.
+            made = not versions.isdisjoint(values[new] for _, new in call.replaced)
+            if effect or made or not needed.isdisjoint(call.outputs):
                 kept.add(position)
-                needed.update(indices_of(call.args))
-                needed.update(indices_of(tuple(call.kwargs.values())))
+                read = {
+                    *indices_of(call.args),
+                    *indices_of(tuple(call.kwargs.values())),
+                    *(o for o, _ in call.replaced),
+                }
+                needed |= read
+                versions.update(values[t] for t in read)
         return kept
+
+    def _find_empty(self, kept: set[int]) -> None:
+        """Finds memory that an operation asks for in order to write to it: the two become one node."""
+        recorder = self.recorder
+        readers: dict[int, list[int]] = {}
+        for position in sorted(kept):
+            call = self.recorded[position]
+            if not call.is_view:
+                sent = [*indices_of(call.args), *indices_of(tuple(call.kwargs.values()))]
+                for version in {recorder.values[t] for t in (*sent, *(old for old, _ in call.replaced))}:
+                    readers.setdefault(version, []).append(position)
+        ends = {recorder.values[t] for t in (*self.ends.outputs, *self.ends.gradients) if t is not None}
+        for position in sorted(kept):
+            call = self.recorded[position]
+            if call.op is aten.empty_strided.default and call.outputs[0] is not None:
+                version = recorder.values[call.outputs[0]]
+                found = [self.recorded[p] for p in readers.get(version, [])]
+                writes = [old for reader in found[:1] for old, _ in reader.replaced]
+                if len(found) == 1 and call.outputs[0] in writes and version not in ends:
+                    self.empty[call.outputs[0]] = call
 
     def _value(self, tensor: int, producer: int | None, origin: str) -> int:
         storage = self.recorder.values[tensor]
@@ -113,7 +168,7 @@ class Assembly:
             self.values.append(
                 Value(
                     id=len(self.values),
-                    nbytes=known.untyped_storage().nbytes(),
+                    nbytes=0 if producer is not None and storage in self.operand else known.untyped_storage().nbytes(),
                     producer=producer,
                     origin=origin,
                     names=tuple(self.recorder.names.get(storage, ())),
@@ -124,50 +179,72 @@ class Assembly:
         return self.known[storage]
 
     def _add(self, recorded: Recorded) -> None:
-        op, args, kwargs, outputs, is_view, source = recorded
-        node = None
-        if not is_view:
-            node = len(self.nodes)
-            sent = [*indices_of(args), *indices_of(tuple(kwargs.values()))]
-            read = tuple(dict.fromkeys(self.known[self.recorder.values[t]] for t in sent))
-            statistics = [self.known[self.recorder.values[args[i].tensor]] for i in statistics_of(recorded)]
-            if not statistics:  # what reads statistics comes after what wrote them, which their values do not say
-                read = tuple(dict.fromkeys([*read, *(self.written[v] for v in read if v in self.written)]))
-            made = len(self.values)
-            for t in outputs:
-                if t is not None:
-                    self._value(t, node, str(op))
-            backward = not self.late.isdisjoint(read)
-            new = tuple(range(made, len(self.values)))
-            if backward:
-                self.late.update(new)
-            if new:
-                self.written |= dict.fromkeys(statistics, min(new, key=lambda v: self.values[v].nbytes))
-            rereads = any(v in self.updated for v in read) and not statistics
-            once = op is aten.copy_.default or rereads
-            self.nodes.append(
-                Node(
-                    id=node,
-                    op=str(op),
-                    inputs=read,
-                    outputs=new,
-                    backward=backward,
-                    random=_is_random(op),
-                    once=once and not backward,
-                    source=source,
-                    overwrites=self._overwrites(recorded, once),
-                )
+        op, args, kwargs, outputs = recorded.op, recorded.args, recorded.kwargs, recorded.outputs
+        if any(t in self.empty for t in outputs):
+            return  # it comes with the write
+        if recorded.is_view:
+            self.calls.append(Call(op, args, kwargs, outputs, None))
+            return
+        recorder, node = self.recorder, len(self.nodes)
+        replaced, calls = self._with_memory(recorded.replaced, node)
+        versions = [(recorder.values[old], recorder.values[new]) for old, new in recorded.replaced]
+        own = {new for _, new in versions}
+        statistics = {args[i].tensor for i in statistics_of(op, args)}
+        sent = [t for t in (*indices_of(args), *indices_of(tuple(kwargs.values()))) if recorder.values[t] not in own]
+        # Running statistics of a module are written by the first run alone, and not read by this operation.
+        sent += [old for old, new in replaced if new not in statistics or recorder.values[new] not in self.operand]
+        read = tuple(dict.fromkeys(self.known[recorder.values[t]] for t in sent))
+        made = len(self.values)
+        for t in (*outputs, *(new for _, new in recorded.replaced)):
+            if t is not None:
+                self._value(t, node, str(op))
+        self.versions += [(new, self.operand[v]) for _, new in replaced if (v := recorder.values[new]) in self.operand]
+        new = tuple(range(made, len(self.values)))
+        backward = not self.late.isdisjoint(read)
+        if backward:
+            self.late.update(new)
+        writes = tuple(self.known[old] for old, _ in versions if old in recorder.written)
+        once = any(recorder.values[t] in self.rewritten for t in sent) or not new
+        once |= len(new) > 1 and any(recorder.values[t] not in self.operand for _, t in replaced)
+        overwrites = () if once else self._overwrites(recorded, replaced)
+        self.nodes.append(
+            Node(
+                id=node,
+                op=str(op),
+                inputs=read,
+                outputs=new,
+                backward=backward,
+                random=is_random(op),
+                once=once and not backward,
+                source=recorded.source,
+                module=recorded.module,
+                overwrites=overwrites,
+                in_place=bool(replaced) and not once and not writes,
+                writes=writes,
+                accumulates=overwrites[:1] if recorded.accumulates and overwrites[:1] == read[:1] else (),
             )
-        self.calls.append(Call(op, args, kwargs, outputs, node))
+        )
+        self.calls += [*calls, Call(op, args, kwargs, outputs, node, replaced)]
 
-    def _overwrites(self, recorded: Recorded, once: bool) -> tuple[int, ...]:
-        if once or len(recorded.outputs) != 1 or recorded.outputs[0] is None:
-            return ()
+    def _with_memory(
+        self, replaced: tuple[tuple[int, int], ...], node: int
+    ) -> tuple[tuple[tuple[int, int], ...], list[Call]]:
+        """What a write really replaces, and calls that ask for the rest of the memory that it writes to."""
+        calls = []
+        for old, new in replaced:
+            if old in self.empty:
+                empty = self.empty[old]
+                calls.append(Call(empty.op, empty.args, empty.kwargs, (new,), node))
+        return tuple(pair for pair in replaced if pair[0] not in self.empty), calls
+
+    def _overwrites(self, recorded: Recorded, replaced: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
         recorder = self.recorder
-        found = overwritable(recorded.op, recorded.args, recorder.tensors, recorder.values, recorded.outputs[0])
-        given = (self.known[recorder.values[recorded.args[i].tensor]] for i in found)
+        if replaced:
+            found = [old for old, _ in replaced if recorder.values[old] not in self.operand]
+        elif recorded.replaced or len(recorded.outputs) != 1 or recorded.outputs[0] is None:
+            return ()
+        else:
+            positions = overwritable(recorded.op, recorded.args, recorder.tensors, recorder.values, recorded.outputs[0])
+            found = [recorded.args[i].tensor for i in positions]
+        given = (self.known[recorder.values[t]] for t in found)
         return tuple(dict.fromkeys(v for v in given if self.values[v].producer is not None))
-
-
-def _is_random(op: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in op.tags

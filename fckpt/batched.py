@@ -13,8 +13,8 @@ from torch._functorch.vmap import restore_vmap
 
 from fckpt import tree
 from fckpt.arguments import Arguments
-from fckpt.closure import Slot, placed, replaced
 from fckpt.conditions import unseen
+from fckpt.places import Slot, placed, replaced
 
 __all__ = ["NOT_BATCHED", "Batching", "run_batched"]
 

@@ -7,49 +7,62 @@ and in which places they lie, because a recompute may have to find other tensors
 
 from __future__ import annotations
 
-import contextlib
+import argparse
+import collections
+import contextvars
+import decimal
 import enum
 import functools
+import operator
+import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from fckpt.places import ABSENT, FORGOTTEN, INERT, PLAIN, Slot, content, present, same_place
 from fckpt.rng import generator_types
 
 __all__ = [
-    "PLAIN",
+    "DEPTH",
+    "RECORDS",
     "Closure",
-    "Slot",
+    "Snapshot",
+    "Unguarded",
+    "attribute",
+    "class_attributes",
     "closure_of",
-    "content",
     "fact",
-    "frozen",
-    "moved",
-    "placed",
-    "present",
-    "replaced",
-    "tensors_in",
+    "global_names",
+    "imported",
+    "is_compilers",
+    "is_user_class",
+    "method_globals",
+    "slot_names",
 ]
 
-_DEPTH = 4
+DEPTH = 4
 _LARGE = 1000  # entries of a container that is data rather than state
 _MOST = 4000  # values looked at in one walk
 
 Attributes = Iterable[tuple[dict[str, Any], str]]
-Slot = tuple[Any, Any, Any]
-"""A place and what it holds: (cell, None, content), (dict, key, value), (object, attribute, value), or
-(list, None, its items). The value is a tensor, or something immutable that may hold tensors (a tuple, a method)."""
 
 
 class Closure:
     """What a function closes over."""
 
-    __slots__ = ("containers", "generators", "modules", "slots")
+    __slots__ = ("containers", "generators", "given", "modules", "own", "slots")
 
     def __init__(self) -> None:
+        self.own = Snapshot()
+        """What lies in its cells and the like, tensors or not."""
+        self.given = Snapshot()
+        """What lies in the static arguments, or in attributes."""
         self.containers: list[Any] = []
         """Dicts (attributes of objects among them) and lists; with `facts` only."""
         self.modules: list[nn.Module] = []
@@ -67,7 +80,7 @@ def closure_of(
 ) -> Closure:
     """Walks a function's cells, bound object, partial arguments, defaults and the globals that its code names.
 
-    Containers and plain objects are looked into `_DEPTH` levels deep, large ones not at all; functions at any depth.
+    Containers and plain objects are looked into `DEPTH` levels deep, large ones not at all; functions at any depth.
     The walk is quick (microseconds for a lambda) and is made at every call, because cells and attributes change.
 
     Args:
@@ -77,34 +90,94 @@ def closure_of(
         attributes: (dict, name) of attributes of modules that are neither parameters nor buffers.
     """
     walk = _Walk(facts)
-    walk.items_of(fn, _DEPTH)
+    walk.items_of(fn, DEPTH)
+    if walk.state is not None:
+        del walk.state.lists[:1]  # that of `fn` itself
+        walk.state = walk.found.given
     for value in statics:
-        walk.visit(None, value, _DEPTH)
+        walk.visit(None, value, DEPTH)
     for held, name in attributes:
         value = held.get(name)
-        walk.visit((held, name, value), value, _DEPTH)
+        if walk.state is not None:
+            walk.state.places.append((held, name, value))
+        walk.visit((held, name, value), value, DEPTH)
     return walk.found
 
 
+class Snapshot:
+    """What lies in some places at one time."""
+
+    __slots__ = ("dicts", "lists", "places", "sets")
+
+    def __init__(self) -> None:
+        self.dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        """Dicts and copies of them."""
+        self.lists: list[Slot] = []
+        self.sets: list[tuple[set[Any], frozenset[Any]]] = []
+        self.places: list[Slot] = []
+        """Others: globals, slots of objects, attributes of classes."""
+
+    def extend(self, other: Snapshot) -> None:
+        """Adds what `other` notes."""
+        self.dicts += other.dicts
+        self.lists += other.lists
+        self.sets += other.sets
+        self.places += other.places
+
+    def changes(self) -> list[Slot]:
+        """The places that hold something else by now, and what they held."""
+        changes = [slot for slot in self.places if not present(slot)]
+        changes += [slot for slot in self.lists if not present(slot)]
+        changes += [(held, None, then) for held, then in self.sets if held != then]
+        for held, then in self.dicts:
+            if not (len(held) == len(then) and all(map(operator.is_, map(held.get, then), then.values()))):
+                pairs = [(key, value) for key, value in then.items() if value is not FORGOTTEN]
+                changes += [(held, key, value) for key, value in pairs if held.get(key, ABSENT) is not value]
+                changes += [(held, key, ABSENT) for key in held if key not in then]
+        return changes
+
+    def forget_changes(self) -> None:
+        """Leaves out, for good, what has changed by now."""
+        self.places = [slot for slot in self.places if present(slot)]
+        self.lists = [slot for slot in self.lists if present(slot)]
+        self.sets = [(held, then) for held, then in self.sets if held == then]
+        for held, then in self.dicts:
+            if not (len(held) == len(then) and all(map(operator.is_, map(held.get, then), then.values()))):
+                for key in [*then, *held]:
+                    if held.get(key, ABSENT) is not then.get(key, ABSENT):
+                        then[key] = FORGOTTEN
+
+
 class _Walk:
-    __slots__ = ("facts", "found", "generators", "seen")
+    __slots__ = ("facts", "found", "generators", "seen", "state")
 
     def __init__(self, facts: list[Any] | None) -> None:
         self.facts = facts
         self.found = Closure()
+        self.state = self.found.own if facts is None else None
         self.generators = generator_types()
         self.seen: set[int] = set()
 
     def visit(self, slot: Slot | None, value: Any, depth: int) -> None:
         """Visits `value`, which lies in `slot`, by itself or inside of something immutable."""
         kind = type(value)
+        if kind in weakref.ProxyTypes:  # Lightning's modules and trainers hold each other by these
+            try:
+                value = value.__dir__.__self__  # what it stands for: it has no hash and no weak references itself
+            except (ReferenceError, AttributeError):
+                return
+            kind = type(value)
         if self.facts is not None:
             self.facts.append(fact(value))
-        if kind in _INERT or depth < 0:
+        if kind in INERT:
+            return
+        if depth < 0 or len(self.seen) > _MOST:
+            if self.facts is not None and not _is_leaf(value):
+                self.facts.append(Unguarded(f"a {kind.__name__}, deeper than {DEPTH} levels or behind {_MOST} others"))
             return
         if isinstance(value, torch.Tensor):
             slots = self.found.slots
-            if slot is not None and not (slots and _same_place(slots[-1], slot)):
+            if slot is not None and not (slots and same_place(slots[-1], slot)):
                 slots.append(slot)
         elif kind in (types.MethodType, types.BuiltinMethodType):
             self.visit(slot, value.__self__, depth)
@@ -117,7 +190,7 @@ class _Walk:
         elif isinstance(value, functools.partial):
             for item in (value.func, *value.args, *value.keywords.values()):
                 self.visit(slot, item, depth - 1)
-        elif id(value) not in self.seen and len(self.seen) <= _MOST:
+        elif id(value) not in self.seen:
             self.seen.add(id(value))
             if isinstance(value, nn.Module):
                 self.found.modules.append(value)
@@ -133,23 +206,62 @@ class _Walk:
             self.items_of(value, depth - 1)
         elif kind is dict:
             self.items(value, depth - 1)
+        elif isinstance(value, (dict, list, collections.deque)):
+            self.subclass(value, depth - 1)
         elif kind in (set, frozenset):
             if len(value) <= _LARGE:
+                if kind is set and self.state is not None:
+                    self.state.sets.append((value, frozenset(value)))
                 for item in value:
                     self.visit(None, item, depth - 1)
         elif not isinstance(value, type):
-            attributes = _attribute(value, "__dict__")
+            state = self.state
+            if not is_user_class(kind) and kind not in RECORDS:
+                self.state = None  # a lock, a thread, a file: no data
+            attributes = attribute(value, "__dict__")
             if type(attributes) is dict:
                 self.items(attributes, depth - 1)
-            for name in _slot_names(kind):
-                held = _attribute(value, name)
-                self.visit((value, name, held), held, depth - 1)
+            for name in slot_names(kind):
+                held = attribute(value, name)
+                self.place((value, name, held), depth - 1)
+            self.constants(kind)
+            self.state = state
+
+    def place(self, slot: Slot, depth: int) -> None:
+        """Visits what lies in a place that is no entry of a dict or a list."""
+        if self.state is not None:
+            self.state.places.append(slot)
+        self.visit(slot, slot[2], depth)
+
+    def subclass(self, value: Any, depth: int) -> None:
+        """Looks into an OrderedDict, a deque, and their like."""
+        if len(value) <= _LARGE:
+            if isinstance(value, dict):
+                for key, item in list(value.items()):
+                    self.visit((value, key, item), item, depth)
+            else:
+                for item in list(value):
+                    self.visit(None, item, depth)
+        attributes = attribute(value, "__dict__")
+        if type(attributes) is dict:
+            self.items(attributes, depth)
+        self.constants(type(value))
+
+    def constants(self, kind: type) -> None:
+        """Notes the attributes of a class."""
+        if self.facts is not None:
+            for base, name in class_attributes(kind):
+                self.visit(None, vars(base).get(name), DEPTH)
+        if self.state is not None:
+            self.state.places += [(base, name, vars(base).get(name)) for base, name in class_attributes(kind)]
 
     def items_of(self, holder: list[Any], depth: int) -> None:
         if len(holder) <= _LARGE:
             if self.facts is not None:
                 self.found.containers.append(holder)
             slot = (holder, None, tuple(holder))
+            if self.state is not None:
+                self.state.lists.append(slot)
             for item in slot[2]:
                 self.visit(slot, item, depth)
 
@@ -157,10 +269,20 @@ class _Walk:
         if len(holder) <= _LARGE:
             if self.facts is not None:
                 self.found.containers.append(holder)
-            for key, item in list(holder.items()):
+            entries = holder.copy()
+            if self.state is not None:
+                self.state.dicts.append((holder, entries))
+            for key, item in list(entries.items()):
                 self.visit((holder, key, item), item, depth)
 
     def function(self, fn: types.FunctionType, depth: int) -> None:
+        state = self.state
+        if is_compilers(fn):
+            self.state = None
+        self.parts_of_function(fn, depth)
+        self.state = state
+
+    def parts_of_function(self, fn: types.FunctionType, depth: int) -> None:
         if fn.__defaults__:
             self.visit((fn, "__defaults__", fn.__defaults__), fn.__defaults__, depth)
         if fn.__kwdefaults__:
@@ -172,46 +294,116 @@ class _Walk:
                 continue
             slot = (cell, None, held)
             self.found.slots.append(slot)
+            if isinstance(held, type):
+                self.constants(held)
             self.visit(slot, held, depth)
-        names = _global_names(fn.__code__)
+        names = global_names(fn.__code__)
+        if self.facts is not None and (fn.__module__ or "").partition(".")[0] == "torch":
+            names = ()  # what torch's own code reads of its modules is no setting of the user's
         if names:
             scope = fn.__globals__
             for name in names:
                 held = scope.get(name)
                 if type(held) is types.ModuleType:
-                    self.imported(held, names, depth)
+                    for slot in imported(held, names):
+                        self.place(slot, depth)
+                elif isinstance(held, type):
+                    self.constants(held)
                 else:
-                    self.visit((scope, name, held), held, depth)
+                    self.place((scope, name, held), depth)
         wrapped = getattr(fn, "__wrapped__", None)
         if wrapped is not None:
             self.visit(None, wrapped, depth)
 
-    def imported(self, module: types.ModuleType, names: Iterable[str], depth: int) -> None:
-        scope = vars(module)
-        for name in names:
-            held = scope.get(name)
-            if isinstance(held, (torch.Tensor, nn.Module)):
-                self.visit((scope, name, held), held, depth)
+
+def imported(module: types.ModuleType, names: Iterable[str]) -> Iterator[Slot]:
+    """The attributes of an imported module that are tensors, modules and plain values, among these names."""
+    scope = vars(module)
+    for name in names:
+        held = scope.get(name)
+        if held is not None and (type(held) in PLAIN or isinstance(held, (torch.Tensor, nn.Module))):
+            yield scope, name, held
 
 
-def _attribute(value: Any, name: str) -> Any:
-    try:
-        return getattr(value, name, None)
-    except Exception:  # a lazy proxy, say, that cannot be resolved
-        return None
+def is_compilers(fn: types.FunctionType) -> bool:
+    """Whether a function is the compiler's code, which compares what it closes over by identity."""
+    return str(fn.__globals__.get("__name__", "")).startswith(("torch._dynamo", "torch._compile"))
+
+
+def is_user_class(kind: type) -> bool:
+    """Whether a class is neither Python's nor torch's."""
+    return (getattr(kind, "__module__", None) or "").partition(".")[0] not in _LIBRARIES
+
+
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "optree", "fckpt"}) - {"__main__"}
+
+
+RECORDS = (types.SimpleNamespace, argparse.Namespace)
+"""Classes of Python's that hold a user's data."""
 
 
 @functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
+def class_attributes(kind: type) -> tuple[tuple[type, str], ...]:
+    """The attributes of a user's class that hold plain values, and the classes where they lie."""
+    return tuple(
+        (base, name)
+        for base in kind.__mro__
+        if is_user_class(base)
+        for name, value in vars(base).items()
+        if not name.startswith("__") and (type(value) in PLAIN or type(value) in (tuple, list, dict))
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def method_globals(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
+    """The globals that hold data and that the methods of a user's class name, directly or in functions they call."""
+    todo: list[Any] = [value for base in kind.__mro__ if is_user_class(base) for value in vars(base).values()]
+    seen: set[int] = set()
+    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+    while todo and len(seen) < _LARGE:
+        fn = todo.pop()
+        fn = getattr(fn, "__func__", None) or getattr(fn, "fget", None) or fn
+        if type(fn) is not types.FunctionType or id(fn) in seen or (fn.__module__ or "").startswith("torch."):
+            continue
+        seen.add(id(fn))
+        todo += [cell.cell_contents for cell in fn.__closure__ or () if content(cell, None) is not ABSENT]
+        scope = fn.__globals__
+        for name in global_names(fn.__code__):
+            held = scope.get(name)
+            if type(held) is types.FunctionType:
+                todo.append(held)
+            elif type(held) in PLAIN or (not (held is None or isinstance(held, _CODE)) and is_data(held)):
+                found[id(scope), name] = (scope, name)
+    return tuple(found.values())
+
+
+_CODE = (type, types.ModuleType, types.BuiltinFunctionType)
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value may hold what a function depends on: a container, a tensor, a module, a user's object."""
+    return isinstance(value, (list, dict, set, tuple, torch.Tensor, nn.Module)) or is_user_class(type(value))
+
+
+def attribute(value: Any, name: str, default: Any = None) -> Any:
+    """An attribute of any object, or the default."""
+    try:
+        return getattr(value, name, default)
+    except Exception:  # a lazy proxy, say, that cannot be resolved
+        return default
+
+
+@functools.lru_cache(maxsize=4096)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
     names = set(code.co_names)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            names.update(_global_names(const))
+            names.update(global_names(const))
     return tuple(sorted(names))
 
 
 @functools.lru_cache(maxsize=4096)
-def _slot_names(kind: type) -> tuple[str, ...]:
+def slot_names(kind: type) -> tuple[str, ...]:
     """The `__slots__` of classes written in Python."""
     names: list[str] = []
     for base in kind.__mro__:
@@ -220,192 +412,58 @@ def _slot_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
+class Unguarded:
+    """A value of which nothing can be told that decides whether a plan made with it is valid still."""
+
+    __slots__ = ("what",)
+
+    def __init__(self, what: str):
+        self.what = what
+
+
 def fact(value: Any) -> Any:
-    """What can be told of a value without the tensors in it: hashable, and equal for what a function treats alike."""
+    """What can be told of a value without the tensors in it: hashable, and equal for what a function treats alike.
+
+    `Unguarded` where nothing can be told that would do.
+    """
     kind = type(value)
     if kind in PLAIN:
         return (kind, repr(value)) if kind in (float, complex) else (kind, value)  # NaN equals itself here
     if kind is types.FunctionType:
         return value.__code__
-    if kind is tuple and len(value) <= _LARGE:
-        return (kind, tuple(map(fact, value)))
-    if kind in (dict, list, tuple):
-        return (kind, tuple(value) if kind is dict and all(type(k) in PLAIN for k in value) else len(value))
+    if isinstance(value, (enum.Enum, torch.dtype, torch.device, torch.Size, type, range, decimal.Decimal, Fraction)):
+        return (kind, value.name) if isinstance(value, enum.Enum) else (kind, value)
+    if kind is slice:
+        return (kind, fact(value.start), fact(value.stop), fact(value.step))
+    if isinstance(value, (list, tuple, dict, set, frozenset, collections.deque)):
+        return _fact_of_container(value, kind)
     if isinstance(value, (torch.Generator, types.BuiltinFunctionType)):
         return (kind, id(value))
-    if isinstance(value, enum.Enum):
-        return (kind, value.name)
-    return value if isinstance(value, (type, torch.dtype, torch.device)) else kind
+    if isinstance(value, contextvars.ContextVar):
+        return (kind, fact(value.get(None)))
+    if isinstance(value, np.generic):
+        return (kind, value.tobytes())
+    if isinstance(value, np.ndarray):
+        if value.dtype == object or value.nbytes > _BYTES:
+            return Unguarded(f"a NumPy array of {value.nbytes} bytes")
+        return (kind, value.shape, str(value.dtype), value.tobytes())
+    return kind
 
 
-PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
-_INERT = frozenset(
-    {
-        type(None), bool, int, float, complex, str, bytes, types.ModuleType, type, torch.dtype, torch.device,
-        torch.Size,
-    }
-)  # fmt: skip
-
-
-# -- places ------------------------------------------------------------------------------------------------
-
-
-_ABSENT: Any = object()
-
-
-def _same_place(a: Slot, b: Slot) -> bool:
-    return a[0] is b[0] and a[1] == b[1]
-
-
-def present(slot: Slot) -> bool:
-    """Whether the place still holds what it held."""
-    holder, key, value = slot
-    if isinstance(holder, dict):
-        return holder.get(key, _ABSENT) is value
-    held = content(holder, key)
-    if type(holder) is list:
-        return len(held) == len(value) and all(a is b for a, b in zip(held, value, strict=True))
-    return held is value
-
-
-def moved(slots: Iterable[Slot]) -> list[Slot]:
-    """The slots whose places hold something else by now."""
-    return [slot for slot in slots if not present(slot)]
-
-
-def content(holder: Any, key: Any) -> Any:
-    """What lies in a place."""
-    if isinstance(holder, dict):
-        return holder.get(key, _ABSENT)
-    if type(holder) is list:
-        return tuple(holder)
-    if type(holder) is types.CellType:
-        try:
-            return holder.cell_contents
-        except ValueError:
-            return _ABSENT
-    return getattr(holder, key, _ABSENT)
-
-
-def _put(holder: Any, key: Any, value: Any) -> None:
-    if isinstance(holder, dict):
-        if value is _ABSENT:
-            holder.pop(key, None)
-        else:
-            holder[key] = value
-    elif type(holder) is list:
-        holder[:] = value
-    elif type(holder) is types.CellType:
-        if value is _ABSENT:
-            del holder.cell_contents
-        else:
-            holder.cell_contents = value
-    elif value is _ABSENT:
-        delattr(holder, key)
-    else:
-        object.__setattr__(holder, key, value)  # frozen dataclasses too
-
-
-@contextlib.contextmanager
-def placed(slots: list[Slot]) -> Iterator[None]:
-    """Puts values into places, and what lies there now back after the body."""
-    before = [(holder, key, content(holder, key)) for holder, key, _ in slots]
-    try:
-        for slot in slots:
-            _put(*slot)
-        yield
-    finally:
-        for slot in reversed(before):
-            _put(*slot)
-
-
-def frozen(fn: Callable[..., Any], slots: list[Slot]) -> tuple[Callable[..., Any], list[Slot]]:
-    """Gives `fn`, and the functions in its cells, cells of their own, with what `slots` say those hold.
-
-    A function that is kept for a recompute would keep alive, through its cells, whatever its caller assigns to
-    these variables later: the result of the recomputed function itself, in a loop `x = remat(lambda h: h + x)(h)`,
-    which is a cycle that Python cannot collect.
-
-    Returns:
-        The function, and the slots with the new cells in the places of the old ones.
-    """
-    held = {id(holder): value for holder, _, value in slots if type(holder) is types.CellType}
-    if not held:
-        return fn, slots
-    freezer = _Freezer(held)
-    result, cells = freezer.clone(fn), freezer.cells
-    return result, [
-        (cells[id(holder)], None, cells[id(holder)].cell_contents) if id(holder) in cells else (holder, key, value)
-        for holder, key, value in slots
-    ]
-
-
-class _Freezer:
-    """Clones functions over new cells."""
-
-    def __init__(self, held: dict[int, Any]):
-        self.held = held
-        self.cells: dict[int, types.CellType] = {}
-        self.clones: dict[int, types.FunctionType] = {}
-
-    def own_cell(self, cell: types.CellType) -> types.CellType:
-        if id(cell) not in self.held:
-            return cell  # assigned by the function itself, or not at all
-        if id(cell) not in self.cells:
-            new = self.cells[id(cell)] = types.CellType()
-            new.cell_contents = self.clone(self.held[id(cell)])
-        return self.cells[id(cell)]
-
-    def clone(self, value: Any) -> Any:
-        if type(value) is not types.FunctionType or not value.__closure__:
-            return value
-        if id(value) not in self.clones:
-            own = tuple(map(self.own_cell, value.__closure__))
-            new = self.clones[id(value)] = types.FunctionType(
-                value.__code__, value.__globals__, value.__name__, value.__defaults__, own
-            )
-            new.__kwdefaults__ = value.__kwdefaults__
-            new.__dict__.update({name: self.clone(attribute) for name, attribute in value.__dict__.items()})
-        return self.clones[id(value)]
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in the value of a slot."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if type(value) in _INERT or type(value) is types.FunctionType:
-        return []
-    return [tensor for part in _parts(value) for tensor in tensors_in(part)]
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    """What something immutable consists of."""
+def _fact_of_container(value: Any, kind: type) -> Any:
+    if len(value) > _LARGE:
+        return Unguarded(f"a {kind.__name__} of {len(value)} entries")
     if isinstance(value, tuple):
-        return value
-    if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
-        return (value.__self__,)
-    if isinstance(value, functools.partial):
-        return (value.func, *value.args, *value.keywords.values())
-    return ()
+        return (kind, tuple(map(fact, value)))
+    if isinstance(value, (set, frozenset)):
+        return (kind, frozenset(map(fact, value)))
+    if isinstance(value, dict) and all(type(k) in PLAIN for k in value):
+        return (kind, tuple(value))
+    return (kind, len(value))
 
 
-def replaced(value: Any, new: dict[int, torch.Tensor]) -> Any:
-    """The value of a slot with other tensors in it, by the id of those that they replace."""
-    if isinstance(value, torch.Tensor):
-        return new.get(id(value), value)
-    parts = list(_parts(value))
-    others = [replaced(part, new) for part in parts]
-    if all(a is b for a, b in zip(parts, others, strict=True)):
-        return value
-    return _rebuilt(value, others)
+_BYTES = 1 << 16
 
 
-def _rebuilt(value: Any, parts: list[Any]) -> Any:
-    if isinstance(value, types.MethodType):
-        return types.MethodType(value.__func__, parts[0])
-    if isinstance(value, types.BuiltinMethodType):
-        return getattr(parts[0], value.__name__)
-    if isinstance(value, functools.partial):
-        count = 1 + len(value.args)
-        return functools.partial(*parts[:count], **dict(zip(value.keywords, parts[count:], strict=True)))
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, torch.Generator, type, types.FunctionType, types.BuiltinFunctionType))

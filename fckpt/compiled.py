@@ -10,6 +10,8 @@ import torch
 from torch._C._functorch import get_dynamic_layer_stack_depth
 from torch.utils.checkpoint import checkpoint
 
+from fckpt._capture import compiling
+
 __all__ = ["call"]
 
 
@@ -19,7 +21,11 @@ def call(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     A recompute written into the graph would be undone by the partitioner, and wrong with dropout. So the region
     becomes torch's own operator for one, which tells the compiler what to recompute. That operator knows no
     torch.func; there the graph is broken and the region runs eagerly (an error with fullgraph=True).
+
+    Where fckpt itself captures an enclosing function, the region's calls become the outer's, between two marks.
     """
+    if compiling.is_capturing():
+        return compiling.marked_region(region.key, fn, args, kwargs)
     if _under_torch_func():
         return _eagerly(region, fn, args, kwargs)  # type: ignore[call-arg]  # torch types the decorator wrongly
     return checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)

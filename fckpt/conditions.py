@@ -1,148 +1,41 @@
 """The conditions of a call: all that decides what a function computes, besides its arguments.
 
 Random generators, autocast and determinism settings, the buffers of modules, and the closed-over tensors.
-They are observed around the forward run and put back around each recompute, so that the recompute sees what
+They are observed around the forward run. A recompute runs on copies that hold them (see `shadow`), so that it sees what
 the forward saw and leaves no trace: generators end, and buffers stand, where the plain function leaves them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import operator
-import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from fckpt import ambient
-from fckpt.closure import PLAIN, Slot, closure_of, fact, frozen, placed, present, tensors_in
+from fckpt.closure import Snapshot, closure_of
 from fckpt.errors import MutationError
-from fckpt.rng import RandomState, generator_types
+from fckpt.modules import BufferHabits, BufferKey, ModuleState, parts_of, unwrapped, version
+from fckpt.places import Slot, frozen, placed, present, replaced, tensors_in
+from fckpt.rng import RandomState
+from fckpt.shadow import shadow
 
-__all__ = ["BufferHabits", "Conditions", "Observation", "may_be_statistics", "unseen", "unwrapped", "version"]
+__all__ = [
+    "Again",
+    "BufferHabits",
+    "Conditions",
+    "Observation",
+    "Written",
+    "may_be_statistics",
+    "unseen",
+    "unwrapped",
+    "version",
+]
 
 # Reading an attribute of a tensor, too, calls the torch function modes in force: those of an enclosing region, which
 # notes or refuses it. What fckpt does to tensors itself is none of their business.
 unseen = torch._C.DisableTorchFunction
-
-BufferKey = tuple[int, str, bool, bool]
-BufferHabits = dict[BufferKey, bool]
-"""Which buffers a function was seen to write: (id of the buffers dict, name, training, is statistics)."""
-
-
-def version(tensor: torch.Tensor) -> int:
-    """How often `tensor` was changed in place (0 where torch does not count: inference tensors)."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without the wrappers of torch.func: in-place work always shows in the version of this one."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor
-
-
-class _ModuleParts:
-    """The dicts that hold a module tree's buffers and parameters, found once: the walk costs 1 us a module."""
-
-    __slots__ = (
-        "_buffers", "_children", "_hooks", "_names", "_owners", "_settings", "_sizes", "_structure", "_types",
-        "_values", "generators", "modules", "open", "parameters",
-    )  # fmt: skip
-
-    def __init__(self, module: nn.Module):
-        kinds = generator_types()
-        modules = self.modules = [vars(m) for m in module.modules()]
-        self._types = tuple(type(m) for m in module.modules())
-        self._buffers = [(m, m._buffers) for m in module.modules() if m._buffers]
-        self.parameters = [m["_parameters"] for m in modules if m["_parameters"]]
-        self.generators = [v for m in modules for v in m.values() if isinstance(v, kinds)]
-        own = [(m, k, v) for m in modules for k, v in m.items() if k not in _INTERNAL]
-        self.open = [(m, k) for m, k, v in own if not _is_closed(v)]
-        """Attributes that may hold tensors and modules."""
-        # All others hold a rate, a stride, an activation. They are read and compared at every call, by identity and
-        # without a line of Python for each: there are thousands.
-        closed = [(m, k) for m, k, v in own if _is_closed(v)]
-        closed += [(m, k) for m in modules for k in ("training", *_HOOKS)]
-        self._owners = [m for m, _ in closed]
-        self._names = [k for _, k in closed]
-        self._hooks = [m[k] for m in modules for k in _HOOKS]
-        self._children = [m["_modules"] for m in modules]
-        self._sizes = [*modules, *self._children]
-        self._structure = self._read_structure()
-        self._values = self._read()
-        self._settings: _Settings | None = None
-
-    def valid(self) -> bool:
-        """Whether the tree still has the same modules, and attributes that hold tensors in the same places."""
-        if self._structure != self._read_structure():
-            return False
-        values = self._read()
-        if not all(map(operator.is_, values, self._values)):
-            changed = [v for v, then in zip(values, self._values, strict=True) if v is not then]
-            if not all(map(_is_closed, changed)):
-                return False
-            self._values, self._settings = values, None
-        return True
-
-    def _read(self) -> list[Any]:
-        return list(map(dict.get, self._owners, self._names))
-
-    def _read_structure(self) -> tuple[list[int], list[Any], list[str]]:
-        children = itertools.chain.from_iterable(map(dict.values, self._children))
-        return list(map(len, self._sizes)), list(children), [k for _, buffers in self._buffers for k in buffers]
-
-    def settings(self) -> _Settings:
-        """What decides, besides tensors, what the modules do: their classes, attributes and hooks."""
-        if self._settings is None:
-            self._settings = _Settings((self._types, tuple(self._names), tuple(map(fact, self._values))))
-        if not any(self._hooks):
-            return self._settings
-        return _Settings((self._settings, *((i, *d) for i, d in enumerate(self._hooks) if d)))
-
-    def buffers(self) -> list[tuple[dict[str, Any], str, BufferKey, torch.Tensor, int]]:
-        """The buffers: (dict, name, key, tensor, its version)."""
-        return [
-            (buffers, name, (id(buffers), name, owner.training, norm), tensor, version(unwrapped(tensor)))
-            for owner, buffers in self._buffers
-            for norm in (_is_norm(owner),)
-            for name, tensor in buffers.items()
-            if tensor is not None
-        ]
-
-
-class _Settings:
-    """Facts by the thousand, hashed once."""
-
-    __slots__ = ("facts", "hash")
-
-    def __init__(self, facts: tuple[Any, ...]):
-        self.facts = facts
-        self.hash = hash(facts)
-
-    def __hash__(self) -> int:
-        return self.hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Settings) and self.facts == other.facts)
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-
-
-_parts: weakref.WeakKeyDictionary[nn.Module, _ModuleParts] = weakref.WeakKeyDictionary()
-
-
-def _parts_of(module: nn.Module) -> _ModuleParts:
-    parts = _parts.get(module)
-    if parts is None or not parts.valid():
-        parts = _parts[module] = _ModuleParts(module)
-    return parts
 
 
 class Observation:
@@ -161,6 +54,8 @@ class Observation:
         "parts",
         "random",
         "slots",
+        "state",
+        "statics",
         "versions",
     )
 
@@ -191,16 +86,23 @@ class Observation:
         facts: list[Any] | None,
     ) -> None:
         self.fn = fn
+        self.statics = statics
         closure = closure_of(fn, statics, facts=facts)
-        parts = self.parts = [_parts_of(module) for module in closure.modules]
+        parts = self.parts = [parts_of(module) for module in closure.modules]
         self.containers = closure.containers
+        self.state: list[Snapshot | ModuleState] = [closure.own, closure.given]
+        """What lies in the closure besides tensors: in the function's cells and the like, in arguments, in modules."""
         attributes = [(m, k) for part in parts for m, k in part.open]
         if attributes:
             further = closure_of([], attributes=attributes, facts=facts)
             closure.slots += further.slots
             closure.generators += further.generators
             self.containers += further.containers
-            parts += [_parts_of(module) for module in further.modules]
+            self.state.append(further.given)
+            parts += [parts_of(module) for module in further.modules]
+        if facts is None:
+            self._observe_classes(closure)
+        self.state += [part.state() for part in parts]
         generators = closure.generators + [g for part in parts for g in part.generators]
         self.modules = [(m, m["training"]) for part in parts for m in part.modules]
         self.slots: list[Slot] = closure.slots
@@ -208,6 +110,7 @@ class Observation:
         self.installed: list[Slot] = [
             (parameters, name, p)
             for part in parts
+            if not part.sharded
             for parameters in part.parameters
             for name, p in parameters.items()
             if p is not None
@@ -217,9 +120,19 @@ class Observation:
         tensors = (*inputs, *held, *[slot[2] for slot in self.installed])
         devices = {device for device in {t.device for t in tensors} if device.type not in ("cpu", "meta")}
         self.habits = habits
-        self.buffers = [buffer for part in parts for buffer in part.buffers()]
+        self.buffers = [] if self.lazy else [buffer for part in parts for buffer in part.buffers()]
         self.copies = [self._copy(buffer[2], buffer[3]) for buffer in self.buffers]
         self.random = RandomState.capture(devices, generators)
+
+    def _observe_classes(self, closure: Any) -> None:
+        """Notes the globals that the modules' methods name, and their classes' attributes."""
+        named = [place for part in self.parts for place in part.named]
+        if named:
+            outside = closure_of([], attributes=named)
+            closure.slots += outside.slots
+            closure.generators += outside.generators
+            closure.own.extend(outside.given)
+        closure.own.places += [(c, name, vars(c).get(name)) for part in self.parts for c, name in part.constants]
 
     def _copy(self, key: BufferKey, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value before the run, of a buffer that is written and read, or not yet known not to be."""
@@ -228,6 +141,11 @@ class Observation:
         if written is False or (written and key[3]):
             return None
         return tensor.detach().clone()
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the call is the first of a lazy module, which makes its parameters."""
+        return any(part.lazy() for part in self.parts if part._lazy)
 
     def reachable(self) -> dict[int, torch.Tensor]:
         """The closed-over tensors that were found, by id."""
@@ -249,18 +167,18 @@ class Observation:
             return self._conditions(self.random.drawn() if draws is None else self.random.assumed(draws))
 
     def _conditions(self, random: RandomState) -> Conditions:
-        # What the function itself puts elsewhere (a counter, a log) is left to it.
         slots = [slot for slot in self.slots if present(slot)]
+        buffers = {id(unwrapped(buffer[3])) for buffer in self.buffers}
         for tensor, then in self.versions:
-            if version(tensor) != then:
+            if version(tensor) != then and id(tensor) not in buffers:
                 raise MutationError(
                     "the rematerialised function changed a tensor that it closes over in place (shape "
                     f"{list(tensor.shape)}, {tensor.dtype}): its recompute would change it again. Return the new "
                     "value, or register the tensor as a buffer of a module."
                 )
         held = [t for slot in slots for t in tensors_in(slot[2])] + [slot[2] for slot in self.installed]
-        watched = [(t, version(t)) for t in map(unwrapped, held)]
-        written = []
+        watched = [(t, version(t)) for t in map(unwrapped, held) if id(t) not in buffers]
+        written: list[Written] = []
         for (buffers, name, key, tensor, before), copy in zip(self.buffers, self.copies, strict=True):
             # Batch normalisation writes without counting a version, so values are compared, where known.
             changed = (
@@ -273,13 +191,20 @@ class Observation:
             unforeseen = changed and copy is None and not key[3]
             self.habits[key] = changed
             if changed:
-                written.append((buffers, name, tensor if copy is None else copy, unforeseen))
+                lost = _unforeseen(name) if unforeseen else ""
+                written.append(Written(buffers, name, tensor, tensor if copy is None else copy, lost))
             else:
                 self.installed.append((buffers, name, tensor))
                 watched.append((unwrapped(tensor), before))
+        own = self.state[0]
+        assert isinstance(own, Snapshot)
+        own.forget_changes()  # what the function itself puts elsewhere (a counter, a log) is left to it
         fn, slots = frozen(self.fn[0], slots)
+        statistics = [t for t, _ in self.versions if may_be_statistics(t)]
         slots += self.installed
-        return Conditions(fn, self.ambient, random, watched, written, slots, self.modules)
+        return Conditions(
+            fn, self.fn, self.statics, self.ambient, random, watched, written, slots, self.state, statistics
+        )
 
     def undo(self) -> None:
         """Takes back what an aborted run did to generators and buffers."""
@@ -295,38 +220,78 @@ class Observation:
                     )
 
 
+def _unforeseen(name: str) -> str:
+    return (
+        f"the rematerialised module wrote its buffer {name!r} in a call like one that had left it alone, "
+        "so the value before this call was not kept. From now on it is: run forward and backward again."
+    )
+
+
+class Written(NamedTuple):
+    """A buffer that a run wrote."""
+
+    buffers: dict[str, Any]
+    name: str
+    tensor: torch.Tensor
+    before: torch.Tensor
+    """Its value before the run."""
+    lost: str = ""
+    """Why that value is not known, where it is needed; empty if it is known."""
+
+    def stand_in(self) -> torch.Tensor:
+        """Returns a copy of the value before the run, for a recompute to write into."""
+        if self.lost:
+            raise MutationError(self.lost)
+        return self.before.detach().clone()
+
+
+class Again(NamedTuple):
+    """What a recompute calls."""
+
+    fn: Callable[..., Any]
+    statics: Sequence[Any]
+    """The static arguments."""
+    scratch: frozenset[int]
+    """The ids of what stands in for the buffers that the function writes."""
+
+
 class Conditions:
     """What surrounded one run of a function: see the module's docstring."""
 
     __slots__ = (
-        "ambient", "fn", "modules", "random", "scratch", "slots", "statistics", "watched", "written",
+        "ambient", "fn", "random", "root", "slots", "state", "statics", "statistics", "watched", "written",
     )  # fmt: skip
 
     def __init__(
         self,
         fn: Callable[..., Any],
+        root: list[Callable[..., Any]],
+        statics: Sequence[Any],
         ambient_then: ambient.Ambient,
         random: RandomState,
         watched: list[tuple[torch.Tensor, int]],
-        written: list[tuple[dict[str, Any], str, torch.Tensor, bool]],
+        written: list[Written],
         slots: list[Slot],
-        modules: list[tuple[dict[str, Any], bool]],
+        state: list[Snapshot | ModuleState],
+        statistics: list[torch.Tensor],
     ):
         self.fn = fn
         """The function, with cells of its own."""
+        self.root = next((slot[0] for slot in slots if slot[0] is root), None)
+        """The list in which the function lay: a place like others where it holds tensors (is a method of one)."""
+        self.statics = statics
         self.ambient = ambient_then
         self.random = random
-        self.statistics = [t for t, _ in watched if may_be_statistics(t)]
+        self.statistics = statistics
+        """Closed-over tensors, those of modules apart, into which the function may write without a trace."""
         self.watched = watched
         """Closed-over tensors and their versions."""
-        self.scratch: set[int] = set()
-        """The ids of what stands in for the written buffers during a recompute."""
         self.written = written
-        """Buffers that the run wrote: (dict, name, value before, whether that is not known though needed)."""
+        """The buffers that the run wrote."""
         self.slots = slots
         """Where the run found other tensors: its cells and the like, parameters, the other buffers."""
-        self.modules = modules
-        """The modules' attributes, and whether they were training."""
+        self.state = state
+        """What else it found there."""
 
     def check(self) -> None:
         """Raises `MutationError` when a closed-over tensor has changed in place since the run."""
@@ -340,93 +305,53 @@ class Conditions:
                 "it (before optimizer.step(), say), or pass a copy as an argument."
             )
 
-    def restored(self, completed: Callable[[], bool]) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def restored(self, completed: Callable[[], bool], placing: Sequence[Slot] = ()) -> Iterator[Again]:
         """Puts the conditions back for a recompute, and the present ones after it.
 
         Args:
             completed: tells, after the body, whether the recompute ran to its end.
+            placing: places in which the recompute is to find other tensors.
+
+        Yields:
+            The function and its static arguments, copied as far as they have to differ.
         """
         self.check()
-        # `functional_call` puts other tensors into a module for the time of a call, which may be over; and the
-        # variable of a loop has moved on.
-        moved = [slot for slot in self.slots if not present(slot)]
-        flipped = [(m, training) for m, training in self.modules if m["training"] is not training]
-        elsewhere = self.ambient != ambient.capture()
-        if not (self.random.states or self.written or self.statistics or moved or flipped or elsewhere):
-            return _NOTHING
-        return self._restored(completed, moved, flipped, elsewhere)
-
-    @contextlib.contextmanager
-    def _restored(
-        self, completed: Callable[[], bool], moved: list[Any], flipped: list[Any], elsewhere: bool
-    ) -> Iterator[None]:
+        with unseen():
+            changes, scratch = self._changes(placing)
+            fn = next((value[0] for holder, _, value in changes if holder is self.root), self.fn)
+            roots, left = [fn, *self.statics], []
+            if changes:
+                roots, left = shadow(roots, [slot for slot in changes if slot[0] is not self.root])
         with contextlib.ExitStack() as stack:
-            if elsewhere:
+            if self.ambient != ambient.capture():
                 stack.enter_context(ambient.restored(self.ambient))
             if self.random.states:
                 stack.enter_context(self.random.replay(completed))
-            if flipped:
-                stack.enter_context(placed([(m, "training", training) for m, training in flipped]))
-            if moved:
-                stack.enter_context(placed(moved))
-            if self.written:
-                stack.enter_context(self._scratch_buffers())
-            if self.statistics and not torch._C._are_functorch_transforms_active():
-                # Within transforms, writing to a captured tensor is an error anyway.
-                stack.enter_context(self._unwritten(self.statistics))
-            yield
+            if left:
+                stack.enter_context(placed(left))
+            yield Again(roots[0], roots[1:], scratch)
 
-    @contextlib.contextmanager
-    def _scratch_buffers(self) -> Iterator[None]:
-        for _, name, _, unforeseen in self.written:
-            if unforeseen:
-                raise MutationError(
-                    f"the rematerialised module wrote its buffer {name!r} in a call like one that had left it alone, "
-                    "so the value before this call was not kept. From now on it is: run forward and backward again."
-                )
-        stand_ins = [(buffers, name, value.detach().clone()) for buffers, name, value, _ in self.written]
-        self.scratch.update(id(t) for _, _, t in stand_ins)
-        try:
-            with placed(stand_ins):
-                yield
-        finally:
-            self.scratch.clear()
-
-    @contextlib.contextmanager
-    def _unwritten(self, tensors: list[torch.Tensor]) -> Iterator[None]:
-        values = [t.detach().clone() for t in tensors]
-        try:
-            yield
-        finally:
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.data.copy_(value)  # .data: no new version
+    def _changes(self, placing: Sequence[Slot]) -> tuple[list[Slot], frozenset[int]]:
+        """Where a recompute must find something else than what lies there now, and the ids of scratch buffers."""
+        # `functional_call` puts other tensors into a module for the time of a call, which may be over; the variable of
+        # a loop has moved on; a flag has been switched.
+        changes = [slot for slot in self.slots if not present(slot)]
+        for state in self.state:
+            changes += state.changes()
+        stand_ins = [(buffer, buffer.stand_in()) for buffer in self.written]
+        new = {id(buffer.tensor): t for buffer, t in stand_ins}  # wherever else they lie
+        if self.statistics and not torch._C._are_functorch_transforms_active():
+            # Within transforms, writing to a captured tensor is an error anyway.
+            new |= {id(t): t.detach().clone() for t in self.statistics if id(t) not in new}
+        if new:
+            pairs = [(slot, replaced(slot[2], new)) for slot in self.slots]
+            changes += [(slot[0], slot[1], value) for slot, value in pairs if value is not slot[2]]
+        changes += placing
+        changes += [(buffer.buffers, buffer.name, t) for buffer, t in stand_ins]
+        return changes, frozenset(id(t) for _, t in stand_ins)
 
 
 def may_be_statistics(tensor: torch.Tensor) -> bool:
     """Whether batch normalisation could write into `tensor`, which it does without counting a version."""
     return tensor.dim() == 1 and not tensor.requires_grad and tensor.is_floating_point()
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Whether `module` now writes statistics that its forward does not read."""
-    return module.training and type(module).forward in _NORM_FORWARDS and bool(module.track_running_stats)
-
-
-_NORM_FORWARDS = {
-    nn.modules.batchnorm._BatchNorm.forward,
-    nn.modules.instancenorm._InstanceNorm.forward,
-    nn.SyncBatchNorm.forward,
-}
-
-
-def _is_closed(value: Any) -> bool:
-    """Whether `value` holds no tensor, and cannot."""
-    if type(value) is tuple:
-        return len(value) < 20 and all(map(_is_closed, value))
-    if type(value) is types.FunctionType:
-        return not value.__closure__
-    return type(value) in PLAIN or isinstance(value, (torch.dtype, torch.device, type, types.BuiltinFunctionType))
-
-
-_INTERNAL = frozenset(vars(nn.Module()))
-_NOTHING = contextlib.nullcontext()

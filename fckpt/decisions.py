@@ -10,7 +10,7 @@ import enum
 import itertools
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
 from fckpt.errors import ArgumentTypeError
@@ -19,6 +19,7 @@ from fckpt.graph import Graph, Node
 __all__ = [
     "Answer",
     "Decision",
+    "Frozen",
     "Policy",
     "PolicyLike",
     "PolicyNode",
@@ -62,6 +63,8 @@ class PolicyNode:
     """What keeping all of them costs."""
     source: str = ""
     """The user's line, `model.py:12 (forward)`."""
+    module: str = ""
+    """The path of the module that runs it, `encoder.layer.3.mlp`; nothing outside of modules."""
     seconds: float = 0.0
     """What computing them again costs."""
     flops: int = 0
@@ -88,6 +91,7 @@ class PolicyNode:
             dtypes=tuple(value.dtype for value in made),
             nbytes=sum(value.nbytes for value in made),
             source=node.source,
+            module=node.module,
             seconds=node.seconds,
             flops=node.flops,
             random=node.random,
@@ -132,6 +136,16 @@ class Policy(abc.ABC):
         return _Opposite(self)
 
 
+class Frozen(Policy):
+    """A policy that cannot be changed: plans are kept by their policies."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise FrozenInstanceError(f"cannot assign to {name!r}: the policy {self!r} is frozen")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete {name!r}: the policy {self!r} is frozen")
+
+
 PolicyLike = Policy | Callable[[PolicyNode], Answer]
 
 
@@ -166,7 +180,8 @@ def _answer(policy: Policy, node: PolicyNode) -> Answer:
     answer = policy(node)
     if answer is None or isinstance(answer, (bool, Decision)):
         return answer
-    at = f" at {node.source}" if node.source else ""
+    inside = f" in {node.module}" if node.module else ""
+    at = inside + (f" at {node.source}" if node.source else "")
     hint = f" Did you mean {policy!r}(...)(node)?" if isinstance(answer, Policy) else ""
     raise ArgumentTypeError(
         f"the policy {policy!r} answered {answer!r} for {node.op}{at}. "
@@ -202,7 +217,7 @@ def nested_decision(answers: Iterable[Answer]) -> Decision | None:
 
 
 @dataclass(frozen=True, repr=False)
-class _Function(Policy):
+class _Function(Frozen):
     """A plain function."""
 
     function: Callable[[PolicyNode], Answer]
@@ -225,7 +240,7 @@ class _Function(Policy):
 
 
 @dataclass(frozen=True, repr=False)
-class _Combination(Policy):
+class _Combination(Frozen):
     """Policies joined by an operator."""
 
     policies: tuple[Policy, ...]
@@ -266,7 +281,7 @@ class _Nested(_Combination):
 
 
 @dataclass(frozen=True, repr=False)
-class _Opposite(Policy):
+class _Opposite(Frozen):
     """Keeps what the policy does not keep."""
 
     policy: Policy

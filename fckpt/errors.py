@@ -9,12 +9,15 @@ __all__ = [
     "ArgumentTypeError",
     "ArgumentValueError",
     "BudgetError",
+    "BudgetWarning",
+    "CacheWarning",
     "ClosureError",
     "FckptError",
     "ImpureFunctionError",
     "MutationError",
     "OpaqueOutputError",
     "PlanError",
+    "PlanWarning",
     "PolicyWarning",
     "RandomStateError",
     "ScheduleError",
@@ -91,8 +94,20 @@ class RankFailure(FckptError, RuntimeError):
         return type(self), (*self.args, self.rank), self.__dict__
 
 
+class CacheWarning(UserWarning):
+    """A model's cache is switched off where its blocks are rematerialised."""
+
+
 class MeshWarning(UserWarning):
     """A function on a mesh does what it need not, or what is probably not meant."""
+
+
+class BudgetWarning(UserWarning):
+    """A budget is not kept in a call: the message says why, what was promised, and what to do."""
+
+
+class PlanWarning(UserWarning):
+    """A function is planned again and again."""
 
 
 class PolicyWarning(UserWarning):

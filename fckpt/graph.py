@@ -15,15 +15,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from fckpt.errors import ArgumentValueError
 
-__all__ = ["DECISIONS", "Graph", "Node", "Value"]
+__all__ = ["DECISIONS", "Graph", "Node", "Value", "checked"]
 
-FORMAT = 2
+FORMAT = 3
+FORMATS = (2, 3)
+"""Format 2 did not have `Node.module`, `in_place`, `writes`, `arguments`, `accumulates`, and `Value.held_to`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Value:
     dtype: str = ""
     decision: str = ""
     """What a policy says of keeping it from the forward to the backward pass: one of `DECISIONS`, or nothing."""
+    held_to: int | None = None
+    """The last node at whose run the plain function holds it; None if that is its last reader."""
 
 
 DECISIONS = ("must_save", "prefer_save", "prefer_recompute", "must_recompute")
@@ -71,8 +75,26 @@ class Node:
     """What it allocates while it runs, besides its outputs."""
     source: str = ""
     """The user's line, `model.py:12 (forward)`."""
+    module: str = ""
+    """The path of the module that ran it, `encoder.layer.3.mlp`."""
     overwrites: tuple[int, ...] = ()
     """Inputs over which it may write its one output, if this is their last use; the first of those that die is."""
+    in_place: bool = False
+    """Whether it writes over `overwrites` in the plain function too. Where that is not their last use, it writes to a
+    copy."""
+    writes: tuple[int, ...] = ()
+    """Values whose memory its first run writes over, as the caller sees: nothing may read them after that. They are
+    inputs of the graph, or what an earlier node made of one in the same way."""
+    arguments: str = ""
+    """What the memory that it takes depends on besides: `self=%0=float32[2,3](3,1), dim=[1]`."""
+    accumulates: tuple[int, ...] = ()
+    """Inputs over which autograd's engine writes its output, if this is their last use: it adds a gradient to them."""
+
+    @property
+    def place(self) -> str:
+        """Where it stands in the user's program: ` in encoder.layer.3.mlp at model.py:12`; nothing if unknown."""
+        line = self.source.partition(" ")[0] if self.module else self.source
+        return (f" in {self.module}" if self.module else "") + (f" at {line}" if line else "")
 
     def overwritten(self, freed: Collection[int]) -> int | None:
         """The input over which it writes its output, where `freed` are the values that go right after it."""
@@ -99,6 +121,7 @@ class Graph:
     def __post_init__(self) -> None:
         made = set(self.inputs) | set(self.cotangents)
         late = set(self.cotangents)
+        gone: set[int] = set()
         for i, node in enumerate(self.nodes):
             _require(node.id == i, f"node {i} has the id {node.id}")
             _require(made.issuperset(node.inputs), f"node {i} ({node.op}) reads a value before it is made")
@@ -108,7 +131,14 @@ class Graph:
                 whole = len(node.outputs) == 1 and set(node.inputs).issuperset(node.overwrites) and not node.once
                 sizes = {self.values[v].nbytes for v in (*node.overwrites, *node.outputs)}
                 _require(whole and len(sizes) == 1, f"node {i} ({node.op}) overwrites what it cannot")
+            _require(set(node.accumulates).issubset(node.inputs), f"node {i} ({node.op}) adds to what it does not read")
             _require(node.backward == (not late.isdisjoint(node.inputs)), f"node {i}: the flag `backward` is wrong")
+            _require(gone.isdisjoint((*node.inputs, *node.writes)), f"node {i} ({node.op}) reads what was written over")
+            if node.writes:
+                _require(
+                    made.issuperset(node.writes) and not node.backward, f"node {i} ({node.op}) writes what it cannot"
+                )
+                gone.update(node.writes)
             if node.backward:
                 _require(i >= self.boundary and not node.once, f"node {i} cannot be in the forward pass")
                 late.update(node.outputs)
@@ -116,6 +146,7 @@ class Graph:
         _require(all(v.id == i and v.nbytes >= 0 for i, v in enumerate(self.values)), "values are not numbered")
         _require(made == set(range(len(self.values))), "there are values that nothing makes")
         _require(late.isdisjoint(self.outputs), "an output needs a cotangent")
+        _require(gone.isdisjoint((*self.outputs, *self.gradients)), "a result was written over")
 
     @functools.cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -133,8 +164,17 @@ class Graph:
 
     @functools.cached_property
     def plain(self) -> Graph:
-        """The same computation as autograd runs it, which writes nothing over an operand."""
-        return dataclasses.replace(self, nodes=tuple(dataclasses.replace(n, overwrites=()) for n in self.nodes))
+        """The same computation with nothing written over an operand, but where the user wrote it so."""
+        nodes = (n if n.in_place else dataclasses.replace(n, overwrites=()) for n in self.nodes)
+        return dataclasses.replace(self, nodes=tuple(nodes))
+
+    @functools.cached_property
+    def eager(self) -> Graph:
+        """The same computation as autograd runs it: it writes over an operand where the user wrote it so, and where it
+        adds up gradients.
+        """
+        nodes = (n if n.in_place else dataclasses.replace(n, overwrites=n.accumulates) for n in self.nodes)
+        return dataclasses.replace(self, nodes=tuple(nodes))
 
     @functools.cached_property
     def seconds(self) -> float:
@@ -154,17 +194,97 @@ class Graph:
         """
         try:
             read: dict[str, Any] = json.loads(data) if isinstance(data, str) else data
-            _require(read["format"] == FORMAT, f"the format is {read['format']}, not {FORMAT}")
-            nodes = tuple(Node(**{k: _frozen(v) for k, v in node.items()}) for node in read["nodes"])
-            values = tuple(Value(**{k: _frozen(v) for k, v in value.items()}) for value in read["values"])
-            ends = [tuple(read[k]) for k in ("inputs", "cotangents", "outputs", "gradients")]
-            return Graph(nodes, values, *ends, boundary=read["boundary"])
-        except (KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
+            _require(read["format"] in FORMATS, f"the format is {read['format']!r}, not {FORMAT}")
+            nodes = tuple(_part(Node, node, _NODE) for node in read["nodes"])
+            values = tuple(_part(Value, value, _VALUE) for value in read["values"])
+            ends = [_ints(read[k], k) for k in ("inputs", "cotangents", "outputs", "gradients")]
+            graph = Graph(nodes, values, *ends, boundary=checked(read["boundary"], "boundary", int))
+            graph.check_ends()
+        except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
             raise ArgumentValueError(f"this is no graph of fckpt: {error!r}.") from error
+        except RecursionError as error:
+            raise ArgumentValueError("this is no graph of fckpt: it is nested too deeply.") from error
+        return graph
+
+    def check_ends(self) -> None:
+        """Raises `ArgumentValueError` if what goes in and comes out, or a lifetime, makes no sense."""
+        count, size = len(self.nodes), len(self.values)
+        _require(self.boundary <= count, f"the boundary is {self.boundary}, of {count} nodes")
+        for name in ("inputs", "cotangents", "outputs", "gradients"):
+            ids = getattr(self, name)
+            _require(all(v < size for v in ids) and len(set(ids)) == len(ids), f"{name} are no values of it")
+        for node in self.nodes:
+            _require(len(set(node.inputs)) == len(node.inputs), f"node {node.id} reads a value twice")
+            over = [*node.overwrites, *node.accumulates]
+            _require(self.held.isdisjoint(over), f"node {node.id} overwrites what the caller holds")
+        for value in self.values:
+            last = max((value.producer or 0, *self.consumers[value.id][-1:]))
+            _require(
+                value.held_to is None or not count or last <= value.held_to < count,
+                f"value {value.id} is held to node {value.held_to}",
+            )
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _ints(value: Any, name: str) -> tuple[int, ...]:
+    _require(isinstance(value, (list, tuple)), f"{name} is no list: {value!r}")
+    return tuple(checked(item, name, int) for item in value)
+
+
+def _texts(value: Any, name: str) -> tuple[str, ...]:
+    _require(isinstance(value, (list, tuple)), f"{name} is no list: {value!r}")
+    return tuple(checked(item, name, str) for item in value)
+
+
+def _decision(value: Any, name: str) -> str:
+    _require(value == "" or value in DECISIONS, f"{name} is {value!r}")
+    return value
+
+
+def checked(value: Any, name: str, kind: type, *, positive: bool = False) -> Any:
+    """Returns a field of what was read, if it is of its type and, a number, neither negative nor infinite.
+
+    Args:
+        value: the field.
+        name: what errors call it.
+        kind: `int`, `float` (which takes ints), `str` or `bool`.
+        positive: whether 0 is too little.
+
+    Raises:
+        ArgumentValueError: it is not.
+    """
+    kinds = (int, float) if kind is float else kind
+    _require(isinstance(value, kinds) and (kind is bool or not isinstance(value, bool)), f"{name} is {value!r}")
+    if kind in (int, float):
+        _require((value > 0 if positive else value >= 0) and value < float("inf"), f"{name} is {value!r}")
+    return value
+
+
+def _or_none(value: Any, name: str) -> Any:
+    return None if value is None else checked(value, name, int)
+
+
+def _field(kind: type) -> Callable[[Any, str], Any]:
+    return lambda value, name: checked(value, name, kind)
+
+
+_INT, _FLOAT, _TEXT, _FLAG = map(_field, (int, float, str, bool))
+_NODE = {
+    "id": _INT, "op": _TEXT, "inputs": _ints, "outputs": _ints, "backward": _FLAG, "random": _FLAG, "once": _FLAG,
+    "seconds": _FLOAT, "flops": _INT, "temporary_nbytes": _INT, "source": _TEXT, "module": _TEXT, "overwrites": _ints,
+    "in_place": _FLAG, "writes": _ints, "arguments": _TEXT, "accumulates": _ints,
+}  # fmt: skip
+_VALUE = {
+    "id": _INT, "nbytes": _INT, "producer": _or_none, "origin": _TEXT, "names": _texts, "shape": _ints, "dtype": _TEXT,
+    "decision": _decision, "held_to": _or_none,
+}  # fmt: skip
+
+
+def _part(kind: Any, fields: Any, checks: dict[str, Callable[[Any, str], Any]]) -> Any:
+    """A node or a value out of plain data."""
+    _require(isinstance(fields, dict), f"a {kind.__name__.lower()} is {fields!r}")
+    unknown = sorted(map(str, set(fields) - set(checks)))
+    _require(not unknown, f"a {kind.__name__.lower()} has {', '.join(unknown)}")
+    return kind(**{name: checks[name](value, name) for name, value in fields.items()})
 
 
 def _require(condition: bool, what: str) -> None:

@@ -11,17 +11,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fckpt.api import plain_of, planner_of
-from fckpt.arguments import Arguments
-from fckpt.conditions import Observation
 from fckpt.cost import Analytic, Measured, profile_of, profiles
 from fckpt.cost.calls import CostSource
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
-from fckpt.planner import TRACING, Planner, Reached, layouts_below, traced_call
-from fckpt.plans import Budget, Plan, check_budget, make_plan
+from fckpt.ledger import Stats
+from fckpt.planner import Planner, traced_without_running
+from fckpt.plans import Budget, Plan, check_budget, make_plan, plain_plan
 from fckpt.policies import PolicyLike, reductions_saveable
 from fckpt.report.table import Residual, format_residuals
 
-__all__ = ["ParetoPoint", "pareto", "plan", "print_saved_residuals", "saved_residuals"]
+__all__ = ["ParetoPoint", "pareto", "plan", "print_saved_residuals", "saved_residuals", "stats"]
 
 
 class ParetoPoint(NamedTuple):
@@ -177,20 +176,47 @@ def print_saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     print(format_residuals(saved_residuals(fn, *args, **kwargs)))
 
 
+def stats(fn: Callable[..., Any]) -> Stats:
+    """Counts what happened in the calls of a rematerialised function or module: plans, hits, fall-backs, seconds.
+
+    Args:
+        fn: what `remat` returned for a budget, a policy or a plan.
+
+    Raises:
+        ArgumentTypeError: `fn` is not rematerialised.
+
+    Example:
+        >>> import torch, fckpt
+        >>> fn = fckpt.remat(lambda w, x: torch.tanh(torch.tanh(x @ w) @ w).sum(), budget=1.0)
+        >>> w, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
+        >>> for _ in range(3):
+        ...     fn(w, x).backward()
+        >>> found = fckpt.stats(fn)
+        >>> found.calls, found.plans, found.captures, found.hits, found.fallbacks
+        (3, 1, 1, 2, {})
+    """
+    planner = planner_of(fn)
+    if planner is None:
+        raise ArgumentTypeError(f"stats takes what fckpt.remat returned, not {type(fn).__name__}: {fn!r}.")
+    return planner.ledger.stats
+
+
 class _Looked:
     """A traced call that is not run."""
 
-    def __init__(self, fn: Any, args: Sequence[Any], kwargs: dict[str, Any], costs: CostSource | None):
+    def __init__(
+        self,
+        fn: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        costs: CostSource | None,
+        outputs: Sequence[int] | None = None,
+    ):
         if not callable(fn):
             raise ArgumentTypeError(f"a plan is made for a function or an nn.Module, not {type(fn).__name__}.")
         plain = plain_of(fn)
         run = plain.forward if isinstance(plain, nn.Module) else plain
-        arguments = Arguments(tuple(args), kwargs)
-        with TRACING:
-            observation = Observation([run], arguments.statics, arguments.tensors, {})
-            reached = Reached(observation, arguments.tensors)
-            tensors = (*arguments.tensors, *reached.tensors)
-            self.trace = traced_call(run, arguments, reached, layouts_below(tensors))
+        self.trace, tensors = traced_without_running(run, tuple(args), kwargs, outputs)
         fake = next((t for t in tensors if isinstance(t, FakeTensor) or t.device.type == "meta"), None)
         if costs is None and fake is not None and fake.device.type == "meta":
             raise ArgumentValueError(
@@ -211,5 +237,5 @@ class _Looked:
             self.graphs[policy] = planner.priced(self.trace)
         graph = self.graphs[policy]
         if budget is None and policy is None:
-            graph, budget, solver = graph.plain, 1.0, "save_all"
+            return plain_plan(graph, str(torch.__version__))
         return make_plan(graph, budget, solver, str(torch.__version__), time_limit)

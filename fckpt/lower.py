@@ -17,8 +17,8 @@ import torch
 from fckpt.errors import PlanError, RandomStateError
 from fckpt.graph import Graph
 from fckpt.in_place import writer_of
-from fckpt.operations import Call, Ref, Trace, indices_of, statistics_of
-from fckpt.rng import SHARED, set_state, state_of
+from fckpt.operations import Call, Ref, Trace, indices_of, is_random, is_tagged_random, statistics_of
+from fckpt.rng import SHARED, RandomState, set_state, state_of
 from fckpt.schedule import Compute, Schedule, Step, with_freed
 
 __all__ = ["Lowered", "lower"]
@@ -52,6 +52,22 @@ def lower(trace: Trace, schedule: Schedule, graph: Graph) -> Lowered:
     scope = dict(writer.scope)
     exec(compile(source, "<fckpt plan>", "exec"), scope)
     return Lowered(scope["forward"], scope["backward"], source)
+
+
+def _watch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, RandomState]:
+    """Runs a custom operation; returns its result and the states of the generators that it turned out to draw from."""
+    generators = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
+    state = RandomState.capture([device] if device.type not in ("cpu", "meta") else [], generators)
+    result = op(*args, **kwargs)
+    return result, state.drawn()
+
+
+def _rewatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, state: RandomState) -> Any:
+    """Runs it again, with the numbers that it drew then."""
+    if not state.states:
+        return op(*args, **kwargs)
+    with state.replay(lambda: True):
+        return op(*args, **kwargs)
 
 
 State = tuple[bytes, bytes | None]
@@ -98,11 +114,23 @@ class _Writer:
         self.trace = trace
         self.graph = graph
         self.schedule = schedule
-        self.scope: dict[str, Any] = {"draw": _draw, "redraw": _redraw}
+        self.scope: dict[str, Any] = {
+            "copied": _copied,
+            "draw": _draw,
+            "redraw": _redraw,
+            "watch": _watch,
+            "rewatch": _rewatch,
+        }
         self.names: dict[int, str] = {}  # of objects in the scope
         self.producers = trace.producers()
-        self.by_node: dict[int, Call] = {call.node: call for call in trace.calls if call.node is not None}
-        self.given = [*trace.operands, *(t for t, _ in trace.constants)]
+        self.by_node: dict[int, list[Call]] = {}
+        for call in trace.calls:
+            if call.node is not None:
+                self.by_node.setdefault(call.node, []).append(call)
+        given = [*trace.operands, *(t for t, _ in trace.constants)]
+        self.given = [*enumerate(given), *((operand, t) for t, operand in trace.versions)]
+        """Tensors that the functions are given, with their place; what is written over an operand is the operand."""
+        self.ours = {t for _, t in self.given}
         self.members: dict[int, list[int]] = {}
         for tensor, spec in enumerate(trace.tensors):
             self.members.setdefault(spec.value, []).append(tensor)
@@ -143,9 +171,9 @@ class _Writer:
         residuals = [_var(t) for t in candidates if t in backward_used] + [f"s{node}" for node in states]
         constants = {t for t, _ in trace.constants}
         outputs = [f"{_var(t)}.clone()" if self.base(t) in constants else _var(t) for t in trace.outputs]
-        takes = [f"{_var(t)} = given[{i}]" for i, t in enumerate(self.given) if t in forward_used]
+        takes = [f"{_var(t)} = given[{i}]" for i, t in self.given if t in forward_used]
         forward = [*takes, *forward, f"return {_list(outputs)}, {_list(residuals)}"]
-        takes = [f"{_var(t)} = given[{i}]" for i, t in enumerate(self.given) if t in backward_used]
+        takes = [f"{_var(t)} = given[{i}]" for i, t in self.given if t in backward_used]
         if residuals:
             takes += [f"{', '.join(residuals)}, = residuals", "residuals.clear()"]
         if arriving:
@@ -157,7 +185,7 @@ class _Writer:
     def begin(self, live: Iterable[int] = ()) -> None:
         self.lines: list[str] = []
         self.used = set[int]()
-        self.live = {*self.given, *live}
+        self.live = {*self.ours, *live}
 
     def bases(self) -> list[int]:
         """The live tensors that are no views and that nobody else holds."""
@@ -165,7 +193,7 @@ class _Writer:
         return [
             t
             for t in sorted(self.live)
-            if self.trace.tensors[t].value not in held and self.producers[t].node is not None
+            if self.trace.tensors[t].value not in held and t not in self.ours and self.producers[t].node is not None
         ]
 
     def base(self, tensor: int) -> int:
@@ -179,35 +207,55 @@ class _Writer:
     def steps(self, steps: Sequence[Step]) -> None:
         for step, freed in with_freed(steps):
             if isinstance(step, Compute):
-                self.compute(self.by_node[step.node], step.node, freed)
+                self.compute(step.node, freed)
             else:
                 self.free(step.value)
 
-    def compute(self, call: Call, node: int, freed: Collection[int]) -> None:
+    def compute(self, node: int, freed: Collection[int]) -> None:
         again = node in self.done
         self.done.add(node)
+        over = self.graph.nodes[node].overwritten(freed)
+        calls = self.by_node[node]
+        made = [t for call in calls for t in (*call.outputs, *_made(call)) if t is not None]
+        if again and made and self.live.issuperset(made):
+            return  # it makes what is there
+        for call in calls:
+            self.run(call, node, over, again)
+        if node in self.repeated and self.trace.graph.nodes[node].random and not again:
+            self.states.add(node)
+
+    def run(self, call: Call, node: int, over: int | None, again: bool) -> None:
         args = list(call.args)
         if again:
-            for position in statistics_of(call):
+            for position in statistics_of(call.op, call.args):
                 args[position] = None  # which it wrote the first time
+        self.replace(call, over)
         for t in (*indices_of(args), *indices_of(list(call.kwargs.values()))):
             self.ensure(t)
-        over = self.graph.nodes[node].overwritten(freed)
-        if over is None or call.outputs[0] in self.live:
-            text = self.call(call, args, node, again)
-        else:
-            text = self.call_over(call, args, over)
-        targets = [_var(t) if t is not None and t not in self.live else "_" for t in call.outputs]
         fresh = [t for t in call.outputs if t is not None and t not in self.live]
+        own = over is None or bool(call.replaced)
+        text = self.call(call, args, node, again) if own else self.call_over(call, args, over)
+        targets = [_var(t) if t in fresh else "_" for t in call.outputs]
         if not fresh:
             self.emit(text)
         else:
             self.emit(f"{self.targets(call, targets)} = {text}")
         if "_" in targets and fresh:
             self.emit("_ = None")
-        if node in self.repeated and self.trace.graph.nodes[node].random and not again:
-            self.states.add(node)
         self.live.update(fresh)
+
+    def replace(self, call: Call, over: int | None) -> None:
+        """Has what a call writes over ready: the memory itself if it goes right after that, else a copy of it."""
+        for old, new in call.replaced:
+            if new in self.ours:
+                continue
+            if new in self.live:
+                raise PlanError("the schedule writes over a tensor twice; it belongs to another function.")
+            self.ensure(old)
+            self.used.add(old)
+            same = over is not None and self.trace.tensors[old].value == over
+            self.emit(f"{_var(new)} = {_var(old) if same else f'copied({_var(old)})'}")
+            self.live.add(new)
 
     @staticmethod
     def targets(call: Call, targets: list[str]) -> str:
@@ -221,18 +269,24 @@ class _Writer:
     def call(self, call: Call, args: list[Any], node: int, again: bool) -> str:
         op = self.object(call.op._op, "op")  # what `call.op(...)` calls, without the way there
         positional, named = self.sent(args, call.kwargs)
-        if not self.trace.graph.nodes[node].random or node not in self.repeated:
+        if node not in self.repeated or not is_random(call.op):
             return f"{op}({', '.join(positional + named)})"
         kwargs = f"dict({', '.join(named)})"
-        device = self.object(self.trace.tensors[next(t for t in call.outputs if t is not None)].device, "device")
+        device = self.object(self.device(call), "device")
         sent = f"{op}, ({', '.join(positional)},), {kwargs}, {device}"
+        first, then = ("draw", "redraw") if is_tagged_random(call.op) else ("watch", "rewatch")
         if again:
-            return f"redraw({sent}, s{node})"
+            return f"{then}({sent}, s{node})"
         # The state goes first into a tuple with the result.
-        self.emit(f"r{node}, s{node} = draw({sent})")
+        self.emit(f"r{node}, s{node} = {first}({sent})")
         return f"r{node}; r{node} = None"
 
-    def call_over(self, call: Call, args: list[Any], value: int) -> str:
+    def device(self, call: Call) -> torch.device:
+        """Where a call runs."""
+        made = [t for t in (*call.outputs, *indices_of(call.args)) if t is not None]
+        return self.trace.tensors[made[0]].device if made else torch.device("cpu")
+
+    def call_over(self, call: Call, args: list[Any], value: int | None) -> str:
         """The same call, with its result written over `value`."""
         op, keyword = writer_of(call.op)
         positional, named = self.sent(args, call.kwargs)
@@ -242,7 +296,7 @@ class _Writer:
         return f"{self.object(op._op, 'op')}({', '.join(positional + named)})"
 
     def free(self, value: int) -> None:
-        gone = [t for t in self.members.get(value, ()) if t in self.live]
+        gone = [t for t in self.members.get(value, ()) if t in self.live and t not in self.ours]
         if gone:
             self.emit(f"{' = '.join(map(_var, gone))} = None")
             self.live.difference_update(gone)
@@ -300,6 +354,16 @@ class _Writer:
             name = self.names[id(value)] = f"{kind}{len(self.names)}"
             self.scope[name] = value
         return name
+
+
+def _made(call: Call) -> list[int]:
+    return [new for _, new in call.replaced]
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor on a copy of its whole storage."""
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return copy.set_(tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
 
 
 def _function(signature: str, lines: list[str]) -> str:

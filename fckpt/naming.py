@@ -71,8 +71,10 @@ def checkpoint_name(tree: T, name: str) -> T:
     References:
         `jax.ad_checkpoint.checkpoint_name`, https://docs.jax.dev/en/latest/gradient-checkpointing.html
     """
-    if torch.compiler.is_compiling():  # Dynamo follows no context variable (torch 2.13), and needs no names
-        return tree
+    if torch.compiler.is_compiling():  # Dynamo follows no context variable (torch 2.13)
+        from fckpt._capture import compiling  # imports Dynamo, which takes a second
+
+        return compiling.named(tree, name)
     check_name("checkpoint_name", name)
     if isinstance(tree, torch.Tensor):
         leaves = [tree]

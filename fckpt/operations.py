@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,16 +13,22 @@ import torch
 from fckpt.graph import Graph
 
 __all__ = [
+    "DECLARED_PURE",
+    "Backward",
+    "Batch",
     "Call",
     "Layout",
     "Recorded",
     "Ref",
     "TensorSpec",
     "Trace",
+    "arguments_of",
     "indices_of",
     "is_dense",
+    "is_random",
+    "is_tagged_random",
     "statistics_of",
-    "written_by",
+    "text_of",
 ]
 
 aten = torch.ops.aten
@@ -57,7 +65,10 @@ class Call:
     outputs: tuple[int | None, ...]
     """The tensors that it returns, flat; None for what is none."""
     node: int | None
-    """The node of the graph; None for a view, which makes no storage."""
+    """The node of the graph; None for a view, which makes no storage. Calls of one node run one after the other."""
+    replaced: tuple[tuple[int, int], ...] = ()
+    """What it writes over: tensors that are whole storages, and what they are after it. The call's arguments see the
+    latter."""
 
 
 class Layout(NamedTuple):
@@ -70,6 +81,27 @@ class Layout(NamedTuple):
     requires_grad: bool
     accumulates: bool
     """Whether its gradient goes to `.grad`: a leaf of autograd."""
+
+
+class Backward(NamedTuple):
+    """A backward pass, as far as a trace depends on it."""
+
+    outputs: tuple[int, ...] | None = None
+    """The outputs that get a cotangent; None for those that are likely to."""
+    autocast: Any = None
+    """What autocast does while it runs, see `ambient.autocast`: nothing, as a rule."""
+
+
+_LIKELY = Backward()
+
+
+class Batch(NamedTuple):
+    """A `vmap` around the transform that differentiates a call."""
+
+    dims: tuple[int | None, ...]
+    """By operand: which dimension of its memory is the batch; None where it has none."""
+    size: int
+    randomness: str
 
 
 @dataclass(frozen=True)
@@ -96,10 +128,21 @@ class Trace:
     """By operand; None where it does not require grad, or nothing depends on it."""
     regions: tuple[tuple[frozenset[int], Any], ...] = ()
     """Rematerialised functions inside, inner ones first: the nodes whose results stay inside, and the policy."""
+    backward: Backward = _LIKELY
+    """The backward pass; its `outputs` are known."""
+    out_dims: tuple[int | None, ...] = ()
+    """By output: its batch dimension, if the call is under a `Batch`."""
+    grad_dims: tuple[int | None, ...] = ()
+    """By operand: the batch dimension of its gradient."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """Tensors that are an operand (its position) after the forward pass has written over it."""
+    given: tuple[weakref.ref[torch.Tensor], ...] = ()
+    """By operand: the tensor of the call, as long as the caller has it."""
 
     def producers(self) -> dict[int, Call]:
         """Returns the call that makes each tensor."""
-        return {t: call for call in self.calls for t in call.outputs if t is not None}
+        made = {new: call for call in self.calls for _, new in call.replaced}
+        return made | {t: call for call in self.calls for t in call.outputs if t is not None}
 
 
 _NORMS = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default)
@@ -115,23 +158,38 @@ class Recorded(NamedTuple):
     outputs: tuple[int | None, ...]
     is_view: bool
     source: str
+    replaced: tuple[tuple[int, int], ...] = ()
+    module: str = ""
+    accumulates: bool = False
+    """Whether autograd's engine adds a gradient to what it has here, over that if nobody else holds it."""
 
 
-def statistics_of(call: Call | Recorded) -> tuple[int, ...]:
-    """The positions of running statistics that `call` writes (and does not read), unknown to its schema.
+def statistics_of(op: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """The positions of running statistics that a call writes (and does not read), unknown to its schema.
 
     The same operation without them computes the same: so it is run again.
     """
-    positions = _STATISTICS.get(call.op, ())
-    training = bool(positions) and call.args[5] is True
-    return tuple(i for i in positions if training and call.args[i] is not None)
+    positions = _STATISTICS.get(op, ())
+    training = bool(positions) and args[5] is True
+    return tuple(i for i in positions if training and args[i] is not None)
 
 
-def written_by(call: Call) -> list[int]:
-    """The tensors that a call of the graph changes in place."""
-    if call.op is aten.copy_.default:
-        return list(indices_of(call.args[0]))
-    return [t for i in statistics_of(call) for t in indices_of(call.args[i])]
+# The namespaces of operations that are known to say whether they draw random numbers.
+_BUILT_IN = {"aten", "prims", "prim", "fckpt", "quantized", "inductor", "mkldnn", "onednn", "_c10d_functional"}
+DECLARED_PURE: set[str] = set()
+"""Names of other operations whose author says that they compute and do nothing else (`fckpt.cost.register_pure`)."""
+
+
+def is_random(op: Any) -> bool:
+    """Whether an operation draws random numbers, or may: a user's does not always say so."""
+    if is_tagged_random(op) or getattr(op, "namespace", "aten") in _BUILT_IN:
+        return is_tagged_random(op)
+    return DECLARED_PURE.isdisjoint((str(op), str(op.overloadpacket)))
+
+
+def is_tagged_random(op: Any) -> bool:
+    """Whether an operation says that it draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
 def indices_of(value: Any) -> Iterator[int]:
@@ -150,3 +208,62 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         extent *= size
     return True
+
+
+def text_of(value: Any, specs: Sequence[TensorSpec], seen: dict[int, int], *, devices: bool = True) -> str:
+    """Writes an argument of a call, the same in every process: a tensor as its layout, a generator as nothing.
+
+    Args:
+        value: the argument.
+        specs: the tensors that its refs stand for.
+        seen: the tensors of the call so far, and their numbers: one that comes again is written as its number.
+        devices: whether layouts name their device.
+    """
+    again = functools.partial(text_of, specs=specs, seen=seen, devices=devices)
+    if isinstance(value, Ref):
+        if value.tensor in seen:
+            return f"%{seen[value.tensor]}"
+        spec = specs[value.tensor]
+        base = next((n for t, n in seen.items() if specs[t].value == spec.value >= 0), None)
+        number = seen[value.tensor] = len(seen)
+        shape, stride = (",".join(map(str, numbers)) for numbers in (spec.shape, spec.stride))
+        layout = f"{str(spec.dtype).removeprefix('torch.')}[{shape}]({stride})"
+        shared = "" if base is None else f" in %{base}"
+        return f"%{number}={layout}{spec.device if devices else ''}{shared}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(again, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{k!r}: {again(v)}' for k, v in value.items())}}}"
+    if isinstance(value, torch.Generator):
+        return "None"
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return repr(value)
+    return str(value)  # dtypes, devices, layouts, memory formats
+
+
+_POSITIONS = {"start", "end", "index", "shifts", "storage_offset"}
+_NORMS_OF = {"p", "ord", "norm_type"}
+"""Which norm is taken: that of order 2 may be computed in another way than the others, in other memory."""
+
+
+def arguments_of(call: Call, specs: Sequence[TensorSpec]) -> str:
+    """Writes what memory that an operation takes depends on besides its name: `self=%0=float32[2,3](3,1), dim=[1]`.
+
+    Devices are left out, and numbers that no memory depends on: floats but for the order of a norm, ints of pointwise
+    and of random operations, and where in a tensor a slice begins. So a number that changes from step to step, a rate
+    or a temperature, leaves a plan valid.
+    """
+    schema = getattr(call.op, "_schema", None)
+    names = [a.name for a in schema.arguments] if schema else [str(i) for i in range(len(call.args))]
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    tags = getattr(call.op, "tags", ())
+    free = torch.Tag.pointwise in tags or torch.Tag.nondeterministic_seeded in tags
+    seen: dict[int, int] = {}
+    texts = []
+    for name, value in given.items():
+        if isinstance(value, (torch.device, torch.Generator)):
+            continue
+        number = type(value) in (int, float, complex) and (free or name in _POSITIONS)
+        number |= type(value) in (float, complex) and name not in _NORMS_OF
+        texts.append(f"{name}={'a number' if number else text_of(value, specs, seen, devices=False)}")
+    return ", ".join(texts)

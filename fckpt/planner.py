@@ -3,39 +3,51 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fckpt import solve
+from fckpt._capture.function import GraphFunction
 from fckpt.arguments import Arguments, outlived
-from fckpt.closure import Slot, tensors_in
-from fckpt.conditions import Observation, unseen
+from fckpt.closure import Unguarded
+from fckpt.conditions import Observation, unseen, unwrapped
 from fckpt.cost import Measured, price
 from fckpt.cost.calls import CostSource
+from fckpt.cost.price import WARNINGS
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, PlanError, TraceError
 from fckpt.graph import Graph
-from fckpt.operations import Layout, Trace
-from fckpt.plans import Budget, Plan, fingerprint, make_plan
+from fckpt.identity import difference, fingerprint
+from fckpt.ledger import Ledger
+from fckpt.operations import Backward, Batch, Layout, Trace
+from fckpt.places import Slot, placed, replaced, tensors_in
+from fckpt.plans import Budget, Plan, make_plan
 from fckpt.policies import PolicyLike, apply_policy, as_policy
+from fckpt.record import WAY_OUT
 from fckpt.rng import RandomState
 from fckpt.run import Program
+from fckpt.sources import Names, named
 from fckpt.spmd.agreement import agreed, mesh_of
+from fckpt.spmd.mesh import mesh_in_use
 from fckpt.trace import check_dense, trace
 
-__all__ = ["Planner", "Reached"]
+__all__ = ["Planner", "Programs", "Reached", "graph_tracer", "traced_without_running"]
 
 
 TRACING = threading.RLock()
 """Held while a function is traced, because fake tensors lie in its closure then and a stand-in for torch's generator in
 its place; while a closure is looked at; and while operations are measured."""
 
+_MOST_CAPTURES = 32  # of one function
 _MOST = 128  # programs of one function: a number that changes at every call makes a new one each time
 
 
@@ -73,6 +85,39 @@ class Reached:
         """The states of the generators that are in reach, before the call."""
 
 
+class Programs:
+    """The programs for calls alike: one for each set of outputs whose backward pass is taken."""
+
+    def __init__(self, make: Callable[[Backward], Program]):
+        self._make = make
+        self._last: Program | None = None
+        self._made: dict[Backward, Program] = {}
+        self.certain = False
+        """Whether a backward pass has been seen."""
+
+    def seen(self) -> None:
+        """Notes that a backward pass has come."""
+        self.certain = True
+
+    def likely(self) -> Program:
+        """The program for the backward pass that was seen last; before any, for one that is likely."""
+        if self._last is None:
+            with TRACING:
+                if self._last is None:
+                    made = self._make(Backward())
+                    self._made[made.backward] = self._last = made
+        return self._last
+
+    def differentiating(self, backward: Backward) -> Program:
+        """The program for a backward pass, which is the likely one from now on."""
+        if backward not in self._made:
+            with TRACING:
+                if backward not in self._made:
+                    self._made[backward] = self._make(backward)
+        self._last = self._made[backward]
+        return self._last
+
+
 class Planner:
     """Plans the calls of one function and keeps what it planned."""
 
@@ -96,9 +141,118 @@ class Planner:
         self.given = plan
         self.solver = solver
         self.costs = costs
-        self.programs: dict[Any, Program] = {}
+        self.ledger = Ledger()
+        self.ledger.promised = budget if plan is None else plan.budget_bytes
+        self.programs: dict[Any, Programs] = {}
+        """Of functions that Dynamo refuses, by all that the walk of their closures finds."""
+        self.captures: list[tuple[Any, dict[Any, Programs]]] = []
+        """What was captured, with the programs made of it."""
+        self.refusals: dict[bool, str] = {}
+        """Why captures failed; below levels of torch.func, and elsewhere."""
+        self.plans: dict[Any, Plan] = {}
+        """By what a solver is given, times apart."""
 
-    def program(
+    # -- captures
+
+    def captured(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[Any, Programs]] | None:
+        """Returns a capture that is valid for a call and its programs, made now if there was none; None if Dynamo
+        cannot capture the function.
+        """
+        if mesh_in_use() is not None:  # a program of one rank among many: its Python code is traced
+            return None
+        below = torch._C._are_functorch_transforms_active()
+        found = self._known(fn, args, kwargs, below)
+        if found is not None or below in self.refusals:
+            return found
+        with TRACING:
+            found = self._known(fn, args, kwargs, below)
+            return found or self._captured_now(fn, args, kwargs, below)
+
+    def _known(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], below: bool
+    ) -> tuple[Any, dict[Any, Programs]] | None:
+        for entry in self.captures:
+            if entry[0].below == below and entry[0].holds(fn, args, kwargs):
+                return entry
+        return None
+
+    def _captured_now(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], below: bool
+    ) -> tuple[Any, dict[Any, Programs]] | None:
+        from fckpt._capture.captured import CaptureError, Entry, capture  # imports Dynamo, which takes a second
+
+        if self._entry is None:
+            self._entry = Entry()
+        why = next((c.why(fn, args, kwargs) for c, _ in self.captures if c.below == below), "")
+        with self.ledger.timed("capture"):
+            try:
+                with below_levels(fn, args, kwargs) if below else contextlib.nullcontext((args, kwargs)) as (a, k):
+                    made = capture(self._entry, fn, a, k, below=below)
+            except CaptureError as error:
+                self.refusals[below] = str(error)
+                return None
+        self.ledger.count("captures")
+        self.ledger.captured_again(why)
+        programs = next((known for other, known in self.captures if other.same_graph(made)), {})
+        # Newest first, but a capture for one number before those for any: they share no programs.
+        found = (made, programs)
+        self.captures = sorted([found, *self.captures[: _MOST_CAPTURES - 1]], key=lambda entry: entry[0].is_general)
+        return found
+
+    _entry: Any = None
+
+    # -- programs
+
+    def programs_of(
+        self,
+        known: dict[Any, Programs],
+        key: Any,
+        tracer: Callable[[], Callable[[Backward], Trace]],
+        count: int,
+        batches: tuple[int, ...] = (),
+    ) -> Programs:
+        """Returns the programs for calls with a key.
+
+        Args:
+            known: the programs made before.
+            key: all that a trace depends on.
+            tracer: returns what traces such calls, for a backward pass of some outputs.
+            count: how many of its operands are arguments.
+            batches: the sizes of the `vmap`s around it.
+
+        Raises:
+            TraceError: it cannot be traced.
+            BudgetError: nothing fits the budget.
+            PlanError: the plan that was given is another function's.
+        """
+        programs = known.get(key)
+        if programs is None:
+            with TRACING:
+                programs = known.get(key)
+                if programs is None:
+                    while len(known) >= _MOST:
+                        del known[next(iter(known))]
+                    programs = Programs(functools.partial(self._make, tracer(), count, batches))
+                    known[key] = programs
+        return programs
+
+    def _make(
+        self,
+        call: Callable[[Backward], Trace],
+        count: int,
+        batches: tuple[int, ...],
+        backward: Backward,
+    ) -> Program:
+        with TRACING:
+            with self.ledger.timed("trace"):
+                traced = call(backward)
+            plan = self.plan(traced, batches)
+            self.ledger.count("programs")
+            return Program(traced, plan.schedule, plan.graph, count)
+
+    def traced_programs(
         self,
         fn: Callable[..., Any],
         arguments: Arguments,
@@ -106,36 +260,50 @@ class Planner:
         reached: Reached,
         layouts: Sequence[Layout],
         batches: tuple[int, ...] = (),
-    ) -> Program:
-        """Returns the program for a call, made now if there was none like it.
-
-        Raises:
-            TraceError: `fn` cannot be traced.
-            BudgetError: nothing fits the budget.
-            PlanError: the plan that was given is another function's.
-        """
+    ) -> Programs:
+        """Returns the programs for a call that Dynamo cannot capture: the function's Python code is traced."""
+        unguarded = next((fact for fact in observation.facts if isinstance(fact, Unguarded)), None)
+        if unguarded is not None:
+            raise TraceError(
+                f"the function reaches {unguarded.what}, and a plan cannot tell whether it has changed. Pass what the "
+                f"function needs of it as an argument, or as a tensor. {WAY_OUT}"
+            )
         call = (arguments.signature(), tuple(layouts), reached.order, observation.ambient)
         key = (*call, observation.settings())
-        program = self.programs.get(key)
-        if program is None:
-            with TRACING:
-                program = self.programs.get(key)
-                if program is None:
-                    self._make_room()
-                    traced = traced_call(fn, arguments, reached, layouts)
-                    plan = self.plan(traced, batches)
-                    program = Program(traced, plan.schedule, plan.graph, len(arguments.tensors))
-                    # A counter that the function moves has moved, and will not move again.
-                    after = Observation([fn], arguments.statics, arguments.tensors, {}, facts=True)
-                    for known in (key, (*call, after.settings())):
-                        self.programs[known] = program
-        return program
+        for other in [key for key in self.programs if outlived(key[0])]:
+            del self.programs[other]
 
-    def _make_room(self) -> None:
-        for key in [key for key in self.programs if outlived(key[0])]:
-            del self.programs[key]
-        while len(self.programs) >= _MOST:
-            del self.programs[next(iter(self.programs))]
+        count = len(arguments.tensors)
+
+        def traced(backward: Backward) -> Trace:
+            if len(arguments.tensors) != count:  # the call is over: its Python code may read something else by now
+                raise TraceError(
+                    "a backward pass came of other outputs than the plan was made for, and the function's Python code "
+                    "cannot be traced again, as its call is over. Return the loss alone from the planned function: "
+                    f"remat(lambda *args: fn(*args).loss, budget=...). {WAY_OUT}"
+                )
+            return traced_call(fn, arguments, reached, layouts, backward)
+
+        fresh = key not in self.programs
+        programs = self.programs_of(self.programs, key, lambda: traced, len(arguments.tensors), batches)
+        if fresh:
+            programs.likely()
+            # A counter that the function moves has moved, and will not move again.
+            after = Observation([fn], arguments.statics, arguments.tensors, {}, facts=True)
+            self.programs[(*call, after.settings())] = programs
+        return programs
+
+    def refuse(self, captured: Any, why: str) -> None:
+        """Notes that what was captured cannot be traced."""
+        self.captures = [entry for entry in self.captures if entry[0] is not captured]
+        self.refusals[captured.below] = why
+
+    def refused(self) -> str:
+        """Says why the function was not captured, as the end of a message; empty if it was."""
+        reasons = list(self.refusals.values())
+        return f" (Nor could it be captured: {reasons[-1]}.)" if reasons else ""
+
+    # -- plans
 
     def plan(self, traced: Trace, batches: tuple[int, ...] = ()) -> Plan:
         """Prices and solves a trace, which `vmap`s of these sizes batched."""
@@ -144,9 +312,17 @@ class Planner:
         version = str(torch.__version__)
         mesh = mesh_of(traced, self.budget is not None)
         if mesh is None:
-            return make_plan(self.priced(traced, batches), self.budget, self.solver, version)
+            graph = self.priced(traced, batches)
+            key = (fingerprint(graph), *((v.decision, v.held_to) for v in graph.values))
+            key += tuple((n.overwrites, n.accumulates) for n in graph.nodes)
+            if key not in self.plans:
+                with self.ledger.timed("solve"):
+                    self.plans[key] = make_plan(graph, self.budget, self.solver, version)
+                self.ledger.count("plans")
+            return self.plans[key]
         make = lambda least: make_plan(self.priced(traced, batches), least, self.solver, version)
-        with _released(TRACING):  # other ranks may be threads
+        with _released(TRACING), self.ledger.timed("solve"):  # other ranks may be threads
+            self.ledger.count("plans")
             return agreed(traced, mesh, self.budget, make)
 
     def priced(self, traced: Trace, batches: tuple[int, ...] = ()) -> Graph:
@@ -154,7 +330,7 @@ class Planner:
         graph = traced.graph
         if self.budget is not None:
             with TRACING, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # operations that had to be estimated
+                warnings.filterwarnings("ignore", message=WARNINGS)  # operations that had to be estimated
                 graph = price(traced, self.costs or Measured(), progress=sys.stderr.isatty())
         budgeted = self.budget is not None
         for nodes, policy in traced.regions:
@@ -166,12 +342,8 @@ class Planner:
 
     @staticmethod
     def _fitting(plan: Plan, traced: Trace) -> Plan:
-        nodes = zip(plan.graph.nodes, traced.graph.nodes, strict=False)
-        if plan.fingerprint != fingerprint(traced.graph) or any(
-            {*a.overwrites}.difference(b.overwrites) for a, b in nodes
-        ):
-            counts = len(plan.graph.nodes), len(traced.graph.nodes)
-            how = "it has {} operations, this call has {}".format(*counts) if counts[0] != counts[1] else "sizes differ"
+        how = difference(plan.graph, traced.graph)
+        if how is not None:
             raise PlanError(
                 f"the plan was made for another computation: {how} (plan: torch {plan.torch_version}, here: torch "
                 f"{torch.__version__}). Make one for these arguments with fckpt.plan, or give a budget instead."
@@ -190,15 +362,75 @@ def _released(lock: Any) -> Iterator[None]:
             lock._acquire_restore(state)
 
 
-def traced_call(fn: Callable[..., Any], arguments: Arguments, reached: Reached, layouts: Sequence[Layout]) -> Trace:
-    """Traces a call, below the levels of torch.func that are in force."""
-    for tensor in (*arguments.tensors, *reached.tensors):
-        check_dense(tensor)
+def traced_call(
+    fn: Callable[..., Any],
+    arguments: Arguments,
+    reached: Reached,
+    layouts: Sequence[Layout],
+    backward: Backward,
+) -> Trace:
+    """Traces a call, below the levels of torch.func that are in force, and a backward pass."""
+    _check_traceable((*arguments.tensors, *reached.tensors))
+    names = Names(fn, arguments.statics)
     origins = [arguments.path(i) for i in range(len(arguments.tensors))]
-    origins += [_origin(reached.slots, t) for t in reached.tensors]
-    traced = trace(fn, arguments, reached.tensors, reached.slots, layouts, origins, reached.state)
+    origins += [names.tensors.get(id(t)) or _origin(reached.slots, t) for t in reached.tensors]
+    with named(names):
+        traced = trace(fn, arguments, reached.tensors, reached.slots, layouts, origins, reached.state, backward)
     _check_random(reached.random)
+    _check_generators(traced, reached.random)
     return traced
+
+
+def traced_without_running(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[int] | None = None
+) -> tuple[Trace, Sequence[torch.Tensor]]:
+    """Returns the trace of a call that is not made, for a backward pass of some outputs, and the call's tensors."""
+    planner = Planner()
+    backward = Backward(None if outputs is None else tuple(outputs))
+    found = planner.captured(fn, args, kwargs)
+    if found is not None and found[0].graph is not None:
+        function = found[0].bound(fn, args, kwargs)
+        tensors = [*function.arguments, *function.held.values()]
+        with TRACING, contextlib.suppress(TraceError):  # see `_PlannedRegion`
+            trace = graph_tracer(function, [i.name for i in found[0].inputs], layouts_below(tensors))
+            return trace(backward), tensors
+    arguments = Arguments(args, kwargs)
+    with TRACING:
+        observation = Observation([fn], arguments.statics, arguments.tensors, {})
+        reached = Reached(observation, arguments.tensors)
+        tensors = [*arguments.tensors, *reached.tensors]
+        return traced_call(fn, arguments, reached, layouts_below(tensors), backward), tensors
+
+
+def graph_tracer(
+    function: GraphFunction, names: Sequence[str], layouts: Sequence[Layout], batch: Batch | None = None
+) -> Callable[[Backward], Trace]:
+    """Returns what traces calls of a captured graph, for a backward pass of some outputs; it keeps no tensor alive.
+
+    Args:
+        function: the graph with the inputs of a call.
+        names: of the inputs.
+        layouts: of the operands: arguments, then the others.
+        batch: the `vmap` outside of the transform that differentiates, if there is one.
+    """
+    tensors = [*function.arguments, *function.held.values()]
+    _check_traceable(tensors)
+    given = tuple(map(weakref.ref, tensors))
+    blueprint = function.blueprint()
+    arguments, closure = Arguments(tuple(blueprint.arguments), {}), list(blueprint.held.values())
+    origins = [names[i] if i < len(names) else "a constant" for i in (*function.passed, *function.held)]
+
+    def traced(backward: Backward) -> Trace:
+        made = trace(blueprint, arguments, closure, blueprint.slots, layouts, origins, (), backward, batch)
+        return dataclasses.replace(made, given=given)
+
+    return traced
+
+
+def _check_traceable(tensors: Iterable[torch.Tensor]) -> None:
+    """Raises `TraceError` for tensors that no plan can deal with."""
+    for tensor in tensors:
+        check_dense(tensor)
 
 
 def _check_random(random: RandomState) -> None:
@@ -212,6 +444,18 @@ def _check_random(random: RandomState) -> None:
             "repeat what came out when it was traced. Do it before the call and pass the result, or draw with "
             "torch.rand and its like. fckpt.remat without policy and budget takes any function; nothing is traced then."
         )
+
+
+def _check_generators(traced: Trace, random: RandomState) -> None:
+    """Raises `TraceError` if the traced function drew from a generator that it made."""
+    known = {getattr(getattr(state[0], "generator", None), "_cdata", None) for state in random.states}
+    for call in traced.calls:
+        used = [g for g in (*call.args, *call.kwargs.values()) if isinstance(g, torch.Generator)]
+        if any(g._cdata not in known for g in used):
+            raise TraceError(
+                "the function draws from a torch.Generator that it makes: a plan would go on drawing from the one of "
+                f"its trace. Make the generator outside, and pass it or close over it. {WAY_OUT}"
+            )
 
 
 def _origin(slots: list[Slot], tensor: torch.Tensor) -> str:
@@ -246,3 +490,31 @@ def _layout_below(tensor: torch.Tensor) -> Layout:
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout is torch.strided else ()
+
+
+@contextlib.contextmanager
+def below_levels(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Yields arguments without the wrappers of torch.func, which also leave the function's closure for the body.
+
+    In the place of each wrapper stands a view of the tensor at the bottom, with the shape that the function sees. It
+    has data, but not the right data: a capture looks at none.
+    """
+    arguments = Arguments(args, kwargs)
+    observation = Observation([fn], arguments.statics, arguments.tensors, {})
+    reached = Reached(observation, arguments.tensors)
+    tensors = [*arguments.tensors, *reached.tensors]
+    with temporarily_clear_interpreter_stack(), unseen():
+        new = {id(t): _without_levels(t) for t in tensors if is_functorch_wrapped_tensor(t)}
+    placing = [(holder, key, replaced(value, new)) for holder, key, value in reached.slots]
+    moved = [slot for slot, (_, _, value) in zip(placing, reached.slots, strict=True) if slot[2] is not value]
+    with placed(moved):
+        yield arguments.rebuild([new.get(id(t), t) for t in arguments.tensors])
+
+
+def _without_levels(tensor: torch.Tensor) -> torch.Tensor:
+    layout = _layout_below(tensor)
+    bottom = unwrapped(tensor).detach()
+    bare = bottom.as_strided(layout.shape, layout.stride) if bottom.layout is torch.strided else bottom
+    return bare.requires_grad_(layout.requires_grad)

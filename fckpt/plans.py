@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import html
@@ -11,22 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fckpt import solve
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError, FckptError, PlanError
-from fckpt.graph import Graph
+from fckpt.graph import Graph, checked
+from fckpt.identity import fingerprint
 from fckpt.progress import Line
 from fckpt.report.summary import summary_line, summary_table
 from fckpt.report.table import Residual, residuals
 from fckpt.report.timeline import memory_svg
-from fckpt.schedule import Schedule
+from fckpt.schedule import Schedule, plain_schedule
 from fckpt.simulate import Timeline, simulate
 from fckpt.solve.bounds import Bound, least_peak
 from fckpt.solve.certificate import quick, tighter
 from fckpt.units import format_bytes, parse_bytes
 
-__all__ = ["Plan", "check_budget", "make_plan"]
+__all__ = ["Plan", "check_budget", "make_plan", "plain_plan"]
 
-FORMAT = 2
+FORMAT = 3
 PROVEN = 1e-7
 """Differences of overheads that are rounding: bounds from integer programs are proven up to about 1e-9."""
 Budget = int | float | str
@@ -54,7 +58,7 @@ class Plan:
     @functools.cached_property
     def baseline(self) -> Timeline:
         """The same for the plain function, which computes everything once."""
-        return simulate(self.graph.plain, solve.get("save_all")(self.graph, None))
+        return simulate(self.graph.eager, plain_schedule(self.graph))
 
     @property
     def peak_bytes(self) -> int:
@@ -102,7 +106,7 @@ class Plan:
     @functools.cached_property
     def residuals(self) -> list[Residual]:
         """What is held between the passes."""
-        return residuals(self.graph, self.schedule)
+        return residuals(self.graph, self.schedule, lambda name: getattr(torch, name, name))
 
     def __str__(self) -> str:
         """One line, and a table of what is kept and what is computed again."""
@@ -123,14 +127,13 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """The memory over time, before and after, as notebooks show it."""
-        plain = solve.get("save_all")(self.graph, None)
-        steps = (len(plain.forward), len(self.schedule.forward))
+        steps = (len(plain_schedule(self.graph).forward), len(self.schedule.forward))
         svg = memory_svg(self.baseline, self.timeline, self.budget_bytes, forward_steps=steps)
         return f"{svg}<pre>{html.escape(str(self))}</pre>"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as plain data."""
-        return {
+        data = {
             "format": FORMAT,
             "torch": self.torch_version,
             "solver": self.solver,
@@ -139,6 +142,7 @@ class Plan:
             "graph": self.graph.to_json(),
             "schedule": self.schedule.to_json(),
         }
+        return {**data, "checksum": checksum(data)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to a file, `step.plan.json` by custom."""
@@ -162,30 +166,43 @@ class Plan:
         try:
             data = json.loads(text)
             if data["format"] != FORMAT:
-                raise PlanError(f"{path} has the plan format {data['format']}; this fckpt reads format {FORMAT}.")
-            plan = Plan(
-                Graph.from_json(data["graph"]),
-                Schedule.from_json(data["schedule"]),
-                data["solver"],
-                data["budget_bytes"],
-                data["torch"],
-            )
-            plan.timeline  # noqa: B018  # validates the schedule
+                raise PlanError(f"{path} has the plan format {data['format']!r}; this fckpt reads format {FORMAT}.")
+            plan = _read(data)
+            needed = plan.peak_bytes  # and validates the schedule
+            if plan.budget_bytes is not None and needed > plan.budget_bytes:
+                raise PlanError(
+                    f"{path} is damaged: its plan needs {format_bytes(needed)}, and was made for a budget of "
+                    f"{format_bytes(plan.budget_bytes)}. Make it anew with fckpt.plan."
+                )
             if plan.fingerprint != data["fingerprint"]:
                 raise PlanError(f"{path} is damaged: its graph does not have the fingerprint that it was saved with.")
+            if data["checksum"] != checksum(data):
+                raise PlanError(f"{path} is damaged: it does not have the checksum that it was saved with.")
         except PlanError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, FckptError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, FckptError) as error:
             raise PlanError(f"{path} is no plan of fckpt, or it is damaged: {error}") from error
+        except RecursionError as error:
+            raise PlanError(f"{path} is no plan of fckpt: it is nested too deeply.") from error
         return plan
 
 
-def fingerprint(graph: Graph) -> str:
-    """Returns a hash of what a schedule depends on: operations, dependencies, sizes; not times."""
-    parts = [(n.op, n.inputs, n.outputs, n.backward, n.random, n.once) for n in graph.nodes]
-    sizes = [(v.nbytes, v.shape, v.dtype) for v in graph.values]
-    ends = (graph.inputs, graph.cotangents, graph.outputs, graph.gradients, graph.boundary)
-    return hashlib.sha256(repr((parts, sizes, ends)).encode()).hexdigest()
+def checksum(data: dict[str, Any]) -> str:
+    """Returns a hash of all that `Plan.to_json` writes: times and temporaries too, which a fingerprint leaves out."""
+    rest = {k: v for k, v in data.items() if k != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _read(data: dict[str, Any]) -> Plan:
+    """A plan out of plain data, its fields checked and not yet its sense."""
+    budget = data["budget_bytes"]
+    return Plan(
+        Graph.from_json(data["graph"]),
+        Schedule.from_json(data["schedule"]),
+        checked(data["solver"], "solver", str),
+        None if budget is None else checked(budget, "budget_bytes", int, positive=True),
+        checked(data["torch"], "torch", str),
+    )
 
 
 def check_budget(budget: Any) -> Budget:
@@ -210,6 +227,12 @@ def check_budget(budget: Any) -> Budget:
     return parse_bytes(budget)
 
 
+def plain_plan(graph: Graph, torch_version: str) -> Plan:
+    """Returns what the plain function does, as a plan."""
+    plan = Plan(graph.eager, plain_schedule(graph), "save_all", None, torch_version)
+    return dataclasses.replace(plan, budget_bytes=plan.peak_bytes)
+
+
 def make_plan(
     graph: Graph, budget: Budget | None, solver: str, torch_version: str, time_limit: float | None = None
 ) -> Plan:
@@ -229,7 +252,7 @@ def make_plan(
     if budget is None:
         return Plan(graph, solve.get("policy")(graph, None), "policy", None, torch_version)
     if isinstance(budget, float):
-        nbytes = int(simulate(graph.plain, solve.get("save_all")(graph, None)).peak_nbytes * budget)
+        nbytes = int(simulate(graph.eager, plain_schedule(graph)).peak_nbytes * budget)
     else:
         nbytes = parse_bytes(budget)
     if time_limit is not None and not 0 < time_limit < float("inf"):

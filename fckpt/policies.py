@@ -46,12 +46,12 @@ from typing import Any
 
 from fckpt.decisions import Answer as Answer
 from fckpt.decisions import Decision as Decision
+from fckpt.decisions import Frozen, nested_decision
 from fckpt.decisions import Policy as Policy
 from fckpt.decisions import PolicyLike as PolicyLike
 from fckpt.decisions import PolicyNode as PolicyNode
 from fckpt.decisions import as_policy as as_policy
 from fckpt.decisions import combine_nested as combine_nested
-from fckpt.decisions import nested_decision
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, PolicyWarning, users_stacklevel
 from fckpt.graph import Graph
 from fckpt.naming import check_name
@@ -143,7 +143,7 @@ def register_dot(op: Any, *, batch_dims: bool = False) -> None:
 
 
 @dataclass(frozen=True, repr=False)
-class _Constant(Policy):
+class _Constant(Frozen):
     """A policy without parameters, which is its name."""
 
     rule: Callable[[PolicyNode], bool]
@@ -213,7 +213,7 @@ checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class _Names(Policy):
+class _Names(Frozen):
     """A policy that looks at names."""
 
     names: tuple[str, ...]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, unwrap_if_dead
@@ -17,19 +17,58 @@ from torch._functorch.vmap import restore_vmap
 
 from fckpt import tree
 from fckpt.arguments import Arguments
-from fckpt.closure import Slot, placed, replaced, tensors_in
 from fckpt.conditions import BufferHabits, Conditions, Observation, may_be_statistics, unseen, unwrapped, version
 from fckpt.errors import ImpureFunctionError, MutationError, OpaqueOutputError
 from fckpt.kept import Kept
 from fckpt.lift import Recorder, Watch
+from fckpt.places import Slot, replaced, tensors_in
 from fckpt.segment import HooksUnavailable
 
-__all__ = ["Batched", "Dual", "Flat", "Planned", "Primitive", "Pullback", "UserCall", "numbered"]
+__all__ = ["Batched", "Dual", "Flat", "Planned", "Primitive", "Pullback", "Rebuilt", "UserCall", "View", "numbered"]
 
 Flat = list[Any]  # tensors, or None where there is none
 Ends = tuple[tree.TreeSpec, Sequence[Any], list[tuple[torch.Size, torch.dtype]]]
 """What a function returns: its structure, its leaves as in `UserCall.leaves`, its tensors' shapes and dtypes."""
 _autograd = torch._C._autograd
+
+
+class View(NamedTuple):
+    """An operation that makes views, and one of them."""
+
+    number: int
+    """Tells calls apart: views of one call are made together."""
+    op: Any
+    args: tuple[Any, ...]
+    """Without the tensor that it views."""
+    kwargs: dict[str, Any]
+    result: int
+    """Which of its results."""
+
+
+class Rebuilt(NamedTuple):
+    """An output that shares memory with an argument or another output: made from that one again, as a view of it."""
+
+    source: tuple[str, int]
+    """('out', i) or ('in', i)."""
+    tracked: bool
+    """Whether it is differentiated through; else it is detached."""
+    steps: tuple[View, ...]
+    """One after the other."""
+
+    def of(self, tensor: torch.Tensor, made: dict[Any, Any]) -> torch.Tensor:
+        """Makes the view; `made` keeps what views of the same call share."""
+        with nullcontext() if self.tracked else torch.no_grad():
+            if not self.tracked or not self.steps:
+                tensor = tensor.view_as(tensor) if self.tracked else tensor.detach()
+            path: tuple[Any, ...] = (self.source, self.tracked)
+            for number, op, args, kwargs, index in self.steps:
+                path = (*path, number)
+                if path not in made:
+                    made[path] = op(tensor, *args, **kwargs)
+                found = made[path]
+                tensor = found if isinstance(found, torch.Tensor) else found[index]
+                path = (*path, index)
+            return tensor
 
 
 class Primitive(Protocol):
@@ -61,6 +100,8 @@ class UserCall:
         self.count = len(self.inputs)
         self.habits = habits
         self.kept = Kept()
+        self.views: dict[int, torch.Tensor] = {}
+        """Outputs that were made already, by the id of what says how."""
         self.lifted: list[torch.Tensor] = []
         """The closed-over tensors that the function uses."""
         self.slots: list[Slot] = []
@@ -80,7 +121,7 @@ class UserCall:
     def first(self, discard: bool) -> Flat:
         """The forward run, in the present levels: returns the outputs, still tracked."""
         observation = Observation(self.fn, self.arguments.statics, self.inputs, self.habits)
-        args, kwargs = self.arguments.rebuild(self.inputs)
+        args, kwargs = self.arguments.given
         recorder = Recorder(self.inputs, observation.reachable())
         try:
             with _discard_saved() if discard else nullcontext(), recorder, self.kept.recorded():
@@ -156,14 +197,14 @@ class UserCall:
                 f"backward (version {then} -> {now}). Run backward before changing it, or change a copy."
             )
         inputs = [x.clone() if may_be_statistics(x) else x for x in operands[: self.count]]
-        args, kwargs = self.arguments.rebuild(inputs)
         # Where it closes over tensors it finds the operands, too.
         present = [*inputs, *operands[self.count :]]
         new = {key: present[number] for key, number in self.numbers.items()}
         closed = [(holder, key, replaced(value, new)) for holder, key, value in self.slots]
         watch = Watch(self.stale, [*operands, *present])
-        with self.conditions.restored(lambda: True), placed(closed), watch, self.kept.repeated():
-            result = self.fn[0](*args, **kwargs)
+        with self.conditions.restored(lambda: True, closed) as again, watch, self.kept.repeated():
+            args, kwargs = self.arguments.rebuild(inputs, again.statics)
+            result = again.fn(*args, **kwargs)
         leaves, spec = tree.flatten(result)
         if spec != self.spec:
             raise ImpureFunctionError(
@@ -171,7 +212,7 @@ class UserCall:
                 "pure. Its result must depend on its arguments alone."
             )
         known = {id(x): ("in", i) for i, x in enumerate(inputs)}
-        outputs = numbered(leaves, known)
+        outputs = self._whole(leaves, numbered(leaves, known))
         for i, x in enumerate(outputs):
             if i >= len(self.shapes) or (x.shape, x.dtype) != self.shapes[i]:
                 then = f"{self.shapes[i][1]}{list(self.shapes[i][0])}" if i < len(self.shapes) else "nothing"
@@ -181,11 +222,45 @@ class UserCall:
                 )
         return outputs
 
+    def view_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Makes the outputs that are views of inputs.
+
+        Before the function runs, so that autograd adds up their gradients after those of what it computes: the order of
+        a function that returns, beside a result, views of what it was given.
+        """
+        made: dict[Any, Any] = {}
+        for x in self.leaves:
+            if isinstance(x, Rebuilt) and x.source[0] == "in" and id(x) not in self.views:
+                self.views[id(x)] = x.of(inputs[x.source[1]], made)
+
     def assemble(self, outputs: Flat, inputs: Sequence[torch.Tensor]) -> Any:
         """Puts tensors back in the places of their numbers."""
         sources = {"out": outputs, "in": inputs}
-        leaves = [sources[x[0]][x[1]] if _is_number(x) else x for x in self.leaves]
+        made: dict[Any, Any] = {}
+        views, self.views = self.views, {}
+        leaves: list[Any] = []
+        for x in self.leaves:
+            if isinstance(x, Rebuilt):
+                if id(x) not in views:
+                    views[id(x)] = x.of(sources[x.source[0]][x.source[1]], made)
+                leaves.append(views[id(x)])
+            else:
+                leaves.append(sources[x[0]][x[1]] if _is_number(x) else x)
         return tree.unflatten(self.spec, leaves)
+
+    def _whole(self, leaves: Sequence[Any], outputs: Flat) -> Flat:
+        """The tensors that a plan has for outputs: where some are views, what they are views of."""
+        if not any(isinstance(x, Rebuilt) for x in self.leaves):
+            return outputs
+        found: dict[int, Any] = {}
+        for planned, leaf in zip(self.leaves, leaves, strict=True):
+            if isinstance(planned, Rebuilt):
+                if planned.source[0] == "out" and planned.tracked:
+                    view = outputs[leaf[1]]
+                    found.setdefault(planned.source[1], view if view._base is None else view._base)
+            elif _is_number(planned) and planned[0] == "out":
+                found[planned[1]] = outputs[leaf[1]]
+        return [found[i] for i in range(len(self.shapes))]
 
 
 def numbered(leaves: list[Any], known: dict[int, tuple[str, int]]) -> Flat:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch._C._functorch import (
+    _add_batch_dim,
+    _unwrap_batched,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+    peek_interpreter_stack,
+)
+from torch._functorch.pyfunctorch import coerce_cinterpreter
 
 from fckpt import ambient
 from fckpt.errors import MutationError
 from fckpt.graph import Graph
 from fckpt.lower import Lowered, lower
-from fckpt.operations import Trace, written_by
-from fckpt.schedule import Schedule
+from fckpt.operations import Backward, Trace, indices_of, statistics_of
+from fckpt.schedule import Compute, Schedule, Step
 
-__all__ = ["Execution", "Program"]
+__all__ = ["NOT_AGAIN", "Execution", "Program"]
 
 
 class Program:
@@ -44,23 +51,33 @@ class Program:
         read = {trace.tensors[t].value for t in trace.operands}
         used = read.intersection(v for node in trace.graph.nodes for v in node.inputs)
         used.update(trace.tensors[t].value for t in trace.outputs)
-        self.uses = {i for i, t in enumerate(trace.operands) if i < count or trace.tensors[t].value in used}
+        written = {operand for _, operand in trace.versions}
+        self.uses = {i for i, t in enumerate(trace.operands) if i < count or trace.tensors[t].value in used} | written
         """The operands that matter: all arguments, and the closed-over tensors that the function uses."""
         self.draws = any(node.random for node in trace.graph.nodes)
         """Whether it draws random numbers."""
-        self.differentiable = tuple(i for i, flag in enumerate(trace.flags) if flag)
+        self.backward = trace.backward
+        """The backward pass that was planned."""
         self.strict = any(op in str(call.op) for call in trace.calls for op in ("as_strided", "_reshape_alias"))
         """Whether an operation relies on the strides that tensors had when traced."""
         shapes = [(torch.Size(trace.tensors[t].shape), trace.tensors[t].dtype) for t in trace.outputs]
         self.ends = (trace.spec, trace.leaves, shapes)
         """What the function returns: structure, leaves, and its tensors' shapes and dtypes."""
-        writes = {t for call in trace.calls for t in written_by(call)}
-        written = {i for i, t in enumerate(trace.operands) if t in writes}
         closed_over = [i for i in range(count, len(trace.operands)) if i in self.uses]
         self.lifts = [i for i in closed_over if i not in written]
         """The closed-over tensors that are used and not written: operands of the call."""
         self.statistics = [i for i in closed_over if i in written]
         """Those that the forward pass writes."""
+        self.remembered = [
+            i for i in self.statistics if trace.tensors[trace.operands[i]].value in _behind_results(trace)
+        ]
+        """Those of them whose values before the call results or gradients depend on: not so the count of BatchNorm."""
+        late = {t for node in _computed(schedule.backward) for t in graph.nodes[node].inputs}
+        versions = {trace.operands[i]: i for i in self.statistics} | {t: i for t, i in trace.versions if i in written}
+        self.reread = {i for t, i in versions.items() if trace.tensors[t].value in late}
+        """Those that the forward pass writes and the backward pass reads."""
+        self.writes_late = any(graph.nodes[call.node].backward for call in trace.calls if call.node and call.replaced)
+        """Whether the backward pass works in place, which batches of cotangents cannot."""
         self.complex = [i for i, t in enumerate(trace.operands) if trace.tensors[t].dtype.is_complex]
 
     @functools.cached_property
@@ -73,20 +90,86 @@ class Program:
         return [closure[i - self.count] for i in self.lifts]
 
 
+_NOW: Any = object()
+
+
+def _behind_results(trace: Trace) -> set[int]:
+    """The values that outputs and gradients are computed from, running statistics that are only written apart."""
+    calls = {call.node: call for call in trace.calls if call.node is not None}
+    producers = {v: node for node in trace.graph.nodes for v in node.outputs}
+    ends = [*trace.outputs, *(t for t in trace.gradients if t is not None)]
+    todo = [trace.tensors[t].value for t in ends]
+    seen = set(todo)
+    while todo:
+        node = producers.get(todo.pop())
+        if node is None:
+            continue
+        call = calls[node.id]
+        statistics = {t for i in statistics_of(call.op, call.args) for t in indices_of(call.args[i])}
+        statistics |= {old for old, new in call.replaced if new in statistics}
+        written = {trace.tensors[t].value for t in statistics}
+        new = set(node.inputs) - written - seen
+        seen |= new
+        todo += new
+    return seen
+
+
+NOT_AGAIN = (
+    "the forward pass of a planned function would have to run again (for a second backward pass, a second derivative, "
+    "or a backward pass of other outputs than before), but it changed a buffer that its results depend on, and plans "
+    "keep no copies of buffers. Run forward again as well, or return the new value of the buffer instead."
+)
+
+
+def _computed(steps: Sequence[Step]) -> set[int]:
+    return {step.node for step in steps if isinstance(step, Compute)}
+
+
 class Execution:
     """One call of a `Program`."""
 
-    def __init__(self, program: Program, closure: Sequence[torch.Tensor]):
-        """Prepares a call of `program`; `closure` are the closed-over tensors, in the order of the trace."""
+    def __init__(
+        self,
+        program: Program,
+        closure: Sequence[torch.Tensor],
+        replan: Callable[[Backward], Program],
+        gives_up: Callable[[str], None],
+        certain: bool,
+        seen: Callable[[], None],
+        level: int = 0,
+    ):
+        """Prepares a call.
+
+        Args:
+            program: what runs, unless backward turns out to be of other outputs than it was planned for.
+            closure: the closed-over tensors, in the order of the trace.
+            replan: returns the program for a backward pass.
+            gives_up: told why a backward pass cannot be that of a plan.
+            seen: told when a backward pass has run.
+            level: of the `vmap` under which the program was traced, if it was.
+            certain: whether a backward pass like the planned one has been seen. Until then the forward pass may have
+                to run again, for which buffers that it changes are copied first.
+        """
         self.program = program
-        self.statistics = [(i, closure[i - program.count]) for i in program.statistics]
+        self.level = level
+        self.lifts = program.lifts
+        self.replan = replan
+        self.gives_up = gives_up
+        self.seen = seen
+        self.statistics = [(i, self._batch(closure[i - program.count])[0]) for i in program.statistics]
         """The operands of the trace that are none of the call."""
+        known = dict(self.statistics)
+        self.before = {i: None if certain else known[i].detach().clone() for i in program.remembered}
+        """What they held before the call, where that matters and is known."""
         self.residuals: list[Any] | None = None
         self.shared: list[tuple[torch.Tensor, int]] = []
         """Outputs that are residuals too, and their versions: the caller may change them."""
-        self.versions: list[int] = []
+        self.written: list[tuple[torch.Tensor, int]] = []
+        """Closed-over tensors that the forward pass wrote and the backward pass reads, and their versions."""
         self.has_run = False
         self.lock = threading.Lock()
+        self.restored: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        """Puts the conditions of the forward pass back, for running it again."""
 
     def forward(self, operands: Sequence[torch.Tensor]) -> list[Any] | None:
         """Runs the forward pass, the first time; None after that."""
@@ -94,35 +177,122 @@ class Execution:
             if self.has_run:
                 return None
             self.has_run = True
-        with _below_autograd():
-            outputs, self.residuals = self.program.lowered.forward(self._given(operands))
+        with self._below_level(), _below_autograd():
+            operands = [t for t, _ in map(self._batch, operands)]
+            outputs, self.residuals = self.program.lowered.forward(self._given(self.program, operands, self.statistics))
             kept = {t.untyped_storage()._cdata for t in self.residuals if isinstance(t, torch.Tensor)}
             self.shared = [(t, t._version) for t in outputs if t.untyped_storage()._cdata in kept]
-        return outputs
+        self.written = [(t, t._version) for i, t in self.statistics if i in self.program.reread]
+        return self._batched(outputs, self.program.trace.out_dims)
+
+    # -- under a vmap
+
+    def _below_level(self) -> contextlib.AbstractContextManager[Any]:
+        """Leaves the level of the `vmap`, if there is one."""
+        if not self.level:
+            return contextlib.nullcontext()
+        top = peek_interpreter_stack()
+        assert top is not None
+        return coerce_cinterpreter(top).lower()
+
+    def _batch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        return _unwrap_batched(tensor, self.level) if self.level else (tensor, None)
+
+    def _batched(self, tensors: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+        if not self.level:
+            return list(tensors)
+        pairs = zip(tensors, dims, strict=True)
+        return [t if t is None or dim is None else _add_batch_dim(t, dim, self.level) for t, dim in pairs]
+
+    def _cotangents(self, given: Sequence[int], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The cotangents with their batches where the trace has them; None if one is batched whose output is not."""
+        found = []
+        for i, ct in zip(given, cotangents, strict=True):
+            value, dim = self._batch(ct)
+            wanted = self.program.trace.out_dims[i]
+            if wanted is None and dim is not None:
+                return None
+            if wanted is not None and dim is None:
+                spec = self.program.trace.tensors[self.program.trace.outputs[i]]
+                value, dim = value.unsqueeze(wanted).expand(spec.shape), wanted
+            moved = dim is not None and wanted is not None and dim != wanted
+            found.append(value.movedim(dim or 0, wanted or 0) if moved else value)
+        return found
 
     def backward(
         self, operands: Sequence[torch.Tensor], given: Sequence[int], cotangents: Sequence[torch.Tensor]
     ) -> list[Any] | None:
-        """Runs the backward pass, the first time and if it is the one that was planned; else None."""
-        program = self.program
-        tensors = (*operands, *cotangents)
-        if tuple(given) != program.differentiable or any(map(is_functorch_wrapped_tensor, tensors)):
+        """Runs the backward pass by a plan; None where that cannot be.
+
+        A backward pass of other outputs, or a second one, finds no residuals: what was kept is let go first, and the
+        forward pass of the right plan runs again.
+        """
+        brought = self._cotangents(given, cotangents)
+        operands = [t for t, _ in map(self._batch, operands)]
+        tensors = (*operands, *(brought or ()))
+        reason = ""
+        if brought is None or any(map(is_functorch_wrapped_tensor, tensors)):
+            reason = "batched backward"
+        elif torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            reason = "second derivative"
+        elif self.program.writes_late and any(map(is_legacy_batchedtensor, tensors)):
+            reason = "batched backward"
+        if brought is None or reason:
+            self.residuals = None
+            self.gives_up(reason)
             return None
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return None
+        with self._below_level():
+            grads = self._grads(operands, tuple(given), brought)
+        self.seen()
+        return self._batched(grads, [self.program.trace.grad_dims[i] for i in self._gradients()])
+
+    def _gradients(self) -> list[int]:
+        """The operands of the trace that are operands of the call."""
+        return [*range(self.program.count), *self.lifts]
+
+    def _grads(
+        self, operands: Sequence[torch.Tensor], given: tuple[int, ...], cotangents: list[torch.Tensor]
+    ) -> list[Any]:
         with self.lock:
             residuals, self.residuals = self.residuals, None
+        backward = Backward(given, ambient.autocast())
+        if backward != self.program.backward:
+            residuals = None
+            self.shared = []
+            with ambient.restored(self.program.ambient):
+                self.program = self.replan(backward)
+        program, statistics = self.program, self.statistics
         if residuals is None:
-            return None
+            residuals, statistics = self._again(operands)
+        else:
+            self._check_statistics()
         self._check_outputs()
-        cts = list(cotangents)
+        # Lazy conjugation and negation are views above the operations that were recorded.
+        cotangents = [ct.resolve_conj().resolve_neg() for ct in cotangents]
         if program.strict:
-            cts = [self._as_traced(ct, i) for i, ct in zip(given, cts, strict=True)]
+            cotangents = [self._as_traced(ct, i) for i, ct in zip(given, cotangents, strict=True)]
         elsewhere = program.ambient != ambient.capture()
         with ambient.restored(program.ambient) if elsewhere else contextlib.nullcontext(), _below_autograd():
-            lowered = program.functional if any(map(is_legacy_batchedtensor, cts)) else program.lowered
-            grads = lowered.backward(self._given(operands), residuals, cts)
-        return [*grads[: program.count], *(grads[i] for i in program.lifts)]
+            lowered = program.functional if any(map(is_legacy_batchedtensor, cotangents)) else program.lowered
+            grads = lowered.backward(self._given(program, operands, statistics), residuals, cotangents)
+        return [grads[i] for i in self._gradients()]
+
+    def _again(self, operands: Sequence[torch.Tensor]) -> tuple[list[Any], list[tuple[int, torch.Tensor]]]:
+        """Runs the forward pass once more, with all side effects on copies; returns what it keeps, and the copies."""
+        program = self.program
+        with self.restored(), torch.no_grad():
+            copies = [(i, self._before(i).clone()) for i in program.statistics]
+            with _below_autograd():
+                return program.lowered.forward(self._given(program, operands, copies))[1], copies
+
+    def _before(self, operand: int) -> torch.Tensor:
+        """A written closed-over tensor as it was before the call, or as it is now if nothing depends on that."""
+        known = self.before.get(operand, _NOW)
+        if known is _NOW:
+            return next(t for i, t in self.statistics if i == operand).detach()
+        if known is None:
+            raise MutationError(NOT_AGAIN)
+        return known
 
     def _check_outputs(self) -> None:
         for tensor, then in self.shared:
@@ -134,13 +304,23 @@ class Execution:
                 )
         self.shared = []
 
-    def _given(self, operands: Sequence[torch.Tensor]) -> list[Any]:
-        program = self.program
+    def _check_statistics(self) -> None:
+        for tensor, then in self.written:
+            if tensor._version != then:
+                raise MutationError(
+                    f"a buffer that a planned function writes and its backward pass reads (shape {list(tensor.shape)}, "
+                    f"{tensor.dtype}) was changed in place between forward and backward (version {then} -> "
+                    f"{tensor._version}), by another call of the function, say. Run backward before that."
+                )
+
+    def _given(
+        self, program: Program, operands: Sequence[torch.Tensor], statistics: Sequence[tuple[int, torch.Tensor]]
+    ) -> list[Any]:
         own: list[Any] = [None] * len(program.trace.operands)
         own[: program.count] = operands[: program.count]
-        for i, tensor in zip(program.lifts, operands[program.count :], strict=True):
+        for i, tensor in zip(self.lifts, operands[program.count :], strict=True):
             own[i] = tensor
-        for i, tensor in self.statistics:
+        for i, tensor in statistics:
             own[i] = tensor
         for i in program.complex:
             if own[i] is not None:  # lazy conjugation and negation are views above the operations that were recorded

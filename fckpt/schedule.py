@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fckpt.errors import ArgumentValueError
 from fckpt.graph import Graph
 
-__all__ = ["Compute", "Free", "Schedule", "schedule_of", "with_freed"]
+__all__ = ["Compute", "Free", "Schedule", "plain_schedule", "schedule_of", "with_freed"]
 
 
 class Compute(NamedTuple):
@@ -47,8 +47,25 @@ class Schedule:
         """
         try:
             return Schedule(tuple(map(_step, data["forward"])), tuple(map(_step, data["backward"])))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ArgumentValueError(f"this is no schedule of fckpt: {error!r}.") from error
+
+
+def plain_schedule(graph: Graph) -> Schedule:
+    """Returns what the plain function does: every node once, in program order, and its values held as autograd does.
+
+    It goes with `Graph.eager`.
+    """
+    kept = graph.held.union(graph.outputs, graph.gradients)
+    frees: list[list[Step]] = [[] for _ in graph.nodes]
+    for value in graph.values:
+        if value.producer is not None and value.id not in kept:
+            last = max((value.producer, *graph.consumers[value.id][-1:]))
+            frees[last if value.held_to is None else value.held_to].append(Free(value.id))
+    steps: tuple[list[Step], list[Step]] = ([], [])
+    for node in graph.nodes:
+        steps[node.id >= graph.boundary].extend([Compute(node.id), *frees[node.id]])
+    return Schedule(tuple(steps[0]), tuple(steps[1]))
 
 
 def with_freed(steps: Sequence[Step]) -> Iterator[tuple[Step, frozenset[int]]]:

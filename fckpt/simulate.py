@@ -46,8 +46,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
 
     Raises:
         ScheduleError: a step reads or frees a value that is not live, or runs a backward node in the forward pass;
-            random nodes run for the first time out of order; a node that must run once does not; an output is
-            freed or missing at the end of its pass.
+            random nodes run for the first time out of order; a node that must run once does not; a step reads a value
+            after a node has written over it; an output is freed or missing at the end of its pass.
     """
     run = _Run(graph)
     for step, freed in with_freed(schedule.forward):
@@ -78,6 +78,7 @@ class _Run:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.live = set(graph.inputs)
+        self.made = set(graph.inputs)
         self.held_nbytes = 0
         self.overwritten: set[int] = set()
         """Values that are about to be freed, and whose bytes another has taken over."""
@@ -88,6 +89,8 @@ class _Run:
         self.recomputed_seconds = 0.0
         self.recomputed_nodes = 0
         self.kept = graph.held.union(graph.outputs, graph.gradients)
+        self.gone: dict[int, int] = {}
+        """Values that a node has written over for good, and the node."""
 
     def step(self, step: Step, freed: Collection[int], *, backward: bool) -> None:
         if isinstance(step, Compute):
@@ -100,12 +103,21 @@ class _Run:
         if not 0 <= index < len(graph.nodes):
             raise ScheduleError(f"step {position} computes node {index} of {len(graph.nodes)}.")
         node = graph.nodes[index]
+        writes = node.writes if not self.counts[index] else ()
         missing = [v for v in node.inputs if v not in self.live]
+        missing += [v for v in writes if v in self.gone or v not in self.made]
+        if missing and missing[0] in self.gone:
+            raise ScheduleError(
+                f"step {position} computes node {index} ({node.op}), but node {self.gone[missing[0]]} has written over "
+                f"value {missing[0]}."
+            )
         if missing:
             raise ScheduleError(f"step {position} computes node {index} ({node.op}), but value {missing[0]} is gone.")
         if not backward and node.backward:
             raise ScheduleError(f"step {position} computes node {index} ({node.op}) before the backward pass.")
-        new = [v for v in node.outputs if v not in self.live]
+        self.live.difference_update(writes)
+        self.gone.update(dict.fromkeys(writes, index))
+        new = [v for v in node.outputs if v not in self.live and v not in self.gone]
         over = node.overwritten(freed) if new else None
         if over is not None:  # it goes now, as far as bytes are concerned
             self.held_nbytes -= graph.values[over].nbytes
@@ -114,6 +126,7 @@ class _Run:
         self.profile.append(self.held_nbytes + made + node.temporary_nbytes)
         self.held_nbytes += sum(graph.values[v].nbytes for v in new)
         self.live.update(new)
+        self.made.update(new)
         self.count(index, backward)
 
     def count(self, index: int, backward: bool) -> None:
@@ -133,6 +146,9 @@ class _Run:
         self.counts[index] += 1
 
     def free(self, value: int) -> None:
+        if value in self.gone:  # its bytes went then
+            self.profile.append(self.held_nbytes)
+            return
         if value not in self.live:
             raise ScheduleError(f"step {len(self.profile)} frees value {value}, which is not live.")
         if value in self.kept:
@@ -149,7 +165,9 @@ class _Run:
             if value not in self.live:
                 raise ScheduleError(f"the forward pass ends without the output {value}.")
         for node in self.graph.nodes:
-            if not self.counts[node.id] and (node.once or (node.random and node.id < self.graph.boundary)):
+            if not self.counts[node.id] and (
+                node.once or node.writes or (node.random and node.id < self.graph.boundary)
+            ):
                 raise ScheduleError(f"node {node.id} ({node.op}) must run in the forward pass.")
 
     def end(self) -> None:

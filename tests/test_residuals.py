@@ -64,7 +64,7 @@ def test_rows_say_where_a_residual_comes_from_and_who_needs_it() -> None:
     x = torch.randn(3, 4)
     rows = fckpt.saved_residuals(fckpt.remat(named, policy=policies.save_only_these_names("hidden")), params, x)
     (row,) = [row for row in rows if row.kind == "intermediate"]
-    assert (row.name, row.shape, row.dtype, row.nbytes) == ("hidden", (3, 5), "float32", 60)
+    assert (row.name, row.shape, row.dtype, row.nbytes) == ("hidden", (3, 5), torch.float32, 60)
     assert row.origin.startswith("tanh at test_residuals.py:")
     assert "(named)" in row.origin
     assert row.reason

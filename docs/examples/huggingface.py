@@ -1,4 +1,4 @@
-"""Hugging Face models: one loop over the layers, same gradients, less memory.
+"""Hugging Face models: one call for all layers, same gradients, less memory.
 
     python docs/examples/huggingface.py                   # BERT, GPT-2 and ViT, small, random weights
     python docs/examples/huggingface.py --model bert --layers 12 --hidden 768
@@ -12,7 +12,6 @@ import argparse
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import repair_torchvision  # noqa: F401  transformers imports torchvision, if it is there
 import torch
@@ -23,10 +22,9 @@ import fckpt
 
 @dataclass(frozen=True)
 class Task:
-    """A model, where its layers are, and a batch for it."""
+    """A model and a batch for it."""
 
     model: nn.Module
-    layers: Callable[[Any], nn.ModuleList]
     batch: dict[str, Tensor]
 
 
@@ -48,7 +46,7 @@ def bert(layers: int, hidden: int) -> Task:
         "attention_mask": mask,
         "labels": torch.randint(2, (4,)),
     }
-    return Task(BertForSequenceClassification(config), lambda model: model.bert.encoder.layer, batch)
+    return Task(BertForSequenceClassification(config), batch)
 
 
 def gpt2(layers: int, hidden: int) -> Task:
@@ -68,7 +66,7 @@ def gpt2(layers: int, hidden: int) -> Task:
     model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # taken anyway, with a warning, unless it is named
     tokens = torch.randint(1000, (4, 128))
-    return Task(model, lambda model: model.transformer.h, {"input_ids": tokens, "labels": tokens})
+    return Task(model, {"input_ids": tokens, "labels": tokens})
 
 
 def vit(layers: int, hidden: int) -> Task:
@@ -87,12 +85,7 @@ def vit(layers: int, hidden: int) -> Task:
         num_labels=10,
     )
     batch = {"pixel_values": torch.randn(4, 3, 64, 64), "labels": torch.randint(10, (4,))}
-    return Task(ViTForImageClassification(config), _vit_layers, batch)
-
-
-def _vit_layers(model: Any) -> nn.ModuleList:
-    # transformers 4 has them one level deeper.
-    return model.vit.layers if hasattr(model.vit, "layers") else model.vit.encoder.layer
+    return Task(ViTForImageClassification(config), batch)
 
 
 TASKS: dict[str, Callable[[int, int], Task]] = {"bert": bert, "gpt2": gpt2, "vit": vit}
@@ -124,9 +117,7 @@ def compare(name: str, task: Task) -> Row:
     plain = task.model.train()
     model = copy.deepcopy(plain)
 
-    layers = task.layers(model)
-    for i, layer in enumerate(layers):
-        layers[i] = fckpt.remat(layer)
+    print(f"{name}: {fckpt.remat_blocks(model)}")
 
     losses: list[Tensor] = []
     peaks = [fckpt.measure_peak(lambda m=m: losses.append(step(m, task.batch))).peak_bytes for m in (plain, model)]

@@ -1,4 +1,4 @@
-"""A vision transformer of timm: one loop over the blocks, same gradients, less memory.
+"""A vision transformer of timm: one call for all blocks, same gradients, less memory.
 
     python docs/examples/timm_vit.py                          # a small ViT, random weights
     python docs/examples/timm_vit.py --depth 12 --width 384 --image 224
@@ -64,8 +64,7 @@ def main(arguments: list[str] | None = None) -> Result:
         drop_path_rate=0.1,
     ).train()
     model = copy.deepcopy(plain)
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = fckpt.remat(block)
+    print(fckpt.remat_blocks(model))
 
     images = torch.randn(options.batch, 3, options.image, options.image)
     labels = torch.randint(10, (options.batch,))

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from fckpt.errors import ArgumentTypeError
-from fckpt.trace import Call, Ref, TensorSpec
+from fckpt.errors import ArgumentTypeError, ArgumentValueError
+from fckpt.operations import DECLARED_PURE, Call, Ref, TensorSpec, text_of
 
-__all__ = ["CostSource", "OpCost", "extent", "named", "packet", "refs", "register_cost", "registered", "signature"]
+__all__ = [
+    "CostSource",
+    "OpCost",
+    "extent",
+    "is_custom",
+    "is_pure",
+    "named",
+    "packet",
+    "refs",
+    "register_cost",
+    "register_pure",
+    "registered",
+    "signature",
+    "valid",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +36,9 @@ class OpCost:
     flops: int
     temporary_nbytes: int
     """Most bytes that it holds at once while it runs, besides its outputs."""
+    storages: tuple[int, ...] = field(default=(), repr=False)
+    """By output: the bytes that its memory was seen to take, 0 where that is an earlier output's; empty if it is not
+    known, and taken to be what shapes and strides say."""
 
 
 class CostSource(Protocol):
@@ -78,31 +95,9 @@ def signature(call: Call, specs: Sequence[TensorSpec]) -> str:
         'aten.sum.dim_IntList(%0=float32[2,3](3,1)cpu, [1])'
     """
     seen: dict[int, int] = {}
-    texts = [_text(arg, specs, seen) for arg in call.args]
-    texts += [f"{k}={_text(v, specs, seen)}" for k, v in sorted(call.kwargs.items()) if k != "generator"]
+    texts = [text_of(arg, specs, seen) for arg in call.args]
+    texts += [f"{k}={text_of(v, specs, seen)}" for k, v in sorted(call.kwargs.items()) if k != "generator"]
     return f"{call.op}({', '.join(texts)})"
-
-
-def _text(value: Any, specs: Sequence[TensorSpec], seen: dict[int, int]) -> str:
-    if isinstance(value, Ref):
-        if value.tensor in seen:
-            return f"%{seen[value.tensor]}"
-        number = seen[value.tensor] = len(seen)
-        return f"%{number}={_spec_text(specs[value.tensor])}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_text(item, specs, seen) for item in value)}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{k!r}: {_text(v, specs, seen)}' for k, v in value.items())}}}"
-    if isinstance(value, torch.Generator):
-        return "None"
-    if value is None or isinstance(value, (bool, int, float, complex, str)):
-        return repr(value)
-    return str(value)  # dtypes, devices, layouts, memory formats
-
-
-def _spec_text(spec: TensorSpec) -> str:
-    shape, stride = (",".join(map(str, numbers)) for numbers in (spec.shape, spec.stride))
-    return f"{str(spec.dtype).removeprefix('torch.')}[{shape}]({stride}){spec.device}"
 
 
 _REGISTRY: dict[str, CostSource | Callable[[Call, Sequence[TensorSpec]], OpCost]] = {}
@@ -137,7 +132,56 @@ def register_cost(op: Any, fn: Callable[[Call, Sequence[TensorSpec]], OpCost]) -
 def registered(call: Call, specs: Sequence[TensorSpec]) -> OpCost | None:
     """The cost that the user gave for this operation; None if there is none."""
     fn = _REGISTRY.get(str(call.op)) or _REGISTRY.get(packet(call))
-    return None if fn is None else fn(call, specs)
+    if fn is None:
+        return None
+    cost = fn(call, specs)
+    if not isinstance(cost, OpCost) or not valid(cost):
+        raise ArgumentValueError(
+            f"the cost registered for {call.op} is {cost!r}: it takes an OpCost of finite seconds and whole numbers of "
+            "FLOPs and bytes, none of them negative."
+        )
+    return cost
+
+
+def valid(cost: OpCost) -> bool:
+    """Whether a cost can be one: seconds that are finite, counts that are ints, nothing negative."""
+    counts = (cost.flops, cost.temporary_nbytes, *cost.storages)
+    seconds = isinstance(cost.seconds, (int, float)) and not isinstance(cost.seconds, bool)
+    return seconds and 0 <= cost.seconds < 1e9 and all(type(n) is int and n >= 0 for n in counts)
+
+
+def register_pure(op: Any) -> None:
+    """Declares that an operation of your own may be run on made-up data, to be measured.
+
+    Nobody but its author knows what a custom kernel does with data that it was not made for, and what else it does: it
+    may count its calls, write a file, wait for another rank. So custom operations (all whose namespace is not one of
+    torch's) are not run when a plan is made, but estimated, with a warning, unless they are declared pure or have a
+    cost of their own (`register_cost`). Measurements of them are not kept on disk: a kernel may be edited.
+
+    Args:
+        op: as for `register_cost`.
+
+    Raises:
+        ArgumentTypeError: `op` is no operation.
+
+    Example:
+        >>> register_pure("mylib::scan")
+    """
+    DECLARED_PURE.add(_name(op))
+
+
+def is_custom(op: Any) -> bool:
+    """Whether an operation is the user's, or a library's that fckpt knows nothing of."""
+    return isinstance(op, torch._ops.OpOverload) and op.namespace not in _KNOWN
+
+
+def is_pure(call: Call) -> bool:
+    """Whether an operation may run on made-up data."""
+    return not is_custom(call.op) or not DECLARED_PURE.isdisjoint((str(call.op), packet(call)))
+
+
+_KNOWN = {"aten", "prims", "quantized", "mkldnn", "torchvision", "torchaudio"}
+"""Namespaces of kernels that do nothing but compute."""
 
 
 def _name(op: Any) -> str:

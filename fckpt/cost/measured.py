@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fckpt.cost.analytic import Analytic, flops_of
-from fckpt.cost.calls import OpCost, refs, registered, signature
+from fckpt.cost.calls import OpCost, is_custom, is_pure, refs, registered
+from fckpt.cost.pairs import code_of, opaque_operands, paired_signature, workspace_maker
 from fckpt.cost.profiles import profile_of
 from fckpt.cost.store import Store, environment
-from fckpt.cost.synthetic import FILLS, arguments
+from fckpt.cost.synthetic import EXTREMES, FILLS, arguments, made_up
 from fckpt.memory import _measure_cpu
-from fckpt.trace import Call, TensorSpec
+from fckpt.operations import Call, TensorSpec, statistics_of
+from fckpt.rng import RandomState
 
 __all__ = ["Measured"]
 
@@ -30,9 +34,14 @@ class Measured:
     """Prices by running: seconds are the least of a few runs, temporaries are read off the allocator.
 
     Runs happen one after the other on tensors of the given shapes, strides, dtypes and devices, and in the settings in
-    force (threads, determinism, TF32): random numbers from [0, 1), indices that are in range. Generators, autograd,
-    autocast and transforms around the call are left alone. On CUDA the peak statistics of the allocator are reset.
-    Data stays in the processor's caches from run to run, so that small operations look faster than in a program.
+    force (threads, determinism, TF32): random numbers from [0, 1), indices that are in range. What the caller holds is
+    read, not made up again, where it is known. An operation that takes another's workspace (the backward of an RNN)
+    runs on one that this other makes. One that may allocate by what its data says (writes by a mask) runs on extremes
+    of it too, and the most counts. Custom operations run only if they are declared pure (`register_pure`).
+
+    Generators, autograd, autocast and transforms around the call are left alone. On CUDA the peak statistics of the
+    allocator are reset. Data stays in the processor's caches from run to run, so that small operations look faster than
+    in a program.
 
     Temporaries on CPU are exact to the byte for what goes through torch's allocator; scratch memory that oneDNN and
     BLAS allocate by themselves is not seen, as in `fckpt.measure_peak`.
@@ -45,6 +54,7 @@ class Measured:
 
     Attributes:
         failures: what could not run, by operation, and why; it was estimated by `Analytic` for the same device.
+        refused: custom operations that were not run, by operation; they were estimated too.
 
     Example:
         >>> from fckpt.trace import Ref
@@ -59,41 +69,125 @@ class Measured:
     def __init__(self, *, cache: bool = True, repeats: int = 10):
         self.repeats = max(1, repeats)
         self.failures: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
         self._known: dict[tuple[str, str], OpCost] = {}
         self._store = Store() if cache else None
 
-    def __call__(self, call: Call, specs: Sequence[TensorSpec]) -> OpCost:
-        """Returns the cost of `call` on the device of its tensors."""
+    def __call__(
+        self,
+        call: Call,
+        specs: Sequence[TensorSpec],
+        makers: Mapping[int, Call] | None = None,
+        held: Mapping[int, torch.Tensor] | None = None,
+    ) -> OpCost:
+        """Returns the cost of `call` on the device of its tensors.
+
+        Args:
+            call: the operation.
+            specs: the tensors that its refs stand for.
+            makers: by tensor, the call that makes it, where that is known.
+            held: by tensor, those that are there already. They are read only.
+        """
         known = registered(call, specs)
         if known is not None:
             return known
+        if not is_pure(call):
+            self.refused.setdefault(str(call.op), "it is a custom operation")
+            return self._estimated(call, specs, _device(call, specs))
+        maker = workspace_maker(call, makers or {})
+        if is_custom(call.op):  # it may be another one by the same name the next time
+            return self._measure(call, specs, maker, held or {}) or self._estimated(call, specs, _device(call, specs))
+        return self._remembered(call, specs, maker, held or {})
+
+    def _remembered(
+        self, call: Call, specs: Sequence[TensorSpec], maker: Call | None, held: Mapping[int, torch.Tensor]
+    ) -> OpCost:
         device = _device(call, specs)
-        where, key = environment(device), signature(call, specs)
+        where, key = environment(device), paired_signature(call, specs, maker) + code_of(call.op)
         cost = self._known.get((where, key)) or (self._store.get(where, key) if self._store else None)
         if cost is None:
-            cost = self._measure(call, specs, device)
+            cost = self._measure(call, specs, maker, held)
             if cost is None:
-                with _isolated(device):
-                    profile = profile_of(device)
-                cost = Analytic(profile)(call, specs)
+                cost = self._estimated(call, specs, device)
             elif self._store:
                 self._store.put(where, key, cost)
         self._known[where, key] = cost
         return cost
 
-    def _measure(self, call: Call, specs: Sequence[TensorSpec], device: torch.device) -> OpCost | None:
+    def _estimated(self, call: Call, specs: Sequence[TensorSpec], device: torch.device) -> OpCost:
+        with _isolated(device):
+            profile = profile_of(device)
+        return Analytic(profile)(call, specs)
+
+    def _measure(
+        self, call: Call, specs: Sequence[TensorSpec], maker: Call | None, held: Mapping[int, torch.Tensor]
+    ) -> OpCost | None:
         reasons: list[str] = []
-        for fill in FILLS:
+        device = _device(call, specs)
+        if maker is None and opaque_operands(call):
+            reasons.append("it reads the workspace of another operation, which cannot be made up")
+        for fill, given in [] if reasons else _attempts(call, held):
             try:
-                with _isolated(device):
-                    args, kwargs = arguments(call, specs, fill)
-                    seconds, temporary = _run(lambda a=args, k=kwargs: call.op(*a, **k), device, self.repeats)
-                return OpCost(seconds, flops_of(call, specs), temporary)
+                with _isolated(device), _as_planned(call.op):
+                    # The arguments go with each function's end, before others are made up.
+                    cost = self._run_with(call, specs, fill, given, maker, device)
+                    worst = self._at_worst(call, specs, fill, given, maker, device)
+                return dataclasses.replace(cost, temporary_nbytes=max(cost.temporary_nbytes, worst))
             except Exception as error:  # whatever a kernel raises on data that it was not made for
                 lines = str(error).splitlines() or [""]
                 reasons.append(f"{type(error).__name__}: {lines[0]}")
         self.failures.setdefault(str(call.op), reasons[0])
         return None
+
+    def _run_with(self, call: Call, specs: Sequence[TensorSpec], *how: Any) -> OpCost:
+        fill, given, maker, device = how
+        seconds, temporary, storages = _run(_prepared(call, specs, fill, given, maker), device, self.repeats)
+        return OpCost(seconds, flops_of(call, specs), temporary, storages)
+
+    @staticmethod
+    def _at_worst(call: Call, specs: Sequence[TensorSpec], fill: str, *rest: Any) -> int:
+        """The most temporary bytes on extreme data, where a kernel might allocate by what its data says."""
+        given, maker, device = rest
+        most = 0
+        for extreme in EXTREMES if _looks_at_data(call, specs) else ():
+            if extreme != fill:
+                with contextlib.suppress(Exception):  # it need not take them: the usual data was taken
+                    most = max(most, _temporaries(_prepared(call, specs, extreme, given, maker), device)[0])
+        return most
+
+
+def _attempts(call: Call, held: Mapping[int, torch.Tensor]) -> list[tuple[str, Mapping[int, torch.Tensor]]]:
+    """Ways to make the arguments of a call: with what is held where there is some, then all made up."""
+    schema = getattr(call.op, "_schema", None)
+    ways: list[tuple[str, Mapping[int, torch.Tensor]]] = [(fill, {}) for fill in FILLS]
+    if schema is None or schema.is_mutable or call.replaced or statistics_of(call.op, call.args):
+        return ways
+    read = {ref.tensor for ref in refs((call.args, call.kwargs))}
+    known = {i: held[i] for i in read if i in held}
+    return [("usual", known), *ways] if known else ways
+
+
+def _prepared(
+    call: Call, specs: Sequence[TensorSpec], fill: str, given: Mapping[int, torch.Tensor], maker: Call | None
+) -> Callable[[], Any]:
+    """Something that runs the call, after the one whose workspace it takes has run."""
+    if maker is not None:
+        shared = made_up(maker, specs, fill, given)
+        args, kwargs = arguments(maker, specs, fill, shared)
+        results = maker.op(*args, **kwargs)
+        flat = results if isinstance(results, (list, tuple)) else [results]
+        made = {i: t for i, t in zip(maker.outputs, flat, strict=True) if i is not None}
+        given = {**given, **shared, **made}
+    args, kwargs = arguments(call, specs, fill, given)
+    return lambda: call.op(*args, **kwargs)
+
+
+def _looks_at_data(call: Call, specs: Sequence[TensorSpec]) -> bool:
+    """Whether a kernel may allocate by the contents of masks or indices."""
+    if torch.Tag.pointwise in getattr(call.op, "tags", ()):
+        return False
+    operands = {ref.tensor for ref in refs((call.args, call.kwargs))}
+    return any(not (specs[i].dtype.is_floating_point or specs[i].dtype.is_complex) for i in operands)
 
 
 def _device(call: Call, specs: Sequence[TensorSpec]) -> torch.device:
@@ -111,6 +205,7 @@ def _index(device: torch.device) -> int:
 def _isolated(device: torch.device) -> Iterator[None]:
     """Takes what is around the call out of force, and puts generators back to where they were."""
     indices = [] if device.type == "cpu" else [_index(device)]
+    others = RandomState.capture()  # Python's and NumPy's: a user's operation may draw from any
     kind = "cuda" if device.type == "cpu" else device.type
     with (
         torch._C._DisableFuncTorch(),
@@ -119,8 +214,23 @@ def _isolated(device: torch.device) -> Iterator[None]:
         _disable_current_modes(),
         torch.no_grad(),
         torch.random.fork_rng(indices, device_type=kind),
+        warnings.catch_warnings(),
         _no_collection(),
     ):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            others.drawn().rewind()
+
+
+@contextlib.contextmanager
+def _as_planned(op: Any) -> Iterator[None]:
+    """Where a plan runs an operation: below autograd, with grad mode on, without which an RNN leaves no workspace."""
+    if not isinstance(op, torch._ops.OpOverload):
+        yield
+        return
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
         yield
 
 
@@ -136,16 +246,16 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _run(run: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, int]:
-    """The least seconds of a few runs, and the temporary bytes of one."""
+def _run(run: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, int, tuple[int, ...]]:
+    """The least seconds of a few runs, the temporary bytes of one, and the bytes of each of its results."""
     first = _timed(run, device, 1)
     if first < _PATIENCE:
         first = _timed(run, device, 1)  # the first run of a kernel may load and choose it
     start = time.perf_counter()
-    temporary = _temporaries(run, device)
+    temporary, storages = _temporaries(run, device)
     if first > _SECONDS_PER_OP:
         # As good a second run as any, where recording takes no share of it to speak of.
-        return min(first, time.perf_counter() - start), temporary
+        return min(first, time.perf_counter() - start), temporary, storages
     launches = 1 if device.type == "cpu" else _LAUNCHES
     least, spent = float("inf"), 0.0
     for _ in range(repeats):
@@ -153,7 +263,7 @@ def _run(run: Callable[[], Any], device: torch.device, repeats: int) -> tuple[fl
         least, spent = min(least, seconds), spent + seconds * launches
         if spent > _SECONDS_PER_OP:
             break
-    return least, temporary
+    return least, temporary, storages
 
 
 def _timed(run: Callable[[], Any], device: torch.device, launches: int) -> float:
@@ -171,16 +281,28 @@ def _wait(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def _temporaries(run: Callable[[], Any], device: torch.device) -> int:
-    """Most bytes held while it runs, less what it returns."""
+def _temporaries(run: Callable[[], Any], device: torch.device) -> tuple[int, tuple[int, ...]]:
+    """Most bytes held while it runs, less what it returns; and the bytes of each result's memory."""
+    sizes: list[int] = []
+
+    def sized() -> Any:
+        result = run()
+        flat = result if isinstance(result, (list, tuple)) else [result]
+        seen: set[int] = set()
+        for t in flat:
+            memory = t.untyped_storage() if isinstance(t, torch.Tensor) else None
+            sizes.append(0 if memory is None or memory._cdata in seen else memory.nbytes())
+            seen.add(0 if memory is None else memory._cdata)
+        return result
+
     if device.type == "cpu":
         if torch.autograd._profiler_enabled():
             raise RuntimeError("the memory of an operation cannot be measured while torch.profiler records")
-        found = _measure_cpu(run)
-        return found.peak_bytes - found.retained_bytes
+        found = _measure_cpu(sized)
+        return found.peak_bytes - found.retained_bytes, tuple(sizes)
     module = torch.get_device_module(device)
     module.reset_peak_memory_stats(device)
-    result = run()
+    result = sized()
     temporary = module.max_memory_allocated(device) - module.memory_allocated(device)
     del result
-    return temporary
+    return temporary, tuple(sizes)

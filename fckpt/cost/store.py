@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from fckpt import ambient
-from fckpt.cost.calls import OpCost
+from fckpt.cost.calls import OpCost, valid
 
 __all__ = ["Store", "environment"]
 
-FORMAT = 1  # part of the file names: a change of what is measured starts new files
+FORMAT = 2  # part of the file names: a change of what is measured starts new files
 
 
 def environment(device: torch.device) -> str:
@@ -118,9 +118,10 @@ def _load(path: Path) -> dict[str, OpCost]:
 
 def _parsed(entry: dict[str, Any]) -> tuple[str, OpCost]:
     key, seconds, flops, nbytes = (entry[k] for k in ("signature", "seconds", "flops", "temporary_nbytes"))
-    if not (isinstance(key, str) and isinstance(flops, int) and isinstance(nbytes, int) and 0 <= seconds < 1e9):
+    cost = OpCost(seconds, flops, nbytes, tuple(entry["storages"]))
+    if not (isinstance(key, str) and isinstance(entry["storages"], list) and valid(cost)):
         raise ValueError("not a cost")
-    return key, OpCost(float(seconds), flops, nbytes)
+    return key, cost
 
 
 def _rewrite(path: Path, costs: dict[str, OpCost]) -> None:

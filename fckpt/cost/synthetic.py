@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,30 +12,75 @@ import torch
 from fckpt.cost.calls import extent, named, packet, refs
 from fckpt.trace import Call, Ref, TensorSpec
 
-__all__ = ["FILLS", "arguments"]
+__all__ = ["EXTREMES", "FILLS", "arguments", "made_up"]
 
 FILLS = ("usual", "zeros", "ones")
 """Ways to fill tensors, tried in this order until an operation accepts its arguments. Floats are from [0, 1), and
 "zeros" adds n to the diagonals of n by n matrices, for what wants them positive definite; integers are indices in
 range where an operation is known to index and zero elsewhere, or zero, or one; masks are half true, or false, or true.
 """
+EXTREMES = ("full", "zeros")
+"""Where a kernel may allocate by what it finds in its data: all masks true and indices in range, or none and all equal.
+"""
 _BLOCK = 2**16  # numbers that are drawn; the rest are copies of them
 
 
-def arguments(call: Call, specs: Sequence[TensorSpec], fill: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Makes the arguments of `call`, the same at each call; equal refs become one tensor.
+def made_up(
+    call: Call, specs: Sequence[TensorSpec], fill: str, given: Mapping[int, torch.Tensor] | None = None
+) -> dict[int, torch.Tensor]:
+    """Makes the tensors that `call` reads, by number.
 
     Args:
         call: the operation.
         specs: the tensors that its refs stand for.
-        fill: one of `FILLS`.
+        fill: one of `FILLS` or `EXTREMES`.
+        given: tensors that are there already.
+    """
+    given = given or {}
+    bounds = _index_bounds(call, specs) if fill in ("usual", "full") else {}
+    fixed = _fitting(call, specs) if fill in ("usual", "full") else {}
+    indices = dict.fromkeys(ref.tensor for ref in refs((call.args, call.kwargs)))
+    missing = [i for i in indices if i not in given]
+    alone = [i for i in missing if not _is_shared(specs, missing, i)]
+    made = {i: fixed[i] if i in fixed else _tensor(specs[i], bounds.get(i, 0), fill) for i in alone}
+    made |= _views(specs, [i for i in missing if i not in made], fill)
+    return {i: given[i] if i in given else made[i] for i in indices}
+
+
+def _is_shared(specs: Sequence[TensorSpec], indices: Sequence[int], index: int) -> bool:
+    """Whether a tensor looks at the same memory as another of them: a kernel may see that, and copy one."""
+    spec = specs[index]
+    kin = [specs[i] for i in indices if specs[i].value == spec.value >= 0]
+    return len(kin) > 1 and spec.dtype.is_floating_point and {s.dtype for s in kin} == {spec.dtype}
+
+
+def _views(specs: Sequence[TensorSpec], indices: Sequence[int], fill: str) -> dict[int, torch.Tensor]:
+    """Tensors that share memory as in the trace."""
+    made: dict[int, torch.Tensor] = {}
+    for value in {specs[i].value for i in indices}:
+        kin = [i for i in indices if specs[i].value == value]
+        first = min(specs[i].offset for i in kin)
+        count = max(specs[i].offset - first + extent(specs[i]) for i in kin)
+        whole = _tensor(dataclasses.replace(specs[kin[0]], shape=(count,), stride=(1,)), 0, fill)
+        made |= {i: whole.as_strided(specs[i].shape, specs[i].stride, specs[i].offset - first) for i in kin}
+    return made
+
+
+def arguments(
+    call: Call, specs: Sequence[TensorSpec], fill: str, given: Mapping[int, torch.Tensor] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Makes the arguments of `call`, the same at each call; equal refs become one tensor.
+
+    Args:
+        call: see `made_up`.
+        specs: see `made_up`.
+        fill: see `made_up`.
+        given: see `made_up`.
 
     Returns:
         args and kwargs. Generators in them are new.
     """
-    bounds = _index_bounds(call, specs) if fill == "usual" else {}
-    indices = dict.fromkeys(ref.tensor for ref in refs((call.args, call.kwargs)))
-    tensors = {i: _tensor(specs[i], bounds.get(i, 0), fill) for i in indices}
+    tensors = made_up(call, specs, fill, given)
 
     def substituted(value: Any) -> Any:
         if isinstance(value, Ref):
@@ -46,6 +92,30 @@ def arguments(call: Call, specs: Sequence[TensorSpec], fill: str) -> tuple[tuple
         return torch.Generator(value.device) if isinstance(value, torch.Generator) else value
 
     return tuple(map(substituted, call.args)), substituted(call.kwargs)
+
+
+def _fitting(call: Call, specs: Sequence[TensorSpec]) -> dict[int, torch.Tensor]:
+    """Tensors whose contents other arguments decide: a mask with a true element for each row, the offsets of bags."""
+    given = named(call)
+    if packet(call) in _BAGS:
+        spec, count = specs[given["offsets"].tensor], specs[given["indices"].tensor].shape[0]
+        offsets = torch.arange(spec.shape[0], device=spec.device) * count // max(1, spec.shape[0])
+        return {given["offsets"].tensor: offsets.to(spec.dtype)}
+    if packet(call) not in _PUTS:
+        return {}
+    indices = list(refs(given["indices"]))
+    spec = specs[indices[0].tensor] if len(indices) == 1 else None
+    rows, target = (specs[given[name].tensor].shape for name in ("values", "self"))
+    if spec is None or spec.dtype is not torch.bool or len(rows) != 1 + len(target) - len(spec.shape) or rows[0] == 1:
+        return {}
+    mask = torch.zeros(math.prod(spec.shape), dtype=torch.bool, device=spec.device)
+    mask[: rows[0]] = True
+    empty = torch.empty_strided(spec.shape, spec.stride, dtype=torch.bool, device=spec.device)
+    return {indices[0].tensor: empty.copy_(mask.view(spec.shape))}
+
+
+_PUTS = {"aten.index_put", "aten.index_put_", "aten._index_put_impl_", "aten._unsafe_index_put"}
+_BAGS = {"aten._embedding_bag", "aten._embedding_bag_forward_only"}
 
 
 def _tensor(spec: TensorSpec, bound: int, fill: str) -> torch.Tensor:
@@ -71,9 +141,10 @@ def _numbers(dtype: torch.dtype, count: int, bound: int, fill: str) -> torch.Ten
         return torch.rand(count, generator=generator, device="cpu", dtype=torch.float32)
     if fill == "usual" and dtype is torch.bool:
         return torch.rand(count, generator=generator, device="cpu", dtype=torch.float32) < 0.5
-    if fill == "usual" and bound > 1:
+    if fill in ("usual", "full") and bound > 1:
         return torch.randint(bound, (count,), generator=generator, device="cpu", dtype=torch.int64)
-    return torch.full((count,), fill == "ones", device="cpu", dtype=torch.bool)
+    true = fill == "ones" or (fill == "full" and dtype is torch.bool)
+    return torch.full((count,), true, device="cpu", dtype=torch.bool)
 
 
 def _index_bounds(call: Call, specs: Sequence[TensorSpec]) -> dict[int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fckpt.graph import Graph, Node
-from fckpt.report.table import aligned, held_between, place, shortened
+from fckpt.report.table import aligned, brief, held_between, module_pattern, path_pattern, place, shortened
 from fckpt.schedule import Compute, Schedule
 from fckpt.simulate import Timeline
 from fckpt.units import format_bytes, format_seconds
@@ -95,7 +95,8 @@ def summary_table(
 ) -> str:
     """Writes the line of `summary_line`, and a table of what is kept and what is computed again.
 
-    Operations of the same line and shape, those of repeated blocks, are one row, in the order of the program. "kept"
+    Operations of the same line and shape in modules of repeated blocks (`mm in h.*.mlp`) are one row, in the order of
+    the program; where rows of one module would read alike, their lines are named too. "kept"
     counts the values that are held between the passes, outputs included; "again" the computations that are
     repetitions, whose times are in the last column. Operations with neither are left out. At most 120 columns wide.
 
@@ -123,17 +124,36 @@ def summary_table(
 def _rows(graph: Graph, schedule: Schedule) -> list[_Row]:
     held = held_between(graph, schedule)
     runs = Counter(step.node for step in (*schedule.forward, *schedule.backward) if isinstance(step, Compute))
-    rows: dict[object, _Row] = {}
+    groups: dict[object, list[Node]] = {}
     for node in graph.nodes:
-        row = rows.setdefault(_block(graph, node), _Row(place(node) + (", backward" if node.backward else "")))
-        kept = [graph.values[v].nbytes for v in node.outputs if v in held]
-        again = max(runs[node.id] - 1, 0)
-        row.add(_Row("", 1, len(kept), sum(kept), again, again * node.seconds))
-    return list(rows.values())
+        groups.setdefault(_block(graph, node), []).append(node)
+    rows = []
+    for nodes, label in zip(groups.values(), _labels(list(groups.values())), strict=True):
+        row = _Row(label)
+        for node in nodes:
+            kept = [graph.values[v].nbytes for v in node.outputs if v in held]
+            again = max(runs[node.id] - 1, 0)
+            row.add(_Row("", 1, len(kept), sum(kept), again, again * node.seconds))
+        rows.append(row)
+    return rows
 
 
 def _block(graph: Graph, node: Node) -> object:
-    return node.op, node.source, node.backward, tuple(graph.values[v].shape for v in node.outputs)
+    shapes = tuple(graph.values[v].shape for v in node.outputs)
+    return node.op, module_pattern(node.module), node.source, node.backward, shapes
+
+
+def _labels(groups: Sequence[Sequence[Node]]) -> list[str]:
+    """What the rows are called: an operation and its module, with the line too where that tells rows apart."""
+    full = [_folded(nodes) for nodes in groups]
+    several = Counter(map(brief, dict.fromkeys(full)))
+    labels = [brief(text) if several[brief(text)] == 1 else text for text in full]
+    return [text + (", backward" if nodes[0].backward else "") for text, nodes in zip(labels, groups, strict=True)]
+
+
+def _folded(nodes: Sequence[Node]) -> str:
+    modules = {node.module for node in nodes}
+    return place(nodes[0]) if len(modules) == 1 else path_pattern(place(nodes[0]))
 
 
 def _sum(what: str, rows: Iterable[_Row]) -> _Row:

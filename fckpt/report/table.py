@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fckpt.graph import Graph, Node
 from fckpt.schedule import Compute, Schedule
 from fckpt.units import format_bytes, format_seconds
 
-__all__ = ["Residual", "aligned", "format_residuals", "held_between", "place", "residuals", "shortened"]
+__all__ = [
+    "Residual",
+    "aligned",
+    "brief",
+    "format_residuals",
+    "held_between",
+    "module_pattern",
+    "path_pattern",
+    "place",
+    "residuals",
+    "short_op",
+    "shortened",
+]
 
 Kind = Literal["intermediate", "output", "argument"]
 KINDS: tuple[Kind, ...] = ("intermediate", "output", "argument")
@@ -24,9 +36,11 @@ class Residual:
 
     nbytes: int
     shape: tuple[int, ...]
-    dtype: str
+    dtype: Any
+    """A `torch.dtype`; what the graph says, a text like "float32", where `residuals` was not told how to read it."""
     origin: str
-    """The path of an argument, `params['w']`, or the operation that made it: `mm at model.py:12 (forward)`."""
+    """The path of an argument or parameter, `params['w']`, or the operation that made it: `mm at model.py:12 (fn)`,
+    within modules `mm in encoder.layer.3.mlp at model.py:12`."""
     name: str
     """What `checkpoint_name` calls it, or nothing."""
     reason: str
@@ -37,12 +51,13 @@ class Residual:
     """Intermediates cost memory; arguments and outputs are held anyway."""
 
 
-def residuals(graph: Graph, schedule: Schedule) -> list[Residual]:
+def residuals(graph: Graph, schedule: Schedule, dtype: Callable[[str], Any] = str) -> list[Residual]:
     """Lists what is held between the passes, in the order in which it is made.
 
     Args:
         graph: the graph.
         schedule: a valid schedule of it.
+        dtype: what makes of the name of a dtype what the rows are to say.
 
     Returns:
         All intermediates (their bytes and those of the outputs are `Timeline.forward_nbytes`), and of the arguments
@@ -57,7 +72,8 @@ def residuals(graph: Graph, schedule: Schedule) -> list[Residual]:
     for value in sorted(held):
         kind = anyway.get(value, "intermediate")
         if kind == "intermediate" or value in readers:
-            rows.append(_residual(graph, value, kind, _reason(graph, value, readers.get(value), again), held))
+            row = _residual(graph, value, kind, _reason(graph, value, readers.get(value), again), held)
+            rows.append(dataclasses.replace(row, dtype=dtype(row.dtype)))
     return rows
 
 
@@ -122,9 +138,13 @@ def _recompute_seconds(graph: Graph, value: int, held: Collection[int]) -> float
 
 
 def place(node: Node) -> str:
-    """Writes an operation and its line: `mm at model.py:12 (forward)`."""
-    op = ".".join(node.op.split(".")[:2]).removeprefix("aten.")
-    return f"{op} at {node.source}" if node.source else op
+    """Writes an operation and where it is: `mm in encoder.layer.3.mlp at model.py:12`, `mm at model.py:12 (fn)`."""
+    return short_op(node) + node.place
+
+
+def short_op(node: Node) -> str:
+    """Writes an operation without namespace and overload: `mm` for `aten.mm.default`."""
+    return ".".join(node.op.split(".")[:2]).removeprefix("aten.")
 
 
 # As text ----------------------------------------------------------------------------------------------------------
@@ -181,7 +201,9 @@ def _nbytes(rows: Iterable[Residual]) -> int:
 
 def _row(group: Sequence[Residual]) -> tuple[str, ...]:
     first = group[0]
-    what = f"{first.dtype}{list(first.shape)}" + (f" x{len(group)}" if len(group) > 1 else "")
+    what = f"{str(first.dtype).removeprefix('torch.')}{list(first.shape)}" + (
+        f" x{len(group)}" if len(group) > 1 else ""
+    )
     seconds = [row.recompute_seconds for row in group if row.recompute_seconds is not None]
     return (
         format_bytes(_nbytes(group)),
@@ -194,7 +216,7 @@ def _row(group: Sequence[Residual]) -> tuple[str, ...]:
 
 def _origin(group: Sequence[Residual]) -> str:
     name = _folded([row.name for row in group], _name_pattern)
-    origin = _folded([row.origin for row in group], _path_pattern)
+    origin = brief(_folded([row.origin for row in group], path_pattern))
     marker = "output, " if group[0].kind == "output" else ""
     return f"{marker}{f'{name!r}, ' if name else ''}{origin}"
 
@@ -204,17 +226,32 @@ def _folded(texts: Sequence[str], pattern: Callable[[str], str]) -> str:
 
 
 def _common(texts: Sequence[str]) -> str:
-    ((text, count),) = Counter(texts).most_common(1)
-    return text if count == len(texts) else f"{text}, ..."
+    """The text that occurs most, those of repeated blocks as one."""
+    groups: dict[str, list[str]] = {}
+    for text in texts:
+        groups.setdefault(path_pattern(text), []).append(text)
+    most = max(groups.values(), key=len)
+    return brief(_folded(most, path_pattern)) + (", ..." if len(groups) > 1 else "")
 
 
 def _fold_key(row: Residual) -> object:
-    return row.kind, row.shape, row.dtype, row.nbytes, _path_pattern(row.origin), _name_pattern(row.name)
+    return row.kind, row.shape, row.dtype, row.nbytes, path_pattern(row.origin), _name_pattern(row.name)
 
 
-def _path_pattern(path: str) -> str:
-    """`params['layers'][*]['w']` for `params['layers'][3]['w']`, and `p['h.*.w']` for `p['h.3.w']`."""
-    return re.sub(r"(?<=\[)\d+(?=\])|(?<=[.'\"])\d+(?=[.'\"])", "*", path)
+def path_pattern(path: str) -> str:
+    """`params['layers'][*]['w']` for `params['layers'][3]['w']`, and `mm in h.*.mlp` for `mm in h.3.mlp`."""
+    path = re.sub(r"(?<= in )\S+", lambda module: module_pattern(module[0]), path)
+    return re.sub(r"(?<=\[)\d+(?=\])|(?<=[.'\"])\d+(?=[.'\"])|^\d+(?=\.)", "*", path)
+
+
+def module_pattern(module: str) -> str:
+    """`h.*.mlp` for `h.3.mlp`."""
+    return ".".join("*" if part.isdigit() else part for part in module.split("."))
+
+
+def brief(origin: str) -> str:
+    """Leaves the line out where there is a module: `mm in h.3.mlp` for `mm in h.3.mlp at gpt2.py:12`."""
+    return re.sub(r"( in \S+) at \S+$", r"\1", origin)
 
 
 def _name_pattern(name: str) -> str:
@@ -232,8 +269,17 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def shortened(text: str, width: int) -> str:
-    """Returns `text`, its middle left out if it is longer than `width`: both ends tell where it comes from."""
+    """Returns `text`, or without its middle if it is longer than `width`: both ends tell where it comes from.
+
+    An operation keeps its name, and the path of its module loses its head: `mm in ...attention.self.query`.
+    """
     if len(text) <= width:
         return text
     head = (width - 3) // 2
+    start = text.find(" in ") + len(" in ")
+    if len(" in ") <= start <= width - _TAIL:
+        head = start
     return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
+
+
+_TAIL = 12  # a path is cut no shorter than to this

@@ -76,7 +76,7 @@ class Rules:
             value.id for value in graph.values if value.decision == "must_recompute" and self._may_vanish(value.id)
         )
         """Values that must not live across the boundary."""
-        musts = [n.id for n in graph.nodes if n.once or (n.random and n.id < graph.boundary)]
+        musts = [n.id for n in graph.nodes if n.once or n.writes or (n.random and n.id < graph.boundary)]
         self.forward_roots = musts + [p for v in graph.outputs if (p := graph.values[v].producer) is not None]
         """Nodes that must run in the forward pass."""
         late = {n.id for n in graph.nodes[graph.boundary :] if n.random and not n.once}
@@ -288,12 +288,11 @@ def over_budget(
     timeline = timeline or simulate(graph, schedule)
     step = (*schedule.forward, *schedule.backward)[timeline.peak_step]
     node = graph.nodes[step.node if isinstance(step, Compute) else graph.values[step.value].producer or 0]
-    place = f" at {node.source}" if node.source else ""
     least = timeline.peak_nbytes
     proven = "" if floor is None else f" No plan at all needs less than {format_bytes(floor)} ({floor} bytes)."
     return BudgetError(
         f"no plan fits {format_bytes(budget)} ({budget} bytes): the least that the solver {solver!r} finds is "
-        f"{format_bytes(least)} ({least} bytes), which node {node.id} ({node.op}{place}) needs while it runs. "
+        f"{format_bytes(least)} ({least} bytes), which node {node.id} ({node.op}{node.place}) needs while it runs. "
         f"Give at least that, or a smaller batch.{proven}",
         least,
     )

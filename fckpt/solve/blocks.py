@@ -188,6 +188,7 @@ def cut_out(stages: Stages, stage: int) -> Block:
                 seconds=rules.seconds[index],
                 temporary_nbytes=node.temporary_nbytes,
                 overwrites=renumbered(node.overwrites),
+                in_place=node.in_place,
             )
         )
     decisions = {v: graph.values[v].decision for v in made}

@@ -59,7 +59,7 @@ class _Search:
             _mask(ids) for ids in (graph.outputs, graph.gradients, self.rules.unsaved)
         )
         self.cotangents = _mask(graph.cotangents)
-        self.required = _mask(n.id for n in graph.nodes if n.once or (n.random and n.id < graph.boundary))
+        self.required = _mask(n.id for n in graph.nodes if n.once or n.writes or (n.random and n.id < graph.boundary))
         self.random = _mask(n.id for n in graph.nodes if n.random)
         self.held = _mask(graph.inputs)
 

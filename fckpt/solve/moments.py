@@ -227,7 +227,7 @@ def lazily(rules: Rules, base: Order, held: Mapping[int, set[int]]) -> tuple[Ord
 def _used(rules: Rules, runs: Sequence[int], boundary: int) -> list[int]:
     """The computations among `runs` that something comes of, in order."""
     graph = rules.graph
-    musts = {n.id for n in graph.nodes if n.once or n.random}
+    musts = {n.id for n in graph.nodes if n.once or n.random or n.writes}
     first = {index: i for i, index in reversed([*enumerate(runs)])}
     needed = set(graph.gradients)
     found: list[int] = []

@@ -292,7 +292,7 @@ class Tape:
     def _has_use(self, moment: int, index: int) -> bool:
         node = self.rules.graph.nodes[index]
         first = self.runs[index][0] == moment
-        if first and (node.once or node.random):
+        if first and (node.once or node.random or node.writes):
             return True
         for value in node.outputs:
             if value in self.rules.kept:

@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Sequence
 
 from fckpt.errors import BudgetError, RankFailure
+from fckpt.identity import fingerprint
 from fckpt.operations import Trace
-from fckpt.plans import Budget, Plan, fingerprint
+from fckpt.plans import Budget, Plan
 from fckpt.spmd.mesh import mesh_in_use, odd_one, transport_of
 from fckpt.units import parse_bytes
 
@@ -41,7 +42,7 @@ def agreed(traced: Trace, key: str, budget: Budget | None, make: Callable[[Budge
         BudgetError: nothing fits the smallest budget.
     """
     budget = parse_bytes(budget) if isinstance(budget, str) else budget
-    mine = json.dumps({"fingerprint": fingerprint(traced.graph), "budget": budget})
+    mine = json.dumps({"fingerprint": fingerprint(traced.graph, arguments=False), "budget": budget})
 
     def answer(said: Sequence[str]) -> str:
         parts = [json.loads(text) for text in said]

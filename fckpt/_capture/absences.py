@@ -1,0 +1,61 @@
+"""Guards for what a captured function looked for and did not find: an absent key, an absent attribute.
+
+Dynamo guards `key in mapping`, `mapping.get(key)` and `hasattr`, but not the two forms in which an exception says that
+something is absent: `mapping[key]` that raises `KeyError` (behind which stand `os.environ.get` and `ChainMap`), and
+`thing.name` that raises `AttributeError`. When the key or the attribute appears, its guards still hold. Seen on torch
+2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from torch._dynamo.exc import ObservedAttributeError
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.misc import PythonModuleVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+__all__ = ["absences_guarded"]
+
+_SUBSCRIPT = "getitem_const_raise_exception_if_absent"
+
+
+def _guarded_subscript(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def subscript(self: Any, tx: Any, key: Any) -> Any:
+        if key not in self:
+            self.install_dict_contains_guard(tx, [key])
+        return original(self, tx, key)
+
+    return subscript
+
+
+def _guarded_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        try:
+            return original(self, tx, name)
+        except ObservedAttributeError:
+            if self.source:
+                install_guard(self.source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name)))
+            raise
+
+    return var_getattr
+
+
+@contextlib.contextmanager
+def absences_guarded() -> Iterator[None]:
+    """Lets Dynamo guard, for the body, what is absent."""
+    with contextlib.ExitStack() as stack:
+        patches = [(ConstDictVariable, _SUBSCRIPT, _guarded_subscript)]
+        patches += [
+            (cls, "var_getattr", _guarded_attribute) for cls in (UserDefinedObjectVariable, PythonModuleVariable)
+        ]
+        for cls, name, guarded in patches:
+            stack.enter_context(mock.patch.object(cls, name, guarded(getattr(cls, name))))
+        yield

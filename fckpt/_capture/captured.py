@@ -1,0 +1,361 @@
+"""Capture of one call by Dynamo: a graph of torch calls, guards that tell when it is valid, and bytecode around it.
+
+Dynamo evaluates the function's Python code symbolically. What it reads on the way (attributes, items, globals, cells,
+classes, hooks) becomes guards, which are checked at every call in microseconds; what it writes is replayed by the
+bytecode that it generates, which also collects the graph's inputs and builds the function's result. Nothing is
+compiled, no frame is intercepted, and no fake tensor meets the user's code.
+
+All names of `torch._dynamo` are in this folder. Seen on torch 2.11 and 2.13: `fullgraph_capture`, `build_guards` and
+`forward_callable`, on which `torch.export` stands too.
+
+Reference: J. Ansel et al., "PyTorch 2: Faster machine learning through dynamic Python bytecode transformation and graph
+compilation" (2024), https://doi.org/10.1145/3620665.3640366.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib
+import itertools
+import logging
+import re
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo import allow_in_graph, config, convert_frame
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.hooks import Hooks
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from fckpt import tree
+from fckpt._capture import marks
+from fckpt._capture.absences import absences_guarded
+from fckpt._capture.certain import certain_comparisons
+from fckpt._capture.classes import ClassFacts, patched_methods
+from fckpt._capture.function import GraphFunction
+from fckpt._capture.graphs import FlatGraph
+from fckpt.errors import TraceError
+from fckpt.sources import Names
+
+__all__ = ["CaptureError", "Captured", "Entry", "Input", "capture"]
+
+for mark in (marks.begin, marks.end, marks.name):
+    allow_in_graph(mark)
+
+_LOGGING = ("debug", "info", "warning", "error", "critical", "exception", "log", "warning_once", "warning_advice")
+"""What a logger can be told, Hugging Face's additions among them: a plan leaves it out."""
+_SETTINGS = {
+    "skip_nnmodule_hook_guards": False,  # hooks of torch's own modules may change, too
+    "skip_no_tensor_aliasing_guards_on_parameters": False,  # so may parameters that are tied
+    "allow_unspec_int_on_nn_module": True,  # a counter is a number that the graph takes, not one that it is made for
+    "specialize_float": True,
+    "allow_rnn": True,
+    "capture_scalar_outputs": False,
+    "verbose": False,
+    "suppress_errors": False,
+}
+
+
+class CaptureError(TraceError):
+    """Dynamo cannot capture a function; the message is Dynamo's."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """Where an input of a captured graph comes from."""
+
+    name: str
+    """As the user writes it: `args[0]['w']`, `encoder.layer.3.mlp.weight`."""
+    is_argument: bool
+    """Whether the caller passed it; otherwise the function reaches it by itself."""
+
+
+def _entry(fn: Any, this: Any, args: Any, kwargs: Any) -> Any:
+    return fn(*args, **kwargs)
+
+
+def _entry_of_method(fn: Any, this: Any, args: Any, kwargs: Any) -> Any:
+    return fn(this, *args, **kwargs)
+
+
+class Entry:
+    """The function that is captured in the place of a region's: it calls the region's function.
+
+    Each region has code and globals of its own: Dynamo remembers by code which numbers have changed, and puts names of
+    its own into the globals.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        number = next(Entry._numbers)
+        self._functions: list[types.FunctionType] = []
+        for template in (_entry, _entry_of_method):
+            code = template.__code__.replace(co_name=f"{template.__name__}_{number}", co_firstlineno=1)
+            scope = {"__builtins__": builtins, "__name__": "fckpt._capture.entry"}
+            self._functions.append(types.FunctionType(code, scope))
+
+    def taken(self, fn: Any) -> tuple[types.FunctionType, Any, Any]:
+        """Returns (entry, function, bound object): a bound method, a new object at each call, is taken apart."""
+        if type(fn) is types.MethodType:
+            return self._of(fn.__func__)[1], fn.__func__, fn.__self__
+        return self._of(fn)[0], fn, None
+
+    def _of(self, fn: Any) -> list[types.FunctionType]:
+        """The entries for a function: Dynamo reads its globals by the name of their module, if they are a module's."""
+        scope = getattr(fn, "__globals__", None)
+        if scope is None or vars(sys.modules.get(scope.get("__name__", ""), types)) is scope:
+            return self._functions
+        # Code that was run by `exec`, in a namespace that can be found in no other way.
+        return [types.FunctionType(entry.__code__, scope) for entry in self._functions]
+
+
+class _Program(threading.local):
+    """What runs in the place of the captured graph in a call of this thread."""
+
+    run: Callable[[tuple[Any, ...]], Sequence[Any]] | None = None
+
+
+class Captured:
+    """A captured call: valid wherever `holds`."""
+
+    def __init__(self, entry: Entry, taken: tuple[Any, Any, Any], passed: Any, output: Any, guards: Any, below: bool):
+        fn = taken[1] if taken[2] is None else types.MethodType(taken[1], taken[2])
+        names = Names(fn, [leaf for leaf in tree.leaves(passed) if not isinstance(leaf, torch.Tensor)])
+        self.graph = None if output.backend_input is None else FlatGraph(output.backend_input.graph_module, names)
+        """The torch calls; None if there are none, and the function may be called as it is."""
+        self.below = below
+        """Whether it was captured below levels of torch.func, where nothing is guarded about tensors."""
+        self._entry = entry
+        self._guards = guards
+        graph_guards = output.graph_capture_output.output_graph
+        self._classes = ClassFacts(graph_guards.guards, output.graph_capture_output.traced_code)
+        self.keywords: tuple[str, ...] = ()
+        """The keyword arguments, whose order a function may read and no guard looks at."""
+        self.inputs: tuple[Input, ...] = ()
+        self._program = _Program()
+        self._call: Any = None
+        if self.graph is not None:
+            self.inputs = tuple(_input(source, taken) for source in self.graph.sources)
+            program = self._program
+
+            def compiled(*inputs: Any) -> Any:
+                assert program.run is not None
+                return program.run(inputs)
+
+            self._call = _callable(output, compiled, taken[0].__globals__)
+
+    @property
+    def is_general(self) -> bool:
+        """Whether it holds for any value of some numbers."""
+        return self.graph is not None and bool(self.graph.numbers)
+
+    def holds(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the capture is valid for a call: all that it read is as it was."""
+        _, function, this = self._entry.taken(fn)
+        scope = {"fn": function, "this": this, "args": args, "kwargs": kwargs}
+        return self.keywords == tuple(kwargs) and self._guards.check(scope) and self._classes.hold()
+
+    def why(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Says which guard fails for a call, with the user's line; empty if none does."""
+        _, function, this = self._entry.taken(fn)
+        found = self._guards.check_verbose({"fn": function, "this": this, "args": args, "kwargs": kwargs})
+        if self.keywords != tuple(kwargs):
+            return f"the keyword arguments were {', '.join(self.keywords)}, and are {', '.join(kwargs)}"
+        if found.result:
+            return self._classes.changed()
+        return "; ".join(_explained(part) for part in found.verbose_code_parts)
+
+    def bound(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphFunction:
+        """Returns the graph with the inputs of a call, which is not made."""
+        assert self.graph is not None
+        taken: list[tuple[Any, ...]] = []
+
+        def stop(inputs: tuple[Any, ...]) -> Sequence[Any]:
+            taken.append(inputs)
+            raise _Bound
+
+        with contextlib.suppress(_Bound):
+            self.call(stop, fn, args, kwargs)
+        return self.function(taken[0])
+
+    def function(self, inputs: tuple[Any, ...]) -> GraphFunction:
+        """Returns the graph with the inputs of a call."""
+        assert self.graph is not None
+        return GraphFunction(self.graph, [i.is_argument for i in self.inputs], inputs)
+
+    def same_graph(self, other: Captured) -> bool:
+        """Whether another capture has the same graph of the same kinds of inputs, so that programs fit both."""
+        return (
+            self.graph is not None
+            and other.graph is not None
+            and self.graph.same(other.graph)
+            and [i.is_argument for i in self.inputs] == [i.is_argument for i in other.inputs]
+        )
+
+    def call(
+        self, run: Callable[[tuple[Any, ...]], Sequence[Any]], fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls the function with `run` in the place of its graph: from the graph's inputs to its outputs."""
+        _, function, this = self._entry.taken(fn)
+        if self._call is None:
+            return fn(*args, **kwargs)
+        before, self._program.run = self._program.run, run
+        try:
+            return self._call(function, this, args, kwargs)
+        finally:
+            self._program.run = before
+
+
+def _callable(output: Any, compiled: Callable[..., Any], scope: dict[str, Any]) -> Callable[..., Any]:
+    """Returns Dynamo's bytecode as a function over the very globals that the guards look at."""
+    captured = output.graph_capture_output
+    for alias, module in captured.import_sources.items():
+        scope[alias] = importlib.import_module(module)
+    scope[output.backend_input.backend_id] = compiled
+    made = types.FunctionType(captured.bytecode, scope, closure=captured.closure, argdefs=captured.argdefs)
+    made.__kwdefaults__ = getattr(captured, "kwdefaults", None)
+    return made
+
+
+class _Bound(BaseException):
+    """Ends a call once its inputs are known, before anything has happened."""
+
+
+def capture(entry: Entry, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, below: bool = False) -> Captured:
+    """Captures a call, which is not run.
+
+    Args:
+        entry: the region's.
+        fn: the function.
+        args: its arguments, none of which may be a wrapper of torch.func.
+        kwargs: its keyword arguments.
+        below: whether the guards are to hold on wrappers of torch.func; then tensors are not guarded.
+
+    Raises:
+        CaptureError: Dynamo cannot capture the function, or what it captures would not be the same at the next call.
+    """
+    taken = entry.taken(fn)
+    try:
+        output, guards = _captured(taken, args, kwargs, below, dynamic=True)
+    except CaptureError:
+        # Numbers that have changed are taken for numbers that will change again, which not all code stands.
+        output, guards = _captured(taken, args, kwargs, below, dynamic=False)
+    captured = Captured(entry, taken, (args, kwargs), output, guards, below)
+    captured.keywords = tuple(kwargs)
+    patched = patched_methods(output.graph_capture_output.traced_code)
+    if patched:
+        raise CaptureError(f"Tensor.{patched[0]} was replaced by another function")
+    _check_inputs(captured)
+    return captured
+
+
+def _captured(
+    taken: tuple[Any, Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], below: bool, *, dynamic: bool
+) -> tuple[Any, Any]:
+    """Returns what Dynamo makes of a call, and the guards."""
+    try:
+        with _settings(dynamic), marks.capturing():
+            output = convert_frame.fullgraph_capture(taken[0], (taken[1], taken[2], args, kwargs))
+            hooks = Hooks(guard_filter_fn=_without_tensors) if below else Hooks()
+            with contextlib.ExitStack() as stack:
+                if torch_function_mode_stack_state_mgr.stack:
+                    stack.enter_context(torch_function_mode_stack_state_mgr.temp_restore_stack())
+                return output, output.graph_capture_output.build_guards(taken[0].__code__, hooks=hooks).guard_manager
+    except TorchDynamoException as error:
+        raise CaptureError(_reason(error)) from error
+    except Exception as error:
+        # What Dynamo meets in the user's code (an error that the function itself would raise), or a defect.
+        raise CaptureError(f"{type(error).__name__}: {error}") from error
+
+
+def _check_inputs(captured: Captured) -> None:
+    if captured.graph is not None:
+        for node, source in zip(captured.graph.placeholders, captured.graph.sources, strict=True):
+            if "random_value" in node or "Random" in type(source).__name__:
+                raise CaptureError("the function draws from a random.Random, whose numbers a graph would repeat")
+
+
+@contextlib.contextmanager
+def _settings(dynamic: bool) -> Iterator[None]:
+    places = (logging, logging.Logger)
+    ignored = {f for place in places for name in _LOGGING if (f := getattr(place, name, None))}
+    patch = {**_SETTINGS, "ignore_logging_functions": ignored, "automatic_dynamic_shapes": dynamic}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(get_metrics_context())
+        stack.enter_context(dynamo_timed("fckpt_capture"))
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(torch_function_mode_stack_state_mgr)
+        stack.enter_context(config.patch(**patch))
+        stack.enter_context(absences_guarded())
+        stack.enter_context(certain_comparisons())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of Dynamo's, about what it looks through (lru_cache, say)
+        yield
+
+
+def _without_tensors(entries: Sequence[Any]) -> list[bool]:
+    return [entry.guard_type != "TENSOR_MATCH" for entry in entries]
+
+
+def _reason(error: BaseException) -> str:
+    """The first paragraph of what Dynamo says, and the user's line."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines()]
+    first = next((line for line in lines if line), type(error).__name__)
+    explanation = next(
+        (line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")), ""
+    )
+    place = ""
+    for line, following in itertools.pairwise(lines):
+        if line.startswith("File ") and "fckpt" not in line.split(",")[0]:
+            place = f"{line.removeprefix('File ')} ({following})"
+    return ": ".join(part for part in (place, f"{first}. {explanation}".strip()) if part)
+
+
+def _input(source: Any, taken: tuple[Any, Any, Any]) -> Input:
+    name = getattr(source, "name", "")
+    text = str(name() if callable(name) else name)  # a method on torch 2.11
+    if _PASSED.fullmatch(text):  # not what a module holds that is passed
+        return Input(_readable(text), True)
+    return Input(_readable(text, taken[1]), False)
+
+
+def _explained(part: str) -> str:
+    """Writes a guard with the user's names: `temp == 1.0, read by y * self.temp (model.py:3 in forward)`."""
+    condition, _, comment = part.partition("  # ")
+    line, _, place = comment.strip().partition("  # ")
+    condition = _SOURCE.sub(lambda found: _readable(found.group(0)), condition.strip())
+    place = place.strip().rpartition("/")[2]
+    return condition + (f", read by `{line.strip()}`" if line.strip() else "") + (f" ({place})" if place else "")
+
+
+_SOURCE = re.compile(r"[LG]\['\w+'\](?:\['?\w+'?\]|\.\w+)*")
+_PASSED = re.compile(r"L\['(?:args|kwargs)'\](?:\[[^\]]+\])*")
+_MEMBER = re.compile(r"(?:_modules|_parameters|_buffers)'?\]?\['([^']+)'\]")
+_CELL = re.compile(r"__closure__\[(\d+)\]\.cell_contents")
+
+
+def _readable(text: str, fn: Any = None) -> str:
+    """Writes a source as the user would: `L['this']._modules['a']._parameters['w']` is `a.w`."""
+    if _PASSED.fullmatch(text):
+        return re.sub(r"L\['(args|kwargs)'\]", r"\1", text)
+    members = _MEMBER.findall(text)
+    if members:
+        return ".".join(members)
+    cell = _CELL.search(text)
+    if cell and isinstance(fn, types.FunctionType):
+        return f"closed-over {fn.__code__.co_freevars[int(cell.group(1))]!r}"
+    scope = re.search(r"^G\['([^']+)'\]", text) or re.search(r"__globals__\['([^']+)'\]", text)
+    if scope and fn is not None:
+        return f"closed-over {scope.group(1)!r}"
+    return re.sub(r"L\['(fn|this)'\]", "the function", text)

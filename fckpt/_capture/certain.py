@@ -1,0 +1,64 @@
+"""Comparisons whose outcome is certain although a tensor takes part: they are no dependence on data.
+
+`torch.rand([]) < 0.0` is how models decide whether to leave a layer out, with a rate that is 0 unless somebody sets it.
+Numbers drawn by `torch.rand` lie in [0, 1), so the outcome is known for rates up to 0 and from 1 on. The number is
+drawn all the same, as generators end where the plain function leaves them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.tensor import TensorVariable
+
+__all__ = ["certain_comparisons"]
+
+_COMPARE = "richcompare_impl"  # torch 2.13; before, Dynamo refuses such a branch
+
+
+def _outcome(op: str, bound: float) -> bool | None:
+    """Whether a number from [0, 1) compares so with `bound`; None if that depends on the number."""
+    below, above = bound <= 0, bound >= 1
+    return {
+        "<": False if below else True if above else None,
+        "<=": False if bound < 0 else True if above else None,
+        ">": True if bound < 0 else False if above else None,
+        ">=": True if below else False if above else None,
+    }.get(op)
+
+
+_SYMBOLS = {"__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">="}
+
+
+def _knowing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def compare(self: Any, tx: Any, other: Any, op: Any) -> Any:
+        node = self.proxy.node
+        number = other.value if isinstance(other, ConstantVariable) else None
+        if node.target is torch.rand and isinstance(number, (int, float)) and not isinstance(number, bool):
+            example = node.meta.get("example_value")
+            outcome = _outcome(_SYMBOLS.get(str(op), str(op)), number)
+            if outcome is not None and example is not None and example.dim() == 0:
+                return ConstantVariable.create(outcome)
+        return original(self, tx, other, op)
+
+    return compare
+
+
+@contextlib.contextmanager
+def certain_comparisons() -> Iterator[None]:
+    """Lets Dynamo decide, for the body, the comparisons whose outcome is certain."""
+    before = vars(TensorVariable).get(_COMPARE)
+    if before is None:
+        yield
+        return
+    setattr(TensorVariable, _COMPARE, _knowing(before))
+    try:
+        yield
+    finally:
+        setattr(TensorVariable, _COMPARE, before)

@@ -1,0 +1,175 @@
+"""A captured graph as the function of one call: of the tensors that were passed, closing over the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._C._functorch import _add_batch_dim, _unwrap_batched
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._functorch.vmap import restore_vmap
+
+from fckpt._capture.graphs import FlatGraph
+from fckpt.conditions import unseen, unwrapped
+
+__all__ = ["BatchedGraph", "GraphFunction", "OutDims", "Same"]
+
+
+class Same:
+    """Stands in a result for an input that is returned as it is."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int):
+        self.number = number
+
+
+class GraphFunction:
+    """The graph with the inputs of one call, as a pure function of the arguments among them."""
+
+    def __init__(self, graph: FlatGraph, is_argument: Sequence[bool], inputs: Sequence[Any]):
+        """Binds a graph.
+
+        Args:
+            graph: the captured one.
+            is_argument: by input, whether the caller passed it.
+            inputs: all inputs of the call.
+        """
+        self.graph = graph
+        self.inputs = [*inputs, *graph.constants]
+        tensors = [i for i in range(len(self.inputs)) if i not in graph.numbers]
+        self.passed = [i for i in tensors if i < len(inputs) and is_argument[i]]
+        """The arguments' positions among the inputs."""
+        self.held: dict[int, torch.Tensor] = {i: self.inputs[i] for i in tensors if i not in {*self.passed}}
+        """The other tensors, by position: places in which a recompute puts those that it is to use."""
+        self.slots = [(self.held, i, tensor) for i, tensor in self.held.items()]
+
+    @property
+    def arguments(self) -> list[torch.Tensor]:
+        """The tensors that were passed."""
+        return [self.inputs[i] for i in self.passed]
+
+    def blueprint(self) -> GraphFunction:
+        """The same function of tensors without data, which stand for those of any call: it keeps none of this one's.
+
+        Tensors that share memory have stand-ins that do.
+        """
+        bases: dict[int, torch.Tensor] = {}
+        with temporarily_clear_interpreter_stack(), unseen():
+            inputs = [_stand_in(x, bases) if isinstance(x, torch.Tensor) else x for x in self.inputs]
+        copy = object.__new__(GraphFunction)
+        copy.graph, copy.inputs, copy.passed = self.graph, inputs, self.passed
+        copy.held = {i: inputs[i] for i in self.held}
+        copy.slots = [(copy.held, i, tensor) for i, tensor in copy.held.items()]
+        return copy
+
+    def __call__(self, *arguments: torch.Tensor) -> list[Any]:
+        """Runs the graph; a result that is one of the inputs comes as `Same`."""
+        return self.run(arguments, self.held.values())
+
+    def run(self, arguments: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> list[Any]:
+        """Runs the graph on arguments, and on other tensors in the places of those that it closes over."""
+        given = list(self.inputs)
+        for i, tensor in zip(self.passed, arguments, strict=True):
+            given[i] = tensor
+        for i, tensor in zip(self.held, held, strict=True):
+            given[i] = tensor
+        known = {id(x): i for i, x in enumerate(given) if isinstance(x, torch.Tensor)}
+        return [Same(known[id(x)]) if id(x) in known else x for x in self.graph(given)]
+
+    def finished(self, results: Sequence[Any]) -> list[Any]:
+        """Puts inputs in the places of `Same`, and numbers that depend on numbers among the inputs in theirs."""
+        numbers = self.graph.numeric(self.inputs[: len(self.inputs) - len(self.graph.constants)])
+        found = [self.inputs[x.number] if type(x) is Same else x for x in results]
+        for position, number in numbers.items():
+            found[position] = number
+        return found
+
+    def release(self) -> None:
+        """Lets go of the inputs that a recompute is given anew."""
+        for i in self.passed:
+            self.inputs[i] = None
+
+
+class OutDims:
+    """Stands behind the results of a batched function: their batch dimensions."""
+
+    __slots__ = ("dims",)
+
+    def __init__(self, dims: tuple[int | None, ...]):
+        self.dims = dims
+
+
+class BatchedGraph:
+    """A captured graph under a `vmap`, as a function of the batches."""
+
+    def __init__(self, inner: GraphFunction | BatchedGraph, level: int, size: int, randomness: str):
+        """Takes the `vmap` of a level off a call of `inner`."""
+        self.inner = inner
+        self.size = size
+        self.randomness = randomness
+        with unseen():
+            pairs = [_unwrap_batched(t, level) for t in (*inner.arguments, *inner.held.values())]
+        self.dims = tuple(dim for _, dim in pairs)
+        values = [value for value, _ in pairs]
+        count = len(inner.arguments)
+        self.passed = inner.passed
+        self.arguments = values[:count]
+        self.held = dict(zip(inner.held, values[count:], strict=True))
+        self.slots = [(self.held, i, tensor) for i, tensor in self.held.items()]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a trace depends on besides that of the function inside."""
+        return (self.dims, self.size, self.randomness)
+
+    def blueprint(self) -> BatchedGraph:
+        """See `GraphFunction.blueprint`."""
+        copy = object.__new__(BatchedGraph)
+        copy.inner, copy.passed = self.inner.blueprint(), self.passed
+        copy.dims, copy.size, copy.randomness = self.dims, self.size, self.randomness
+        copy.arguments, copy.held = list(copy.inner.arguments), dict(copy.inner.held)
+        copy.slots = [(copy.held, i, tensor) for i, tensor in copy.held.items()]
+        return copy
+
+    def __call__(self, *arguments: torch.Tensor) -> list[Any]:
+        """Runs the graph on batches; the last result is `OutDims`."""
+        return self.run(arguments, self.held.values())
+
+    def run(self, arguments: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> list[Any]:
+        """See `GraphFunction.run`."""
+        count = len(self.passed)
+        found: list[Any] = []
+
+        def tensors_of(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            found[:] = self.inner.run(xs[:count], xs[count:])
+            return tuple(x for x in found if isinstance(x, torch.Tensor))
+
+        tensors, dims = restore_vmap(tensors_of, self.dims, self.size, self.randomness)(*arguments, *held)
+        batches = iter(tensors)
+        return [*(next(batches) if isinstance(x, torch.Tensor) else x for x in found), OutDims(tuple(dims))]
+
+    @staticmethod
+    def wrapped(results: Sequence[Any], level: int) -> list[Any]:
+        """Returns results as the `vmap` of a level sees them."""
+        dims = iter(results[-1].dims)
+        return [
+            x if not isinstance(x, torch.Tensor) or (dim := next(dims)) is None else _add_batch_dim(x, dim, level)
+            for x in results[:-1]
+        ]
+
+    def release(self) -> None:
+        """Lets go of the inputs that a recompute is given anew."""
+        self.arguments = []
+        self.inner.release()
+
+
+def _stand_in(tensor: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Tensor:
+    try:
+        storage = unwrapped(tensor).untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # sparse and other layouts have none
+        storage = id(tensor)
+    if storage not in bases:
+        bases[storage] = torch.empty(0, device="meta")
+    return bases[storage].detach()

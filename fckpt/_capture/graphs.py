@@ -1,0 +1,183 @@
+"""A captured graph as a function of a flat list of tensors and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C._functorch import get_dynamic_layer_stack_depth
+
+from fckpt._capture import marks
+from fckpt.sources import Names, running, source_of
+
+__all__ = ["FlatGraph"]
+
+_LEVEL = {"_wrap_for_grad": 1, "_unwrap_for_grad": 1, "_add_batch_dim": 2, "_remove_batch_dim": 1, "_unwrap_batched": 1}
+"""Functions of torch.func that a graph calls with the number of a level, and which argument it is."""
+
+
+class FlatGraph:
+    """The torch calls of a function, from its inputs to a flat list of results."""
+
+    def __init__(self, module: fx.GraphModule, names: Names | None = None):
+        """Takes over a graph; `names` are those of modules, for telling where in a model a call stands."""
+        nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+        self.placeholders = [node.name for node in nodes]
+        self.sources = [getattr(node, "_dynamo_source", None) for node in nodes]
+        """Where each input comes from, as Dynamo tells it."""
+        self.numbers = tuple(i for i, node in enumerate(nodes) if _is_number(node))
+        """Which inputs are Python numbers."""
+        self.decisive = tuple(i for i in self.numbers if _reaches_tensor(nodes[i]))
+        """Those of the numbers that a tensor's value or shape depends on."""
+        self.differentiates = any("_grad_increment_nesting" in str(n.target) for n in module.graph.nodes)
+        """Whether it takes gradients inside."""
+        self.constants = _lift_constants(module)
+        """Tensors that the graph holds: they are taken as further inputs."""
+        (output,) = (node for node in module.graph.nodes if node.op == "output")
+        self._numeric = _numeric_outputs(module, output)
+        self._strip(module, names)
+        module.recompile()
+        self.module = module
+
+    @staticmethod
+    def _strip(module: fx.GraphModule, names: Names | None) -> None:
+        """Lets go of what the capture computed with; where each call stands in the user's code is kept."""
+        for node in module.graph.nodes:
+            node.meta = {"source": source_of(node.meta, names)}
+        module.meta.clear()
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Runs the calls on `inputs` and the constants, which follow them."""
+        if marks.answered() is not None or get_dynamic_layer_stack_depth():
+            result = _Walk(self.module).run(*inputs)
+        else:
+            result = self.module.forward(*inputs)
+        return list(result)
+
+    def numeric(self, inputs: Sequence[Any]) -> dict[int, Any]:
+        """Computes the results that are Python numbers and depend on numbers among the inputs, by position."""
+        if self._numeric is None:
+            return {}
+        positions, graph = self._numeric
+        return dict(zip(positions, graph.forward(*inputs, *self.constants), strict=True))
+
+    def same(self, other: FlatGraph) -> bool:
+        """Whether the graphs make the same calls on the same inputs."""
+        ours, theirs = self.module.graph.nodes, other.module.graph.nodes
+        return (
+            len(ours) == len(theirs)
+            and self.numbers == other.numbers
+            and len(self.constants) == len(other.constants)
+            and all(a is b for a, b in zip(self.constants, other.constants, strict=True))
+            and all(
+                a.op == b.op != "get_attr" and _is_same(a.target, b.target) for a, b in zip(ours, theirs, strict=True)
+            )
+            and self.module.code == other.module.code
+        )
+
+
+class _Walk(fx.Interpreter):
+    """Runs the calls one by one: says where each stands in the user's code, and numbers levels as they are here."""
+
+    def __init__(self, module: fx.GraphModule):
+        super().__init__(module)
+        self.depth = get_dynamic_layer_stack_depth()
+
+    def run_node(self, n: fx.Node) -> Any:
+        with running(*n.meta["source"]):
+            return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        position = _LEVEL.get(getattr(target, "__name__", ""))
+        if self.depth and position is not None and len(args) > position and isinstance(args[position], int):
+            args = (*args[:position], args[position] + self.depth, *args[position + 1 :])
+        result = super().call_function(target, args, kwargs)
+        if getattr(target, "__name__", "") == "autograd_function_apply" and marks.answered() is not None:
+            for output in result if isinstance(result, (list, tuple)) else [result]:
+                _release_after_backward(output)
+        return result
+
+
+def _release_after_backward(output: Any) -> None:
+    """Has what an `autograd.Function` saved go after its backward, as in a plain run, if `output` is what one made.
+
+    The class that stands for it in a captured graph holds that in a variable, until the garbage collector comes by
+    (torch 2.13, `AutogradFunctionApply`).
+    """
+    node = getattr(output, "grad_fn", None)
+    backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
+    names = getattr(getattr(backward, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(backward, "__closure__", None) or (), strict=True):
+        if name == "saved_values" and node is not None:
+            node.register_hook(lambda *_, held=cell: setattr(held, "cell_contents", ()))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, str) and a == b)
+
+
+def _is_number(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _reaches_tensor(node: fx.Node) -> bool:
+    todo, seen = [node], {node}
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output" or user in seen:
+                continue
+            if not _is_number(user):
+                return True
+            seen.add(user)
+            todo.append(user)
+    return False
+
+
+def _lift_constants(module: fx.GraphModule) -> list[torch.Tensor]:
+    """Turns the tensors that a graph holds as attributes into inputs behind the others."""
+    constants: list[torch.Tensor] = []
+    lifted: dict[str, fx.Node] = {}
+    last = None
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            last = node
+    for node in list(module.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        value = module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if not isinstance(value, torch.Tensor):
+            continue
+        target = str(node.target)
+        if target not in lifted:
+            first = next(iter(module.graph.nodes)) if last is None else last
+            where = module.graph.inserting_before(first) if last is None else module.graph.inserting_after(first)
+            with where:
+                last = lifted[target] = module.graph.placeholder(f"constant_{len(constants)}")
+            last.meta["example_value"] = value
+            constants.append(value)
+        node.replace_all_uses_with(lifted[target])
+        module.graph.erase_node(node)
+    return constants
+
+
+def _numeric_outputs(module: fx.GraphModule, output: fx.Node) -> tuple[list[int], fx.GraphModule] | None:
+    results = output.args[0]
+    assert isinstance(results, (tuple, list))
+    found = [(i, node) for i, node in enumerate(results) if isinstance(node, fx.Node) and _is_number(node)]
+    if not found:
+        return None
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.op == "placeholder" or (node.op != "output" and _is_number(node)):
+            if any(argument not in copies for argument in node.all_input_nodes):
+                return None  # a size of an intermediate: no number of the inputs alone
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output(tuple(copies[node] for _, node in found))
+    graph.eliminate_dead_code()
+    return [i for i, _ in found], fx.GraphModule(module, graph)

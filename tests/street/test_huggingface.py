@@ -1,0 +1,229 @@
+"""Hugging Face models under a budget, called as users call them: masks, dropout, labels, default configurations."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchvision_shim  # noqa: F401  before transformers
+from judge import Session, judge
+from torch import nn
+
+transformers: Any = pytest.importorskip("transformers")
+
+SLOW = os.environ.get("FCKPT_PROFILE") == "slow"
+BATCH, TOKENS, WORDS = 4, 32, 99
+Batch = dict[str, Any]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def encoder(name: str, **options: Any) -> Callable[[], tuple[nn.Module, Batch]]:
+    """A classifier of texts."""
+
+    def make() -> tuple[nn.Module, Batch]:
+        config = getattr(transformers, f"{name}Config")(
+            vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+            max_position_embeddings=64, **options,
+        )  # fmt: skip
+        model = getattr(transformers, f"{name}ForSequenceClassification")(config)
+        return model, {"input_ids": torch.randint(2, WORDS, (BATCH, TOKENS)), "labels": torch.arange(BATCH) % 2}
+
+    return make
+
+
+def distilbert() -> tuple[nn.Module, Batch]:
+    config = transformers.DistilBertConfig(
+        vocab_size=WORDS, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=64
+    )
+    batch = {"input_ids": torch.randint(2, WORDS, (BATCH, TOKENS)), "labels": torch.arange(BATCH) % 2}
+    return transformers.DistilBertForSequenceClassification(config), batch
+
+
+def words() -> Batch:
+    tokens = torch.randint(2, WORDS, (BATCH, TOKENS))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def gpt2() -> tuple[nn.Module, Batch]:
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config), words()
+
+
+def decoder(name: str, **options: Any) -> Callable[[], tuple[nn.Module, Batch]]:
+    """A causal language model."""
+
+    def make() -> tuple[nn.Module, Batch]:
+        config = getattr(transformers, f"{name}Config")(
+            vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=64, max_position_embeddings=64, attention_dropout=0.1, pad_token_id=0, bos_token_id=0,
+            eos_token_id=1, **options,
+        )  # fmt: skip
+        return getattr(transformers, f"{name}ForCausalLM")(config), words()
+
+    return make
+
+
+def t5() -> tuple[nn.Module, Batch]:
+    config = transformers.T5Config(
+        vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config), words()
+
+
+def bart() -> tuple[nn.Module, Batch]:
+    config = transformers.BartConfig(
+        vocab_size=WORDS, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, pad_token_id=0,
+        bos_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None,
+    )  # fmt: skip
+    return transformers.BartForConditionalGeneration(config), words()
+
+
+def vit() -> tuple[nn.Module, Batch]:
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=4,
+        hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, num_labels=3,
+    )  # fmt: skip
+    batch = {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.arange(BATCH) % 3}
+    return transformers.ViTForImageClassification(config), batch
+
+
+def swin() -> tuple[nn.Module, Batch]:
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=3,
+        drop_path_rate=0.2,
+    )  # fmt: skip
+    batch = {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.arange(BATCH) % 3}
+    return transformers.SwinForImageClassification(config), batch
+
+
+def clip() -> tuple[nn.Module, Batch]:
+    shared = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    text = {**shared, "vocab_size": WORDS, "max_position_embeddings": 64, "eos_token_id": 1, "bos_token_id": 0}
+    config = transformers.CLIPConfig(
+        text_config=text, vision_config={**shared, "image_size": 32, "patch_size": 4}, projection_dim=16
+    )
+    tokens = torch.randint(2, WORDS, (BATCH, TOKENS))
+    tokens[:, -1] = 1
+    batch = {"input_ids": tokens, "pixel_values": torch.randn(BATCH, 3, 32, 32), "return_loss": True}
+    return transformers.CLIPModel(config), batch
+
+
+TEXTS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
+    "bert": encoder("Bert"),
+    "roberta": encoder("Roberta", pad_token_id=1),
+    "distilbert": distilbert,
+    "gpt2": gpt2,
+    "llama": decoder("Llama"),
+    "mistral": decoder("Mistral"),
+    "qwen2": decoder("Qwen2"),
+    "t5": t5,
+    "bart": bart,
+}
+PICTURES: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {"vit": vit, "swin": swin, "clip": clip}
+
+
+def masked(batch: Batch, mask: str) -> Batch:
+    """Adds an attention mask to a batch."""
+    if mask == "none":
+        return batch
+    ones = torch.ones(BATCH, TOKENS, dtype=torch.int64)
+    if mask == "padding":
+        ones[1, TOKENS // 2 :] = 0
+        ones[2, TOKENS - 3 :] = 0
+    return {**batch, "attention_mask": ones}
+
+
+def without_cache(out: Any) -> Any:
+    """A result without the keys and values for generation, which a plan may leave out in training."""
+    if isinstance(out, torch.Tensor):
+        return out
+    return {"class": type(out).__name__, **{k: v for k, v in out.items() if k != "past_key_values"}}
+
+
+def trained(
+    name: str, mask: str, budget: float, pick: Any = lambda out: out["loss"], wrap: Any = None, peak: bool = True
+) -> Any:
+    """A few steps of a model in training, its dropout on."""
+
+    def scenario(session: Session) -> None:
+        torch.manual_seed(0)
+        model, batch = {**TEXTS, **PICTURES}[name]()
+        batch = masked(batch, mask)
+        model.train()
+        session.watch(model=model)
+        f = session.region(model if wrap is None else wrap(model))
+        session.step(lambda: without_cache(f(**batch)), pick, peak=peak)
+
+    return judge(scenario, budget=budget, fraction=True)
+
+
+def _masks() -> list[tuple[str, str]]:
+    """Padding for all models, and no mask and one of ones for a few; for all of them in the slow profile."""
+    few = TEXTS if SLOW else ("bert", "llama")
+    return [(name, mask) for name in TEXTS for mask in ("none", "ones", "padding") if mask == "padding" or name in few]
+
+
+@pytest.mark.parametrize(("name", "mask"), _masks())
+def test_a_model_of_texts(name: str, mask: str) -> None:
+    verdict = trained(name, mask, 0.8)
+    assert verdict.kept, (verdict.error, verdict.over)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_model_of_pictures(name: str) -> None:
+    verdict = trained(name, "none", 0.8)
+    assert verdict.kept, (verdict.error, verdict.over)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "vit"] if SLOW else ["bert"])
+def test_the_least_budget(name: str) -> None:
+    """Nothing fits a hundredth; what would is said, and does."""
+    verdict = trained(name, "none", 0.01)
+    assert verdict.kept and isinstance(verdict.budget, int), (verdict.error, verdict.over)
+
+
+@pytest.mark.parametrize("name", TEXTS if SLOW else ["bart"])
+def test_a_function_that_returns_the_loss(name: str) -> None:
+    verdict = trained(
+        name, "padding", 0.8, pick=lambda out: out, wrap=lambda model: lambda **batch: model(**batch).loss
+    )
+    assert verdict.kept, (verdict.error, verdict.over)
+
+
+@pytest.mark.parametrize("name", ["gpt2"])
+def test_a_loss_of_the_logits_beside(name: str) -> None:
+    pick = lambda out: out["loss"] + out["logits"].square().mean()
+    verdict = trained(name, "padding", 0.8, pick=pick, peak=False)  # the square is memory outside of the region
+    assert verdict.outcome == "equal", verdict.error
+
+
+@pytest.mark.parametrize("name", TEXTS if SLOW else ["llama"])
+def test_masks_and_sizes_in_turn(name: str) -> None:
+    """One model meets batches with and without padding, of two lengths, and is evaluated between."""
+
+    def scenario(session: Session) -> None:
+        torch.manual_seed(0)
+        model, batch = TEXTS[name]()
+        session.watch(model=model)
+        model.train()
+        f = session.region(model)
+        shorter = {k: v[:, :20] if v.dim() == 2 else v for k, v in batch.items()}
+        pick = lambda out: out["loss"]
+        run = lambda batch: without_cache(f(**batch))
+        for mask in ("none", "padding", "none"):
+            session.step(lambda: run(masked(batch, mask)), pick, times=2, peak=False)
+        session.step(lambda: run(shorter), pick, times=2, peak=False)
+        f.eval()
+        with torch.no_grad():
+            f(**batch)
+        f.train()
+        session.step(lambda: run(masked(batch, "padding")), pick, times=1, peak=False)
+
+    verdict = judge(scenario, budget=0.9)
+    assert verdict.outcome == "equal", verdict.error

@@ -1,0 +1,208 @@
+"""Rematerialisation under Lightning, Accelerate, peft and diffusers, and what those libraries do to functions."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision_shim  # noqa: F401  before all of these libraries
+from helpers import assert_equal
+from torch import nn
+from zoo import make
+
+import fckpt
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what libraries say of each other
+
+X, Y = torch.randn(256, 8, generator=torch.Generator().manual_seed(3)), torch.arange(256) % 2
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 32))
+    return nn.Sequential(nn.Linear(8, 32), *(block() for _ in range(4)), nn.Linear(32, 2))
+
+
+# -- what Lightning's modules hold ---------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """Holds what holds it, as Lightning's modules and trainers do, by a proxy."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.trainer = Trainer(self)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x).square().mean() * self.trainer.scale
+
+
+class Trainer:
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.scale = weakref.proxy(module), 2.0
+        self.itself = weakref.proxy(self)
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 0.9}], ids=["plain", "budget"])
+@pytest.mark.parametrize("through", ["method", "proxy", "dead"])
+def test_functions_that_reach_weak_proxies(options: dict[str, Any], through: str) -> None:
+    holder = Holder(network().eval())
+    proxy = weakref.proxy(holder)
+    if through == "dead":
+        proxy = weakref.proxy(Trainer(holder))
+    kept = [proxy]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return kept[0].loss(x) if through == "proxy" else holder.loss(x) + 0 * len(kept)
+
+    plain = holder.loss if through == "method" else fn
+    assert_equal(gradients(fckpt.remat(plain, **options), holder), gradients(plain, holder))
+
+
+def gradients(fn: Any, module: nn.Module) -> list[torch.Tensor | None]:
+    module.zero_grad()
+    torch.manual_seed(1)
+    fn(X).backward()
+    return [p.grad for p in module.parameters()]
+
+
+def test_a_tensor_that_is_copied_by_its_storage_cannot_be_planned() -> None:
+    """As a metric does that is logged within a step."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x.square().sum() + copy.deepcopy(torch.tensor(1.0))
+
+    with pytest.raises(fckpt.TraceError, match=r"test_libraries\.py:\d+, in fn .*deepcopy"):
+        fckpt.plan(fn, X.clone().requires_grad_(), budget=0.9)
+
+
+def test_logging_within_a_budget_is_refused() -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Logs(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+            self.training_step = fckpt.remat(self.training_step, budget=0.9)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = lightning.Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=256)
+    with pytest.raises(fckpt.TraceError):
+        trainer.fit(Logs(), loader)
+
+
+# -- Accelerate ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("how", ["blocks before", "blocks after", "loss"])
+def test_accelerate(how: str, precision: str | None) -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def train(how: str) -> dict[str, torch.Tensor]:
+        accelerate.state.AcceleratorState._reset_state(True)
+        model = network()
+        if how == "blocks before":
+            fckpt.remat_blocks(model)
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if how == "blocks after":
+            fckpt.remat_blocks(model)
+        loss = lambda x, y: F.cross_entropy(model(x), y)
+        if how == "loss":
+            loss = fckpt.remat(loss, budget=0.9)
+        torch.manual_seed(1)
+        for _ in range(2):
+            accelerator.backward(loss(X, Y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return {k: v.clone() for k, v in accelerator.unwrap_model(model).state_dict().items()}
+
+    assert_equal(train(how), train("plain"))
+
+
+# -- peft ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_adapters_that_freeze_and_unfreeze(name: str, when: str) -> None:
+    peft = pytest.importorskip("peft")
+    targets = ["query", "value"] if name == "bert" else ["q_proj", "v_proj"]
+
+    def train(when: str) -> list[dict[str, torch.Tensor]]:
+        model, batch = make(name)
+        model.config.use_cache = False
+        if when == "before":
+            fckpt.remat_blocks(model)
+        config = peft.LoraConfig(r=2, target_modules=targets, lora_dropout=0.1, init_lora_weights=False)
+        torch.manual_seed(2)
+        adapted = peft.get_peft_model(model, config)
+        if when == "after":
+            assert len(fckpt.remat_blocks(adapted)) == 3
+        found = []
+        for unfrozen in ("lora", "orm", ""):
+            for path, p in adapted.named_parameters():
+                p.requires_grad_(unfrozen in path)
+            adapted.zero_grad()
+            torch.manual_seed(1)
+            adapted(**batch).loss.backward()
+            found.append({n: p.grad.clone() for n, p in adapted.named_parameters() if p.grad is not None})
+        return found
+
+    expected = train("never")
+    assert 0 < len(expected[0]) < len(expected[2])
+    assert_equal(train(when), expected)
+
+
+# -- diffusers -----------------------------------------------------------------------------------------------
+
+
+def test_a_diffusion_model() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    plain = diffusers.UNet2DConditionModel(
+        sample_size=8, in_channels=4, out_channels=4, block_out_channels=(8, 16), layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=8, attention_head_dim=4, norm_num_groups=4, dropout=0.1,
+    ).train()  # fmt: skip
+    args = torch.randn(2, 4, 8, 8), torch.tensor([3, 7]), torch.randn(2, 3, 8)
+    model = copy.deepcopy(plain)
+    blocks = fckpt.remat_blocks(model)
+    assert set(blocks.classes) == {"BasicTransformerBlock", "ResnetBlock2D"}
+    within = fckpt.remat(lambda *args: plain(*args).sample.square().mean(), budget=0.8)
+
+    def gradient(fn: Any, net: nn.Module) -> dict[str, torch.Tensor]:
+        net.zero_grad()
+        torch.manual_seed(1)
+        fn(*args).backward()
+        return {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+
+    loss = lambda net: lambda *args: net(*args).sample.square().mean()
+    expected = gradient(loss(plain), plain)
+    assert_equal(gradient(loss(model), model), expected)
+    assert_equal(gradient(within, plain), expected)
+
+    def peak(fn: Any, net: nn.Module) -> int:
+        net.zero_grad()
+        return fckpt.measure_peak(lambda: fn(*args).backward()).peak_bytes
+
+    whole = peak(loss(plain), plain)
+    assert peak(loss(model), model) < 0.7 * whole
+    assert peak(within, plain) <= 0.81 * whole

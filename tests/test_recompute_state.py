@@ -1,0 +1,336 @@
+"""A recompute sees the Python state that its forward saw, and leaves no trace in it."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_equal, leaf
+from torch import Tensor, nn
+
+import fckpt
+
+FLAG = True
+SETTINGS = {"temperature": 1.0, "nested": {"steps": [1, 2]}}
+W = torch.randn(6, 6, generator=torch.Generator().manual_seed(3)) / 3
+
+
+class Config:
+    temperature = 1.0
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.modes = ["relu"]
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Block(nn.Module):
+    factor = 1.0
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.drop = nn.Dropout(0.1)
+        self.config = config or Config()
+        self.scale = 1.0
+        self.sizes = [1.0, 2.0]
+
+    def helper(self, h: Tensor) -> Tensor:
+        return h * SETTINGS["temperature"] if FLAG else h.cos()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(torch.relu(self.linear(x)))
+        h = (
+            self.helper(h)
+            * self.scale
+            * self.sizes[0]
+            * self.config.scale
+            * self.factor
+            * type(self.config).temperature
+        )
+        return torch.tanh(h if self.config.modes[0] == "relu" else h.sin()).exp().sin()
+
+
+def set_global(name: str, value: Any) -> None:
+    globals()[name] = value
+
+
+Change = Callable[[Any], None]
+IN_A_MODULE: dict[str, tuple[Change, Change]] = {
+    "a global that a method reads": (lambda m: set_global("FLAG", False), lambda m: set_global("FLAG", True)),
+    "an item of a global dict": (
+        lambda m: SETTINGS.update(temperature=3.0),
+        lambda m: SETTINGS.update(temperature=1.0),
+    ),
+    "an attribute": (lambda m: setattr(m, "scale", 2.0), lambda m: None),
+    "an item of a list": (lambda m: m.sizes.__setitem__(0, 3.0), lambda m: None),
+    "an attribute of a config": (lambda m: setattr(m.config, "scale", 0.5), lambda m: None),
+    "an item of a list of a config": (lambda m: m.config.modes.insert(0, "sin"), lambda m: None),
+    "another config": (lambda m: setattr(m, "config", argparse.Namespace(scale=2.0, modes=["x"], temperature=1.0)),
+        lambda m: None),
+    "a class attribute of the module": (
+        lambda m: setattr(Block, "factor", 2.0),
+        lambda m: setattr(Block, "factor", 1.0),
+    ),
+    "a class attribute of a config": (
+        lambda m: setattr(Config, "temperature", 2.0),
+        lambda m: setattr(Config, "temperature", 1.0),
+    ),
+    "the rate of dropout": (lambda m: setattr(m.drop, "p", 0.7), lambda m: None),
+    "the mode": (lambda m: m.eval(), lambda m: None),
+    "another activation": (lambda m: setattr(m, "drop", nn.Tanh()), lambda m: None),
+}  # fmt: skip
+
+
+def module_gradients(wrap: Any, change: Change, back: Change) -> list[Any]:
+    """Two forwards, a change between them, and both backwards after it."""
+    argparse.Namespace.temperature = 1.0  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    block = Block()
+    module = wrap(block)
+    x = leaf(torch.randn(4, 6))
+    try:
+        first = module(x)
+        change(block)
+        second = module(x)
+        (first.sum() + 2 * second.sum()).backward()
+    finally:
+        back(block)
+        del argparse.Namespace.temperature  # type: ignore[attr-defined]
+    return [first, second, x.grad, *(p.grad for p in block.parameters())]
+
+
+@pytest.mark.parametrize("wrap", [fckpt.remat, lambda m: fckpt.remat(lambda x: m(x)), lambda m: fckpt.remat(m.forward)])
+@pytest.mark.parametrize("name", IN_A_MODULE)
+def test_state_of_modules_that_changes_between_two_forwards(name: str, wrap: Any) -> None:
+    assert_equal(module_gradients(wrap, *IN_A_MODULE[name]), module_gradients(lambda m: m, *IN_A_MODULE[name]))
+
+
+def in_closures() -> Iterator[Any]:
+    flag, settings, config, slotted = True, {"a": 1.0, "deep": {"b": [1.0]}}, Config(), Slotted()
+    space, ordered = types.SimpleNamespace(scale=1.0), collections.OrderedDict(a=1.0)
+    names = {"relu"}
+
+    def fn(x: Tensor) -> Tensor:
+        h = torch.relu(x @ W)
+        h = h * settings["a"] * settings["deep"]["b"][0] * config.scale * slotted.scale * space.scale  # type: ignore[index]
+        h = h * ordered["a"] * Config.temperature
+        h = h if flag and FLAG and "relu" in names else h.cos()
+        return torch.tanh(h if "debug" not in settings else h.sin()).exp().sin()
+
+    def switch() -> None:
+        nonlocal flag
+        flag = not flag
+
+    def both(set_: Any, name: str, old: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+        return lambda: set_(name, 2.0), lambda: set_(name, old)
+
+    yield fn
+    yield switch, lambda: None
+    yield lambda: set_global("FLAG", False), lambda: set_global("FLAG", True)
+    yield lambda: settings.update(a=3.0), lambda: None
+    yield lambda: settings.update(debug=True), lambda: None
+    yield lambda: settings["deep"]["b"].insert(0, 2.0), lambda: None  # type: ignore[index]
+    yield lambda: setattr(config, "scale", 2.0), lambda: None
+    yield lambda: setattr(slotted, "scale", 2.0), lambda: None
+    yield lambda: setattr(space, "scale", 2.0), lambda: None
+    yield lambda: setattr(Config, "temperature", 2.0), lambda: setattr(Config, "temperature", 1.0)
+    yield lambda: names.add("other") or names.discard("relu"), lambda: None
+
+
+def closure_gradients(number: int, region: bool, seed: int) -> list[Tensor]:
+    changes = in_closures()
+    fn = next(changes)
+    change, back = list(changes)[number]
+    fn = fckpt.remat(fn) if region else fn
+    x = leaf(torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)))
+    try:
+        first = fn(x)
+        change()
+        second = fn(x)
+        (first.sum() + 2 * second.sum()).backward()
+    finally:
+        back()
+    return [first, second, x.grad]
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_state_of_closures_that_changes_between_two_forwards(number: int) -> None:
+    for seed in range(20):
+        assert_equal(closure_gradients(number, True, seed), closure_gradients(number, False, seed))
+
+
+def test_a_difference_that_no_walk_finds_shows_in_a_sample_spread_over_the_values() -> None:
+    """Relu makes the head of a value zero; what is compared lies all over it."""
+    missed = 0
+    for seed in range(200):
+        factors = iter([1.0, 2.0])
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+        x[0] = -1.0
+        fn = fckpt.remat(lambda x: torch.relu(x * next(factors)).square().sin())
+        try:
+            fn(x.requires_grad_()).sum().backward()
+        except fckpt.ImpureFunctionError:
+            continue
+        missed += 1
+    assert missed == 0
+
+
+def test_what_a_function_counts_itself_stays_where_it_puts_it() -> None:
+    calls: list[int] = []
+    counts = {"runs": 0}
+
+    def fn(x: Tensor) -> Tensor:
+        calls.append(1)
+        counts["runs"] += 1
+        return x.sin().exp().sin()
+
+    x = leaf(W)
+    (fckpt.remat(fn)(x) + fckpt.remat(fn)(x)).sum().backward()
+    assert len(calls) == counts["runs"] == 4
+
+
+def test_a_module_counts_its_calls_once() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls, self.log = nn.Linear(6, 6), 0, []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.last = self.linear(x)
+            self.log.append(self.calls)
+            return (self.last * self.calls).sin().exp().sin()
+
+    got = []
+    for wrap in (lambda m: m, fckpt.remat):
+        torch.manual_seed(0)
+        inner = Counting()
+        module = wrap(inner)
+        out = sum(module(W).sum() for _ in range(3)) + inner.last.sum()
+        out.backward()
+        got.append([inner.linear.weight.grad, inner.calls, len(inner.log)])
+    assert_equal(got[1], got[0])
+
+
+class Cache:
+    """What decoders append to."""
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = [types.SimpleNamespace(keys=None) for _ in range(2)]
+
+    def update(self, k: Tensor, layer: int) -> Tensor:
+        held = self.layers[layer]
+        held.keys = k if held.keys is None else torch.cat([held.keys, k])
+        return held.keys
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_an_argument_that_the_function_changes_is_changed_once(filled: bool) -> None:
+    def fn(x: Tensor, cache: Cache, log: list[Any], state: dict[str, Any]) -> Tensor:
+        k = cache.update((x @ W).sin(), 1)
+        log.append(len(log))
+        state["calls"] = state.get("calls", 0) + 1
+        state["x"] = x * 2
+        return (k @ W).sin().exp().sin() * state["calls"]
+
+    got = []
+    for f in (fn, fckpt.remat(fn)):
+        cache, log, state, x = Cache(), [], {"x": W}, leaf(W)
+        if filled:
+            cache.layers[1].keys = W.cos()
+        f(x, cache, log, state).sum().backward()
+        got.append([x.grad, cache.layers[1].keys, log, state["calls"], state["x"]])
+    assert_equal(got[1], got[0])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.0), nn.Tanh())
+        self.aside = [self.block]
+        self.norm = nn.BatchNorm1d(6, momentum=None)
+        self.register_buffer("mean", torch.zeros(6))
+        self.call = self.norm.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.aside[0](x)
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return torch.tanh(self.call(x) + self.mean).exp().sin()
+
+
+net = Net()
+REGIONS: dict[str, Callable[[Net], Any]] = {
+    "a module": fckpt.remat,
+    "its method": lambda m: fckpt.remat(m.forward),
+    "a closure": lambda m: fckpt.remat(lambda x: m(x)),
+    "a global": lambda m: fckpt.remat(lambda x: net(x)),
+    "an argument": lambda m: lambda x: fckpt.remat(lambda m, x: m(x))(m, x),
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.parametrize("switched", [False, True])
+def test_a_recompute_never_touches_the_live_module(name: str, switched: bool) -> None:
+    """Another thread reads the module's state all the time while regions are replayed."""
+    model = net if name == "a global" else Net()
+    model.train()
+    region = REGIONS[name](model)
+    x = leaf(torch.randn(64, 6))
+    outs = [region(x).sum() for _ in range(20)]
+    if switched:
+        model.eval()
+    state = lambda: [(id(b), b._version) for b in model.buffers()] + [m.training for m in model.modules()]
+    then, values = state(), [b.clone() for b in model.buffers()]
+    seen: set[bool] = set()
+    stop = threading.Event()
+
+    def sample() -> None:
+        while not stop.is_set():
+            seen.add(state() == then and all(map(torch.equal, model.buffers(), values)))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        for out in outs:
+            out.backward()
+    finally:
+        stop.set()
+        sampler.join()
+    assert seen == {True}
+    assert state() == then
+
+
+def test_statistics_of_a_forward_beside_a_replay_are_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6))
+    region = fckpt.remat(model)
+    data = [torch.randn(32, 6) for _ in range(40)]
+    started = threading.Event()
+
+    def forwards() -> None:
+        started.wait(5)
+        with torch.no_grad():
+            for x in data:
+                region(x)
+
+    other = threading.Thread(target=forwards)
+    other.start()
+    outs = [region(leaf(x)).sum() for x in data]
+    started.set()
+    for out in outs:
+        out.backward()
+    other.join()
+    assert int(model[1].num_batches_tracked) == 80
