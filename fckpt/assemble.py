@@ -45,14 +45,12 @@ class Assembly:
 
     def trace(self) -> Trace:
         ends, recorder = self.ends, self.recorder
-        given = [*ends.operand_numbers, *recorder.constants]
-        names = [*self.origins, *["a constant"] * len(recorder.constants)]
-        inputs = tuple(dict.fromkeys(self._value(t, None, name) for t, name in zip(given, names, strict=True)))
+        kept = self._needed()
+        inputs = self._inputs(kept)
         late = [ct for ct in ends.cotangents if ct is not None]
         cotangents = tuple(self._value(ct, None, "a cotangent") for ct in late)
         self.late.update(cotangents)
         boundary = 0
-        kept = self._needed()
         self._find_empty(kept)
         for position, recorded in enumerate(self.recorded):
             self.before.append(len(self.nodes))
@@ -68,7 +66,8 @@ class Assembly:
         specs = tuple(self._spec(t, value) for t, value in zip(recorder.tensors, recorder.values, strict=True))
         written = {call.node: arguments_of(call, specs) for call in self.calls}
         nodes = tuple(dataclasses.replace(node, arguments=written[node.id]) for node in self.nodes)
-        graph = Graph(nodes, self._lived(), inputs, cotangents, tuple(outputs), tuple(gradients), boundary)
+        ended = tuple(sorted(outputs)), tuple(sorted(gradients))
+        graph = Graph(nodes, self._lived(), inputs, cotangents, *ended, boundary)
         return Trace(
             graph,
             tuple(self.calls),
@@ -87,6 +86,22 @@ class Assembly:
             grad_dims=ends.grad_dims,
             regions=tuple((self._inside(calls, returned), policy) for calls, returned, policy in recorder.regions),
         )
+
+    def _inputs(self, kept: set[int]) -> tuple[int, ...]:
+        """The values of operands and constants that operations or results use, in the order of their first use.
+
+        So the graph does not depend on the order in which a call passes them, nor on what nothing uses.
+        """
+        values = self.recorder.values
+        given = [*self.ends.operand_numbers, *self.recorder.constants]
+        names = [*self.origins, *["a constant"] * len(self.recorder.constants)]
+        first = {values[t]: (t, name) for t, name in reversed(list(zip(given, names, strict=True)))}
+        used: list[int] = []
+        for call in (self.recorded[position] for position in sorted(kept)):
+            used += [*indices_of(call.args), *indices_of(tuple(call.kwargs.values())), *(t for t, _ in call.replaced)]
+        used += [t for t in (*self.ends.outputs, *self.ends.gradients) if t is not None]
+        found = dict.fromkeys(version for t in used if (version := values[t]) in first)
+        return tuple(self._value(first[version][0], None, first[version][1]) for version in found)
 
     def _lived(self) -> tuple[Value, ...]:
         """The values with the times to which the plain function holds them, in nodes instead of recorded calls."""
@@ -205,8 +220,9 @@ class Assembly:
             self.late.update(new)
         writes = tuple(self.known[old] for old, _ in versions if old in recorder.written)
         once = any(recorder.values[t] in self.rewritten for t in sent) or not new
-        once |= len(new) > 1 and any(recorder.values[t] not in self.operand for _, t in replaced)
-        overwrites = () if once else self._overwrites(recorded, replaced)
+        # Of several results, statistics are small enough to be updated in a copy at every run.
+        once |= len(new) > 1 and any(recorder.values[t] not in self.operand for _, t in replaced if t not in statistics)
+        overwrites = () if once or len(new) > 1 else self._overwrites(recorded, replaced)
         self.nodes.append(
             Node(
                 id=node,

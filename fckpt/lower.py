@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -225,11 +225,20 @@ class _Writer:
             self.states.add(node)
 
     def run(self, call: Call, node: int, over: int | None, again: bool) -> None:
-        args = list(call.args)
-        if again:
+        args, copies = list(call.args), []
+        if again:  # statistics that it wrote the first time, and that are still there, it leaves alone
             for position in statistics_of(call.op, call.args):
-                args[position] = None  # which it wrote the first time
-        self.replace(call, over)
+                written = call.args[position].tensor
+                old = next((old for old, new in call.replaced if new == written), None)
+                if written in self.ours:
+                    args[position] = None
+                elif written in self.live and old is not None:
+                    args[position] = _Copy(f"c{written}_")
+                    self.ensure(old)
+                    self.emit(f"{args[position].name} = copied({self.text(Ref(old))})")
+                    copies.append(args[position].name)
+        spared = {ref.tensor for ref, arg in zip(call.args, args, strict=True) if isinstance(arg, _Copy)}
+        self.replace([pair for pair in call.replaced if pair[1] not in spared], over)
         for t in (*indices_of(args), *indices_of(list(call.kwargs.values()))):
             self.ensure(t)
         fresh = [t for t in call.outputs if t is not None and t not in self.live]
@@ -240,13 +249,14 @@ class _Writer:
             self.emit(text)
         else:
             self.emit(f"{self.targets(call, targets)} = {text}")
-        if "_" in targets and fresh:
-            self.emit("_ = None")
+        copies += ["_"] if "_" in targets and fresh else []
+        if copies:
+            self.emit(f"{' = '.join(copies)} = None")
         self.live.update(fresh)
 
-    def replace(self, call: Call, over: int | None) -> None:
+    def replace(self, replaced: Sequence[tuple[int, int]], over: int | None) -> None:
         """Has what a call writes over ready: the memory itself if it goes right after that, else a copy of it."""
-        for old, new in call.replaced:
+        for old, new in replaced:
             if new in self.ours:
                 continue
             if new in self.live:
@@ -338,6 +348,8 @@ class _Writer:
         if isinstance(value, Ref):
             self.used.add(value.tensor)
             return _var(value.tensor)
+        if isinstance(value, _Copy):
+            return value.name
         if value is None or type(value) in (bool, int, str):
             return repr(value)
         if type(value) is float and value - value == 0:
@@ -354,6 +366,12 @@ class _Writer:
             name = self.names[id(value)] = f"{kind}{len(self.names)}"
             self.scope[name] = value
         return name
+
+
+class _Copy(NamedTuple):
+    """A variable that holds a copy of what a call would write over."""
+
+    name: str
 
 
 def _made(call: Call) -> list[int]:
