@@ -8,8 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = ["Ambient", "autocast", "autocast_as", "capture", "restored"]
+__all__ = ["Ambient", "autocast", "autocast_as", "capture", "interfering_mode", "restored"]
 
 Ambient = tuple[Any, ...]
 
@@ -43,6 +44,21 @@ def autocast_as(then: Ambient | None) -> Iterator[None]:
             for device, enabled, dtype in settings:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
         yield
+
+
+def interfering_mode() -> Any:
+    """Returns a dispatch mode of the user's that is in force, and may change what operations return; None if there is
+    none.
+
+    Modes of PyTorch's own, such as FlopCounterMode, look on, and so do those that say `fckpt_looks_on = True`.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return None
+    for mode in _get_current_dispatch_mode_stack():
+        own = type(mode).__module__.partition(".")[0] in ("torch", "fckpt")
+        if not own and not getattr(mode, "fckpt_looks_on", False):
+            return mode
+    return None
 
 
 def capture() -> Ambient:

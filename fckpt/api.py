@@ -460,12 +460,15 @@ def _why_not_planned() -> str:
     """Says why no plan can run here, as `Ledger.falls_back` has it; empty where one can.
 
     Within another region it cannot: what it keeps, that region would have to keep. Nor under forward mode, or where
-    a `vmap` is around the transform that differentiates.
+    a `vmap` is around the transform that differentiates. A dispatch mode would see other operations than in the plain
+    function: those that write over their operands, and recomputes.
     """
     if forward_ad._current_level > ambient.idle_level:
         return "forward mode"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "saved-tensor hooks"
+    if ambient.interfering_mode() is not None:
+        return "dispatch mode"
     levels = [level.key() for level in _levels()]
     while levels and levels[-1] == TransformType.Vmap:
         levels.pop()

@@ -22,6 +22,8 @@ _REASONS = {
     "batched backward": "its backward pass is batched or differentiated by an outer transform (jacrev, hessian, "
     "is_grads_batched)",
     "second derivative": "a second derivative is taken through its backward pass (create_graph=True, or grad of grad)",
+    "dispatch mode": "a TorchDispatchMode is in force, which may change what operations return, and would see others than "
+    "in the plain function",
     "torch.compile": "it runs inside of a function that torch.compile compiles, where the compiler plans",
     "untraceable": "it cannot be traced into a graph",
     "nothing to differentiate": "nothing that it is given or closes over requires grad, so it runs as it stands",
@@ -30,6 +32,7 @@ _REASONS = {
 
 _WAY_OUT = {
     "saved-tensor hooks": "Put the budget around the outer function instead.",
+    "dispatch mode": "Leave the mode out, or set fckpt_looks_on = True in its class if it changes nothing.",
     "torch.compile": "Compile without the budget, or use the budget without torch.compile.",
     "untraceable": "Put the budget around a part of it that can be traced.",
     "nothing to differentiate": "Leave the budget out here, or put it around the function that is differentiated.",

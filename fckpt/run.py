@@ -237,6 +237,8 @@ class Execution:
             reason = "second derivative"
         elif self.program.writes_late and any(map(is_legacy_batchedtensor, tensors)):
             reason = "batched backward"
+        elif ambient.interfering_mode() is not None:
+            reason = "dispatch mode"
         if brought is None or reason:
             self.residuals = None
             self.gives_up(reason)

@@ -154,6 +154,8 @@ def test_a_branch_whose_outcome_is_not_certain() -> None:
 
 @pytest.mark.parametrize("lengths", ["numbers", "tensors"])
 def test_ctc_loss(lengths: str) -> None:
+    """PyTorch itself reads lengths that are tensors, and writes numbers into memory past every dispatch mode."""
+
     def scenario(session: Session) -> None:
         net, x = nn.Linear(32, 20), session.leaf(30, 4, 32)
         session.watch(net=net)
@@ -162,8 +164,9 @@ def test_ctc_loss(lengths: str) -> None:
         f = session.region(lambda x: F.ctc_loss(net(x.sin().exp()).log_softmax(-1), targets, *sizes))
         session.step(lambda: f(x))
 
-    verdict = judge(scenario, budget=0.9)
-    assert verdict.outcome == "equal" or lengths == "tensors", verdict.error
+    assert judge(scenario, budget=0.9).outcome == "TraceError"
+    verdict = judge(scenario, budget=0.9, untraceable="remat")
+    assert verdict.outcome == "equal" and verdict.warned
 
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
