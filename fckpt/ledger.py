@@ -22,8 +22,8 @@ _REASONS = {
     "batched backward": "its backward pass is batched or differentiated by an outer transform (jacrev, hessian, "
     "is_grads_batched)",
     "second derivative": "a second derivative is taken through its backward pass (create_graph=True, or grad of grad)",
-    "dispatch mode": "a TorchDispatchMode is in force, which may change what operations return, and would see others than "
-    "in the plain function",
+    "dispatch mode": "a TorchDispatchMode is in force, which may change what operations return, and would see other "
+    "operations than in the plain function",
     "torch.compile": "it runs inside of a function that torch.compile compiles, where the compiler plans",
     "untraceable": "it cannot be traced into a graph",
     "nothing to differentiate": "nothing that it is given or closes over requires grad, so it runs as it stands",

@@ -193,6 +193,8 @@ class Planner:
             except CaptureError as error:
                 self.refusals[below] = str(error)
                 return None
+        if below:
+            made.guard_wrapped(fn, args, kwargs)
         self.ledger.count("captures")
         self.ledger.captured_again(why)
         programs = next((known for other, known in self.captures if other.same_graph(made)), {})
@@ -514,7 +516,10 @@ def below_levels(
 
 
 def _without_levels(tensor: torch.Tensor) -> torch.Tensor:
-    layout = _layout_below(tensor)
+    from fckpt._capture.wrapped import mark_static  # imports Dynamo, as the capture will
+
     bottom = unwrapped(tensor).detach()
-    bare = bottom.as_strided(layout.shape, layout.stride) if bottom.layout is torch.strided else bottom
-    return bare.requires_grad_(layout.requires_grad)
+    view = bottom.as_strided(tensor.shape, tensor.stride()) if bottom.layout is torch.strided else bottom
+    bare = view.data  # which is no view: the sizes of a base would be guarded
+    mark_static(bare)  # other sizes are another capture, as `WrappedTensors` has it
+    return bare.requires_grad_(tensor.requires_grad)

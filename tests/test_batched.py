@@ -104,3 +104,30 @@ def test_closed_over_parameters_get_their_gradient() -> None:
     expected, _ = seeded(lambda: run(lambda fn: fn))
     assert len(actual) == 3
     assert_equal(actual, expected)
+
+
+def reads_sizes(x: Tensor) -> Tensor:
+    if x.shape[0] > 3:
+        return (x.sin() * x.shape[0]).sum()
+    return (torch.cat([x.cos(), x], x.dim() - 1) * x.dim()).exp().sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*is captured for the third time:fckpt.PlanWarning")
+def test_sizes_that_a_function_reads_are_those_that_it_sees() -> None:
+    """One region meets tensors of other sizes, batched and not: what it captured for some is not used for others."""
+    region = fckpt.remat(reads_sizes, budget=0.9)
+    transforms: list[Callable[[Any], Any]] = [
+        grad,
+        lambda f: vmap(grad(f)),
+        lambda f: grad(lambda x: vmap(f)(x).sum()),
+        lambda f: grad(lambda x: vmap(f, in_dims=-1)(x).sum()),
+        lambda f: grad(lambda x: vmap(vmap(f))(x.expand(2, *x.shape)).sum()),
+    ]
+    for shape in ((3, 4), (4, 3), (2, 5), (3, 4)):
+        x = torch.randn(shape, dtype=torch.float64)
+        for transform in transforms:
+            assert torch.equal(transform(region)(x), transform(reads_sizes)(x))
+    captured = fckpt.stats(region).captures
+    for transform in transforms:
+        transform(region)(x)
+    assert fckpt.stats(region).captures == captured  # what was captured holds

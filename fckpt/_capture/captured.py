@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import importlib
 import itertools
 import logging
@@ -43,6 +44,7 @@ from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.classes import ClassFacts, patched_methods
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.graphs import FlatGraph
+from fckpt._capture.wrapped import WrappedTensors, name_of, without_tensors
 from fckpt.errors import TraceError
 from fckpt.sources import Names
 
@@ -134,7 +136,9 @@ class Captured:
         self.graph = None if output.backend_input is None else FlatGraph(output.backend_input.graph_module, names)
         """The torch calls; None if there are none, and the function may be called as it is."""
         self.below = below
-        """Whether it was captured below levels of torch.func, where nothing is guarded about tensors."""
+        """Whether it was captured below levels of torch.func, where Dynamo's guards would refuse the wrappers."""
+        self._names: list[str] = []
+        self._wrapped: WrappedTensors | None = None
         self._entry = entry
         self._guards = guards
         graph_guards = output.graph_capture_output.output_graph
@@ -163,7 +167,14 @@ class Captured:
         """Whether the capture is valid for a call: all that it read is as it was."""
         _, function, this = self._entry.taken(fn)
         scope = {"fn": function, "this": this, "args": args, "kwargs": kwargs}
-        return self.keywords == tuple(kwargs) and self._guards.check(scope) and self._classes.hold()
+        known = self.keywords == tuple(kwargs) and self._guards.check(scope) and self._classes.hold()
+        return known and (self._wrapped is None or self._wrapped.same(scope))
+
+    def guard_wrapped(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Guards how the tensors look to the function in this call, wrapped as they are."""
+        entry, function, this = self._entry.taken(fn)
+        scope = {"fn": function, "this": this, "args": args, "kwargs": kwargs}
+        self._wrapped = WrappedTensors(self._names, entry.__globals__, scope)
 
     def why(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Says which guard fails for a call, with the user's line; empty if none does."""
@@ -171,6 +182,8 @@ class Captured:
         found = self._guards.check_verbose({"fn": function, "this": this, "args": args, "kwargs": kwargs})
         if self.keywords != tuple(kwargs):
             return f"the keyword arguments were {', '.join(self.keywords)}, and are {', '.join(kwargs)}"
+        if found.result and self._classes.hold():
+            return "the layout of a tensor"
         if found.result:
             return self._classes.changed()
         return "; ".join(_explained(part) for part in found.verbose_code_parts)
@@ -239,19 +252,20 @@ def capture(entry: Entry, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         fn: the function.
         args: its arguments, none of which may be a wrapper of torch.func.
         kwargs: its keyword arguments.
-        below: whether the guards are to hold on wrappers of torch.func; then tensors are not guarded.
+        below: whether the capture is to hold on wrappers of torch.func. Then Dynamo's guards leave tensors out, and
+            `Captured.guard_wrapped` is to be shown the wrappers.
 
     Raises:
         CaptureError: Dynamo cannot capture the function, or what it captures would not be the same at the next call.
     """
     taken = entry.taken(fn)
     try:
-        output, guards = _captured(taken, args, kwargs, below, dynamic=True)
+        output, guards, names = _captured(taken, args, kwargs, below, dynamic=True)
     except CaptureError:
         # Numbers that have changed are taken for numbers that will change again, which not all code stands.
-        output, guards = _captured(taken, args, kwargs, below, dynamic=False)
+        output, guards, names = _captured(taken, args, kwargs, below, dynamic=False)
     captured = Captured(entry, taken, (args, kwargs), output, guards, below)
-    captured.keywords = tuple(kwargs)
+    captured.keywords, captured._names = tuple(kwargs), names
     patched = patched_methods(output.graph_capture_output.traced_code)
     if patched:
         raise CaptureError(f"Tensor.{patched[0]} was replaced by another function")
@@ -261,16 +275,19 @@ def capture(entry: Entry, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _captured(
     taken: tuple[Any, Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], below: bool, *, dynamic: bool
-) -> tuple[Any, Any]:
-    """Returns what Dynamo makes of a call, and the guards."""
+) -> tuple[Any, Any, list[str]]:
+    """Returns what Dynamo makes of a call, the guards, and the tensors that these leave out below levels."""
+    names: list[str] = []
     try:
         with _settings(dynamic), marks.capturing():
             output = convert_frame.fullgraph_capture(taken[0], (taken[1], taken[2], args, kwargs))
-            hooks = Hooks(guard_filter_fn=_without_tensors) if below else Hooks()
+            filtered = functools.partial(without_tensors, names=names)
+            hooks = Hooks(guard_filter_fn=filtered) if below else Hooks()
             with contextlib.ExitStack() as stack:
                 if torch_function_mode_stack_state_mgr.stack:
                     stack.enter_context(torch_function_mode_stack_state_mgr.temp_restore_stack())
-                return output, output.graph_capture_output.build_guards(taken[0].__code__, hooks=hooks).guard_manager
+                guards = output.graph_capture_output.build_guards(taken[0].__code__, hooks=hooks).guard_manager
+                return output, guards, names
     except TorchDynamoException as error:
         raise CaptureError(_reason(error)) from error
     except Exception as error:
@@ -303,10 +320,6 @@ def _settings(dynamic: bool) -> Iterator[None]:
         yield
 
 
-def _without_tensors(entries: Sequence[Any]) -> list[bool]:
-    return [entry.guard_type != "TENSOR_MATCH" for entry in entries]
-
-
 def _reason(error: BaseException) -> str:
     """The first paragraph of what Dynamo says, and the user's line."""
     text = str(error)
@@ -323,8 +336,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _input(source: Any, taken: tuple[Any, Any, Any]) -> Input:
-    name = getattr(source, "name", "")
-    text = str(name() if callable(name) else name)  # a method on torch 2.11
+    text = name_of(source)
     if _PASSED.fullmatch(text):  # not what a module holds that is passed
         return Input(_readable(text), True)
     return Input(_readable(text, taken[1]), False)

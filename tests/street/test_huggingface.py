@@ -213,7 +213,7 @@ def test_masks_and_sizes_in_turn(name: str) -> None:
         session.watch(model=model)
         model.train()
         f = session.region(model)
-        shorter = {k: v[:, :20] if v.dim() == 2 else v for k, v in batch.items()}
+        shorter = {k: v[:, :20].contiguous() if v.dim() == 2 else v for k, v in batch.items()}
         pick = lambda out: out["loss"]
         run = lambda batch: without_cache(f(**batch))
         for mask in ("none", "padding", "none"):

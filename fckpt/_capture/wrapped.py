@@ -1,0 +1,58 @@
+"""Guards on tensors below levels of torch.func, where a function sees wrappers: on their layouts as it sees them.
+
+Dynamo's own guards on tensors compare dispatch keys too, and would refuse a wrapper where the capture saw a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._dynamo import guards, mark_static
+
+__all__ = ["WrappedTensors", "mark_static", "name_of", "without_tensors"]
+
+
+class WrappedTensors:
+    """The tensors that a capture read, and how they looked."""
+
+    def __init__(self, names: Sequence[str], scope: dict[str, Any], places: dict[str, Any]):
+        """Reads them.
+
+        Args:
+            names: Dynamo's expressions for them, over `G` and `L`.
+            scope: `G`, the globals.
+            places: `L`, the arguments of the entry.
+        """
+        known = {**guards._get_closure_vars(), "G": scope}
+        self._read = eval(f"lambda L: ({''.join(name + ', ' for name in names)})", known)
+        self._layouts = list(map(_layout, self._read(places)))
+
+    def same(self, places: dict[str, Any]) -> bool:
+        """Whether they look as they did."""
+        try:
+            found = self._read(places)
+        except (AttributeError, LookupError, TypeError):
+            return False
+        return list(map(_layout, found)) == self._layouts
+
+
+def _layout(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return None
+    stride = value.stride() if value.layout is torch.strided else ()
+    return (value.shape, stride, value.dtype, value.device, value.layout, value.requires_grad)
+
+
+def without_tensors(entries: Sequence[Any], names: list[str]) -> list[bool]:
+    """Says which guards to keep: all but those on tensors, whose names are added to `names`."""
+    keep = [entry.guard_type != "TENSOR_MATCH" for entry in entries]
+    names += [name_of(e.orig_guard.originating_source) for e, kept in zip(entries, keep, strict=True) if not kept]
+    return keep
+
+
+def name_of(source: Any) -> str:
+    """Dynamo's expression for what a guard or an input is about."""
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)  # a method on torch 2.11
