@@ -166,6 +166,11 @@ def remat(
             static_argnums=static_argnums,
             static_argnames=static_argnames,
         )
+    if torch.compiler.is_compiling():
+        from fckpt import compiled  # imports Dynamo, which takes a second
+
+        plain = policy is None and budget is None and plan is None
+        return compiled.made(fn, reductions_saveable if plain else policy)
     _check_function(fn)
     static = StaticArguments(fn.forward if isinstance(fn, nn.Module) else fn, static_argnums, static_argnames)
     make = functools.partial(_Region, static)

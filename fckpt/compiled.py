@@ -31,6 +31,19 @@ def call(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)
 
 
+def made(fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+    """Returns the region of `fn` where `remat` itself is called while Dynamo traces."""
+
+    def rematerialised(*args: Any, **kwargs: Any) -> Any:
+        if compiling.is_capturing():
+            return compiling.marked_region(compiling.key_of(policy), fn, args, kwargs)
+        if _under_torch_func():
+            return _made_eagerly(fn, args, kwargs)  # type: ignore[call-arg]
+        return checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)
+
+    return rematerialised
+
+
 @torch.compiler.assume_constant_result  # torch 2.11 cannot trace the query
 def _under_torch_func() -> bool:
     return get_dynamic_layer_stack_depth() > 0
@@ -39,3 +52,10 @@ def _under_torch_func() -> bool:
 @torch.compiler.disable
 def _eagerly(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return region(fn, args, kwargs)
+
+
+@torch.compiler.disable
+def _made_eagerly(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from fckpt.api import remat
+
+    return remat(fn)(*args, **kwargs)

@@ -8,6 +8,7 @@ found cannot be replaced in a recompute, which is an error: sooner or later, and
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,11 +20,11 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     maybe_get_level,
 )
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from fckpt.errors import ClosureError
 
-__all__ = ["Recorder", "Watch"]
+__all__ = ["Recorder", "Watch", "unwatched"]
 
 
 class Recorder(TorchFunctionMode):
@@ -152,6 +153,22 @@ class Watch(TorchFunctionMode):
                         raise _closure_error(value)
             elif type(value) in (list, tuple):
                 self._check(value)
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Takes the modes above off for the body: what captures a function would capture them too."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]
+    others = [mode for mode in modes if not isinstance(mode, (Recorder, Watch))]
+    try:
+        for mode in others:
+            _push_mode(mode)
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
 
 
 def _wrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

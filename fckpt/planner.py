@@ -28,6 +28,7 @@ from fckpt.errors import ArgumentTypeError, ArgumentValueError, PlanError, Trace
 from fckpt.graph import Graph
 from fckpt.identity import difference, fingerprint
 from fckpt.ledger import Ledger
+from fckpt.lift import unwatched
 from fckpt.operations import Backward, Batch, Layout, Trace
 from fckpt.places import Slot, placed, replaced, tensors_in
 from fckpt.plans import Budget, Plan, make_plan
@@ -162,6 +163,14 @@ class Planner:
         """
         if mesh_in_use() is not None:  # a program of one rank among many: its Python code is traced
             return None
+        if torch._C._len_torch_function_stack():
+            with unwatched():
+                return self._captured(fn, args, kwargs)
+        return self._captured(fn, args, kwargs)
+
+    def _captured(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[Any, Programs]] | None:
         below = torch._C._are_functorch_transforms_active()
         found = self._known(fn, args, kwargs, below)
         if found is not None or below in self.refusals:

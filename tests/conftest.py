@@ -19,7 +19,7 @@ def seeded() -> None:
 
 
 # A capture takes a tenth of a second or more, and these make thousands: FCKPT_PROFILE=slow runs them.
-SLOW = ("test_planned_programs.py", "test_opinfo_planned.py", "test_dispatched.py")
+SLOW = ("test_opinfo_planned.py", "test_dispatched.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -259,6 +259,16 @@ def plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """A `wrap` for each region, by its first step."""
+
+    of: tuple[Wrap, ...]
+
+    def __call__(self, fn: Any) -> Any:
+        raise NotImplementedError("which region?")
+
+
+@dataclass(frozen=True)
 class Program:
     """A pure function from a tree of parameters to one number, with regions."""
 
@@ -352,7 +362,8 @@ class Program:
             self._run(own, region.start, region.stop, region.inner, wrap, aliases)
             return FORMS[region.form]([own[i] for i in given])
 
-        results = wrap(body)(FORMS[region.form](entering[split:]))
+        chosen = wrap.of[region.start % len(wrap.of)] if isinstance(wrap, Turns) else wrap
+        results = chosen(body)(FORMS[region.form](entering[split:]))
         results = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
         # What a region returns as it came is the value outside, not the alias.
         outside = {id(x): values[i] for i, x in zip(read, entering, strict=True)}

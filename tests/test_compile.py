@@ -111,3 +111,38 @@ def test_make_fx_and_functionalize_inline_the_region() -> None:
     assert [n.target for n in graphs[1].graph.nodes] == [n.target for n in graphs[0].graph.nodes]
     assert_equal(functionalize(grad(region))(X), expected)
     assert_equal(grad(functionalize(region))(X), expected)
+
+
+def layer(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return fckpt.checkpoint_name(torch.tanh(x @ w), "out").sin()
+
+
+KEEPS_OUT = fckpt.policies.save_only_these_names("out")
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": fckpt.policies.dots_saveable}, {"policy": KEEPS_OUT}], ids=str)
+def test_regions_that_a_planned_function_makes_itself(options: Any) -> None:
+    """As in JAX: `remat(layer)(w, x)` within the function. What is kept is what the policy of each region lets be."""
+    made = {}
+
+    def stack(ws: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        for w in ws:
+            x = fckpt.remat(layer, **options)(w, x)
+        return x.sum()
+
+    region = fckpt.remat(layer, **options)
+
+    def made_before(ws: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        for w in ws:
+            x = region(w, x)
+        return x.sum()
+
+    ws = [torch.randn(8, 8, generator=G, requires_grad=True) for _ in range(3)]
+    x = torch.randn(4, 8, generator=G)
+    expected = torch.autograd.grad(stack(ws, x), ws)
+    for function in (stack, made_before):
+        f = fckpt.remat(function, policy=fckpt.policies.everything_saveable)
+        assert_equal(list(torch.autograd.grad(f(ws, x), ws)), list(expected))
+        assert fckpt.stats(f).captures == 1
+        made[function] = fckpt.measure_peak(lambda f=f: torch.autograd.grad(f(ws, x), ws)).peak_bytes
+    assert made[stack] == made[made_before]

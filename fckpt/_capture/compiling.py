@@ -10,13 +10,19 @@ from torch.utils._pytree import tree_leaves
 
 from fckpt._capture import marks
 
-__all__ = ["is_capturing", "marked_region", "named"]
+__all__ = ["is_capturing", "key_of", "marked_region", "named"]
 
 
 @torch.compiler.assume_constant_result
 def is_capturing() -> bool:
     """Whether fckpt captures, and not a `torch.compile` of the user's."""
     return marks.is_capturing()
+
+
+@torch.compiler.assume_constant_result
+def key_of(policy: Any) -> int:
+    """The number by which marks name regions with a policy that are made within a captured function."""
+    return marks.key_of(policy)
 
 
 def marked_region(key: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

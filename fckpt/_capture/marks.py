@@ -6,10 +6,13 @@ the captured function becomes a call of one of the functions below, which whoeve
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +25,7 @@ __all__ = [
     "capturing",
     "end",
     "is_capturing",
+    "key_of",
     "marks_answered",
     "name",
     "register",
@@ -54,7 +58,7 @@ class _State(threading.local):
 
 _state = _State()
 _regions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_keys = iter(range(1, 2**62))
+_keys = itertools.count(1)
 
 
 def register(region: Any) -> int:
@@ -62,6 +66,23 @@ def register(region: Any) -> int:
     key = next(_keys)
     _regions[key] = region
     return key
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A region that a captured function makes anew in each call."""
+
+    policy: Any
+
+
+@functools.cache
+def key_of(policy: Any) -> int:
+    """Returns the number by which marks name regions with this policy, which is kept."""
+    region = _kept[policy] = _Made(policy)
+    return register(region)
+
+
+_kept: dict[Any, _Made] = {}
 
 
 def is_capturing() -> bool:
