@@ -10,7 +10,18 @@ import torch
 
 from fckpt.graph import Graph, Node, Value
 from fckpt.in_place import overwritable
-from fckpt.operations import Call, Recorded, TensorSpec, Trace, arguments_of, indices_of, is_random, statistics_of
+from fckpt.operations import (
+    Call,
+    Recorded,
+    TensorSpec,
+    Trace,
+    arguments_of,
+    indices_of,
+    is_expanded,
+    is_random,
+    statistics_of,
+    strides_of,
+)
 
 __all__ = ["Assembly"]
 
@@ -48,7 +59,7 @@ class Assembly:
         kept = self._needed()
         inputs = self._inputs(kept)
         late = [ct for ct in ends.cotangents if ct is not None]
-        cotangents = tuple(self._value(ct, None, "a cotangent") for ct in late)
+        cotangents = tuple(self._cotangent(ct) for ct in late)
         self.late.update(cotangents)
         boundary = 0
         self._find_empty(kept)
@@ -64,7 +75,8 @@ class Assembly:
         outputs = dict.fromkeys(v for t in ends.outputs if (v := self.known[recorder.values[t]]) not in held)
         gradients = dict.fromkeys(self.known[recorder.values[t]] for t in ends.gradients if t is not None)
         specs = tuple(self._spec(t, value) for t, value in zip(recorder.tensors, recorder.values, strict=True))
-        written = {call.node: arguments_of(call, specs) for call in self.calls}
+        plain = {self.known[recorder.values[t]] for t in late if self._is_plain(t)}
+        written = {call.node: arguments_of(call, specs, plain) for call in self.calls}
         nodes = tuple(dataclasses.replace(node, arguments=written[node.id]) for node in self.nodes)
         ended = tuple(sorted(outputs)), tuple(sorted(gradients))
         graph = Graph(nodes, self._lived(), inputs, cotangents, *ended, boundary)
@@ -102,6 +114,20 @@ class Assembly:
         used += [t for t in (*self.ends.outputs, *self.ends.gradients) if t is not None]
         found = dict.fromkeys(version for t in used if (version := values[t]) in first)
         return tuple(self._value(first[version][0], None, first[version][1]) for version in found)
+
+    def _cotangent(self, tensor: int) -> int:
+        """The value of a cotangent. One whose elements repeat is planned like any other: an operation may copy it."""
+        value, known = self._value(tensor, None, "a cotangent"), self.recorder.tensors[tensor]
+        if is_expanded(known.shape, known.stride()):
+            self.values[value] = dataclasses.replace(self.values[value], nbytes=known.nbytes)
+        return value
+
+    def _is_plain(self, tensor: int) -> bool:
+        """Whether a cotangent has the strides of its output, or elements that repeat."""
+        known = self.recorder.tensors[tensor]
+        output = self.recorder.tensors[self.ends.outputs[self.ends.cotangents.index(tensor)]]
+        same = strides_of(known.shape, known.stride()) == strides_of(output.shape, output.stride())
+        return same or is_expanded(known.shape, known.stride())
 
     def _lived(self) -> tuple[Value, ...]:
         """The values with the times to which the plain function holds them, in nodes instead of recorded calls."""

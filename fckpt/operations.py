@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -90,6 +90,8 @@ class Backward(NamedTuple):
     """The outputs that get a cotangent; None for those that are likely to."""
     autocast: Any = None
     """What autocast does while it runs, see `ambient.autocast`: nothing, as a rule."""
+    strides: tuple[tuple[int, ...], ...] | None = None
+    """Those of the cotangents, see `strides_of`; None for those of the outputs."""
 
 
 _LIKELY = Backward()
@@ -210,7 +212,26 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def text_of(value: Any, specs: Sequence[TensorSpec], seen: dict[int, int], *, devices: bool = True) -> str:
+def strides_of(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The strides that matter: 0 for those of dimensions in which no step is taken."""
+    if 0 in shape:
+        return (0,) * len(stride)
+    return tuple([0 if size == 1 else step for size, step in zip(shape, stride, strict=True)])
+
+
+def is_expanded(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements of a tensor repeat others, as those of the gradient of a sum do."""
+    return any(step == 0 and size > 1 for size, step in zip(shape, stride, strict=True)) and 0 not in shape
+
+
+def text_of(
+    value: Any,
+    specs: Sequence[TensorSpec],
+    seen: dict[int, int],
+    *,
+    devices: bool = True,
+    cotangents: Collection[int] = (),
+) -> str:
     """Writes an argument of a call, the same in every process: a tensor as its layout, a generator as nothing.
 
     Args:
@@ -218,8 +239,9 @@ def text_of(value: Any, specs: Sequence[TensorSpec], seen: dict[int, int], *, de
         specs: the tensors that its refs stand for.
         seen: the tensors of the call so far, and their numbers: one that comes again is written as its number.
         devices: whether layouts name their device.
+        cotangents: values whose strides are left out.
     """
-    again = functools.partial(text_of, specs=specs, seen=seen, devices=devices)
+    again = functools.partial(text_of, specs=specs, seen=seen, devices=devices, cotangents=cotangents)
     if isinstance(value, Ref):
         if value.tensor in seen:
             return f"%{seen[value.tensor]}"
@@ -227,7 +249,8 @@ def text_of(value: Any, specs: Sequence[TensorSpec], seen: dict[int, int], *, de
         base = next((n for t, n in seen.items() if specs[t].value == spec.value >= 0), None)
         number = seen[value.tensor] = len(seen)
         shape, stride = (",".join(map(str, numbers)) for numbers in (spec.shape, spec.stride))
-        layout = f"{str(spec.dtype).removeprefix('torch.')}[{shape}]({stride})"
+        stride = "" if spec.value in cotangents else f"({stride})"
+        layout = f"{str(spec.dtype).removeprefix('torch.')}[{shape}]{stride}"
         shared = "" if base is None else f" in %{base}"
         return f"%{number}={layout}{spec.device if devices else ''}{shared}"
     if isinstance(value, (list, tuple)):
@@ -246,12 +269,12 @@ _NORMS_OF = {"p", "ord", "norm_type"}
 """Which norm is taken: that of order 2 may be computed in another way than the others, in other memory."""
 
 
-def arguments_of(call: Call, specs: Sequence[TensorSpec]) -> str:
+def arguments_of(call: Call, specs: Sequence[TensorSpec], cotangents: Collection[int]) -> str:
     """Writes what memory that an operation takes depends on besides its name: `self=%0=float32[2,3](3,1), dim=[1]`.
 
-    Devices are left out, and numbers that no memory depends on: floats but for the order of a norm, ints of pointwise
-    and of random operations, and where in a tensor a slice begins. So a number that changes from step to step, a rate
-    or a temperature, leaves a plan valid.
+    Left out are devices, the strides of these `cotangents`, and numbers that no memory depends on: floats but for the
+    order of a norm, ints of pointwise and of random operations, and where in a tensor a slice begins. So a number that
+    changes from step to step, a rate or a temperature, leaves a plan valid.
     """
     schema = getattr(call.op, "_schema", None)
     names = [a.name for a in schema.arguments] if schema else [str(i) for i in range(len(call.args))]
@@ -265,5 +288,7 @@ def arguments_of(call: Call, specs: Sequence[TensorSpec]) -> str:
             continue
         number = type(value) in (int, float, complex) and (free or name in _POSITIONS)
         number |= type(value) in (float, complex) and name not in _NORMS_OF
-        texts.append(f"{name}={'a number' if number else text_of(value, specs, seen, devices=False)}")
+        texts.append(
+            f"{name}={'a number' if number else text_of(value, specs, seen, devices=False, cotangents=cotangents)}"
+        )
     return ", ".join(texts)

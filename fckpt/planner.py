@@ -52,6 +52,9 @@ _MOST_CAPTURES = 32  # of one function
 _MOST = 128  # programs of one function: a number that changes at every call makes a new one each time
 
 
+_MOST_BACKWARD = 32  # of those for one signature: of other outputs, or cotangents laid out in another way
+
+
 class Reached:
     """What a call's function closes over: the distinct tensors that are no arguments, and all places."""
 
@@ -114,6 +117,8 @@ class Programs:
         if backward not in self._made:
             with TRACING:
                 if backward not in self._made:
+                    while len(self._made) >= _MOST_BACKWARD:
+                        del self._made[next(iter(self._made))]
                     self._made[backward] = self._make(backward)
         self._last = self._made[backward]
         return self._last

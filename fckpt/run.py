@@ -22,7 +22,7 @@ from fckpt import ambient
 from fckpt.errors import MutationError
 from fckpt.graph import Graph
 from fckpt.lower import Lowered, lower
-from fckpt.operations import Backward, Trace, indices_of, statistics_of
+from fckpt.operations import Backward, Trace, indices_of, statistics_of, strides_of
 from fckpt.schedule import Compute, Schedule, Step
 
 __all__ = ["NOT_AGAIN", "Execution", "Program"]
@@ -58,8 +58,6 @@ class Program:
         """Whether it draws random numbers."""
         self.backward = trace.backward
         """The backward pass that was planned."""
-        self.strict = any(op in str(call.op) for call in trace.calls for op in ("as_strided", "_reshape_alias"))
-        """Whether an operation relies on the strides that tensors had when traced."""
         shapes = [(torch.Size(trace.tensors[t].shape), trace.tensors[t].dtype) for t in trace.outputs]
         self.ends = (trace.spec, trace.leaves, shapes)
         """What the function returns: structure, leaves, and its tensors' shapes and dtypes."""
@@ -257,25 +255,29 @@ class Execution:
     ) -> list[Any]:
         with self.lock:
             residuals, self.residuals = self.residuals, None
-        backward = Backward(given, ambient.autocast())
+        # Lazy conjugation and negation are views above the operations that were recorded.
+        cotangents = [ct.resolve_conj().resolve_neg() for ct in cotangents]
+        batched = any(map(is_legacy_batchedtensor, cotangents))
+        strides = self.program.backward.strides
+        if not batched or self.program.backward.outputs != given:
+            strides = tuple([strides_of(ct.shape, ct.stride()) for ct in cotangents])
+        backward = Backward(given, ambient.autocast(), strides)
         if backward != self.program.backward:
-            residuals = None
-            self.shared = []
             with ambient.restored(self.program.ambient):
-                self.program = self.replan(backward)
+                program = self.replan(backward)
+            if program.lowered.source != self.program.lowered.source:  # it would have kept something else
+                residuals = None
+                self.shared = []
+            self.program = program
         program, statistics = self.program, self.statistics
         if residuals is None:
             residuals, statistics = self._again(operands)
         else:
             self._check_statistics()
         self._check_outputs()
-        # Lazy conjugation and negation are views above the operations that were recorded.
-        cotangents = [ct.resolve_conj().resolve_neg() for ct in cotangents]
-        if program.strict:
-            cotangents = [self._as_traced(ct, i) for i, ct in zip(given, cotangents, strict=True)]
         elsewhere = program.ambient != ambient.capture()
         with ambient.restored(program.ambient) if elsewhere else contextlib.nullcontext(), _below_autograd():
-            lowered = program.functional if any(map(is_legacy_batchedtensor, cotangents)) else program.lowered
+            lowered = program.functional if batched else program.lowered
             grads = lowered.backward(self._given(program, operands, statistics), residuals, cotangents)
         return [grads[i] for i in self._gradients()]
 
@@ -328,14 +330,6 @@ class Execution:
             if own[i] is not None:  # lazy conjugation and negation are views above the operations that were recorded
                 own[i] = own[i].resolve_conj().resolve_neg()
         return own + program.constants
-
-    def _as_traced(self, cotangent: torch.Tensor, output: int) -> torch.Tensor:
-        number = self.program.trace.cotangents[output]
-        assert number is not None
-        spec = self.program.trace.tensors[number]
-        if cotangent.stride() == spec.stride:
-            return cotangent
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).copy_(cotangent)
 
 
 @contextlib.contextmanager

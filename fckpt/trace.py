@@ -32,7 +32,7 @@ from fckpt.conditions import unwrapped
 from fckpt.effects import impure_calls_refused, refuse_what_stays
 from fckpt.errors import TraceError
 from fckpt.levels import Levels, under_vmap
-from fckpt.operations import Backward, Batch, Call, Layout, Ref, TensorSpec, Trace, is_dense
+from fckpt.operations import Backward, Batch, Call, Layout, Ref, TensorSpec, Trace, is_dense, strides_of
 from fckpt.places import Slot, content, moved, placed, replaced
 from fckpt.policies import names_recorded
 from fckpt.primitives import numbered
@@ -374,12 +374,17 @@ class _Ends:
         differentiated = backward.outputs
         if differentiated is None:
             differentiated = tuple(likely_differentiated(self.results))
-        self.backward = Backward(differentiated, backward.autocast)
+        given = dict(zip(differentiated, backward.strides or (), strict=False))
+        strides: list[tuple[int, ...]] = []
         cotangents: list[torch.Tensor | None] = []
         for i, (t, _) in enumerate(map(self._below, self.results)):
-            layout = Layout(tuple(t.shape), t.stride(), t.dtype, t.device, False, False)
+            own = strides_of(t.shape, t.stride())
+            same = given.get(i, own) == own
+            layout = Layout(tuple(t.shape), t.stride() if same else given[i], t.dtype, t.device, False, False)
             cotangents.append(recorder.stand_in(layout) if i in differentiated else None)
+            strides += [given.get(i, own)] if i in differentiated else []
             del t
+        self.backward = Backward(differentiated, backward.autocast, tuple(strides))
         self.cotangents = tuple(None if ct is None else recorder.number(ct) for ct in cotangents)
         if self.levels is not None:
             pairs = list(zip(cotangents, self.out_dims, strict=True))

@@ -44,6 +44,7 @@ from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.classes import ClassFacts, patched_methods
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.graphs import FlatGraph
+from fckpt._capture.undecomposed import undecomposed
 from fckpt._capture.wrapped import WrappedTensors, name_of, without_tensors
 from fckpt.errors import TraceError
 from fckpt.sources import Names
@@ -62,6 +63,7 @@ _SETTINGS = {
     "specialize_float": True,
     "allow_rnn": True,
     "capture_scalar_outputs": False,
+    "enable_dynamo_decompositions": False,  # addcdiv with a value, say, which would round otherwise
     "verbose": False,
     "suppress_errors": False,
 }
@@ -315,6 +317,7 @@ def _settings(dynamic: bool) -> Iterator[None]:
         stack.enter_context(config.patch(**patch))
         stack.enter_context(absences_guarded())
         stack.enter_context(certain_comparisons())
+        stack.enter_context(undecomposed())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of Dynamo's, about what it looks through (lru_cache, say)
         yield
