@@ -322,8 +322,7 @@ class _PlannedRegion(_Region):
         operands = [*function.arguments, *closure]
         layouts = layouts_below(operands)
         if not any(layout.requires_grad for layout in layouts):
-            # Inference keeps nothing anyway; what takes gradients inside might hold any amount.
-            self.planner.ledger.falls_back("nothing to differentiate", quiet=not captured.graph.differentiates)
+            self.planner.ledger.falls_back("nothing to differentiate")
             return function(*function.arguments)
         if _innermost() == TransformType.Vmap:
             interpreter = coerce_cinterpreter(_levels()[-1])
@@ -361,7 +360,7 @@ class _PlannedRegion(_Region):
             if tracked and _innermost() != TransformType.Vmap:
                 programs = self.planner.traced_programs(fn, arguments, observation, reached, layouts, batching.sizes)
         if not tracked:
-            self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
+            self.planner.ledger.falls_back("nothing to differentiate")
             args, kwargs = arguments.rebuild(call.inputs)
             return fn(*args, **kwargs)
         if programs is None:

@@ -35,7 +35,7 @@ _WAY_OUT = {
     "dispatch mode": "Leave the mode out, or set fckpt_looks_on = True in its class if it changes nothing.",
     "torch.compile": "Compile without the budget, or use the budget without torch.compile.",
     "untraceable": "Put the budget around a part of it that can be traced.",
-    "nothing to differentiate": "Leave the budget out here, or put it around the function that is differentiated.",
+    "nothing to differentiate": "Use torch.no_grad() for inference, or put the budget around the function that is differentiated.",
 }
 
 
@@ -82,17 +82,16 @@ class Ledger:
         finally:
             self.stats.seconds[what] += time.perf_counter() - start
 
-    def falls_back(self, reason: str, expected: int | None = None, detail: str = "", *, quiet: bool = False) -> None:
+    def falls_back(self, reason: str, expected: int | None = None, detail: str = "") -> None:
         """Notes that a call does not run by a plan, and warns the first time for each reason.
 
         Args:
             reason: a key of the table of reasons.
             expected: the peak in bytes that the call may reach instead, if that is known.
             detail: what else is known of the cause.
-            quiet: whether to count only.
         """
         self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + 1
-        if quiet or self.promised is None or reason in self._warned:
+        if self.promised is None or reason in self._warned:
             return
         self._warned.add(reason)
         instead = "" if expected is None else f" (up to {format_bytes(expected)}, the peak of the plain function)"

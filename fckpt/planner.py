@@ -156,7 +156,7 @@ class Planner:
         self.refusals: dict[bool, str] = {}
         """Why captures failed; below levels of torch.func, and elsewhere."""
         self.plans: dict[Any, Plan] = {}
-        """By what a solver is given, times apart."""
+        """By what costs, decisions and so plans depend on."""
 
     # -- captures
 
@@ -331,10 +331,9 @@ class Planner:
         version = str(torch.__version__)
         mesh = mesh_of(traced, self.budget is not None)
         if mesh is None:
-            graph = self.priced(traced, batches)
-            key = (fingerprint(graph), *((v.decision, v.held_to) for v in graph.values))
-            key += tuple((n.overwrites, n.accumulates) for n in graph.nodes)
+            key = (_identity(traced), batches)
             if key not in self.plans:
+                graph = self.priced(traced, batches)
                 with self.ledger.timed("solve"):
                     self.plans[key] = make_plan(graph, self.budget, self.solver, version)
                 self.ledger.count("plans")
@@ -368,6 +367,19 @@ class Planner:
                 f"{torch.__version__}). Make one for these arguments with fckpt.plan, or give a budget instead."
             )
         return plan
+
+
+def _identity(traced: Trace) -> tuple[Any, ...]:
+    """All that the plan of a trace depends on, times apart."""
+    graph = traced.graph
+    return (
+        fingerprint(graph),
+        tuple([(v.names, v.held_to) for v in graph.values]),
+        tuple([(n.overwrites, n.accumulates) for n in graph.nodes]),
+        traced.regions,
+        tuple([traced.tensors[t].device for t in traced.operands]),
+        ambient.capture(),
+    )
 
 
 @contextlib.contextmanager

@@ -18,17 +18,8 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-# A capture takes a tenth of a second or more, and these make thousands: FCKPT_PROFILE=slow runs them.
-SLOW = ("test_opinfo_planned.py", "test_dispatched.py")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what takes too long for every run, and what needs a device that is not here."""
-    if os.environ.get("FCKPT_PROFILE") != "slow":
-        long = pytest.mark.skip(reason="takes long: FCKPT_PROFILE=slow")
-        for item in items:
-            if item.path.name in SLOW or item.path.parent.name in ("street", "stateful"):
-                item.add_marker(long)
+    """Skips what needs a device that is not here."""
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device")
