@@ -35,7 +35,8 @@ _WAY_OUT = {
     "dispatch mode": "Leave the mode out, or set fckpt_looks_on = True in its class if it changes nothing.",
     "torch.compile": "Compile without the budget, or use the budget without torch.compile.",
     "untraceable": "Put the budget around a part of it that can be traced.",
-    "nothing to differentiate": "Use torch.no_grad() for inference, or put the budget around the function that is differentiated.",
+    "nothing to differentiate": "Use torch.no_grad() for inference, or put the budget around the function that is "
+    "differentiated.",
 }
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from opinfo_harness import MODES, Case, _case_maker, _equal, _probe, _run, differentiable_ops, distance
 from torch import Tensor
