@@ -53,6 +53,7 @@ def remat(
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
+    name: str | None = ...,
 ) -> M: ...
 @overload
 def remat(
@@ -65,6 +66,7 @@ def remat(
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
+    name: str | None = ...,
 ) -> Callable[P, R]: ...
 @overload
 def remat(
@@ -77,6 +79,7 @@ def remat(
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
+    name: str | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -90,6 +93,7 @@ def remat(
     untraceable: Untraceable = "raise",
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    name: str | None = None,
 ) -> Any:
     """Rematerialises `fn`: same values, same gradients, and backward keeps less of its inside, or nothing.
 
@@ -123,6 +127,7 @@ def remat(
         static_argnums: positions of arguments that are passed whole, without a look inside. They must be
             hashable, and tensors within are treated like closed-over ones.
         static_argnames: the same for keyword arguments.
+        name: what warnings call the function; its own name if left out.
 
     Returns:
         A function like `fn`; or, for a module, a module of the same class that shares parameters, buffers,
@@ -165,6 +170,7 @@ def remat(
             untraceable=untraceable,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
+            name=name,
         )
     if torch.compiler.is_compiling():
         from fckpt import compiled  # imports Dynamo, which takes a second
@@ -178,13 +184,16 @@ def remat(
         raise ArgumentValueError(
             f"solver={solver!r} looks for a plan within a budget, and there is none: give budget=..."
         )
+    if name is not None and not isinstance(name, str):
+        raise ArgumentTypeError(f"name is a text, not {type(name).__name__}: {name!r}.")
     if untraceable not in ("raise", "remat"):
         raise ArgumentValueError(f'untraceable is "raise" or "remat", not {untraceable!r}.')
     if policy is not None or budget is not None or plan is not None:
         if isinstance(fn, nn.Module):
             check_plannable(fn)
         budget = None if budget is None else check_budget(budget)
-        make = functools.partial(_PlannedRegion, static, policy, budget, plan, solver, untraceable)
+        named = name_of(fn) if name is None else name
+        make = functools.partial(_PlannedRegion, static, policy, budget, plan, solver, untraceable, named)
     if isinstance(fn, nn.Module):
         return remat_module(fn, make)
     region = make()
@@ -195,6 +204,12 @@ def remat(
 
     rematerialised._fckpt_region = region  # type: ignore[attr-defined]
     return rematerialised
+
+
+def name_of(fn: Any) -> str:
+    """What warnings call a function or a module."""
+    name = getattr(fn, "__qualname__", None) or type(fn).__name__
+    return name.rpartition("<locals>.")[2] if name != "<lambda>" and not name.endswith(".<lambda>") else "a lambda"
 
 
 def _check_function(fn: Any) -> None:
@@ -258,12 +273,14 @@ class _PlannedRegion(_Region):
         plan: Plan | None,
         solver: str,
         untraceable: Untraceable,
+        name: str,
     ):
         super().__init__(static, policy)
         self.untraceable = untraceable
         self.without_plan: Callable[..., Any] | None = None
         """What runs in the place of a function that cannot be traced, once that is known."""
         self.planner = Planner(policy, budget, plan, solver)
+        self.planner.ledger.name = name
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ledger = self.planner.ledger

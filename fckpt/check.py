@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from fckpt.api import plain_of, remat
 from fckpt.arguments import Arguments
 from fckpt.conditions import Observation
 from fckpt.errors import ArgumentValueError
+from fckpt.looking import Outputs
 from fckpt.memory import measure_peak
 from fckpt.planner import Reached
 from fckpt.plans import Budget, Plan
@@ -48,6 +49,7 @@ def check(
     policy: PolicyLike | None = None,
     budget: Budget | None = None,
     plan: Plan | None = None,
+    outputs: Outputs | None = None,
     **kwargs: Any,
 ) -> Check:
     """Runs forward and backward of `fn` plainly and rematerialised, and compares everything bit for bit.
@@ -58,6 +60,7 @@ def check(
         policy: see `remat`.
         budget: see `remat`.
         plan: see `remat`.
+        outputs: which tensors of the result are differentiated, see `fckpt.plan`; left out, all that require grad.
         kwargs: as in the call.
 
     Returns:
@@ -65,7 +68,7 @@ def check(
         they were.
 
     Raises:
-        ArgumentValueError: nothing requires grad.
+        ArgumentValueError: nothing requires grad, or `outputs` are none of the result's.
 
     Example:
         >>> import torch, fckpt
@@ -75,7 +78,7 @@ def check(
     """
     plain = plain_of(fn)
     region = remat(fn, policy=policy, budget=budget, plan=plan) if plain is fn else fn
-    comparison = _Comparison(plain, args, kwargs)
+    comparison = _Comparison(plain, args, kwargs, [outputs] if isinstance(outputs, (int, str)) else outputs)
     comparison.run(region)  # traces and plans, if it has to
     expected, plain_peak = comparison.run(plain)
     actual, peak = comparison.run(region)
@@ -90,8 +93,10 @@ def check(
 class _Comparison:
     """Runs functions on the same arguments from the same state."""
 
-    def __init__(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.args, self.kwargs = args, kwargs
+    def __init__(
+        self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Sequence[int | str] | None = None
+    ):
+        self.args, self.kwargs, self.chosen = args, kwargs, chosen
         run = fn.forward if isinstance(fn, nn.Module) else fn
         arguments = Arguments(args, kwargs)
         observation = Observation([run], arguments.statics, arguments.tensors, {})
@@ -110,14 +115,23 @@ class _Comparison:
         if not self.wanted:
             raise ArgumentValueError("nothing to check: no argument and no closed-over tensor requires grad.")
 
+    def _ends(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+        if self.chosen is None:
+            return [t for _, t in named]
+        try:
+            return [named[i][1] for i in tree.selected(self.chosen, [name for name, _ in named])]
+        except LookupError as error:
+            raise ArgumentValueError(f"outputs: {error}.") from error
+
     def run(self, fn: Callable[..., Any]) -> tuple[dict[str, torch.Tensor | None], int]:
         """Returns everything that one forward and backward pass makes, by name, and their peak bytes."""
         found: dict[str, torch.Tensor | None] = {}
 
         def step() -> None:
-            outputs = [t for t in tree.leaves(fn(*self.args, **self.kwargs)) if isinstance(t, torch.Tensor)]
-            found.update({f"output {i}": t.detach() for i, t in enumerate(outputs)})
-            ends = [t for t in outputs if t.requires_grad]
+            leaves, spec = tree.flatten(fn(*self.args, **self.kwargs))
+            named = [(n, t) for n, t in zip(spec.names(), leaves, strict=True) if isinstance(t, torch.Tensor)]
+            found.update({f"output {i}": t.detach() for i, (_, t) in enumerate(named)})
+            ends = [t for t in self._ends(named) if t.requires_grad]
             cotangents = [torch.linspace(1, 2, t.numel(), device=t.device).to(t.dtype).reshape(t.shape) for t in ends]
             inputs = [t for _, t in self.wanted]
             grads = torch.autograd.grad(ends, inputs, cotangents, allow_unused=True) if ends else [None] * len(inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,12 +16,18 @@ from fckpt.cost import Analytic, Measured, profile_of, profiles
 from fckpt.cost.calls import CostSource
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
 from fckpt.ledger import Stats
+from fckpt.operations import Trace
 from fckpt.planner import Planner, traced_without_running
 from fckpt.plans import Budget, Plan, check_budget, make_plan, plain_plan
 from fckpt.policies import PolicyLike, reductions_saveable
+from fckpt.primitives import is_number
 from fckpt.report.table import Residual, format_residuals
 
 __all__ = ["ParetoPoint", "pareto", "plan", "print_saved_residuals", "saved_residuals", "stats"]
+
+
+Outputs = int | str | Sequence[int | str]
+"""Tensors of a result, by position or name."""
 
 
 class ParetoPoint(NamedTuple):
@@ -39,6 +46,7 @@ def plan(
     solver: str = "auto",
     costs: CostSource | None = None,
     time_limit: float | None = None,
+    outputs: Outputs | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Plans a call of `fn` without running it: what to keep, what to compute again, and what that comes to.
@@ -55,9 +63,13 @@ def plan(
             `fckpt.cost.Analytic(profile)`, the default for fake ones.
         time_limit: how many seconds the solver `auto` may look for a plan, about; see `fckpt.solve.auto`. It returns
             the best plan so far when it is interrupted.
+        outputs: which tensors of the result the loss is made of: positions among them, or names such as `"loss"` and
+            `"hidden.0"`. Left out, the one number among those that require grad, or else all of them: `Plan.loss_of`
+            says which. (`remat` needs no such argument: it learns it from the first backward pass.)
         kwargs: as in the call.
 
     Raises:
+        ArgumentValueError: `outputs` are none of the result's, or do not require grad.
         TraceError: the function's course depends on the data of tensors.
         BudgetError: nothing fits; `least_bytes` says what would.
 
@@ -72,7 +84,7 @@ def plan(
         >>> plan.peak_bytes <= plan.baseline_peak_bytes / 2
         True
     """
-    return _Looked(fn, args, kwargs, costs).plan(policy, budget, solver, time_limit)
+    return _Looked(fn, args, kwargs, costs, outputs).plan(policy, budget, solver, time_limit)
 
 
 def pareto(
@@ -82,6 +94,7 @@ def pareto(
     policy: PolicyLike | None = None,
     solver: str = "auto",
     costs: CostSource | None = None,
+    outputs: Outputs | None = None,
     **kwargs: Any,
 ) -> list[ParetoPoint]:
     """Plans a call for budgets from the least feasible one to the plain peak.
@@ -93,6 +106,7 @@ def pareto(
         policy: see `plan`.
         solver: see `plan`.
         costs: see `plan`.
+        outputs: see `plan`.
         kwargs: as in the call.
 
     Returns:
@@ -110,7 +124,7 @@ def pareto(
     """
     if type(points) is not int or points < 2:
         raise ArgumentValueError(f"pareto needs at least 2 points, not {points!r}.")
-    looked = _Looked(fn, args, kwargs, costs)
+    looked = _Looked(fn, args, kwargs, costs, outputs)
     plain = looked.plan(policy, 1.0, solver)
     most = plain.baseline_peak_bytes
     try:
@@ -210,13 +224,14 @@ class _Looked:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         costs: CostSource | None,
-        outputs: Sequence[int] | None = None,
+        outputs: Outputs | None = None,
     ):
         if not callable(fn):
             raise ArgumentTypeError(f"a plan is made for a function or an nn.Module, not {type(fn).__name__}.")
         plain = plain_of(fn)
         run = plain.forward if isinstance(plain, nn.Module) else plain
-        self.trace, tensors = traced_without_running(run, tuple(args), kwargs, outputs)
+        self.chosen = [outputs] if isinstance(outputs, (int, str)) else outputs
+        self.trace, tensors = traced_without_running(run, tuple(args), kwargs, self.chosen)
         fake = next((t for t in tensors if isinstance(t, FakeTensor) or t.device.type == "meta"), None)
         if costs is None and fake is not None and fake.device.type == "meta":
             raise ArgumentValueError(
@@ -236,6 +251,21 @@ class _Looked:
         if policy not in self.graphs:
             self.graphs[policy] = planner.priced(self.trace)
         graph = self.graphs[policy]
-        if budget is None and policy is None:
-            return plain_plan(graph, str(torch.__version__))
-        return make_plan(graph, budget, solver, str(torch.__version__), time_limit)
+        version = str(torch.__version__)
+        plain = budget is None and policy is None
+        made = plain_plan(graph, version) if plain else make_plan(graph, budget, solver, version, time_limit)
+        return dataclasses.replace(made, loss_of=_loss_of(self.trace, self.chosen is not None))
+
+
+def _loss_of(trace: Trace, named: bool) -> tuple[str, ...]:
+    """The tensors of the result that are differentiated, if others are not; with their names where these are known."""
+    if sum(trace.flags) == len(trace.backward.outputs or ()):
+        return ()
+    leaves = zip(trace.leaves, trace.spec.names(), strict=True)
+    names = {leaf: name for leaf, name in leaves if is_number(leaf)} if named else {}
+    found = []
+    for output in trace.backward.outputs or ():
+        spec = trace.tensors[trace.outputs[output]]
+        layout = f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}"
+        found.append(f"{names.get(('out', output), '')} {layout}".strip())
+    return tuple(found)

@@ -92,6 +92,8 @@ class Backward(NamedTuple):
     """What autocast does while it runs, see `ambient.autocast`: nothing, as a rule."""
     strides: tuple[tuple[int, ...], ...] | None = None
     """Those of the cotangents, see `strides_of`; None for those of the outputs."""
+    chosen: tuple[int | str, ...] | None = None
+    """In the place of `outputs`: tensors of the result, by position or name."""
 
 
 _LIKELY = Backward()

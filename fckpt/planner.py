@@ -413,12 +413,15 @@ def traced_call(
 
 
 def traced_without_running(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[int] | None = None
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Sequence[int | str] | None = None
 ) -> tuple[Trace, Sequence[torch.Tensor]]:
-    """Returns the trace of a call that is not made, for a backward pass of some outputs, and the call's tensors."""
+    """Returns the trace of a call that is not made, for a backward pass of some outputs, and the call's tensors.
+
+    What a capture returns has no names before it runs: where outputs are `chosen`, Python code is traced.
+    """
     planner = Planner()
-    backward = Backward(None if outputs is None else tuple(outputs))
-    found = planner.captured(fn, args, kwargs)
+    backward = Backward(chosen=None if chosen is None else tuple(chosen))
+    found = planner.captured(fn, args, kwargs) if chosen is None else None
     if found is not None and found[0].graph is not None:
         function = found[0].bound(fn, args, kwargs)
         tensors = [*function.arguments, *function.held.values()]

@@ -49,6 +49,8 @@ class Plan:
     budget_bytes: int | None
     """What the plan was made for; None if only a policy decided."""
     torch_version: str
+    loss_of: tuple[str, ...] = ()
+    """The tensors of the result that it is differentiated for, `loss float32[]`; empty if for all of them."""
 
     @functools.cached_property
     def timeline(self) -> Timeline:
@@ -110,7 +112,7 @@ class Plan:
 
     def __str__(self) -> str:
         """One line, and a table of what is kept and what is computed again."""
-        return summary_table(
+        table = summary_table(
             self.graph,
             self.schedule,
             self.timeline,
@@ -119,6 +121,7 @@ class Plan:
             budget=self.budget_bytes,
             gap=self.gap,
         )
+        return f"{table}\nFor a loss of {', '.join(self.loss_of)} alone." if self.loss_of else table
 
     def __repr__(self) -> str:
         known = self.gap if "bound" in vars(self) else None  # a look in a debugger should not take seconds
@@ -141,6 +144,7 @@ class Plan:
             "fingerprint": self.fingerprint,
             "graph": self.graph.to_json(),
             "schedule": self.schedule.to_json(),
+            "loss_of": list(self.loss_of),
         }
         return {**data, "checksum": checksum(data)}
 
@@ -202,6 +206,7 @@ def _read(data: dict[str, Any]) -> Plan:
         checked(data["solver"], "solver", str),
         None if budget is None else checked(budget, "budget_bytes", int, positive=True),
         checked(data["torch"], "torch", str),
+        tuple([checked(text, "loss_of", str) for text in data.get("loss_of", [])]),
     )
 
 

@@ -245,7 +245,7 @@ class UserCall:
                     views[id(x)] = x.of(sources[x.source[0]][x.source[1]], made)
                 leaves.append(views[id(x)])
             else:
-                leaves.append(sources[x[0]][x[1]] if _is_number(x) else x)
+                leaves.append(sources[x[0]][x[1]] if is_number(x) else x)
         return tree.unflatten(self.spec, leaves)
 
     def _whole(self, leaves: Sequence[Any], outputs: Flat) -> Flat:
@@ -258,7 +258,7 @@ class UserCall:
                 if planned.source[0] == "out" and planned.tracked:
                     view = outputs[leaf[1]]
                     found.setdefault(planned.source[1], view if view._base is None else view._base)
-            elif _is_number(planned) and planned[0] == "out":
+            elif is_number(planned) and planned[0] == "out":
                 found[planned[1]] = outputs[leaf[1]]
         return [found[i] for i in range(len(self.shapes))]
 
@@ -281,7 +281,7 @@ def numbered(leaves: list[Any], known: dict[int, tuple[str, int]]) -> Flat:
     return outputs
 
 
-def _is_number(leaf: Any) -> bool:
+def is_number(leaf: Any) -> bool:
     return type(leaf) is tuple and len(leaf) == 2 and leaf[0] in ("out", "in")
 
 

@@ -30,12 +30,12 @@ from fckpt.arguments import Arguments, argument_written
 from fckpt.assemble import Assembly
 from fckpt.conditions import unwrapped
 from fckpt.effects import impure_calls_refused, refuse_what_stays
-from fckpt.errors import TraceError
+from fckpt.errors import ArgumentValueError, TraceError
 from fckpt.levels import Levels, under_vmap
 from fckpt.operations import Backward, Batch, Call, Layout, Ref, TensorSpec, Trace, is_dense, strides_of
 from fckpt.places import Slot, content, moved, placed, replaced
 from fckpt.policies import names_recorded
-from fckpt.primitives import numbered
+from fckpt.primitives import is_number, numbered
 from fckpt.record import WAY_OUT, Recorder, check_dense
 from fckpt.sources import current, failing_module, is_users
 
@@ -371,7 +371,7 @@ class _Ends:
     def differentiate(self, backward: Backward) -> None:
         """Runs a backward pass."""
         recorder = self.recorder
-        differentiated = backward.outputs
+        differentiated = backward.outputs if backward.chosen is None else self._chosen(backward.chosen)
         if differentiated is None:
             differentiated = tuple(likely_differentiated(self.results))
         given = dict(zip(differentiated, backward.strides or (), strict=False))
@@ -415,6 +415,18 @@ class _Ends:
                 grad = self._own(grad, layout, taken)
             gradients.append(None if grad is None else recorder.number(grad))
         self.gradients, self.grad_dims = tuple(gradients), tuple(dims)
+
+    def _chosen(self, chosen: Sequence[int | str]) -> tuple[int, ...]:
+        """The outputs that the user says a loss is made of."""
+        pairs = [(name, leaf) for name, leaf in zip(self.spec.names(), self.leaves, strict=True) if is_number(leaf)]
+        try:
+            leaves = [pairs[i] for i in tree.selected(chosen, [name for name, _ in pairs])]
+        except LookupError as error:
+            raise ArgumentValueError(f"outputs: {error}.") from error
+        for name, (kind, number) in leaves:
+            if kind != "out" or not self.results[number].requires_grad:
+                raise ArgumentValueError(f"outputs: {name or 'the result'!r} depends on nothing that requires grad.")
+        return tuple(sorted({number for _, (_, number) in leaves}))
 
     def _own(self, grad: torch.Tensor, layout: Layout, taken: set[int]) -> torch.Tensor:
         """The gradient as `.grad` can take it over: a storage of its own, laid out like the leaf.

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch.utils import _pytree as torch_pytree
 
-__all__ = ["TreeSpec", "describe", "flatten", "leaves", "map_leaves", "spread", "unflatten"]
+__all__ = ["TreeSpec", "describe", "flatten", "leaves", "map_leaves", "selected", "spread", "unflatten"]
 
 # Containers that only torch's own registry knows (Hugging Face's ModelOutput, for one) are flattened
 # through it; everything else is optree's.
@@ -44,9 +44,9 @@ class TreeSpec:
         if self.inner is None:
             return names
         return [
-            name if subspec is None else f"{name}.{i}".removeprefix(".")
+            name if subspec is None else f"{name}.{inner}".removeprefix(".")
             for name, (count, subspec) in zip(names, self.inner, strict=True)
-            for i in range(count)
+            for inner in ([""] if subspec is None else _inner_names(count, subspec))
         ]
 
     def __repr__(self) -> str:
@@ -114,6 +114,38 @@ def spread(prefix: Any, tree: Any) -> list[Any]:
         found = optree.prefix_errors(prefix, tree, none_is_leaf=True)
         raise ValueError(" ".join(str(found[0]("tree")).split()) if found else str(error)) from None
     return pairs
+
+
+def _inner_names(count: int, spec: Any) -> list[str]:
+    """Each leaf's way through a container that torch alone knows: `loss`, `past_key_values.0`."""
+    whole = torch_pytree.tree_unflatten(list(range(count)), spec)
+    found, _ = torch_pytree.tree_flatten_with_path(whole)
+    return [
+        ".".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path) for path, _ in found
+    ]
+
+
+def selected(chosen: Sequence[int | str], names: Sequence[str]) -> list[int]:
+    """Returns the positions of tensors of a result that are chosen by position or by name.
+
+    Args:
+        chosen: positions, or names; a name stands for all below it too.
+        names: of the tensors, as `TreeSpec.names` has them.
+
+    Raises:
+        LookupError: there is no such tensor; the message says which there are.
+    """
+    found: list[int] = []
+    for choice in chosen:
+        if isinstance(choice, str):
+            some = [i for i, name in enumerate(names) if name == choice or name.startswith(f"{choice}.")]
+        else:
+            some = [choice % len(names)] if names and -len(names) <= choice < len(names) else []
+        if not some:
+            listed = ", ".join(name or str(i) for i, name in enumerate(names))
+            raise LookupError(f"{choice!r} is no tensor of the result, which has {listed or 'none'}")
+        found += some
+    return sorted(set(found))
 
 
 def _path_string(path: Sequence[Any]) -> str:

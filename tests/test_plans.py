@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -175,7 +176,7 @@ REGROUPED = composition.REGROUPED | {
 
 
 @idle_policies
-@pytest.mark.filterwarnings("ignore:the budget of a rematerialised function.*is not kept:fckpt.BudgetWarning")
+@pytest.mark.filterwarnings("ignore:the budget of .*is not kept:fckpt.BudgetWarning")
 @pytest.mark.parametrize("program", [composition.mlp, composition.dropout_mlp, composition.branching])
 @pytest.mark.parametrize("form", forms(fckpt.remat))
 @pytest.mark.parametrize("planner", PLANNERS)
@@ -493,3 +494,44 @@ def test_a_solvers_word_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(fckpt.BudgetError, match="'careless' returned a plan that needs") as error:
             call()
         assert error.value.least_bytes == most
+
+
+def with_hidden(w: Tensor, x: Tensor) -> dict[str, Any]:
+    hidden = [x]
+    for _ in range(5):
+        hidden.append((hidden[-1] @ w).tanh().exp())
+    return {"loss": hidden[-1].sum(), "logits": hidden[-1], "hidden": tuple(hidden[1:3])}
+
+
+@pytest.mark.parametrize("outputs", ["loss", "logits", "hidden", ["loss", "hidden.1"], -1, [0, 2]], ids=str)
+def test_a_plan_for_the_outputs_that_are_named(outputs: Any) -> None:
+    w, x = torch.randn(8, 8, requires_grad=True), torch.randn(64, 8)
+    plan = fckpt.plan(with_hidden, w, x, budget=0.95, outputs=outputs)
+    assert plan.loss_of and fckpt.Plan.from_json(json.dumps(plan.to_json())).loss_of == plan.loss_of
+    assert plan.loss_of[0] in str(plan).splitlines()[-1]
+    found = fckpt.check(with_hidden, w, x, budget=plan.budget_bytes, outputs=outputs)
+    assert found and found.peak_bytes <= plan.budget_bytes
+    assert fckpt.pareto(with_hidden, w, x, points=2, outputs=outputs)[-1].plan.loss_of == plan.loss_of
+
+
+def test_what_a_plan_takes_for_the_loss() -> None:
+    w, x = torch.randn(8, 8, requires_grad=True), torch.randn(64, 8)
+    assert fckpt.plan(with_hidden, w, x).loss_of == ("float32[]",)  # the one number
+    assert fckpt.plan(lambda w, x: with_hidden(w, x)["loss"], w, x).loss_of == ()
+    with pytest.raises(ValueError, match="'logit' is no tensor of the result"):
+        fckpt.plan(with_hidden, w, x, outputs="logit")
+    with pytest.raises(ValueError, match="requires grad"):
+        fckpt.plan(lambda w, x: (w.sum(), x + 1), w, x, outputs=1)
+
+
+def test_warnings_name_the_function() -> None:
+    x = torch.randn(3)
+    for options, expected in (({}, "budget of exponential,"), ({"name": "the head"}, "budget of the head,")):
+
+        def exponential(x: Tensor) -> Tensor:
+            return x.sin().exp()
+
+        with pytest.warns(fckpt.BudgetWarning, match=expected):
+            torch.func.jvp(fckpt.remat(exponential, budget=1.0, **options), (x,), (x,))
+    with pytest.raises(TypeError, match="name is a text"):
+        fckpt.remat(exponential, name=3)  # type: ignore[call-overload]
