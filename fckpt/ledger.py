@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -40,6 +40,10 @@ _WAY_OUT = {
 }
 
 
+_PLAIN = {"saved-tensor hooks", "dispatch mode", "nothing to differentiate"}
+"""Where a call takes no more than the plain function by itself does; derivatives of other kinds do."""
+
+
 @dataclass(frozen=True)
 class Stats:
     """What `fckpt.stats` returns: counts over all calls of one rematerialised function."""
@@ -69,6 +73,8 @@ class Ledger:
         self._in_a_row = self._hits = 0
         self.promised: int | float | str | None = None
         self.name = "a rematerialised function"
+        self.expected: Callable[[], int | None] = lambda: None
+        """Returns the peak in bytes that a call may reach without a plan, if that is known."""
 
     def count(self, what: str) -> None:
         """Counts one more call, plan, program, capture or hit."""
@@ -83,19 +89,19 @@ class Ledger:
         finally:
             self.stats.seconds[what] += time.perf_counter() - start
 
-    def falls_back(self, reason: str, expected: int | None = None, detail: str = "") -> None:
+    def falls_back(self, reason: str, detail: str = "") -> None:
         """Notes that a call does not run by a plan, and warns the first time for each reason.
 
         Args:
             reason: a key of the table of reasons.
-            expected: the peak in bytes that the call may reach instead, if that is known.
             detail: what else is known of the cause.
         """
         self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + 1
         if self.promised is None or reason in self._warned:
             return
         self._warned.add(reason)
-        instead = "" if expected is None else f" (up to {format_bytes(expected)}, the peak of the plain function)"
+        expected = self.expected() if reason in _PLAIN else None
+        instead = "" if expected is None else f", in up to {format_bytes(expected)}, the peak of the plain function"
         budget = self.promised
         promised = (
             f"{budget:g} of the plain peak"

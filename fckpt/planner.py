@@ -157,6 +157,7 @@ class Planner:
         """Why captures failed; below levels of torch.func, and elsewhere."""
         self.plans: dict[Any, Plan] = {}
         """By what costs, decisions and so plans depend on."""
+        self.ledger.expected = lambda: max([plan.baseline_peak_bytes for plan in self.plans.values()], default=None)
 
     # -- captures
 
@@ -376,7 +377,7 @@ def _identity(traced: Trace) -> tuple[Any, ...]:
         fingerprint(graph),
         tuple([(v.names, v.held_to) for v in graph.values]),
         tuple([(n.overwrites, n.accumulates) for n in graph.nodes]),
-        traced.regions,
+        tuple([(nodes, id(policy)) for nodes, policy in traced.regions]),
         tuple([traced.tensors[t].device for t in traced.operands]),
         ambient.capture(),
     )

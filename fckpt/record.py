@@ -329,6 +329,8 @@ class Recorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func is aten.lift_fresh.default:
             return args[0] if self._find(args[0]) is not None else self._lifted(args[0])
+        if func is aten._efficientzerotensor.default:  # a gradient of zeros without memory, which cannot be written
+            func = aten.zeros.default
         if torch.Tag.inplace_view in func.tags:
             return self._reshaped(func, args, kwargs)
         given: dict[int, torch.Tensor] = {}  # by storage of a fake one: a tensor on the same storage

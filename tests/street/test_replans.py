@@ -176,3 +176,36 @@ def test_equal_graphs_share_a_plan() -> None:
 
     verdict = judge(scenario, budget=0.9)
     assert verdict.kept, (verdict.error, verdict.over)
+
+
+COTANGENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "ones": torch.ones_like,
+    "expanded": lambda y: torch.tensor(1.5, dtype=y.dtype).expand(y.shape),
+    "expanded rows": lambda y: torch.arange(1.0, 1 + y.shape[-1], dtype=y.dtype).expand(y.shape),
+    "transposed": lambda y: torch.randn(y.shape[1], y.shape[0], dtype=y.dtype).t(),
+    "a slice": lambda y: torch.randn(y.shape[0], 2 * y.shape[1], dtype=y.dtype)[:, ::2],
+    "contiguous": lambda y: torch.randn(y.shape, dtype=y.dtype),
+}
+
+
+@pytest.mark.parametrize("product", ["plain", "transposed"])
+def test_cotangents_of_all_layouts(product: str) -> None:
+    """Strides decide which kernel multiplies, and so the last bits: a backward pass has those of the plain one."""
+    w = torch.randn(24, 24, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(40, 24, dtype=torch.float64)
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = (torch.tanh(x @ w) * x.sgn()).cumsum(0)
+        return x.t() if product == "transposed" else x
+
+    region = fckpt.remat(fn, budget=0.8)
+    for _ in range(2):
+        for make in COTANGENTS.values():
+            y = fn(w, x)
+            cotangent = make(y)
+            expected = torch.autograd.grad(y, w, cotangent)[0]
+            assert torch.equal(torch.autograd.grad(region(w, x), w, cotangent)[0], expected)
+    found = fckpt.stats(region)
+    assert found.captures == 1 and not found.fallbacks
+    assert found.plans <= 3  # expanded ones share that of the output's strides
