@@ -176,7 +176,7 @@ def remat(
         from fckpt import compiled  # imports Dynamo, which takes a second
 
         plain = policy is None and budget is None and plan is None
-        return compiled.made(fn, reductions_saveable if plain else policy)
+        return compiled.made(fn, reductions_saveable if plain else policy, remat)
     _check_function(fn)
     static = StaticArguments(fn.forward if isinstance(fn, nn.Module) else fn, static_argnums, static_argnames)
     make = functools.partial(_Region, static)
@@ -339,7 +339,8 @@ class _PlannedRegion(_Region):
         operands = [*function.arguments, *closure]
         layouts = layouts_below(operands)
         if not any(layout.requires_grad for layout in layouts):
-            self.planner.ledger.falls_back("nothing to differentiate")
+            # Inference keeps nothing anyway; what takes gradients inside might hold any amount.
+            self.planner.ledger.falls_back("nothing to differentiate", quiet=not captured.graph.differentiates)
             return function(*function.arguments)
         if _innermost() == TransformType.Vmap:
             interpreter = coerce_cinterpreter(_levels()[-1])
@@ -377,7 +378,7 @@ class _PlannedRegion(_Region):
             if tracked and _innermost() != TransformType.Vmap:
                 programs = self.planner.traced_programs(fn, arguments, observation, reached, layouts, batching.sizes)
         if not tracked:
-            self.planner.ledger.falls_back("nothing to differentiate")
+            self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
             args, kwargs = arguments.rebuild(call.inputs)
             return fn(*args, **kwargs)
         if programs is None:
@@ -405,6 +406,7 @@ class _PlannedRegion(_Region):
             programs.certain,
             programs.seen,
             level,
+            retraceable=isinstance(conditions, _GraphConditions) and self.planner.given is None,
         )
         call.planned = execution
         result = run_planned(call, program.trace.flags, conditions, level)

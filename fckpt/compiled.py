@@ -31,14 +31,14 @@ def call(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)
 
 
-def made(fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+def made(fn: Callable[..., Any], policy: Any, remat: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the region of `fn` where `remat` itself is called while Dynamo traces."""
 
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
         if compiling.is_capturing():
             return compiling.marked_region(compiling.key_of(policy), fn, args, kwargs)
         if _under_torch_func():
-            return _made_eagerly(fn, args, kwargs)  # type: ignore[call-arg]
+            return _made_eagerly(remat, fn, args, kwargs)  # type: ignore[call-arg]
         return checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)
 
     return rematerialised
@@ -55,7 +55,7 @@ def _eagerly(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 @torch.compiler.disable
-def _made_eagerly(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from fckpt.api import remat
-
+def _made_eagerly(
+    remat: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     return remat(fn)(*args, **kwargs)

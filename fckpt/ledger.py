@@ -24,6 +24,8 @@ _REASONS = {
     "second derivative": "a second derivative is taken through its backward pass (create_graph=True, or grad of grad)",
     "dispatch mode": "a TorchDispatchMode is in force, which may change what operations return, and would see other "
     "operations than in the plain function",
+    "other strides": "its backward pass is given gradients that lie otherwise in memory than the plan assumed, and "
+    "the function cannot be traced again",
     "torch.compile": "it runs inside of a function that torch.compile compiles, where the compiler plans",
     "untraceable": "it cannot be traced into a graph",
     "nothing to differentiate": "nothing that it is given or closes over requires grad, so it runs as it stands",
@@ -33,6 +35,7 @@ _REASONS = {
 _WAY_OUT = {
     "saved-tensor hooks": "Put the budget around the outer function instead.",
     "dispatch mode": "Leave the mode out, or set fckpt_looks_on = True in its class if it changes nothing.",
+    "other strides": "Return a loss, or contiguous tensors.",
     "torch.compile": "Compile without the budget, or use the budget without torch.compile.",
     "untraceable": "Put the budget around a part of it that can be traced.",
     "nothing to differentiate": "Use torch.no_grad() for inference, or put the budget around the function that is "
@@ -40,6 +43,10 @@ _WAY_OUT = {
 }
 
 
+_DOES = {
+    "nothing to differentiate": "runs as it stands",
+    "other strides": "runs by its plan, with nothing written over anything",
+}
 _PLAIN = {"saved-tensor hooks", "dispatch mode", "nothing to differentiate"}
 """Where a call takes no more than the plain function by itself does; derivatives of other kinds do."""
 
@@ -89,15 +96,16 @@ class Ledger:
         finally:
             self.stats.seconds[what] += time.perf_counter() - start
 
-    def falls_back(self, reason: str, detail: str = "") -> None:
+    def falls_back(self, reason: str, detail: str = "", *, quiet: bool = False) -> None:
         """Notes that a call does not run by a plan, and warns the first time for each reason.
 
         Args:
             reason: a key of the table of reasons.
             detail: what else is known of the cause.
+            quiet: whether to count only.
         """
         self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + 1
-        if self.promised is None or reason in self._warned:
+        if quiet or self.promised is None or reason in self._warned:
             return
         self._warned.add(reason)
         expected = self.expected() if reason in _PLAIN else None
@@ -108,7 +116,7 @@ class Ledger:
             if isinstance(budget, float)
             else (budget if isinstance(budget, str) else format_bytes(budget))
         )
-        does = "runs as it stands" if reason == "nothing to differentiate" else "is rematerialised as a whole"
+        does = _DOES.get(reason, "is rematerialised as a whole")
         warnings.warn(
             f"the budget of {self.name}, {promised}, is not kept in this call: {_REASONS[reason]}"
             f"{f' ({detail})' if detail else ''}. The function {does}{instead}. "

@@ -16,13 +16,15 @@ from torch._C._functorch import (
     is_legacy_batchedtensor,
     peek_interpreter_stack,
 )
-from torch._functorch.pyfunctorch import coerce_cinterpreter
+from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fckpt import ambient
 from fckpt.errors import MutationError
 from fckpt.graph import Graph
 from fckpt.lower import Lowered, lower
-from fckpt.operations import Backward, Trace, indices_of, statistics_of, strides_of
+from fckpt.operations import Backward, Ref, Trace, indices_of, is_expanded, statistics_of, strides_of
 from fckpt.schedule import Compute, Schedule, Step
 
 __all__ = ["NOT_AGAIN", "Execution", "Program"]
@@ -76,6 +78,7 @@ class Program:
         """Those that the forward pass writes and the backward pass reads."""
         self.writes_late = any(graph.nodes[call.node].backward for call in trace.calls if call.node and call.replaced)
         """Whether the backward pass works in place, which batches of cotangents cannot."""
+        self._taken: dict[tuple[tuple[int, ...], ...], bool] = {}
         self.complex = [i for i, t in enumerate(trace.operands) if trace.tensors[t].dtype.is_complex]
 
     @functools.cached_property
@@ -83,9 +86,60 @@ class Program:
         """The same, with nothing written over anything: a residual has no room for a batch of results."""
         return lower(self.trace, self.schedule, self.graph.plain)
 
+    def takes(self, strides: Sequence[tuple[int, ...]]) -> bool:
+        """Whether cotangents with these strides change nothing but where the first operations read them.
+
+        Only such whose elements repeat are asked about: others may be copied on the way, which has its price.
+        """
+        key = tuple(strides)
+        if key not in self._taken:
+            self._taken[key] = _taken(self.trace, key)
+        return self._taken[key]
+
     def lifted(self, closure: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the closed-over tensors that are used and not written."""
         return [closure[i - self.count] for i in self.lifts]
+
+
+def _taken(trace: Trace, strides: Sequence[tuple[int, ...]]) -> bool:
+    """Runs the operations that read cotangents on fake ones with other strides, to see whether results lie alike."""
+    assert trace.backward.outputs is not None and trace.backward.strides is not None
+    mode = FakeTensorMode()
+    found: dict[int, torch.Tensor] = {}
+
+    def empty(number: int, stride: Sequence[int] | None = None) -> torch.Tensor:
+        spec = trace.tensors[number]
+        return torch.empty_strided(spec.shape, stride or spec.stride, dtype=spec.dtype, device=spec.device)
+
+    def sent(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return found[value.tensor] if value.tensor in found else empty(value.tensor)
+        return type(value)(map(sent, value)) if isinstance(value, (list, tuple)) else value
+
+    with temporarily_clear_interpreter_stack(), _disable_current_modes(), mode, torch.no_grad():
+        for output, own, other in zip(trace.backward.outputs, trace.backward.strides, strides, strict=True):
+            number = trace.cotangents[output]
+            assert number is not None
+            if own != other and not is_expanded(trace.tensors[number].shape, other):
+                return False
+            found[number] = empty(number, trace.tensors[number].stride if own == other else other)
+        for call in trace.calls:
+            read = [*indices_of(call.args), *indices_of(tuple(call.kwargs.values()))]
+            if found.keys().isdisjoint(read):
+                continue
+            try:
+                result = call.op(*map(sent, call.args), **{k: sent(v) for k, v in call.kwargs.items()})
+            except (RuntimeError, NotImplementedError):
+                return False
+            results = result if isinstance(result, (list, tuple)) else [result]
+            for number, made in zip(call.outputs, results, strict=True):
+                if number is None or not isinstance(made, torch.Tensor):
+                    continue
+                if call.node is None:
+                    found[number] = made
+                elif strides_of(made.shape, made.stride()) != strides_of(made.shape, trace.tensors[number].stride):
+                    return False
+    return True
 
 
 _NOW: Any = object()
@@ -135,6 +189,8 @@ class Execution:
         certain: bool,
         seen: Callable[[], None],
         level: int = 0,
+        *,
+        retraceable: bool = True,
     ):
         """Prepares a call.
 
@@ -145,11 +201,13 @@ class Execution:
             gives_up: told why a backward pass cannot be that of a plan.
             seen: told when a backward pass has run.
             level: of the `vmap` under which the program was traced, if it was.
+            retraceable: whether `replan` can trace the function again.
             certain: whether a backward pass like the planned one has been seen. Until then the forward pass may have
                 to run again, for which buffers that it changes are copied first.
         """
         self.program = program
         self.level = level
+        self.retraceable = retraceable
         self.lifts = program.lifts
         self.replan = replan
         self.gives_up = gives_up
@@ -257,11 +315,16 @@ class Execution:
             residuals, self.residuals = self.residuals, None
         # Lazy conjugation and negation are views above the operations that were recorded.
         cotangents = [ct.resolve_conj().resolve_neg() for ct in cotangents]
-        batched = any(map(is_legacy_batchedtensor, cotangents))
-        strides = self.program.backward.strides
-        if not batched or self.program.backward.outputs != given:
-            strides = tuple([strides_of(ct.shape, ct.stride()) for ct in cotangents])
+        functional = any(map(is_legacy_batchedtensor, cotangents))
+        planned = self.program.backward
+        strides = tuple([strides_of(ct.shape, ct.stride()) for ct in cotangents])
         backward = Backward(given, ambient.autocast(), strides)
+        if backward != planned and backward._replace(strides=planned.strides) == planned:
+            if not functional and not self.program.takes(strides) and not self.retraceable:
+                self.gives_up("other strides")
+                functional = True  # each operation then gets its operands as they come
+            if functional or self.program.takes(strides):
+                backward = planned
         if backward != self.program.backward:
             with ambient.restored(self.program.ambient):
                 program = self.replan(backward)
@@ -277,7 +340,7 @@ class Execution:
         self._check_outputs()
         elsewhere = program.ambient != ambient.capture()
         with ambient.restored(program.ambient) if elsewhere else contextlib.nullcontext(), _below_autograd():
-            lowered = program.functional if batched else program.lowered
+            lowered = program.functional if functional else program.lowered
             grads = lowered.backward(self._given(program, operands, statistics), residuals, cotangents)
         return [grads[i] for i in self._gradients()]
 
