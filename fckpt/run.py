@@ -60,9 +60,11 @@ class Program:
         """Whether it draws random numbers."""
         self.backward = trace.backward
         """The backward pass that was planned."""
-        shapes = [(torch.Size(trace.tensors[t].shape), trace.tensors[t].dtype) for t in trace.outputs]
+        dims = trace.out_dims or (None,) * len(trace.outputs)
+        specs = [(trace.tensors[t], dim) for t, dim in zip(trace.outputs, dims, strict=True)]
+        shapes = [(_without(spec.shape, dim), spec.dtype) for spec, dim in specs]
         self.ends = (trace.spec, trace.leaves, shapes)
-        """What the function returns: structure, leaves, and its tensors' shapes and dtypes."""
+        """What the function returns: structure, leaves, and its tensors' shapes and dtypes, as the caller sees them."""
         closed_over = [i for i in range(count, len(trace.operands)) if i in self.uses]
         self.lifts = [i for i in closed_over if i not in written]
         """The closed-over tensors that are used and not written: operands of the call."""
@@ -99,6 +101,11 @@ class Program:
     def lifted(self, closure: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the closed-over tensors that are used and not written."""
         return [closure[i - self.count] for i in self.lifts]
+
+
+def _without(shape: Sequence[int], dim: int | None) -> torch.Size:
+    """A shape without its batch dimension."""
+    return torch.Size(shape if dim is None else (*shape[:dim], *shape[dim + 1 :]))
 
 
 def _taken(trace: Trace, strides: Sequence[tuple[int, ...]]) -> bool:
