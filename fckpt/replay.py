@@ -273,7 +273,7 @@ class Replay:
         return value
 
     def _is_excused(self, tensor: torch.Tensor, number: int, now: Saved) -> bool:
-        """Whether a difference means nothing: `tensor` is a buffer's copy, yet to be filled, or never filled as a whole.
+        """Whether a difference means nothing: `tensor` is a buffer's copy, yet to be filled, or never wholly filled.
 
         By-products that nothing differentiates (`ctc_loss` saves one with gaps) are read only to tell whether other
         threads drew from the generator between the draws of this one.

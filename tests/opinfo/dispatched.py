@@ -27,7 +27,8 @@ class Dispatched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        call = (str(func), _form(args), _form({k: v for k, v in kwargs.items() if v is not None}))
+        name = str(func).replace("_efficientzerotensor", "zeros")  # which a plan gives memory, to write to
+        call = (name, _form(args), _form({k: v for k, v in kwargs.items() if v is not None}))
         given = {_memory(t) for t in _tensors((args, kwargs))}
         result = func(*args, **kwargs)
         made = {_memory(t) for t in _tensors(result)}
