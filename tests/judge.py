@@ -181,9 +181,13 @@ class Session:
             del out, loss, result
 
     def _effort(self) -> Any:
-        """How often was captured and planned: a call that plans may hold more than its plan."""
+        """How often was captured and planned: a call that plans may hold more than its plan.
+
+        And how often nothing was there to differentiate: a budget is not for such calls, as docs/concepts.md says.
+        """
         stats = [stats_of(region) for region in self.regions]
-        return [(s.captures, s.plans) for s in stats if s is not None]
+        idle = "nothing to differentiate"
+        return [(s.captures, s.plans, s.fallbacks.get(idle, 0)) for s in stats if s is not None]
 
     def _forget_gradients(self) -> None:
         for thing in self.watched.values():
