@@ -115,7 +115,6 @@ class Recorder(TorchDispatchMode):
         self._blocks: dict[int, _Block] = {}
         self._by_fake: dict[int, _Block] = {}
         self._views: dict[int, int] = {}  # by tensor: the call that made it, if that is a view
-        self._real: set[int] = set()  # storages that do have memory
 
     # -- tensors
 
@@ -137,10 +136,7 @@ class Recorder(TorchDispatchMode):
         Raises:
             TraceError: it is none of this trace.
         """
-        found = self._find(tensor)
-        if found is None:
-            found = self._constant(tensor, None)
-        return found
+        return self._number_or_refuse(tensor, None)
 
     def owns(self, tensor: Any) -> bool:
         """Whether `tensor` was made by this trace, and has no memory."""
@@ -148,12 +144,11 @@ class Recorder(TorchDispatchMode):
             storage = tensor.untyped_storage()._cdata
         except (RuntimeError, NotImplementedError):
             return False
-        return storage in self._blocks and storage not in self._real
+        return storage in self._blocks
 
     def alive(self) -> set[int]:
         """The storages without memory that are still referred to: by their addresses."""
-        blocks = {key: block for key, block in self._blocks.items() if key not in self._real}
-        return {key for key, block in blocks.items() if not block.reference.expired()}
+        return {key for key, block in self._blocks.items() if not block.reference.expired()}
 
     def version(self, tensor: torch.Tensor) -> int:
         """Returns the present version of the storage of a tensor."""
@@ -289,23 +284,19 @@ class Recorder(TorchDispatchMode):
         self.lifetimes.watch(storage, lambda: values[block.base])
         return number
 
-    def _constant(self, tensor: torch.Tensor, func: Any) -> int:
-        """Takes up a tensor that the trace did not make."""
+    def _number_or_refuse(self, tensor: torch.Tensor, func: Any) -> int:
+        """The number of a tensor of this trace; a TraceError for any other, which no plan would find again."""
+        found = self._find(tensor)
+        if found is not None:
+            return found
         check_dense(tensor)
         if isinstance(tensor, Stand):
             raise TraceError(f"{current()}: {func or 'the result'} uses a tensor of another trace. {WAY_OUT}")
-        if tensor.requires_grad or tensor.dim() > 0:
-            raise TraceError(
-                f"{current()}: {func or 'the result'} uses a tensor of shape {list(tensor.shape)} that is neither "
-                "passed to the function nor found in its closure. Pass it as an argument, or hold it in a variable, a "
-                f"module, or an attribute or container not deeper than four levels. {WAY_OUT}"
-            )
-        with torch._C._DisableTorchDispatch():
-            fake = self.fake.from_tensor(tensor)
-        number = self._adopt(tensor, fake, held=True)
-        self.constants[number] = tensor
-        self._real.add(tensor.untyped_storage()._cdata)
-        return number
+        raise TraceError(
+            f"{current()}: {func or 'the result'} uses a tensor of shape {list(tensor.shape)} that is neither "
+            "passed to the function nor found in its closure. Pass it as an argument, or hold it in a variable, a "
+            f"module, or an attribute or container not deeper than four levels. {WAY_OUT}"
+        )
 
     def _lifted(self, data: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor that the function makes of Python numbers."""
@@ -337,9 +328,7 @@ class Recorder(TorchDispatchMode):
         numbers: dict[int, int] = {}
 
         def fake_of(tensor: torch.Tensor) -> Any:
-            number = self._find(tensor)
-            if number is None:
-                number = self._constant(tensor, func)
+            number = self._number_or_refuse(tensor, func)
             numbers[id(tensor)] = number
             fake = self.tensors[number]
             given.setdefault(fake.untyped_storage()._cdata, tensor)
@@ -446,8 +435,6 @@ class Recorder(TorchDispatchMode):
         for key, block in blocks.items():
             if key in self._refused:
                 raise self._refused[key]()
-            if key in self._real:
-                raise TraceError(f"{current()}: {func} changes a tensor that the trace does not know. {WAY_OUT}")
             if block.held and block.base not in self.constants and self.boundary is not None:
                 raise TraceError(f"the backward pass ({func}) writes over a tensor that it was given. {WAY_OUT}")
             old = block.base

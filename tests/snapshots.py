@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 _ATOMS = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, range, slice)
 _CALLS = {"forward", "_compiled_call_impl"}
@@ -42,6 +43,8 @@ def snapshot(thing: Any, gradients: bool = False, _seen: frozenset[int] = frozen
         return type(thing).__name__, str(thing.dtype), thing.shape, thing.tobytes()
     if isinstance(thing, nn.Module):
         return _of_module(thing, copy)
+    if isinstance(thing, RemovableHandle):
+        return "a handle of a hook"  # numbered through the whole process
     if isinstance(thing, dict | types.MappingProxyType | collections.UserDict):
         return type(thing).__name__, tuple((copy(k), copy(v)) for k, v in thing.items())
     if isinstance(thing, list | tuple | collections.deque):

@@ -233,6 +233,7 @@ class Training:
         """Goes on with a copy, where the region is a module."""
         if isinstance(self.region, Program):
             self.region = self.program = copy.deepcopy(self.region)
+            self.session.regions.append(self.region)
             self.session.watch(program=self.program)
 
 
