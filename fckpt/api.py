@@ -124,8 +124,8 @@ def remat(
         untraceable: what to do with a function that cannot be traced into a graph: "raise" a `TraceError`, or "remat",
             which rematerialises its repeated blocks (the whole function if it has none) without a plan, and warns
             once that no budget is kept.
-        static_argnums: positions of arguments that are passed whole, without a look inside. They must be
-            hashable, and tensors within are treated like closed-over ones.
+        static_argnums: positions of arguments that are passed whole, without a look inside. Tensors within are
+            treated like closed-over ones.
         static_argnames: the same for keyword arguments.
         name: what warnings call the function; its own name if left out.
 

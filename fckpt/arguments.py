@@ -83,11 +83,7 @@ class Arguments:
     __slots__ = ("_kept", "_rest", "_spec", "_where", "given", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: StaticArguments | None = None):
-        """Takes a call's arguments apart.
-
-        Raises:
-            ArgumentTypeError: a leaf that is no tensor, or a static argument, cannot be hashed.
-        """
+        """Takes a call's arguments apart."""
         self.given: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)
         """The arguments as they came: what a forward gets, so that what it puts into a list is there after it."""
         self._kept: tuple[dict[int, Any], dict[str, Any]] | None = None
@@ -106,8 +102,6 @@ class Arguments:
                     self.tensors.append(leaf)
                 self._where.append((position, index))
                 leaves[position] = None
-            elif type(leaf) not in _HASHABLE:
-                self._check_hashable(leaf, lambda position=position: self._path(position))
         self._rest = leaves
 
     def _set_aside(
@@ -116,25 +110,9 @@ class Arguments:
         nums = static.positions(len(args))
         by_num = {n: args[n] for n in nums}
         by_name = {k: v for k, v in kwargs.items() if k in static.names}
-        for n, value in by_num.items():
-            self._check_hashable(value, lambda n=n: f"args[{n}]")
-        for k, value in by_name.items():
-            self._check_hashable(value, lambda k=k: f"kwargs[{k!r}]")
         self._kept = (by_num, by_name)
         rest = {k: v for k, v in kwargs.items() if k not in by_name}
         return tuple(a for i, a in enumerate(args) if i not in nums), rest
-
-    @staticmethod
-    def _check_hashable(value: Any, path: Callable[[], str]) -> None:
-        try:
-            hash(value)
-        except TypeError:
-            raise ArgumentTypeError(
-                f"{path()} is a {type(value).__name__}, which cannot be hashed. What is not a tensor is static "
-                "in fckpt, part of the key under which a function's plans are kept. Pass something hashable (a "
-                "tuple for a list, torch.as_tensor(a) for a NumPy array), register the type as a pytree with "
-                "optree, or let the function close over it."
-            ) from None
 
     @property
     def statics(self) -> list[Any]:
@@ -147,9 +125,24 @@ class Arguments:
 
         It can be hashed. Objects that equal nothing but themselves (modules, say) are not kept alive by it; see
         `outlived`.
+
+        Raises:
+            ArgumentTypeError: a leaf that is not a tensor, or a static argument, cannot be hashed.
         """
+        for position, leaf in enumerate(self._rest):
+            if type(leaf) not in _HASHABLE:
+                _check_hashable(leaf, lambda position=position: self._path(position))
         rest = tuple(_key(leaf) for leaf in self._rest)
-        kept = () if self._kept is None else tuple((k, _key(v)) for part in self._kept for k, v in part.items())
+        kept: tuple[Any, ...] = ()
+        if self._kept is not None:
+            by_num, by_name = self._kept
+            named = {
+                **{f"args[{n}]": v for n, v in by_num.items()},
+                **{f"kwargs[{k!r}]": v for k, v in by_name.items()},
+            }
+            for name, value in named.items():
+                _check_hashable(value, lambda name=name: name)
+            kept = tuple((name, _key(value)) for name, value in named.items())
         return (self._spec, tuple(self._where), rest, kept)
 
     def rebuild(
@@ -190,6 +183,18 @@ class Arguments:
     def _path(self, position: int) -> str:
         path = self._spec.paths()[position]
         return ("args" if path.startswith("[0]") else "kwargs") + path[3:]
+
+
+def _check_hashable(value: Any, path: Callable[[], str]) -> None:
+    try:
+        hash(value)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            f"{path()} is a {type(value).__name__}, which cannot be hashed. This function runs by a plan and cannot be "
+            "captured, so what is not a tensor is part of the key under which its plans are kept. Pass something "
+            "hashable (a tuple for a list, torch.as_tensor(a) for a NumPy array), register the type as a pytree with "
+            "optree, or let the function close over it."
+        ) from None
 
 
 def _key(leaf: Any) -> Any:

@@ -13,6 +13,7 @@ import contextvars
 import decimal
 import enum
 import functools
+import itertools
 import operator
 import sys
 import types
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fckpt.places import ABSENT, FORGOTTEN, INERT, PLAIN, Slot, content, present, same_place
+from fckpt.places import ABSENT, ARRAYS, BUILTIN, FORGOTTEN, INERT, PLAIN, SEQUENCES, Slot, content, present, same_place
 from fckpt.rng import generator_types
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
 
 DEPTH = 4
 _LARGE = 1000  # entries of a container that is data rather than state
+_NOTED = 100_000  # entries of one whose entries are compared
 _MOST = 4000  # values looked at in one walk
 
 Attributes = Iterable[tuple[dict[str, Any], str]]
@@ -107,13 +109,14 @@ def closure_of(
 class Snapshot:
     """What lies in some places at one time."""
 
-    __slots__ = ("dicts", "lists", "places", "sets")
+    __slots__ = ("dicts", "lists", "places", "values")
 
     def __init__(self) -> None:
         self.dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         """Dicts and copies of them."""
         self.lists: list[Slot] = []
-        self.sets: list[tuple[set[Any], frozenset[Any]]] = []
+        self.values: list[tuple[Any, Any]] = []
+        """Sets and arrays, which are compared by what they hold, and copies of them."""
         self.places: list[Slot] = []
         """Others: globals, slots of objects, attributes of classes."""
 
@@ -121,18 +124,18 @@ class Snapshot:
         """Adds what `other` notes."""
         self.dicts += other.dicts
         self.lists += other.lists
-        self.sets += other.sets
+        self.values += other.values
         self.places += other.places
 
     def changes(self) -> list[Slot]:
         """The places that hold something else by now, and what they held."""
         changes = [slot for slot in self.places if not present(slot)]
         changes += [slot for slot in self.lists if not present(slot)]
-        changes += [(held, None, then) for held, then in self.sets if held != then]
+        changes += [slot for held, then in self.values if not present(slot := (held, None, then))]
         for held, then in self.dicts:
-            if not (len(held) == len(then) and all(map(operator.is_, map(held.get, then), then.values()))):
+            if not _same_entries(held, then):
                 pairs = [(key, value) for key, value in then.items() if value is not FORGOTTEN]
-                changes += [(held, key, value) for key, value in pairs if held.get(key, ABSENT) is not value]
+                changes += [(held, key, value) for key, value in pairs if dict.get(held, key, ABSENT) is not value]
                 changes += [(held, key, ABSENT) for key in held if key not in then]
         return changes
 
@@ -140,12 +143,17 @@ class Snapshot:
         """Leaves out, for good, what has changed by now."""
         self.places = [slot for slot in self.places if present(slot)]
         self.lists = [slot for slot in self.lists if present(slot)]
-        self.sets = [(held, then) for held, then in self.sets if held == then]
+        self.values = [(held, then) for held, then in self.values if present((held, None, then))]
         for held, then in self.dicts:
-            if not (len(held) == len(then) and all(map(operator.is_, map(held.get, then), then.values()))):
+            if not _same_entries(held, then):
                 for key in [*then, *held]:
-                    if held.get(key, ABSENT) is not then.get(key, ABSENT):
+                    if dict.get(held, key, ABSENT) is not then.get(key, ABSENT):
                         then[key] = FORGOTTEN
+
+
+def _same_entries(held: dict[Any, Any], then: dict[Any, Any]) -> bool:
+    entries = map(dict.get, itertools.repeat(held), then)
+    return len(held) == len(then) and all(map(operator.is_, entries, then.values()))
 
 
 class _Walk:
@@ -202,18 +210,11 @@ class _Walk:
     def mutable(self, value: Any, kind: type, depth: int) -> None:
         if kind is types.FunctionType:
             self.function(value, depth)  # functions are no data, and are looked into however deep
-        elif kind is list:
-            self.items_of(value, depth - 1)
-        elif kind is dict:
-            self.items(value, depth - 1)
-        elif isinstance(value, (dict, list, collections.deque)):
-            self.subclass(value, depth - 1)
-        elif kind in (set, frozenset):
-            if len(value) <= _LARGE:
-                if kind is set and self.state is not None:
-                    self.state.sets.append((value, frozenset(value)))
-                for item in value:
-                    self.visit(None, item, depth - 1)
+        elif isinstance(value, (dict, list, collections.deque, set, frozenset)):
+            self.container(value, kind, depth - 1)
+        elif isinstance(value, ARRAYS):
+            if self.state is not None and _is_small(value):
+                self.state.values.append((value, content(value, None)))
         elif not isinstance(value, type):
             state = self.state
             if not is_user_class(kind) and kind not in RECORDS:
@@ -233,19 +234,22 @@ class _Walk:
             self.state.places.append(slot)
         self.visit(slot, slot[2], depth)
 
-    def subclass(self, value: Any, depth: int) -> None:
-        """Looks into an OrderedDict, a deque, and their like."""
-        if len(value) <= _LARGE:
-            if isinstance(value, dict):
-                for key, item in list(value.items()):
-                    self.visit((value, key, item), item, depth)
-            else:
-                for item in list(value):
-                    self.visit(None, item, depth)
-        attributes = attribute(value, "__dict__")
-        if type(attributes) is dict:
-            self.items(attributes, depth)
-        self.constants(type(value))
+    def container(self, value: Any, kind: type, depth: int) -> None:
+        """Looks into a dict, a list, a deque or a set, and at what a subclass of these adds."""
+        if isinstance(value, dict):
+            self.items(value, depth)
+        elif isinstance(value, SEQUENCES):
+            self.items_of(value, depth)
+        elif len(value) <= self.most:
+            if isinstance(value, set) and self.state is not None:
+                self.state.values.append((value, frozenset(value)))
+            for item in value if len(value) <= _LARGE else ():
+                self.visit(None, item, depth)
+        if kind not in BUILTIN:
+            attributes = attribute(value, "__dict__")
+            if type(attributes) is dict:
+                self.items(attributes, depth)
+            self.constants(kind)
 
     def constants(self, kind: type) -> None:
         """Notes the attributes of a class."""
@@ -255,25 +259,34 @@ class _Walk:
         if self.state is not None:
             self.state.places += [(base, name, vars(base).get(name)) for base, name in class_attributes(kind)]
 
-    def items_of(self, holder: list[Any], depth: int) -> None:
+    def items_of(self, holder: Any, depth: int) -> None:
+        if len(holder) > self.most:
+            return
+        slot = (holder, None, tuple(holder))
+        if self.state is not None:
+            self.state.lists.append(slot)
         if len(holder) <= _LARGE:
             if self.facts is not None:
                 self.found.containers.append(holder)
-            slot = (holder, None, tuple(holder))
-            if self.state is not None:
-                self.state.lists.append(slot)
             for item in slot[2]:
                 self.visit(slot, item, depth)
 
     def items(self, holder: dict[Any, Any], depth: int) -> None:
+        if len(holder) > self.most:
+            return
+        entries = dict(holder)
+        if self.state is not None:
+            self.state.dicts.append((holder, entries))
         if len(holder) <= _LARGE:
             if self.facts is not None:
                 self.found.containers.append(holder)
-            entries = holder.copy()
-            if self.state is not None:
-                self.state.dicts.append((holder, entries))
             for key, item in list(entries.items()):
                 self.visit((holder, key, item), item, depth)
+
+    @property
+    def most(self) -> int:
+        """How many entries a container may have: a long log is not looked into, but what is added to it is seen."""
+        return _LARGE if self.state is None else _NOTED
 
     def function(self, fn: types.FunctionType, depth: int) -> None:
         state = self.state
@@ -338,7 +351,9 @@ def is_user_class(kind: type) -> bool:
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "optree", "fckpt"}) - {"__main__"}
 
 
-RECORDS = (types.SimpleNamespace, argparse.Namespace)
+RECORDS = (
+    types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap
+)  # fmt: skip
 """Classes of Python's that hold a user's data."""
 
 
@@ -463,6 +478,13 @@ def _fact_of_container(value: Any, kind: type) -> Any:
 
 
 _BYTES = 1 << 16
+
+
+def _is_small(value: Any) -> bool:
+    """Whether an array holds few numbers, and no objects."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes <= _BYTES and not value.dtype.hasobject
+    return len(value) * getattr(value, "itemsize", 1) <= _BYTES
 
 
 def _is_leaf(value: Any) -> bool:

@@ -5,25 +5,32 @@ A recompute finds its tensors in the places where the forward found them; a trac
 
 from __future__ import annotations
 
+import array
+import collections
 import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = [
     "ABSENT",
+    "ARRAYS",
+    "BUILTIN",
     "FORGOTTEN",
     "INERT",
     "PLAIN",
+    "SEQUENCES",
     "Slot",
     "content",
     "frozen",
     "moved",
     "placed",
     "present",
+    "put",
     "replaced",
     "same_place",
     "tensors_in",
@@ -31,7 +38,14 @@ __all__ = [
 
 Slot = tuple[Any, Any, Any]
 """A place and what it holds: (cell, None, content), (dict, key, value), (object, attribute, value), or
-(list, None, its items). The value is a tensor, or something immutable that may hold tensors (a tuple, a method)."""
+(list, deque, set, array of bytes or numbers; None; its items). The value is a tensor, or something immutable that may
+hold tensors (a tuple, a method)."""
+
+BUILTIN = frozenset({dict, list, set, frozenset, collections.deque, collections.OrderedDict, collections.Counter})
+"""Containers that are nothing but what they contain."""
+SEQUENCES = (list, collections.deque)
+ARRAYS = (bytearray, array.array, np.ndarray)
+"""What holds numbers and no objects (NumPy's arrays of objects apart)."""
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 INERT = frozenset(
@@ -54,10 +68,12 @@ def present(slot: Slot) -> bool:
     """Whether the place still holds what it held."""
     holder, key, value = slot
     if isinstance(holder, dict):
-        return holder.get(key, ABSENT) is value
+        return dict.get(holder, key, ABSENT) is value
     held = content(holder, key)
-    if type(holder) is list:
+    if key is None and isinstance(holder, SEQUENCES):
         return len(held) == len(value) and all(a is b for a, b in zip(held, value, strict=True))
+    if key is None and isinstance(holder, (set, *ARRAYS)):
+        return bool(held == value)
     return held is value
 
 
@@ -68,44 +84,64 @@ def moved(slots: Iterable[Slot]) -> list[Slot]:
 
 def content(holder: Any, key: Any) -> Any:
     """What lies in a place."""
-    if isinstance(holder, dict):
-        return holder.get(key, ABSENT)
-    if type(holder) is list:
-        return tuple(holder)
-    if type(holder) is set:
-        return frozenset(holder)
-    if isinstance(holder, type):
-        return vars(holder).get(key, ABSENT)
     if type(holder) is types.CellType:
         try:
             return holder.cell_contents
         except ValueError:
             return ABSENT
+    if isinstance(holder, dict):
+        return dict.get(holder, key, ABSENT)
+    if key is None:
+        return _items(holder)
+    if isinstance(holder, type):
+        return vars(holder).get(key, ABSENT)
     return getattr(holder, key, ABSENT)
 
 
-def _put(holder: Any, key: Any, value: Any) -> None:
+def _items(holder: Any) -> Any:
+    """What lies in a list, a deque, a set or an array."""
+    if isinstance(holder, ARRAYS):
+        return bytes(holder) if isinstance(holder, bytearray) else holder.tobytes()
+    return frozenset(holder) if isinstance(holder, set) else tuple(holder)
+
+
+def put(holder: Any, key: Any, value: Any) -> None:
+    """Puts a value into a place, past what a subclass of a container does when an item is set."""
     if isinstance(holder, dict):
+        kind: Any = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
         if value is ABSENT:
-            holder.pop(key, None)
+            kind.pop(holder, key, None)
         else:
-            holder[key] = value
-    elif type(holder) is list:
-        holder[:] = value
+            kind.__setitem__(holder, key, value)
     elif type(holder) is types.CellType:
         if value is ABSENT:
             del holder.cell_contents
         else:
             holder.cell_contents = value
+    elif key is None:
+        _fill(holder, value)
     elif isinstance(holder, type):
         setattr(holder, key, value)
     elif value is ABSENT:
         delattr(holder, key)
-    elif type(holder) is set:
-        holder.clear()
-        holder.update(value)
     else:
         object.__setattr__(holder, key, value)  # frozen dataclasses too
+
+
+def _fill(holder: Any, items: Any) -> None:
+    """Gives a container of values these items in the place of its own."""
+    if isinstance(holder, np.ndarray):
+        holder[...] = np.frombuffer(items, holder.dtype).reshape(holder.shape)
+    elif isinstance(holder, array.array):
+        del holder[:]
+        holder.frombytes(items)
+    elif isinstance(holder, bytearray):
+        holder[:] = items
+    else:
+        kind = next(base for base in (list, collections.deque, set) if isinstance(holder, base))
+        method = functools.partial(getattr, kind)  # past those of a subclass
+        method("clear")(holder)
+        method("update" if kind is set else "extend")(holder, items)
 
 
 @contextlib.contextmanager
@@ -114,11 +150,11 @@ def placed(slots: list[Slot]) -> Iterator[None]:
     before = [(holder, key, content(holder, key)) for holder, key, _ in slots]
     try:
         for slot in slots:
-            _put(*slot)
+            put(*slot)
         yield
     finally:
         for slot in reversed(before):
-            _put(*slot)
+            put(*slot)
 
 
 def frozen(fn: Callable[..., Any], slots: list[Slot]) -> tuple[Callable[..., Any], list[Slot]]:

@@ -10,6 +10,7 @@ for the caller to change in place.
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import types
@@ -20,11 +21,8 @@ import torch
 from torch import nn
 
 from fckpt.closure import (
-    ABSENT,
     DEPTH,
-    INERT,
     RECORDS,
-    Slot,
     attribute,
     global_names,
     imported,
@@ -34,6 +32,7 @@ from fckpt.closure import (
 )  # fmt: skip
 from fckpt.closure import method_globals as globals_of_methods
 from fckpt.modules import INTERNAL, is_closed, known_parts
+from fckpt.places import ABSENT, ARRAYS, BUILTIN, INERT, Slot, put
 
 __all__ = ["shadow"]
 
@@ -113,22 +112,37 @@ class _Graph:
         elif isinstance(node, functools.partial):
             for item in (node.func, *node.args, *node.keywords.values()):
                 self.edge(node, item, depth)
-        elif isinstance(node, (tuple, list, set, frozenset)):
-            given = self.given.get(id(node))
-            for item in list(node) if given is None else given[None]:
+        elif isinstance(node, (tuple, list, set, frozenset, collections.deque)):
+            for item in self.elements(node):
                 self.edge(node, item, depth - 1)
-        elif kind is dict:
+            self.attributes(node, kind, depth)
+        elif isinstance(node, dict):
             for item in self.items(node).values():
                 self.edge(node, item, depth)
+            self.attributes(node, kind, depth)
         elif isinstance(node, nn.Module):
             self.module(node)
-        else:
+        elif not isinstance(node, ARRAYS):
             self.object(node, kind, depth)
 
     def items(self, node: dict[Any, Any]) -> dict[Any, Any]:
         """The entries of a dict, as they are to be."""
         given = self.given.get(id(node))
         return dict(node) if given is None else {k: v for k, v in {**node, **given}.items() if v is not ABSENT}
+
+    def elements(self, node: Any) -> Iterable[Any]:
+        """The items of a list or its like, as they are to be."""
+        given = self.given.get(id(node))
+        return list(node) if given is None else given[None]
+
+    def attributes(self, node: Any, kind: type, depth: int) -> None:
+        """The attributes that a subclass of a container has."""
+        if kind in BUILTIN or isinstance(node, tuple):
+            return
+        self.class_of(node)
+        attributes = attribute(node, "__dict__")
+        if type(attributes) is dict:
+            self.edge(node, attributes, depth)
 
     def content(self, cell: types.CellType) -> Any:
         given = self.given.get(id(cell))
@@ -310,15 +324,8 @@ class _Graph:
                 if value is ABSENT:
                     new.pop(name, None)
             return new
-        if isinstance(node, (list, set, frozenset)):
-            items = list(node) if given is None else given[None]
-            new = self.made[key] = copy.copy(node)
-            if isinstance(new, list):
-                new[:] = map(self.copied, items)
-            elif isinstance(new, set):
-                new.clear()
-                new.update(map(self.copied, items))
-            return new
+        if isinstance(node, (*CONTAINERS, *ARRAYS)):
+            return self.container_copy(node, kind)
         new = self.made[key] = copy.copy(node) if kind in RECORDS else object.__new__(kind)
         attributes = attribute(node, "__dict__")
         if kind in RECORDS:
@@ -328,6 +335,24 @@ class _Graph:
             held = (given or {}).get(name, attribute(node, name, ABSENT))
             if held is not ABSENT:
                 object.__setattr__(new, name, self.copied(held))
+        if type(attributes) is dict:
+            own = self.copied(attributes)
+            object.__setattr__(new, "__dict__", dict(own) if own is attributes else own)
+        return new
+
+    def container_copy(self, node: Any, kind: type) -> Any:
+        """The copy of a list, a set, an array, or of a subclass of these or of dict."""
+        if isinstance(node, frozenset):
+            return node  # compared by value, as what is in it
+        new = self.made[id(node)] = _empty(node, kind)
+        if isinstance(node, dict):
+            for name, value in self.items(node).items():
+                put(new, name, self.copied(value))
+        elif isinstance(node, ARRAYS):
+            put(new, None, self.given[id(node)][None])
+        else:
+            put(new, None, list(map(self.copied, self.elements(node))))
+        attributes = None if kind in BUILTIN else attribute(node, "__dict__")
         if type(attributes) is dict:
             own = self.copied(attributes)
             object.__setattr__(new, "__dict__", dict(own) if own is attributes else own)
@@ -380,11 +405,25 @@ def _is_compiled(attributes: dict[str, Any]) -> bool:
     return attributes.get("_compiled_call_impl") is not None
 
 
+def _empty(node: Any, kind: Any) -> Any:
+    """A container like another, with nothing in it; an array with what is in that one."""
+    if isinstance(node, ARRAYS):
+        return copy.copy(node)
+    new = kind.__new__(kind)
+    if isinstance(node, collections.deque):
+        collections.deque.__init__(new, (), node.maxlen)
+    if isinstance(node, collections.defaultdict):
+        collections.defaultdict.__init__(new, node.default_factory)
+    return new
+
+
 @functools.lru_cache(maxsize=4096)
 def _can_copy(kind: type) -> bool:
     """Whether an object of a class is its attributes, and nothing outside refers to it by what it is."""
     if kind in RECORDS:
         return True
+    if issubclass(kind, CONTAINERS):
+        return kind.__new__ in _NEW
     if not (is_user_class(kind) or issubclass(kind, nn.Module)):
         return False  # a lock, a thread, a file
     if any(base.__module__.startswith(_SEALED) for base in kind.__mro__):
@@ -401,4 +440,6 @@ def _can_copy_all(kinds: tuple[type, ...]) -> bool:
     return all(map(_can_copy, kinds))
 
 
+CONTAINERS = (dict, list, set, frozenset, collections.deque)
+_NEW = {kind.__new__ for kind in (*CONTAINERS, collections.OrderedDict, collections.defaultdict)}
 _SEALED = ("torch.jit", "torch._dynamo", "torch.distributed", "torch.fx", "torch._higher_order")

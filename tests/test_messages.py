@@ -57,12 +57,22 @@ def test_wrong_static_arguments() -> None:
 
 
 def test_unhashable_static_leaves() -> None:
+    def draws(x: torch.Tensor, s: Any) -> torch.Tensor:  # Dynamo captures no function that draws from a generator
+        return x * torch.rand(3, generator=GENERATOR)
+
     with raises(fckpt.ArgumentTypeError, r"args\[1\]\['a'\] is a ndarray, which cannot be hashed.*as_tensor"):
-        fckpt.remat(lambda x, tree: x)(X, {"a": np.ones(2)})
+        fckpt.remat(draws, budget=1.0)(LEAF, {"a": np.ones(2)})
     with raises(fckpt.ArgumentTypeError, r"kwargs\['s'\] is a set"):
-        fckpt.remat(lambda x, s: x)(X, s={1})
+        fckpt.remat(draws, budget=1.0)(LEAF, s={1})
     with raises(fckpt.ArgumentTypeError, r"args\[1\] is a list, which cannot be hashed"):
-        fckpt.remat(lambda x, s: x, static_argnums=1)(X, [1])
+        fckpt.remat(draws, budget=1.0, static_argnums=1)(LEAF, [1])
+    for static in ({1}, np.ones(2), {"a": bytearray(b"a")}):
+        assert torch.equal(fckpt.remat(lambda x, s: x * len(s))(X, static), X * len(static))
+    assert torch.equal(fckpt.remat(lambda x, s: x * len(s), static_argnums=1)(X, [1]), X)
+
+
+GENERATOR = torch.Generator()
+LEAF = X.clone().requires_grad_()
 
 
 def changing(first: Any, then: Any) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import array
 import collections
 import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -224,6 +226,78 @@ def test_a_module_counts_its_calls_once() -> None:
         out.backward()
         got.append([inner.linear.weight.grad, inner.calls, len(inner.log)])
     assert_equal(got[1], got[0])
+
+
+class WithState(dict[str, int]):
+    """A dict with an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+
+class Items(list[int]):
+    """A list of a class of its own."""
+
+
+def count(held: Any) -> None:
+    held["a"] = held.get("a", 0) + 1
+
+
+def next_item(held: Any) -> None:
+    held.append(held[-1] + 1)
+
+
+def raise_first(held: Any) -> None:
+    held[0] += 1
+
+
+HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "dict": (dict, count),
+    "OrderedDict": (collections.OrderedDict, count),
+    "Counter": (collections.Counter, lambda c: c.update("ab")),
+    "defaultdict": (lambda: collections.defaultdict(list), lambda d: d["a"].append(1)),
+    "a class of dict": (WithState, count),
+    "an attribute of a dict": (WithState, lambda d: setattr(d, "calls", d.calls + 1)),
+    "UserDict": (collections.UserDict, count),
+    "ChainMap": (collections.ChainMap, count),
+    "list": (lambda: [0], next_item),
+    "a class of list": (lambda: Items([0]), next_item),
+    "UserList": (lambda: collections.UserList([0]), next_item),
+    "deque": (lambda: collections.deque([0]), next_item),
+    "bounded deque": (lambda: collections.deque([0, 0, 0], 3), next_item),
+    "set": (set, lambda s: s.add(len(s))),
+    "long list": (lambda: [0] * 5000, next_item),
+    "bytearray": (lambda: bytearray(b"a"), next_item),
+    "array": (lambda: array.array("i", [0]), raise_first),
+    "NumPy array": (lambda: np.zeros(3), raise_first),
+    "within": (lambda: [{"a": collections.Counter()}], lambda h: count(h[0]["a"])),
+}
+
+
+@pytest.mark.parametrize("where", ["attribute", "argument", "whole argument"])
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_what_a_call_counts_in_any_container_is_counted_once(kind: str, where: str) -> None:
+    make, act = HOLDERS[kind]
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = make()
+
+        def forward(self, x: Tensor, held: Any = None) -> Tensor:
+            act(self.held if held is None else held)
+            return (x @ W).sin().exp().sin()
+
+    module, expected = Counting(), make()
+    given = () if where == "attribute" else (make(),)
+    region = fckpt.remat(module, static_argnums=(1,) if where == "whole argument" else ())
+    for _ in range(2):
+        region(leaf(W), *given).sum().backward()
+        act(expected)
+    held = given[0] if given else module.held
+    assert repr(held) == repr(expected)
+    assert getattr(held, "calls", None) == getattr(expected, "calls", None)
 
 
 class Cache:

@@ -238,9 +238,15 @@ class Training:
 
 
 def loss_of(out: Any, subset: int) -> Tensor:
-    """A loss of some of the outputs: those that a bit of `subset` names; of all where none is named."""
+    """A loss of some of the outputs: those that a bit of `subset` names; of all where none is named.
+
+    An input that is a result has its own contribution to its gradient, which a plan adds after those of the program
+    (docs/concepts.md, "Higher orders"). So where the program's results are in the loss, that one is not.
+    """
     tensors = [t for t in leaves_of(out) if t.requires_grad]
     chosen = [t for i, t in enumerate(tensors) if subset >> i & 1] or tensors
+    if not all(t.is_leaf for t in chosen):
+        chosen = [t for t in chosen if not t.is_leaf]
     return sum((t.float().sum() for t in chosen), torch.zeros(()))
 
 
