@@ -13,12 +13,14 @@ import contextvars
 import decimal
 import enum
 import functools
+import io
 import itertools
+import logging
 import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -42,6 +44,7 @@ __all__ = [
     "global_names",
     "imported",
     "is_compilers",
+    "is_library",
     "is_user_class",
     "method_globals",
     "slot_names",
@@ -58,15 +61,13 @@ Attributes = Iterable[tuple[dict[str, Any], str]]
 class Closure:
     """What a function closes over."""
 
-    __slots__ = ("containers", "generators", "given", "modules", "own", "slots")
+    __slots__ = ("generators", "given", "modules", "own", "slots")
 
     def __init__(self) -> None:
         self.own = Snapshot()
         """What lies in its cells and the like, tensors or not."""
         self.given = Snapshot()
         """What lies in the static arguments, or in attributes."""
-        self.containers: list[Any] = []
-        """Dicts (attributes of objects among them) and lists; with `facts` only."""
         self.modules: list[nn.Module] = []
         self.generators: list[Any] = []
         self.slots: list[Slot] = []
@@ -78,6 +79,7 @@ def closure_of(
     statics: Iterable[Any] = (),
     *,
     attributes: Attributes = (),
+    scopes: Iterable[tuple[types.CodeType, dict[str, Any]]] = (),
     facts: list[Any] | None = None,
 ) -> Closure:
     """Walks a function's cells, bound object, partial arguments, defaults and the globals that its code names.
@@ -90,6 +92,7 @@ def closure_of(
         statics: the arguments of its call that are no tensors: modules, objects.
         facts: a list to which what is found besides tensors is added, hashable: numbers, code, structure.
         attributes: (dict, name) of attributes of modules that are neither parameters nor buffers.
+        scopes: further code, and the globals in which it finds what it names.
     """
     walk = _Walk(facts)
     walk.items_of(fn, DEPTH)
@@ -103,6 +106,8 @@ def closure_of(
         if walk.state is not None:
             walk.state.places.append((held, name, value))
         walk.visit((held, name, value), value, DEPTH)
+    for code, scope in scopes:
+        walk.globals_of(scope, global_names(code), DEPTH)
     return walk.found
 
 
@@ -139,6 +144,15 @@ class Snapshot:
                 changes += [(held, key, ABSENT) for key in held if key not in then]
         return changes
 
+    def again(self) -> Snapshot:
+        """What lies in the same places now."""
+        new = Snapshot()
+        new.dicts = [(held, dict(held)) for held, _ in self.dicts]
+        new.lists = [(held, None, tuple(held)) for held, _, _ in self.lists]
+        new.values = [(held, content(held, None)) for held, _ in self.values]
+        new.places = [(holder, key, content(holder, key)) for holder, key, _ in self.places]
+        return new
+
     def forget_changes(self) -> None:
         """Leaves out, for good, what has changed by now."""
         self.places = [slot for slot in self.places if present(slot)]
@@ -162,7 +176,7 @@ class _Walk:
     def __init__(self, facts: list[Any] | None) -> None:
         self.facts = facts
         self.found = Closure()
-        self.state = self.found.own if facts is None else None
+        self.state: Snapshot | None = self.found.own
         self.generators = generator_types()
         self.seen: set[int] = set()
 
@@ -187,6 +201,8 @@ class _Walk:
             slots = self.found.slots
             if slot is not None and not (slots and same_place(slots[-1], slot)):
                 slots.append(slot)
+            if self.facts is not None and vars(value):
+                self.items(vars(value), depth - 1)
         elif kind in (types.MethodType, types.BuiltinMethodType):
             self.visit(slot, value.__self__, depth)
             if kind is types.MethodType and not (value.__func__.__module__ or "").startswith("torch.nn."):
@@ -215,7 +231,7 @@ class _Walk:
         elif isinstance(value, ARRAYS):
             if self.state is not None and _is_small(value):
                 self.state.values.append((value, content(value, None)))
-        elif not isinstance(value, type):
+        elif not isinstance(value, (type, logging.Logger)):
             state = self.state
             if not is_user_class(kind) and kind not in RECORDS:
                 self.state = None  # a lock, a thread, a file: no data
@@ -266,8 +282,6 @@ class _Walk:
         if self.state is not None:
             self.state.lists.append(slot)
         if len(holder) <= _LARGE:
-            if self.facts is not None:
-                self.found.containers.append(holder)
             for item in slot[2]:
                 self.visit(slot, item, depth)
 
@@ -278,8 +292,6 @@ class _Walk:
         if self.state is not None:
             self.state.dicts.append((holder, entries))
         if len(holder) <= _LARGE:
-            if self.facts is not None:
-                self.found.containers.append(holder)
             for key, item in list(entries.items()):
                 self.visit((holder, key, item), item, depth)
 
@@ -310,32 +322,36 @@ class _Walk:
             if isinstance(held, type):
                 self.constants(held)
             self.visit(slot, held, depth)
-        names = global_names(fn.__code__)
-        if self.facts is not None and (fn.__module__ or "").partition(".")[0] == "torch":
-            names = ()  # what torch's own code reads of its modules is no setting of the user's
-        if names:
-            scope = fn.__globals__
-            for name in names:
-                held = scope.get(name)
-                if type(held) is types.ModuleType:
-                    for slot in imported(held, names):
-                        self.place(slot, depth)
-                elif isinstance(held, type):
-                    self.constants(held)
-                else:
-                    self.place((scope, name, held), depth)
-        wrapped = getattr(fn, "__wrapped__", None)
-        if wrapped is not None:
-            self.visit(None, wrapped, depth)
+        # What torch's own code reads of its modules is no setting of the user's.
+        if self.facts is None or (fn.__module__ or "").partition(".")[0] != "torch":
+            self.globals_of(fn.__globals__, global_names(fn.__code__), depth)
+        if fn.__dict__:
+            self.items(fn.__dict__, depth)
+
+    def globals_of(self, scope: dict[str, Any], names: Sequence[str], depth: int) -> None:
+        """Visits what code of these names finds in its globals, and in the modules that are imported there."""
+        for name in names:
+            held = scope.get(name)
+            if type(held) is types.ModuleType:
+                for slot in imported(held, names):
+                    self.place(slot, depth)
+            elif isinstance(held, type):
+                self.constants(held)
+            else:
+                self.place((scope, name, held), depth)
 
 
 def imported(module: types.ModuleType, names: Iterable[str]) -> Iterator[Slot]:
-    """The attributes of an imported module that are tensors, modules and plain values, among these names."""
+    """The attributes of an imported module that are data, among these names: of a library, plain values and tensors."""
     scope = vars(module)
+    kinds = (torch.Tensor, nn.Module) if is_library(module.__name__) else _DATA
     for name in names:
         held = scope.get(name)
-        if held is not None and (type(held) in PLAIN or isinstance(held, (torch.Tensor, nn.Module))):
+        if held is not None and (type(held) in PLAIN or isinstance(held, kinds)):
             yield scope, name, held
+
+
+_DATA = (torch.Tensor, nn.Module, list, dict, tuple, set, collections.deque, types.FunctionType)
 
 
 def is_compilers(fn: types.FunctionType) -> bool:
@@ -345,7 +361,12 @@ def is_compilers(fn: types.FunctionType) -> bool:
 
 def is_user_class(kind: type) -> bool:
     """Whether a class is neither Python's nor torch's."""
-    return (getattr(kind, "__module__", None) or "").partition(".")[0] not in _LIBRARIES
+    return not is_library(getattr(kind, "__module__", None) or "")
+
+
+def is_library(module: str) -> bool:
+    """Whether a module is part of Python, of torch or of what fckpt is built on."""
+    return module.partition(".")[0] in _LIBRARIES
 
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "optree", "fckpt"}) - {"__main__"}
@@ -423,7 +444,9 @@ def slot_names(kind: type) -> tuple[str, ...]:
     names: list[str] = []
     for base in kind.__mro__:
         own = vars(base).get("__slots__", ())
-        names += [own] if isinstance(own, str) else own
+        for name in [own] if isinstance(own, str) else own:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
     return tuple(name for name in names if not name.startswith("__"))
 
 
@@ -456,6 +479,8 @@ def fact(value: Any) -> Any:
         return (kind, id(value))
     if isinstance(value, contextvars.ContextVar):
         return (kind, fact(value.get(None)))
+    if isinstance(value, (Iterator, io.IOBase)) and not is_user_class(kind):
+        return Unguarded(f"a {kind.__name__}, which changes when it is read")
     if isinstance(value, np.generic):
         return (kind, value.tobytes())
     if isinstance(value, np.ndarray):

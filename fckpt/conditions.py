@@ -44,7 +44,6 @@ class Observation:
     __slots__ = (
         "ambient",
         "buffers",
-        "containers",
         "copies",
         "facts",
         "fn",
@@ -89,7 +88,6 @@ class Observation:
         self.statics = statics
         closure = closure_of(fn, statics, facts=facts)
         parts = self.parts = [parts_of(module) for module in closure.modules]
-        self.containers = closure.containers
         self.state: list[Snapshot | ModuleState] = [closure.own, closure.given]
         """What lies in the closure besides tensors: in the function's cells and the like, in arguments, in modules."""
         attributes = [(m, k) for part in parts for m, k in part.open]
@@ -97,11 +95,15 @@ class Observation:
             further = closure_of([], attributes=attributes, facts=facts)
             closure.slots += further.slots
             closure.generators += further.generators
-            self.containers += further.containers
             self.state.append(further.given)
             parts += [parts_of(module) for module in further.modules]
         if facts is None:
             self._observe_classes(closure)
+        elif hooks := [hook for part in parts for hook in part.hooks()]:
+            further = closure_of(hooks, facts=facts)
+            closure.slots += further.slots
+            closure.generators += further.generators
+            self.state.append(further.own)
         self.state += [part.state() for part in parts]
         generators = closure.generators + [g for part in parts for g in part.generators]
         self.modules = [(m, m["training"]) for part in parts for m in part.modules]

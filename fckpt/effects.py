@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fckpt.errors import TraceError
+from fckpt.reads import Reads
 from fckpt.record import WAY_OUT, Recorder
 from fckpt.sources import current
 
@@ -40,16 +41,18 @@ _IMPURE = {
 
 
 @contextlib.contextmanager
-def impure_calls_refused() -> Iterator[None]:
+def impure_calls_refused(reads: Reads) -> Iterator[None]:
     """Raises `TraceError` if the body calls what a plan could not repeat: a clock, a file, the terminal.
 
-    Calls that torch or fckpt make are let by.
+    Calls that torch or fckpt make are let by. Functions that are called are noted in `reads`.
     """
     found: list[str] = []
     before = sys.getprofile()
 
     def look(frame: Any, event: str, argument: Any) -> None:
-        if event == "c_call" and not found and _is_impure(argument) and _is_from_user(frame):
+        if event == "call":
+            reads.note(frame)
+        elif event == "c_call" and not found and _is_impure(argument) and _is_from_user(frame):
             found.append(f"{current()}: the function {_IMPURE[argument]} here (`{argument.__name__}`)")
 
     # A collection runs functions of others (`gc.callbacks`, which hypothesis has, or a monitor): not the traced one's.

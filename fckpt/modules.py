@@ -6,6 +6,7 @@ import itertools
 import operator
 import types
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from fckpt.closure import class_attributes, fact, method_globals, slot_names
+from fckpt.closure import class_attributes, closure_of, fact, method_globals, slot_names
 from fckpt.places import ABSENT, PLAIN, Slot
 from fckpt.rng import generator_types
 
@@ -24,6 +25,7 @@ __all__ = [
     "BufferKey",
     "ModuleParts",
     "ModuleState",
+    "facts_of",
     "is_closed",
     "known_parts",
     "parts_of",
@@ -78,7 +80,7 @@ class ModuleParts:
         closed += [(m, k) for m in modules for k in ("training", *_HOOKS)]
         self._owners = [m for m, _ in closed]
         self._names = [k for _, k in closed]
-        self._hooks = [m[k] for m in modules for k in _HOOKS]
+        self._hooks = [m[k] for m in modules for k in (*_HOOKS, *_BACKWARD_HOOKS)]
         self._children = [m["_modules"] for m in modules]
         self._sizes = [*modules, *self._children]
         self.sharded = any(c.__module__.startswith("torch.distributed.fsdp") for t in self._types for c in t.__mro__)
@@ -141,6 +143,10 @@ class ModuleParts:
             for name, tensor in buffers.items()
             if tensor is not None
         ]
+
+    def hooks(self) -> list[Any]:
+        """The functions that are registered as hooks."""
+        return [hook for registered in self._hooks for hook in registered.values()]
 
 
 Ways = dict[int, tuple[tuple[Any, Any], ...]]
@@ -224,6 +230,25 @@ class _Settings:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+
+def facts_of(
+    values: Sequence[Any], scopes: Iterable[tuple[types.CodeType, dict[str, Any]]] = ()
+) -> tuple[Any, ...]:
+    """All that can be told, besides tensors, of what values and code reach: equal as long as they do the same.
+
+    Args:
+        values: functions, of which cells, defaults, attributes and globals are looked into; objects and containers.
+        scopes: further code, and its globals.
+    """
+    facts: list[Any] = []
+    modules = closure_of(list(values), scopes=scopes, facts=facts).modules
+    parts = [parts_of(module) for module in modules]
+    attributes = [(m, k) for part in parts for m, k in part.open]
+    if attributes:
+        parts += [parts_of(m) for m in closure_of([], attributes=attributes, facts=facts).modules]
+    return (*facts, *(part.settings() for part in parts))
 
 
 def known_parts(module: nn.Module) -> ModuleParts | None:

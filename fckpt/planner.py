@@ -19,7 +19,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from fckpt import ambient, solve
 from fckpt._capture.function import GraphFunction
 from fckpt.arguments import Arguments, outlived
-from fckpt.closure import Unguarded
+from fckpt.closure import Snapshot, Unguarded
 from fckpt.conditions import Observation, unseen, unwrapped
 from fckpt.cost import Measured, price
 from fckpt.cost.calls import CostSource
@@ -33,6 +33,7 @@ from fckpt.operations import Backward, Batch, Layout, Trace
 from fckpt.places import Slot, placed, replaced, tensors_in
 from fckpt.plans import Budget, Plan, make_plan
 from fckpt.policies import PolicyLike, apply_policy, as_policy
+from fckpt.reads import Guards, Reads
 from fckpt.record import WAY_OUT
 from fckpt.rng import RandomState
 from fckpt.run import Program
@@ -80,9 +81,13 @@ class Reached:
                 number = numbers[id(tensor)] = count + len(self.tensors)
                 self.tensors.append(tensor)
             order.append(number)
-        self.state = [d for m, _ in observation.modules for d in (m, m["_parameters"], m["_buffers"])]
-        self.state += observation.containers
-        """The dicts of the modules, and other dicts and lists."""
+        self.state = Snapshot()
+        """What the function may assign to: the attributes of modules, the containers and objects that it reaches."""
+        modules = [d for m, _ in observation.modules for d in (m, m["_parameters"], m["_buffers"])]
+        self.state.dicts = [(d, d) for d in modules]
+        for snapshot in observation.state:
+            if isinstance(snapshot, Snapshot):
+                self.state.extend(snapshot)
         self.order = tuple(order)
         """Which tensor lies in each place."""
         self.random = observation.random
@@ -149,8 +154,9 @@ class Planner:
         self.costs = costs
         self.ledger = Ledger()
         self.ledger.promised = budget if plan is None else plan.budget_bytes
-        self.programs: dict[Any, Programs] = {}
-        """Of functions that Dynamo refuses, by all that the walk of their closures finds."""
+        self.traced: dict[Any, list[tuple[Guards, Programs]]] = {}
+        """What was made of functions that Dynamo refuses: by all that the walk of their closures finds, and with
+        guards for what else their code may have read."""
         self.captures: list[tuple[Any, dict[Any, Programs]]] = []
         """What was captured, with the programs made of it."""
         self.refusals: dict[bool, str] = {}
@@ -284,16 +290,27 @@ class Planner:
         """Returns the programs for a call that Dynamo cannot capture: the function's Python code is traced."""
         unguarded = next((fact for fact in observation.facts if isinstance(fact, Unguarded)), None)
         if unguarded is not None:
-            raise TraceError(
-                f"the function reaches {unguarded.what}, and a plan cannot tell whether it has changed. Pass what the "
-                f"function needs of it as an argument, or as a tensor. {WAY_OUT}"
-            )
-        call = (arguments.signature(), tuple(layouts), reached.order, observation.ambient)
-        key = (*call, observation.settings())
-        for other in [key for key in self.programs if outlived(key[0])]:
-            del self.programs[other]
+            raise _unguarded(unguarded)
+        key = (arguments.signature(), tuple(layouts), reached.order, observation.ambient, observation.settings())
+        for other in [key for key in self.traced if outlived(key[0])]:
+            del self.traced[other]
+        with TRACING:
+            known = self.traced.setdefault(key, [])
+            found = next((programs for guards, programs in known if guards.hold()), None)
+            return found or self._traced_now(known, fn, arguments, observation.facts, reached, layouts, batches)
 
-        count = len(arguments.tensors)
+    def _traced_now(
+        self,
+        known: list[tuple[Guards, Programs]],
+        fn: Callable[..., Any],
+        arguments: Arguments,
+        facts: Sequence[Any],
+        reached: Reached,
+        layouts: Sequence[Layout],
+        batches: tuple[int, ...],
+    ) -> Programs:
+        """Traces the Python code of a call, and notes what it may have read."""
+        count, reads = len(arguments.tensors), Reads()
 
         def traced(backward: Backward) -> Trace:
             if len(arguments.tensors) != count:  # the call is over: its Python code may read something else by now
@@ -302,15 +319,16 @@ class Planner:
                     "cannot be traced again, as its call is over. Return the loss alone from the planned function: "
                     f"remat(lambda *args: fn(*args).loss, budget=...). {WAY_OUT}"
                 )
-            return traced_call(fn, arguments, reached, layouts, backward)
+            return traced_call(fn, arguments, reached, layouts, backward, reads)
 
-        fresh = key not in self.programs
-        programs = self.programs_of(self.programs, key, lambda: traced, len(arguments.tensors), batches)
-        if fresh:
-            programs.likely()
-            # A counter that the function moves has moved, and will not move again.
-            after = Observation([fn], arguments.statics, arguments.tensors, {}, facts=True)
-            self.programs[(*call, after.settings())] = programs
+        programs = Programs(functools.partial(self._make, traced, count, batches))
+        programs.likely()
+        guards = reads.guards(facts)
+        if guards.unguarded is not None:
+            raise _unguarded(guards.unguarded)
+        known[:] = [(guards, programs), *known[: _MOST_CAPTURES - 1]]
+        while len(self.traced) > _MOST:
+            del self.traced[next(iter(self.traced))]
         return programs
 
     def refuse(self, captured: Any, why: str) -> None:
@@ -394,12 +412,20 @@ def _released(lock: Any) -> Iterator[None]:
             lock._acquire_restore(state)
 
 
+def _unguarded(value: Unguarded) -> TraceError:
+    return TraceError(
+        f"the function reaches {value.what}, and a plan cannot tell whether it has changed. Pass what the function "
+        f"needs of it as an argument, or as a tensor. {WAY_OUT}"
+    )
+
+
 def traced_call(
     fn: Callable[..., Any],
     arguments: Arguments,
     reached: Reached,
     layouts: Sequence[Layout],
     backward: Backward,
+    reads: Reads | None = None,
 ) -> Trace:
     """Traces a call, below the levels of torch.func that are in force, and a backward pass."""
     _check_traceable((*arguments.tensors, *reached.tensors))
@@ -407,7 +433,8 @@ def traced_call(
     origins = [arguments.path(i) for i in range(len(arguments.tensors))]
     origins += [names.tensors.get(id(t)) or _origin(reached.slots, t) for t in reached.tensors]
     with named(names):
-        traced = trace(fn, arguments, reached.tensors, reached.slots, layouts, origins, reached.state, backward)
+        where = (reached.tensors, reached.slots, layouts, origins, reached.state)
+        traced = trace(fn, arguments, *where, backward, reads=reads)
     _check_random(reached.random)
     _check_generators(traced, reached.random)
     return traced
@@ -456,7 +483,7 @@ def graph_tracer(
     origins = [names[i] if i < len(names) else "a constant" for i in (*function.passed, *function.held)]
 
     def traced(backward: Backward) -> Trace:
-        made = trace(blueprint, arguments, closure, blueprint.slots, layouts, origins, (), backward, batch)
+        made = trace(blueprint, arguments, closure, blueprint.slots, layouts, origins, None, backward, batch)
         return dataclasses.replace(made, given=given)
 
     return traced

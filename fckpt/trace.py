@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import operator
 import sys
 import threading
 import traceback
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,14 +28,16 @@ from fckpt._capture.marks import marks_answered
 from fckpt.aliases import apart
 from fckpt.arguments import Arguments, argument_written
 from fckpt.assemble import Assembly
+from fckpt.closure import Snapshot
 from fckpt.conditions import unwrapped
 from fckpt.effects import impure_calls_refused, refuse_what_stays
 from fckpt.errors import ArgumentValueError, TraceError
 from fckpt.levels import Levels, under_vmap
 from fckpt.operations import Backward, Batch, Call, Layout, Ref, TensorSpec, Trace, is_dense, strides_of
-from fckpt.places import Slot, content, moved, placed, replaced
+from fckpt.places import Slot, content, moved, placed, put, replaced
 from fckpt.policies import names_recorded
 from fckpt.primitives import is_number, numbered
+from fckpt.reads import Reads
 from fckpt.record import WAY_OUT, Recorder, check_dense
 from fckpt.sources import current, failing_module, is_users
 
@@ -52,9 +54,10 @@ def trace(
     slots: Sequence[Slot],
     layouts: Sequence[Layout],
     origins: Sequence[str] = (),
-    state: Sequence[Any] = (),
+    state: Snapshot | None = None,
     backward: Backward = _LIKELY,
     batch: Batch | None = None,
+    reads: Reads | None = None,
 ) -> Trace:
     """Traces one call of `fn` and its backward pass, with the autocast state of the caller.
 
@@ -65,9 +68,10 @@ def trace(
         slots: the places where they lie.
         layouts: shapes, strides and so on of the operands: arguments, then closure.
         origins: names for the operands.
-        state: the dicts and lists that `fn` closes over, attributes, parameters and buffers of modules among them.
+        state: the places that `fn` may assign to, attributes, parameters and buffers of modules among them.
         backward: the backward pass; its outputs are numbers of distinct new tensors, None for `likely_differentiated`.
         batch: the `vmap` outside of the transform that differentiates; layouts are those of the batches.
+        reads: notes which of the user's Python code runs.
 
     Raises:
         TraceError: the function's course depends on the data of tensors; it uses a tensor that is neither passed nor
@@ -75,7 +79,19 @@ def trace(
         MutationError: it changes an argument in place.
     """
     recorder = Recorder()
-    traced = _traced(fn, arguments, closure, slots, layouts, origins, state, backward, batch, recorder)
+    traced = _traced(
+        fn,
+        arguments,
+        closure,
+        slots,
+        layouts,
+        origins,
+        state or Snapshot(),
+        backward,
+        batch,
+        reads or Reads(),
+        recorder,
+    )
     if not isinstance(fn, (GraphFunction, BatchedGraph)):  # which do nothing but call torch
         refuse_what_stays(recorder)
     return traced
@@ -88,9 +104,10 @@ def _traced(
     slots: Sequence[Slot],
     layouts: Sequence[Layout],
     origins: Sequence[str],
-    state: Sequence[Any],
+    state: Snapshot,
     backward: Backward,
     batch: Batch | None,
+    reads: Reads,
     recorder: Recorder,
 ) -> Trace:
     tensors = [*arguments.tensors, *closure]
@@ -110,20 +127,24 @@ def _traced(
         args, kwargs = arguments.rebuild(operands[:count])
         closed = [(holder, key, replaced(value, new)) for holder, key, value in slots]
         with placed(closed), names_recorded(recorder.name), marks_answered(recorder):
-            before = [(held, held.copy()) for held in state]
+            before = state.again()
             graph = isinstance(fn, (GraphFunction, BatchedGraph))
-            with contextlib.nullcontext() if graph else impure_calls_refused():
+            if not graph:
+                for tensor, operand in zip(tensors, operands, strict=True):
+                    vars(operand).update(vars(tensor))
+            with contextlib.nullcontext() if graph else impure_calls_refused(reads):
                 result = fn(*args, **kwargs)
             _check_places(closed, before, recorder)
         finished = _Ends(result, operands, numbers, layouts, count, recorder, levels)
         _check_updates(operands, numbers, recorder, tensors)
         recorder.start_backward()
-        finished.differentiate(backward)
+        with contextlib.nullcontext() if graph else impure_calls_refused(reads):
+            finished.differentiate(backward)
     traced = finished.trace([*origins, *[""] * (len(operands) - len(origins))])
     return dataclasses.replace(traced, given=tuple(map(weakref.ref, tensors)))
 
 
-def _check_places(slots: Sequence[Slot], before: list[tuple[Any, Any]], recorder: Recorder) -> None:
+def _check_places(slots: Sequence[Slot], before: Snapshot, recorder: Recorder) -> None:
     """Raises `TraceError` if the function put tensors anywhere: they have no memory. What was there is put back."""
 
     def owned(value: Any) -> bool:
@@ -135,17 +156,11 @@ def _check_places(slots: Sequence[Slot], before: list[tuple[Any, Any]], recorder
             return any(map(owned, value.values()))
         return isinstance(value, torch.Tensor) and recorder.owns(unwrapped(value))
 
-    names = [str(key or "a variable") for holder, key, _ in moved(slots) if owned(content(holder, key))]
-    for container, then in before:
-        if isinstance(container, dict):
-            changed = [k for k in {**container, **then} if container.get(k, _ABSENT) is not then.get(k, _ABSENT)]
-            names += map(str, changed)
-            if changed:
-                container.clear()
-                container.update(then)
-        elif len(container) != len(then) or any(map(operator.is_not, container, then)):
-            names.append("an item of a list")
-            container[:] = then
+    names = [_named(holder, key) for holder, key, _ in moved(slots) if owned(content(holder, key))]
+    changes = before.changes()
+    for change in changes:
+        put(*change)
+    names += [_named(holder, key) for holder, key, _ in changes]
     if names:
         raise TraceError(
             f"the function assigns {', '.join(sorted(set(names)))} while it runs. A plan runs its operations, not its "
@@ -153,7 +168,10 @@ def _check_places(slots: Sequence[Slot], before: list[tuple[Any, Any]], recorder
         )
 
 
-_ABSENT = object()
+def _named(holder: Any, key: Any) -> str:
+    if key is None:
+        return "a variable" if type(holder) is types.CellType else f"an item of a {type(holder).__name__}"
+    return f"{holder.__name__}.{key}" if isinstance(holder, type) else str(key)
 
 
 def _check_updates(

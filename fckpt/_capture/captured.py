@@ -41,7 +41,7 @@ from fckpt import tree
 from fckpt._capture import marks
 from fckpt._capture.absences import absences_guarded
 from fckpt._capture.certain import certain_comparisons
-from fckpt._capture.classes import ClassFacts, patched_methods
+from fckpt._capture.classes import ClassFacts, classes_of, patched_methods
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.graphs import FlatGraph
 from fckpt._capture.undecomposed import undecomposed
@@ -144,7 +144,8 @@ class Captured:
         self._entry = entry
         self._guards = guards
         graph_guards = output.graph_capture_output.output_graph
-        self._classes = ClassFacts(graph_guards.guards, output.graph_capture_output.traced_code)
+        classes = [cls for guard in graph_guards.guards for cls in classes_of(guard)]
+        self._classes = ClassFacts(classes, output.graph_capture_output.traced_code)
         self.keywords: tuple[str, ...] = ()
         """The keyword arguments, whose order a function may read and no guard looks at."""
         self.inputs: tuple[Input, ...] = ()

@@ -1,4 +1,4 @@
-"""What a capture read of classes and Dynamo takes for constant: methods and attributes in class dicts, global hooks.
+"""What code read of classes: methods and attributes in class dicts, global hooks.
 
 Dynamo guards the class of an object, and not what lies in the class: after `Block.forward = other` or `Block.scale = 2`
 on a subclass its guards still hold. So the classes that are guarded, and their bases, are looked at for the names that
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as nn_module
 
-__all__ = ["ClassFacts", "patched_methods"]
+__all__ = ["ClassFacts", "classes_of", "patched_methods"]
 
 _ABSENT = object()
 _HOOKS = [value for name, value in vars(nn_module).items() if name.startswith("_global_") and isinstance(value, dict)]
@@ -27,12 +27,11 @@ class ClassFacts:
 
     __slots__ = ("_abstract", "_dicts", "_hooks", "_names", "_sizes", "_values")
 
-    def __init__(self, guards: Iterable[Any], codes: Iterable[types.CodeType]):
+    def __init__(self, guarded: Iterable[type], codes: Iterable[types.CodeType]):
         names = _names_in(codes)
         classes: dict[int, type] = {id(torch.Tensor): torch.Tensor}  # whose methods are not guarded either
-        for guard in guards:
-            for cls in _classes_of(guard):
-                classes.update((id(base), base) for base in cls.__mro__ if base is not object)
+        for cls in guarded:
+            classes.update((id(base), base) for base in cls.__mro__ if base is not object)
         mutable = [cls for cls in classes.values() if cls.__flags__ & _HEAPTYPE]
         self._dicts = [vars(cls) for cls in mutable for name in names if name in vars(cls)]
         self._names = [name for cls in mutable for name in names if name in vars(cls)]
@@ -81,7 +80,8 @@ def patched_methods(codes: Iterable[types.CodeType]) -> list[str]:
 _HEAPTYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was made by Python code, and its dict can change
 
 
-def _classes_of(guard: Any) -> list[type]:
+def classes_of(guard: Any) -> list[type]:
+    """The classes that one of Dynamo's guards is about."""
     found = []
     for attribute in ("guarded_class_weakref", "obj_weakref"):
         reference = getattr(guard, attribute, None)

@@ -34,6 +34,9 @@ MAY_REFUSE = {
 }  # fmt: skip
 """Places that a plan may refuse to read, by an error."""
 
+PYTHON_MAY_REFUSE = {"Nested", "LongDict", "LongList", "TensorOfGlobal"}
+"""Further ones, where the function's Python code is traced."""
+
 Reader = Callable[[Any], Callable[[Tensor, Tensor], Tensor]]
 
 
@@ -106,6 +109,16 @@ def by_autograd_function(place: Any) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda x, w: Function.apply(body(x, w, 1), place.read())  # type: ignore[return-value]
 
 
+def drawing(place: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function that Dynamo does not capture: its Python code is traced."""
+    generator = torch.Generator()
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return body(x * torch.rand(32, generator=generator), w, place.read())
+
+    return fn
+
+
 WAYS: dict[str, Reader] = {
     "module": Outer,
     "pre-hook": by_pre_hook,
@@ -146,6 +159,15 @@ def test_a_number_that_changes(place: Callable[[], Any], request: pytest.Fixture
     if request.node.callspec.params["place"] not in MAY_REFUSE:
         assert verdict.outcome == "equal", verdict.error
     assert not verdict.over
+
+
+@pytest.mark.parametrize("place", FILES, indirect=True)
+def test_a_number_that_changes_and_is_read_by_traced_python(
+    place: Callable[[], Any], request: pytest.FixtureRequest
+) -> None:
+    verdict = judge(lambda session: reading(session, place(), drawing), budget=0.8)
+    if request.node.callspec.params["place"] not in MAY_REFUSE | PYTHON_MAY_REFUSE:
+        assert verdict.outcome == "equal", verdict.error
 
 
 @pytest.mark.parametrize("way", WAYS)
