@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fckpt.conditions import unwrapped
+from fckpt.modules import storage_of, unwrapped
 from fckpt.primitives import Rebuilt
 from fckpt.record import Recorder
 
@@ -33,8 +33,8 @@ def apart(
     """
     groups: dict[int, list[int]] = {}
     for i, tensor in enumerate(results):
-        groups.setdefault(_storage(tensor), []).append(i)
-    owners = {_storage(t): i for i, t in enumerate(operands)}
+        groups.setdefault(storage_of(unwrapped(tensor)), []).append(i)
+    owners = {storage_of(unwrapped(t)): i for i, t in enumerate(operands)}
     bases: dict[int, torch.Tensor] = {}
     views: dict[int, Rebuilt] = {}
     for storage, members in groups.items():
@@ -53,10 +53,6 @@ def apart(
         if type(leaf) is tuple and leaf[:1] == ("out",):
             leaves[position] = views.get(leaf[1]) or new[leaf]
     return [bases.get(i, results[i]) for i in stay]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return unwrapped(tensor).untyped_storage()._cdata
 
 
 def _of(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fckpt.errors import TraceError
+from fckpt.modules import storage_of
 from fckpt.reads import Reads
 from fckpt.record import WAY_OUT, Recorder
 from fckpt.sources import current
@@ -94,7 +95,7 @@ def refuse_what_stays(recorder: Recorder) -> None:
     addresses = recorder.alive()
     if not addresses:
         return
-    held = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and _storage(t) in addresses]
+    held = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and storage_of(t) in addresses]
     names: set[str] = set()
     while held:
         names.add(_removed(held.pop(), held))
@@ -106,13 +107,6 @@ def refuse_what_stays(recorder: Recorder) -> None:
         "operations, not its Python code, so it would keep nothing there. Return them, or fill the cache before. "
         f"{WAY_OUT}"
     )
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
-        return 0
 
 
 def _removed(value: Any, ours: list[torch.Tensor], depth: int = 3) -> str:

@@ -8,47 +8,66 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fckpt.errors import BudgetWarning, PlanWarning, users_stacklevel
 from fckpt.units import format_bytes
 
 __all__ = ["Ledger", "Stats"]
 
+
+class _Reason(NamedTuple):
+    """Why a budget is not kept in a call, and what the warning says of it."""
+
+    why: str
+    way_out: str = "Put the budget around the outermost function, the transform included."
+    does: str = "is rematerialised as a whole"
+    is_plain: bool = False
+    """Whether the call takes no more than the plain function by itself does; derivatives of other kinds may."""
+
+
 _REASONS = {
-    "saved-tensor hooks": "it runs inside of another rematerialised region, torch.utils.checkpoint or other "
-    "saved-tensor hooks, which decide about what is saved",
-    "forward mode": "forward-mode derivatives run through it",
-    "vmap": "a vmap is around the transform that differentiates it, in a way that no plan covers",
-    "batched backward": "its backward pass is batched or differentiated by an outer transform (jacrev, hessian, "
-    "is_grads_batched)",
-    "second derivative": "a second derivative is taken through its backward pass (create_graph=True, or grad of grad)",
-    "dispatch mode": "a TorchDispatchMode is in force, which may change what operations return, and would see other "
-    "operations than in the plain function",
-    "other strides": "its backward pass is given gradients that lie otherwise in memory than the plan assumed, and "
-    "the function cannot be traced again",
-    "torch.compile": "it runs inside of a function that torch.compile compiles, where the compiler plans",
-    "untraceable": "it cannot be traced into a graph",
-    "nothing to differentiate": "nothing that it is given or closes over requires grad, so it runs as it stands",
+    "saved-tensor hooks": _Reason(
+        "it runs inside of another rematerialised region, torch.utils.checkpoint or other saved-tensor hooks, which "
+        "decide about what is saved",
+        way_out="Put the budget around the outer function instead.",
+        is_plain=True,
+    ),
+    "forward mode": _Reason("forward-mode derivatives run through it"),
+    "vmap": _Reason("a vmap is around the transform that differentiates it, in a way that no plan covers"),
+    "batched backward": _Reason(
+        "its backward pass is batched or differentiated by an outer transform (jacrev, hessian, is_grads_batched)"
+    ),
+    "second derivative": _Reason(
+        "a second derivative is taken through its backward pass (create_graph=True, or grad of grad)"
+    ),
+    "dispatch mode": _Reason(
+        "a TorchDispatchMode is in force, which may change what operations return, and would see other operations than "
+        "in the plain function",
+        way_out="Leave the mode out, or set fckpt_looks_on = True in its class if it changes nothing.",
+        is_plain=True,
+    ),
+    "other strides": _Reason(
+        "its backward pass is given gradients that lie otherwise in memory than the plan assumed, and the function "
+        "cannot be traced again",
+        way_out="Return a loss, or contiguous tensors.",
+        does="runs by its plan, with nothing written over anything",
+    ),
+    "torch.compile": _Reason(
+        "it runs inside of a function that torch.compile compiles, where the compiler plans",
+        way_out="Compile without the budget, or use the budget without torch.compile.",
+    ),
+    "untraceable": _Reason(
+        "it cannot be traced into a graph", way_out="Put the budget around a part of it that can be traced."
+    ),
+    "nothing to differentiate": _Reason(
+        "nothing that it is given or closes over requires grad, so it runs as it stands",
+        way_out="Use torch.no_grad() for inference, or put the budget around the function that is differentiated.",
+        does="runs as it stands",
+        is_plain=True,
+    ),
 }
-"""Why a budget cannot be kept in a call: the reason as `stats` counts it, and in words."""
-
-_WAY_OUT = {
-    "saved-tensor hooks": "Put the budget around the outer function instead.",
-    "dispatch mode": "Leave the mode out, or set fckpt_looks_on = True in its class if it changes nothing.",
-    "other strides": "Return a loss, or contiguous tensors.",
-    "torch.compile": "Compile without the budget, or use the budget without torch.compile.",
-    "untraceable": "Put the budget around a part of it that can be traced.",
-    "nothing to differentiate": "Use torch.no_grad() for inference, or put the budget around the function that is "
-    "differentiated.",
-}
-
-
-_DOES = {
-    "nothing to differentiate": "runs as it stands",
-    "other strides": "runs by its plan, with nothing written over anything",
-}
-_PLAIN = {"saved-tensor hooks", "dispatch mode", "nothing to differentiate"}
-"""Where a call takes no more than the plain function by itself does; derivatives of other kinds do."""
+"""By the name under which `stats` counts it."""
 
 
 @dataclass(frozen=True)
@@ -108,19 +127,17 @@ class Ledger:
         if quiet or self.promised is None or reason in self._warned:
             return
         self._warned.add(reason)
-        expected = self.expected() if reason in _PLAIN else None
+        found, budget = _REASONS[reason], self.promised
+        expected = self.expected() if found.is_plain else None
         instead = "" if expected is None else f", in up to {format_bytes(expected)}, the peak of the plain function"
-        budget = self.promised
         promised = (
             f"{budget:g} of the plain peak"
             if isinstance(budget, float)
             else (budget if isinstance(budget, str) else format_bytes(budget))
         )
-        does = _DOES.get(reason, "is rematerialised as a whole")
         warnings.warn(
-            f"the budget of {self.name}, {promised}, is not kept in this call: {_REASONS[reason]}"
-            f"{f' ({detail})' if detail else ''}. The function {does}{instead}. "
-            f"{_WAY_OUT.get(reason, 'Put the budget around the outermost function, the transform included.')} "
+            f"the budget of {self.name}, {promised}, is not kept in this call: {found.why}"
+            f"{f' ({detail})' if detail else ''}. The function {found.does}{instead}. {found.way_out} "
             'To make this an error: warnings.simplefilter("error", fckpt.BudgetWarning).',
             BudgetWarning,
             stacklevel=users_stacklevel(),

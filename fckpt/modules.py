@@ -29,6 +29,7 @@ __all__ = [
     "is_closed",
     "known_parts",
     "parts_of",
+    "storage_of",
     "unwrapped",
     "version",
 ]
@@ -43,6 +44,14 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage; 0 for layouts that have none (sparse ones, say)."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without the wrappers of torch.func: in-place work always shows in the version of this one."""
     while is_functorch_wrapped_tensor(tensor):
@@ -54,21 +63,40 @@ class ModuleParts:
     """The dicts that hold a module tree's buffers and parameters, found once: the walk costs 1 us a module."""
 
     __slots__ = (
-        "_buffers", "_children", "_hooks", "_lazy", "_names", "_owners", "_settings", "_sizes", "_structure", "_types",
-        "_values", "constants", "generators", "members", "modules", "named", "open", "parameters", "sharded", "ways",
+        "_buffers",
+        "_children",
+        "_hooks",
+        "_lazy",
+        "_names",
+        "_owners",
+        "_settings",
+        "_sizes",
+        "_structure",
+        "_values",
+        "constants",
+        "generators",
+        "kinds",
+        "members",
+        "modules",
+        "named",
+        "open",
+        "parameters",
+        "sharded",
+        "ways",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module):
         kinds = generator_types()
         modules = self.modules = [vars(m) for m in module.modules()]
-        self._types = tuple(type(m) for m in module.modules())
+        self.kinds = tuple(type(m) for m in module.modules())
+        """The classes of the modules."""
         self._buffers = [(m, m._buffers) for m in module.modules() if m._buffers]
         self.parameters = [m["_parameters"] for m in modules if m["_parameters"]]
         self.generators = [v for m in modules for v in m.values() if isinstance(v, kinds)]
         own = [(m, k, v) for m in modules for k, v in m.items() if k not in INTERNAL]
         self.open = [(m, k) for m, k, v in own if not is_closed(v)]
         """Attributes that may hold tensors and modules."""
-        classes = dict.fromkeys(self._types)
+        classes = dict.fromkeys(self.kinds)
         found = {(id(scope), name): (scope, name) for c in classes for scope, name in method_globals(c)}
         self.named = list(found.values())
         """The globals that hold data and that the methods of the modules name."""
@@ -83,10 +111,10 @@ class ModuleParts:
         self._hooks = [m[k] for m in modules for k in (*_HOOKS, *_BACKWARD_HOOKS)]
         self._children = [m["_modules"] for m in modules]
         self._sizes = [*modules, *self._children]
-        self.sharded = any(c.__module__.startswith("torch.distributed.fsdp") for t in self._types for c in t.__mro__)
+        self.sharded = any(c.__module__.startswith("torch.distributed.fsdp") for t in self.kinds for c in t.__mro__)
         """Whether FSDP puts parameters into the modules and takes them out, around each call."""
         self._lazy = [m for m in module.modules() if isinstance(m, LazyModuleMixin)]
-        self.ways = None if any(map(slot_names, self._types)) else _ways(module)
+        self.ways = None if any(map(slot_names, self.kinds)) else _ways(module)
         """The ways to the dicts of the tree, where each module has one place."""
         self.members = [(children, children.copy()) for children in self._children]
         """The dicts of submodules, and copies of them."""
@@ -129,7 +157,7 @@ class ModuleParts:
     def settings(self) -> _Settings:
         """What decides, besides tensors, what the modules do: their classes, attributes and hooks."""
         if self._settings is None:
-            self._settings = _Settings((self._types, tuple(self._names), tuple(map(fact, self._values))))
+            self._settings = _Settings((self.kinds, tuple(self._names), tuple(map(fact, self._values))))
         if not any(self._hooks):
             return self._settings
         return _Settings((self._settings, *((i, *d) for i, d in enumerate(self._hooks) if d)))
@@ -233,9 +261,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
-def facts_of(
-    values: Sequence[Any], scopes: Iterable[tuple[types.CodeType, dict[str, Any]]] = ()
-) -> tuple[Any, ...]:
+def facts_of(values: Sequence[Any], scopes: Iterable[tuple[types.CodeType, dict[str, Any]]] = ()) -> tuple[Any, ...]:
     """All that can be told, besides tensors, of what values and code reach: equal as long as they do the same.
 
     Args:

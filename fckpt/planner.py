@@ -297,7 +297,10 @@ class Planner:
         with TRACING:
             known = self.traced.setdefault(key, [])
             found = next((programs for guards, programs in known if guards.hold()), None)
-            return found or self._traced_now(known, fn, arguments, observation.facts, reached, layouts, batches)
+            if found is not None:
+                return found
+            facts = [*observation.facts, *(kind for part in observation.parts for kind in part.kinds)]
+            return self._traced_now(known, fn, arguments, facts, reached, layouts, batches)
 
     def _traced_now(
         self,

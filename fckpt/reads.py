@@ -53,7 +53,7 @@ class Reads:
         """Returns the guards, as of now: after the trace, which has changed nothing.
 
         Args:
-            facts: what was found in the closure; the classes of objects are among it.
+            facts: what was found in the closure; the classes of objects and modules are among it.
         """
         for value in (*_globals(self.codes), *facts):
             if isinstance(value, type):
@@ -69,6 +69,15 @@ def _globals(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[Any]:
         yield from (scope[name] for name in global_names(code) if name in scope)
 
 
+def _functions_of_modules(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """What code may call of the modules that are imported where it stands: `F.relu`, `math.sqrt`."""
+    for code, scope in codes.items():
+        names = global_names(code)
+        for held in [scope[name] for name in names if type(scope.get(name)) is types.ModuleType]:
+            found = vars(held)
+            yield from ((found, name, found[name]) for name in names if callable(found.get(name)))
+
+
 class Guards:
     """What the code of a trace may have read, as it was then."""
 
@@ -76,6 +85,7 @@ class Guards:
         self._environment = reads.environment
         self._scopes = list(reads.codes.items())
         self._called = list(_called(reads))
+        self._attributes = list(_functions_of_modules(reads.codes))
         self._caches = [(c, c.cache_info().misses) for c in _caches(reads)]
         self._facts = facts_of(self._called, self._scopes)
         self.unguarded = next((fact for fact in self._facts if isinstance(fact, Unguarded)), None)
@@ -87,6 +97,7 @@ class Guards:
         """Whether a trace would read the same things now."""
         return (
             self._classes.hold()
+            and all(held.get(name) is value for held, name, value in self._attributes)
             and all(os.environ.get(key) == value for key, value in self._environment.items())
             and all(cache.cache_info().misses == misses for cache, misses in self._caches)
             and facts_of(self._called, self._scopes) == self._facts

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from fckpt import tree
 from fckpt.conditions import Again, may_be_statistics
 from fckpt.errors import ImpureFunctionError, MutationError, RandomStateError
+from fckpt.modules import storage_of
 from fckpt.rng import SHARED
 
 if TYPE_CHECKING:
@@ -57,15 +58,8 @@ class Inputs:
         if base is not None and base.requires_grad and base.is_leaf:
             return True
         if self.storages is None:
-            self.storages = {s for t in self.tensors if (s := _storage(t))}
-        return _storage(tensor) in self.storages
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # sparse and other layouts have none
-        return 0
+            self.storages = {s for t in self.tensors if (s := storage_of(t))}
+        return storage_of(tensor) in self.storages
 
 
 Ends = list[Any]

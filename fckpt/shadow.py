@@ -210,7 +210,7 @@ class _Graph:
     def tree(self, module: nn.Module, attributes: dict[str, Any]) -> bool:
         """Notes the ways to what changes in a tree of modules, without a look at the rest; False if it needs one."""
         parts = None if slot_names(type(module)) else known_parts(module)
-        if parts is None or parts.ways is None or not _can_copy_all(parts._types):
+        if parts is None or parts.ways is None or not _can_copy_all(parts.kinds):
             return False
         ways = parts.ways
         found = [holder for holder in self.given if holder in ways]

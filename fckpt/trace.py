@@ -33,6 +33,7 @@ from fckpt.conditions import unwrapped
 from fckpt.effects import impure_calls_refused, refuse_what_stays
 from fckpt.errors import ArgumentValueError, TraceError
 from fckpt.levels import Levels, under_vmap
+from fckpt.modules import storage_of
 from fckpt.operations import Backward, Batch, Call, Layout, Ref, TensorSpec, Trace, is_dense, strides_of
 from fckpt.places import Slot, content, moved, placed, put, replaced
 from fckpt.policies import names_recorded
@@ -179,9 +180,9 @@ def _check_updates(
 ) -> None:
     """Raises `TraceError` for a closed-over tensor that is changed in place in a way that a plan cannot follow."""
     written = [recorder.values[number] in recorder.written for number in numbers]
-    storages = [_storage(t) for t in tensors] if any(written) else []
+    storages = [storage_of(t) for t in tensors] if any(written) else []
     for i, storage in enumerate(storages):
-        if written[i] and storage is not None and storages.count(storage) > 1:
+        if written[i] and storage and storages.count(storage) > 1:
             raise TraceError(
                 "the function changes a closed-over tensor in place that shares memory with another one that it uses. "
                 f"Close over one of them. {WAY_OUT}"
@@ -191,13 +192,6 @@ def _check_updates(
                 "the function changes a closed-over tensor in place that it is also differentiated for (an embedding "
                 f"with max_norm, say), which a plan cannot follow. {WAY_OUT}"
             )
-
-
-def _storage(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
-        return None
 
 
 class _Active(threading.local):

@@ -12,13 +12,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.misc import PythonModuleVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+from fckpt._capture.patching import patched
 
 __all__ = ["absences_guarded"]
 
@@ -51,11 +52,9 @@ def _guarded_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def absences_guarded() -> Iterator[None]:
     """Lets Dynamo guard, for the body, what is absent."""
-    with contextlib.ExitStack() as stack:
-        patches = [(ConstDictVariable, _SUBSCRIPT, _guarded_subscript)]
-        patches += [
-            (cls, "var_getattr", _guarded_attribute) for cls in (UserDefinedObjectVariable, PythonModuleVariable)
-        ]
-        for cls, name, guarded in patches:
-            stack.enter_context(mock.patch.object(cls, name, guarded(getattr(cls, name))))
+    with (
+        patched(ConstDictVariable, _SUBSCRIPT, _guarded_subscript),
+        patched(UserDefinedObjectVariable, "var_getattr", _guarded_attribute),
+        patched(PythonModuleVariable, "var_getattr", _guarded_attribute),
+    ):
         yield

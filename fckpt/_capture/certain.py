@@ -16,6 +16,8 @@ import torch
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
+from fckpt._capture.patching import patched
+
 __all__ = ["certain_comparisons"]
 
 _COMPARE = "richcompare_impl"  # torch 2.13; before, Dynamo refuses such a branch
@@ -53,12 +55,6 @@ def _knowing(original: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def certain_comparisons() -> Iterator[None]:
     """Lets Dynamo decide, for the body, the comparisons whose outcome is certain."""
-    before = vars(TensorVariable).get(_COMPARE)
-    if before is None:
+    known = _COMPARE in vars(TensorVariable)
+    with patched(TensorVariable, _COMPARE, _knowing) if known else contextlib.nullcontext():
         yield
-        return
-    setattr(TensorVariable, _COMPARE, _knowing(before))
-    try:
-        yield
-    finally:
-        setattr(TensorVariable, _COMPARE, before)

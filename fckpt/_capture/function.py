@@ -12,6 +12,7 @@ from torch._functorch.vmap import restore_vmap
 
 from fckpt._capture.graphs import FlatGraph
 from fckpt.conditions import unseen, unwrapped
+from fckpt.modules import storage_of
 
 __all__ = ["BatchedGraph", "GraphFunction", "OutDims", "Same"]
 
@@ -166,10 +167,7 @@ class BatchedGraph:
 
 
 def _stand_in(tensor: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Tensor:
-    try:
-        storage = unwrapped(tensor).untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # sparse and other layouts have none
-        storage = id(tensor)
+    storage = storage_of(unwrapped(tensor)) or id(tensor)
     if storage not in bases:
         bases[storage] = torch.empty(0, device="meta")
     return bases[storage].detach()
