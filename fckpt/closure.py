@@ -28,7 +28,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from fckpt.places import ABSENT, ARRAYS, BUILTIN, FORGOTTEN, INERT, PLAIN, SEQUENCES, Slot, content, present, same_place
+from fckpt.places import (
+    ABSENT,
+    ARRAYS,
+    BUILTIN,
+    FORGOTTEN,
+    INERT,
+    PLAIN,
+    SEQUENCES,
+    Slot,
+    content,
+    entries,
+    present,
+    same_place,
+)
 from fckpt.rng import generator_types
 
 __all__ = [
@@ -147,8 +160,8 @@ class Snapshot:
     def again(self) -> Snapshot:
         """What lies in the same places now."""
         new = Snapshot()
-        new.dicts = [(held, dict(held)) for held, _ in self.dicts]
-        new.lists = [(held, None, tuple(held)) for held, _, _ in self.lists]
+        new.dicts = [(held, entries(held)) for held, _ in self.dicts]
+        new.lists = [(held, None, content(held, None)) for held, _, _ in self.lists]
         new.values = [(held, content(held, None)) for held, _ in self.values]
         new.places = [(holder, key, content(holder, key)) for holder, key, _ in self.places]
         return new
@@ -258,7 +271,7 @@ class _Walk:
             self.items_of(value, depth)
         elif len(value) <= self.most:
             if isinstance(value, set) and self.state is not None:
-                self.state.values.append((value, frozenset(value)))
+                self.state.values.append((value, content(value, None)))
             for item in value if len(value) <= _LARGE else ():
                 self.visit(None, item, depth)
         if kind not in BUILTIN:
@@ -278,7 +291,7 @@ class _Walk:
     def items_of(self, holder: Any, depth: int) -> None:
         if len(holder) > self.most:
             return
-        slot = (holder, None, tuple(holder))
+        slot = (holder, None, content(holder, None))
         if self.state is not None:
             self.state.lists.append(slot)
         if len(holder) <= _LARGE:
@@ -288,11 +301,11 @@ class _Walk:
     def items(self, holder: dict[Any, Any], depth: int) -> None:
         if len(holder) > self.most:
             return
-        entries = dict(holder)
+        held = entries(holder)
         if self.state is not None:
-            self.state.dicts.append((holder, entries))
+            self.state.dicts.append((holder, held))
         if len(holder) <= _LARGE:
-            for key, item in list(entries.items()):
+            for key, item in list(held.items()):
                 self.visit((holder, key, item), item, depth)
 
     @property

@@ -26,6 +26,7 @@ __all__ = [
     "SEQUENCES",
     "Slot",
     "content",
+    "entries",
     "frozen",
     "moved",
     "placed",
@@ -98,11 +99,21 @@ def content(holder: Any, key: Any) -> Any:
     return getattr(holder, key, ABSENT)
 
 
+def entries(holder: dict[Any, Any]) -> dict[Any, Any]:
+    """What lies in a dict, past what a subclass does when an item is asked for (it may make it of what lies there)."""
+    if type(holder) is dict:
+        return holder.copy()
+    keys: Any = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
+    return {key: dict.__getitem__(holder, key) for key in keys.__iter__(holder)}
+
+
 def _items(holder: Any) -> Any:
     """What lies in a list, a deque, a set or an array."""
     if isinstance(holder, ARRAYS):
         return bytes(holder) if isinstance(holder, bytearray) else holder.tobytes()
-    return frozenset(holder) if isinstance(holder, set) else tuple(holder)
+    if isinstance(holder, set):
+        return frozenset(set.__iter__(holder))
+    return tuple(list.__iter__(holder) if isinstance(holder, list) else collections.deque.__iter__(holder))
 
 
 def put(holder: Any, key: Any, value: Any) -> None:

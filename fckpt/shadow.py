@@ -32,7 +32,7 @@ from fckpt.closure import (
 )  # fmt: skip
 from fckpt.closure import method_globals as globals_of_methods
 from fckpt.modules import INTERNAL, is_closed, known_parts
-from fckpt.places import ABSENT, ARRAYS, BUILTIN, INERT, Slot, put
+from fckpt.places import ABSENT, ARRAYS, BUILTIN, INERT, Slot, content, entries, put
 
 __all__ = ["shadow"]
 
@@ -128,12 +128,15 @@ class _Graph:
     def items(self, node: dict[Any, Any]) -> dict[Any, Any]:
         """The entries of a dict, as they are to be."""
         given = self.given.get(id(node))
-        return dict(node) if given is None else {k: v for k, v in {**node, **given}.items() if v is not ABSENT}
+        held = entries(node)
+        return held if given is None else {k: v for k, v in {**held, **given}.items() if v is not ABSENT}
 
     def elements(self, node: Any) -> Iterable[Any]:
         """The items of a list or its like, as they are to be."""
         given = self.given.get(id(node))
-        return list(node) if given is None else given[None]
+        if given is not None:
+            return given[None]
+        return list(node) if isinstance(node, (tuple, frozenset)) else content(node, None)
 
     def attributes(self, node: Any, kind: type, depth: int) -> None:
         """The attributes that a subclass of a container has."""

@@ -433,3 +433,30 @@ def test_memory_that_an_operation_leaves_as_it_was_is_not_compared() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+class Making(collections.OrderedDict[str, type]):
+    """Makes an object of the class that lies there, as Hugging Face's table of activations does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 1.0}])
+def test_a_dict_that_makes_what_is_asked_for_stays_as_it_is(options: dict[str, Any]) -> None:
+    table = Making(tanh=nn.Tanh, relu=nn.ReLU)
+    generator = torch.Generator()
+
+    class Choosing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.calls = table, [0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not options:
+                self.calls[0] += 1
+            h = self.table["tanh"](x @ W)
+            return (h * torch.rand(6, generator=generator)).sin()
+
+    fckpt.remat(Choosing(), **options)(leaf(W)).sum().backward()
+    assert list(dict.values(table)) == [nn.Tanh, nn.ReLU]

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.misc import PythonModuleVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -43,10 +45,17 @@ def _guarded_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, tx, name)
         except ObservedAttributeError:
             if self.source:
-                install_guard(self.source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name)))
+                install_guard(_absence(self.source, name))
             raise
 
     return var_getattr
+
+
+def _absence(source: Any, name: str) -> Any:
+    """A guard that what lies at `source` has no attribute of this name."""
+    if "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:
+        return source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name))
+    return AttrSource(source, name).make_guard(GuardBuilder.HASATTR)  # torch 2.11
 
 
 @contextlib.contextmanager
