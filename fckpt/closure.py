@@ -338,7 +338,11 @@ class _Walk:
         # What torch's own code reads of its modules is no setting of the user's.
         if self.facts is None or (fn.__module__ or "").partition(".")[0] != "torch":
             self.globals_of(fn.__globals__, global_names(fn.__code__), depth)
-        if fn.__dict__:
+        if not fn.__dict__:
+            return
+        if is_library(fn.__module__ or ""):  # its attributes are the library's own
+            self.visit(None, fn.__dict__.get("__wrapped__"), depth)
+        else:
             self.items(fn.__dict__, depth)
 
     def globals_of(self, scope: dict[str, Any], names: Sequence[str], depth: int) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 import optree
 import torch
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+"""The version of torch: (2, 13)."""
+
 
 def assert_equal(actual: Any, expected: Any) -> None:
     """Asserts that two trees hold the same tensors, bit for bit (NaN equals NaN)."""

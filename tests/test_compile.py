@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_equal, gradients, leaf, seeded
+from helpers import TORCH, assert_equal, gradients, leaf, seeded
 from torch.func import functionalize, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -143,6 +143,7 @@ def test_regions_that_a_planned_function_makes_itself(options: Any) -> None:
     for function in (stack, made_before):
         f = fckpt.remat(function, policy=fckpt.policies.everything_saveable)
         assert_equal(list(torch.autograd.grad(f(ws, x), ws)), list(expected))
-        assert fckpt.stats(f).captures == 1
+        if TORCH >= (2, 13):  # Dynamo of torch 2.11 refuses regions that are made within
+            assert fckpt.stats(f).captures == 1
         made[function] = fckpt.measure_peak(lambda f=f: torch.autograd.grad(f(ws, x), ws)).peak_bytes
     assert made[stack] == made[made_before]
