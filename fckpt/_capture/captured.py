@@ -33,9 +33,10 @@ import torch
 from torch._dynamo import allow_in_graph, config, convert_frame
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.hooks import Hooks
-from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.utils import dynamo_timed, get_metrics_context, set_torch_function_mode_stack
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import _get_current_function_mode_stack
 
 from fckpt import tree
 from fckpt._capture import marks
@@ -59,6 +60,7 @@ _LOGGING = ("debug", "info", "warning", "error", "critical", "exception", "log",
 _SETTINGS = {
     "skip_nnmodule_hook_guards": False,  # hooks of torch's own modules may change, too
     "skip_no_tensor_aliasing_guards_on_parameters": False,  # so may parameters that are tied
+    "skip_guards_on_constant_func_defaults": False,
     "allow_unspec_int_on_nn_module": True,  # a counter is a number that the graph takes, not one that it is made for
     "specialize_float": True,
     "allow_rnn": True,
@@ -282,13 +284,11 @@ def _captured(
     """Returns what Dynamo makes of a call, the guards, and the tensors that these leave out below levels."""
     names: list[str] = []
     try:
-        with _settings(dynamic), marks.capturing():
+        with _settings(dynamic) as modes, marks.capturing():
             output = convert_frame.fullgraph_capture(taken[0], (taken[1], taken[2], args, kwargs))
             filtered = functools.partial(without_tensors, names=names)
             hooks = Hooks(guard_filter_fn=filtered) if below else Hooks()
-            with contextlib.ExitStack() as stack:
-                if torch_function_mode_stack_state_mgr.stack:
-                    stack.enter_context(torch_function_mode_stack_state_mgr.temp_restore_stack())
+            with _function_modes(modes):
                 guards = output.graph_capture_output.build_guards(taken[0].__code__, hooks=hooks).guard_manager
                 return output, guards, names
     except TorchDynamoException as error:
@@ -306,7 +306,19 @@ def _check_inputs(captured: Captured) -> None:
 
 
 @contextlib.contextmanager
-def _settings(dynamic: bool) -> Iterator[None]:
+def _function_modes(modes: list[Any]) -> Iterator[None]:
+    """Has these function modes in force for the body, and no others."""
+    before = _get_current_function_mode_stack()
+    set_torch_function_mode_stack(modes)
+    try:
+        yield
+    finally:
+        set_torch_function_mode_stack(before)
+
+
+@contextlib.contextmanager
+def _settings(dynamic: bool) -> Iterator[list[Any]]:
+    """Sets Dynamo up for a capture; yields the function modes that are in force outside."""
     places = (logging, logging.Logger)
     ignored = {f for place in places for name in _LOGGING if (f := getattr(place, name, None))}
     patch = {**_SETTINGS, "ignore_logging_functions": ignored, "automatic_dynamic_shapes": dynamic}
@@ -314,14 +326,16 @@ def _settings(dynamic: bool) -> Iterator[None]:
         stack.enter_context(get_metrics_context())
         stack.enter_context(dynamo_timed("fckpt_capture"))
         stack.enter_context(temporarily_clear_interpreter_stack())
-        stack.enter_context(torch_function_mode_stack_state_mgr)
+        modes = _get_current_function_mode_stack()
+        if torch.torch_version.TorchVersion(torch.__version__) >= (2, 12):  # torch 2.11 does so itself, for each frame
+            stack.enter_context(torch_function_mode_stack_state_mgr)
         stack.enter_context(config.patch(**patch))
         stack.enter_context(absences_guarded())
         stack.enter_context(certain_comparisons())
         stack.enter_context(undecomposed())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of Dynamo's, about what it looks through (lru_cache, say)
-        yield
+        yield modes
 
 
 def _reason(error: BaseException) -> str:
