@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import TORCH
 from judge import Session, judge
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -156,7 +157,8 @@ def test_caches_hold_real_tensors(cache: str, filled_by: str) -> None:
         session.step(lambda: f(x), times=2)
 
     verdict = judge(scenario, budget=0.9)
-    assert verdict.outcome == "equal" or cache == "InGenerator", verdict.error  # a cached_property may be refused
+    may_refuse = {"InGenerator"} | ({"ByLruCache"} if TORCH < (2, 13) else set())  # a cached_property; Dynamo of 2.11
+    assert verdict.outcome == "equal" or cache in may_refuse, verdict.error
 
 
 @pytest.mark.parametrize("wrap", ["cached", "spectral_norm", "weight_norm", "orthogonal"])
