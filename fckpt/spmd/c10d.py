@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -111,9 +112,15 @@ class Processes:
         return self.guard.call(_said(what, x, axes), run, compare)
 
     def all_reduce(self, x: torch.Tensor, reduction: str, axes: tuple[str, ...]) -> torch.Tensor:
-        return self._run(torch.ops._c10d_functional.all_reduce, x, axes, reduction)
+        reduce = functools.partial(self._run, torch.ops._c10d_functional.all_reduce)
+        if reduction == "sum":
+            return _as_real(x, lambda x: reduce(x, axes, reduction))
+        return _with_nans(x, reduction, lambda x: reduce(x, axes, reduction))
 
     def all_gather(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        return _as_real(x, lambda x: self._all_gather(x, axes))
+
+    def _all_gather(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
         size = self.mesh.count(axes)
         gather = torch.ops._c10d_functional.all_gather_into_tensor
         found = self._run(gather, x.reshape(-1), axes, size).view(size, *x.shape)
@@ -122,9 +129,13 @@ class Processes:
 
     def reduce_scatter(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
         scatter = torch.ops._c10d_functional.reduce_scatter_tensor
-        return self._run(scatter, self._sorted(x, axes).reshape(-1), axes, "sum", len(x)).view(x.shape[1:])
+        send = lambda x: self._run(scatter, self._sorted(x, axes).reshape(-1), axes, "sum", len(x)).view(x.shape[1:])
+        return _as_real(x, send)
 
     def all_to_all(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        return _as_real(x, lambda x: self._all_to_all(x, axes))
+
+    def _all_to_all(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
         size, order = len(x), self._order(axes)
         parts = [x[0].numel()] * size
         exchange = torch.ops._c10d_functional.all_to_all_single
@@ -137,6 +148,9 @@ class Processes:
         return x if order is None else x[torch.argsort(order).to(x.device)]
 
     def permute(self, x: torch.Tensor, sources: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
+        return _as_real(x, lambda x: self._permute(x, sources, axes))
+
+    def _permute(self, x: torch.Tensor, sources: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
         ranks, group = self.mesh.peers(self.rank, axes), self.group(axes)
         mine = ranks.index(self.rank)
         result = torch.zeros_like(x)
@@ -154,6 +168,23 @@ class Processes:
             return result
 
         return self._called(f"permute {tuple(sources)}", x, axes, run)
+
+
+def _as_real(x: torch.Tensor, send: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Sends complex numbers as pairs of real ones, which all backends take."""
+    if not x.is_complex():
+        return send(x)
+    return torch.view_as_complex(send(torch.view_as_real(x.resolve_conj()).contiguous()))
+
+
+def _with_nans(x: torch.Tensor, reduction: str, send: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The largest or smallest, NaN where a rank has NaN, which backends lose: sends beside them where those are."""
+    if not x.is_floating_point():
+        return send(x)
+    worst, sign = (-math.inf, 1) if reduction == "max" else (math.inf, -1)
+    nans = x.isnan()
+    found, lost = send(torch.stack([x.masked_fill(nans, worst), nans.to(x.dtype) * sign]))
+    return found.masked_fill(lost != 0, math.nan)
 
 
 @functools.cache

@@ -238,7 +238,7 @@ def psum(tree: Any, axis: Axes, *, out: str = "replicated") -> Any:
     """Returns the sum over the ranks along an axis, on every one of them.
 
     Args:
-        tree: a pytree of tensors; numbers count as the same on every rank.
+        tree: a pytree of tensors; numbers count as the same on every rank. Booleans are summed as integers (int64).
         axis: an axis of the mesh, or several.
         out: what the result is to later differentiation. "replicated": every rank goes on with it on its own, and it
             pulls back to a psum of their cotangents. "invariant": all compute the same from it, so that their
@@ -257,16 +257,26 @@ def psum(tree: Any, axis: Axes, *, out: str = "replicated") -> Any:
     References:
         `jax.lax.psum`, https://docs.jax.dev/en/latest/_autosummary/jax.lax.psum.html
     """
-    mesh, axes = _where("psum", axis)
+    return _summed("psum", tree, axis, out)
+
+
+def _summed(function: str, tree: Any, axis: Axes, out: str) -> Any:
+    mesh, axes = _where(function, axis)
     if out not in ("replicated", "invariant"):
-        raise ArgumentValueError(f"psum: out is 'replicated' or 'invariant', not {out!r}.")
+        raise ArgumentValueError(f"{function}: out is 'replicated' or 'invariant', not {out!r}.")
     linear = Linear("sum" if out == "replicated" else "total", axes, mesh)
     size = mesh.count(axes)
     for summing in _summings.get():
         for leaf in trees.leaves(tree):
             if isinstance(leaf, torch.Tensor):
                 summing(leaf, axes)
-    return _packed("psum", tree, lambda x: _Apply.apply(x, linear), 0, scalar=lambda number: number * size)
+    send = lambda x: _Apply.apply(x, linear)
+    return _packed(function, tree, send, 0, begin=_countable, scalar=lambda number: number * size)
+
+
+def _countable(x: torch.Tensor) -> torch.Tensor:
+    """What sums count: booleans as integers, as in `torch.sum`."""
+    return x.to(torch.int64) if x.dtype == torch.bool else x
 
 
 def pmean(tree: Any, axis: Axes, *, out: str = "replicated") -> Any:
@@ -279,8 +289,9 @@ def pmean(tree: Any, axis: Axes, *, out: str = "replicated") -> Any:
         >>> fckpt.sim({"data": 4}).run(lambda: fckpt.pmean(fckpt.axis_index("data"), "data"))[0]
         tensor(1.5000)
     """
-    size = axis_size(axis)
-    return trees.map_leaves(lambda x: x / size, psum(tree, axis, out=out))
+    mesh, axes = _where("pmean", axis)
+    size = mesh.count(axes)
+    return trees.map_leaves(lambda x: x / size, _summed("pmean", tree, axis, out))
 
 
 def pmax(tree: Any, axis: Axes) -> Any:
@@ -313,7 +324,13 @@ def _extreme(name: str, reduction: str, tree: Any, axis: Axes) -> Any:
     mesh, axes = _where(name, axis)
     joined, key = ",".join(axes), mesh.key
     extreme = lambda x: _Extreme.apply(x, reduction, joined, key)
-    return _packed(name, tree, extreme, 0, scalar=lambda number: number)
+
+    def ordered(x: torch.Tensor) -> torch.Tensor:
+        if x.is_complex():
+            raise ArgumentTypeError(f"{name}: complex numbers have no order. Take it of x.abs(), or of x.real.")
+        return x
+
+    return _packed(name, tree, extreme, 0, begin=ordered, scalar=lambda number: number)
 
 
 def all_gather(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) -> Any:
@@ -361,7 +378,7 @@ def psum_scatter(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) ->
     """
     mesh, axes = _where("psum_scatter", axis)
     linear, size = Linear("scatter", axes, mesh), mesh.count(axes)
-    begin = lambda x: _divided("psum_scatter", x, dim, size, axes, tiled)
+    begin = lambda x: _divided("psum_scatter", _countable(x), dim, size, axes, tiled)
     return _packed("psum_scatter", tree, lambda x: _Apply.apply(x, linear), 1, begin=begin)
 
 
@@ -389,7 +406,7 @@ def all_to_all(tree: Any, axis: Axes, *, split: int, concat: int, tiled: bool = 
     mesh, axes = _where("all_to_all", axis)
     linear, size = Linear("exchange", axes, mesh), mesh.count(axes)
 
-    finish = lambda x, shape: _joined("all_to_all", x, concat, len(shape), tiled)
+    finish = lambda x, shape: _joined("all_to_all", x, concat, len(shape) + (not tiled), tiled)
     begin = lambda x: _divided("all_to_all", x, split, size, axes, tiled)
     return _packed("all_to_all", tree, lambda x: _Apply.apply(x, linear), 1, begin=begin, finish=finish)
 
@@ -414,7 +431,13 @@ def ppermute(tree: Any, axis: Axes, pairs: Sequence[tuple[int, int]]) -> Any:
     mesh, axes = _where("ppermute", axis)
     size = mesh.count(axes)
     sources = [-1] * size
-    for source, target in pairs:
+    for pair in pairs:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(n, int) for n in pair)):
+            raise ArgumentTypeError(
+                f"ppermute: pairs are (source, destination), two numbers along {axes}, not {pair!r}: [(0, 1), (1, 0)] "
+                "swaps two ranks."
+            )
+        source, target = pair
         if not (0 <= source < size and 0 <= target < size):
             raise ArgumentValueError(
                 f"ppermute: ({source}, {target}) is no pair of numbers below {size}, along {axes}."
@@ -520,7 +543,7 @@ def _packed(
     finish: Callable[[torch.Tensor, torch.Size], torch.Tensor] = lambda x, shape: x,
     scalar: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Sends the leaves of a tree, those of one dtype and device together.
+    """Sends the leaves of a tree, those of one dtype and device together, if all of them require grad or none does.
 
     Args:
         function: who is asked, for errors.
@@ -542,7 +565,7 @@ def _packed(
         else:
             where = f"tree{path}" if path else "it"
             raise ArgumentTypeError(f"{function} takes tensors, but {where} is {type(leaf).__name__}: {leaf!r}.")
-    kind = lambda i: (str(sent[i].dtype), str(sent[i].device))
+    kind = lambda i: (str(sent[i].dtype), str(sent[i].device), sent[i].requires_grad)
     for _, group in itertools.groupby(sorted(sent, key=kind), key=kind):
         numbers_ = [*group]
         shapes = [sent[i].shape[ranks:] for i in numbers_]

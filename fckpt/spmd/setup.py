@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fckpt.errors import ArgumentValueError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.spmd.links import NVLINK, Link
 from fckpt.spmd.mesh import Mesh, carry, dismiss, simulated
 
@@ -40,13 +40,15 @@ def init_mesh(
         links: by axis, what messages cost a plan; default: roughly what they do within a machine.
 
     Raises:
-        ArgumentValueError: there are not so many ranks.
+        ArgumentTypeError, ArgumentValueError: `shape` is not a mesh; there are not so many ranks.
 
     Example:
         >>> import fckpt
         >>> fckpt.init_mesh({"data": -1})
         Mesh({'data': 1})
     """
+    if not isinstance(shape, Mapping) or not all(isinstance(size, int) for size in shape.values()):
+        raise ArgumentTypeError(f'init_mesh: shape gives the size of each axis by name, {{"data": -1}}, not {shape!r}.')
     inside = simulated()
     if inside is not None:
         found = Mesh(_filled(shape, inside.size))

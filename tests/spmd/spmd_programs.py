@@ -115,6 +115,21 @@ def collectives() -> list[torch.Tensor]:
             found += [fckpt.ppermute(x, axis, [(i, i + 1) for i in range(size - 1)])]
             found += [torch.func.grad(lambda x, axis=axis: (fckpt.psum(x**2, axis) * x).sum())(x)]
             found += [torch.func.vmap(lambda x, axis=axis: fckpt.psum(x, axis))(x)]
+            found += _of_other_numbers(axis)
+    return found
+
+
+def _of_other_numbers(axis: Any) -> list[torch.Tensor]:
+    """NaN, complex numbers and booleans, which not every backend takes."""
+    mine, size = fckpt.axis_index(axis), fckpt.axis_size(axis)
+    gaps = torch.arange(8.0).masked_fill(torch.arange(8) % size == mine, torch.nan)
+    gaps = torch.cat([gaps, torch.tensor([torch.inf, -torch.inf]) * (1 - 2 * (mine % 2))])
+    found = [fckpt.pmax(gaps, axis), fckpt.pmin(gaps, axis), fckpt.pmax(gaps.bfloat16(), axis)]
+    z = torch.complex(torch.arange(8.0), mine + torch.arange(8.0)).conj()
+    found += [fckpt.psum(z, axis), fckpt.all_gather(z, axis), fckpt.psum_scatter(z, axis, tiled=True)]
+    found += [fckpt.all_to_all(z, axis, split=0, concat=0, tiled=True), fckpt.ppermute(z, axis, [(0, size - 1)])]
+    flags = torch.arange(8) % size == mine
+    found += [fckpt.psum(flags, axis), fckpt.pmean(flags, axis), fckpt.psum_scatter(flags, axis, tiled=True)]
     return found
 
 

@@ -196,6 +196,60 @@ def test_dims_and_tiles():
     assert torch.equal(stacked_[1], torch.stack([x[1], x[1] + 100], 1))
 
 
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("concat", range(-3, 3))
+@pytest.mark.parametrize("split", range(-3, 3))
+def test_all_to_all_of_any_dimensions(split: int, concat: int, tiled: bool):
+    x = torch.arange(8.0).reshape(2, 2, 2)
+    mine = lambda: x + 100 * axis_index("i")
+    found = on_ranks({"i": 2}, lambda: all_to_all(mine(), "i", split=split, concat=concat, tiled=tiled))
+    for rank, result in enumerate(found):
+        parts = [(x + 100 * other).chunk(2, split)[rank] for other in range(2)]
+        expected = torch.cat(parts, concat) if tiled else torch.stack([p.squeeze(split) for p in parts], concat)
+        assert torch.equal(result, expected)
+
+
+def test_all_to_all_pulls_back_to_its_inverse():
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    send = lambda x: all_to_all(x, "i", split=0, concat=-1)
+    weights = lambda: (1.0 + axis_index("i")) * torch.ones(3, 4, 2, dtype=torch.float64)
+    found = on_ranks({"i": 2}, lambda: torch.func.vjp(send, x)[1](weights())[0])
+    expected = torch.stack([torch.full((3, 4), 1.0), torch.full((3, 4), 2.0)]).double()
+    assert all(torch.equal(gradient, expected) for gradient in found)
+
+
+def test_booleans_are_summed_as_integers():
+    flags = lambda: torch.tensor([True, False, True]) & (axis_index("i") < 2)
+    total = on_ranks({"i": 3}, lambda: {"sum": psum(flags(), "i"), "mean": pmean(flags(), "i")})[0]
+    assert total["sum"].tolist() == [2, 0, 2] and total["sum"].dtype == torch.int64
+    assert total["mean"].tolist() == pytest.approx([2 / 3, 0, 2 / 3])
+    assert on_ranks({"i": 3}, lambda: psum_scatter(flags(), "i", tiled=True))[2].tolist() == [2]
+
+
+def test_leaves_that_need_no_gradient_stay_so():
+    def program() -> Any:
+        tree = {"w": torch.ones(2, requires_grad=True), "x": torch.ones(3), "b": torch.ones((), requires_grad=True)}
+        return {name: leaf.requires_grad for name, leaf in psum(tree, "i").items()}
+
+    assert on_ranks({"i": 2}, program) == [{"w": True, "x": False, "b": True}] * 2
+
+
+def test_errors_name_what_was_called():
+    x, z = torch.ones(2), torch.ones(2, dtype=torch.complex64)
+    with pytest.raises(ArgumentValueError, match=r"^pmean"):
+        pmean(x, "i")
+    for name, call in {
+        "pmax: complex": lambda: pmax(z, "i"),
+        "pmin: complex": lambda: pmin(z, "i"),
+        "pmean takes tensors": lambda: pmean("text", "i"),
+        "ppermute: pairs are": lambda: ppermute(x, "i", [0, 1]),  # type: ignore[list-item]
+    }.items():
+        with pytest.raises((ArgumentTypeError, RankFailure), match=name):
+            on_ranks({"i": 2}, call)
+    with pytest.raises(ArgumentTypeError, match="init_mesh: shape gives"):
+        fckpt.init_mesh(2)  # type: ignore[arg-type]
+
+
 def test_axes_of_a_grid_alone_and_together():
     shape = {"a": 2, "b": 3}
     number = lambda: axis_index(("a", "b")).double()
