@@ -335,8 +335,8 @@ class _Walk:
             if isinstance(held, type):
                 self.constants(held)
             self.visit(slot, held, depth)
-        # What torch's own code reads of its modules is no setting of the user's.
-        if self.facts is None or (fn.__module__ or "").partition(".")[0] != "torch":
+        # What a library's own code reads of its modules is no setting of the user's.
+        if self.facts is None or not is_library(str(fn.__globals__.get("__name__", ""))):
             self.globals_of(fn.__globals__, global_names(fn.__code__), depth)
         if not fn.__dict__:
             return

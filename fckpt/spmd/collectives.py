@@ -42,6 +42,7 @@ __all__ = [
     "all_to_all",
     "axis_index",
     "axis_size",
+    "handed_on",
     "pmax",
     "pmean",
     "pmin",
@@ -49,6 +50,7 @@ __all__ = [
     "psum",
     "psum_scatter",
     "pvary",
+    "received",
     "sums_watched",
 ]
 
@@ -125,14 +127,15 @@ class Linear(NamedTuple):
 
     kind: str
     """sum: of all ranks, everywhere. total: the same, where the cotangents are alike. alike: the identity that pulls
-    back to total. gather, scatter, exchange, permute."""
+    back to total. shared: the identity of what all ranks have computed, whose cotangent each gets a part of: part,
+    which pulls back to mean. gather, scatter, exchange, permute."""
     axes: tuple[str, ...]
     mesh: Mesh
     sources: tuple[int, ...] = ()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Sends `x`. What adds up over ranks, or is exchanged, is not sent again where a function is rematerialised."""
-        if self.kind in ("sum", "total", "scatter", "exchange"):
+        if self.kind in ("sum", "total", "mean", "scatter", "exchange"):
             return kept((self, x.shape, x.dtype), lambda: self._sent(x))
         return self._sent(x)
 
@@ -141,8 +144,12 @@ class Linear(NamedTuple):
         match self.kind:
             case "sum" | "total":
                 return _all_reduce(x, "sum", axes, key)
-            case "alike":
+            case "alike" | "shared":
                 return x.view_as(x)
+            case "part":
+                return x / self.mesh.count(self.axes)
+            case "mean":
+                return _all_reduce(x, "sum", axes, key) / self.mesh.count(self.axes)
             case "gather":
                 return _all_gather(x, axes, self.mesh.count(self.axes), key)
             case "scatter":
@@ -156,6 +163,7 @@ class Linear(NamedTuple):
     def transpose(self) -> Linear:
         """The map that cotangents take."""
         kinds = {"total": "alike", "alike": "total", "gather": "scatter", "scatter": "gather"}
+        kinds |= {"shared": "part", "part": "mean", "mean": "part"}
         inverse = [-1] * len(self.sources)
         for target, source in enumerate(self.sources):
             if source >= 0:
@@ -447,6 +455,16 @@ def ppermute(tree: Any, axis: Axes, pairs: Sequence[tuple[int, int]]) -> Any:
         sources[target] = source
     linear = Linear("permute", axes, mesh, tuple(sources))
     return _packed("ppermute", tree, lambda x: _Apply.apply(x, linear), 0)
+
+
+def received(x: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
+    """Returns an argument that all ranks along `axes` have been given alike: its cotangents are summed over them."""
+    return _Apply.apply(x, Linear("alike", axes, mesh))
+
+
+def handed_on(x: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
+    """Returns a result that all ranks along `axes` have alike: each gets its part of the cotangent."""
+    return _Apply.apply(x, Linear("shared", axes, mesh))
 
 
 def pvary(tree: Any, axis: Axes) -> Any:

@@ -11,6 +11,7 @@ import torch
 
 from fckpt import tree as trees
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, MeshWarning, users_stacklevel
+from fckpt.spmd.collectives import handed_on, received
 from fckpt.spmd.mesh import Mesh, transport_of, use_mesh
 from fckpt.spmd.setup import init_mesh
 from fckpt.spmd.specs import P, local, specs_of
@@ -48,6 +49,11 @@ def shard_map(fn: Any, mesh: Mesh | None = None, /, *, in_specs: Any, out_specs:
     Returns:
         A function of local tensors, or of DTensors that are placed as `in_specs` says, which returns local tensors.
         `fckpt.shard` and `fckpt.unshard` make them of global ones, and the other way round.
+
+        Differentiated from outside (`.backward()`, `fckpt.grad`, `torch.func.vjp`), it is one function of global
+        tensors, as in JAX: the gradient of an argument is summed over the axes that its spec does not name, and the
+        cotangent of a result counts once, however many ranks have the result. What the function closes over is each
+        rank's own: pass parameters as arguments.
 
     Raises (when called):
         ArgumentTypeError, ArgumentValueError: specs do not fit the mesh, an argument or an output. An output varies
@@ -183,12 +189,31 @@ def _mapped(fn: Function, *, mesh: Mesh | None, in_specs: Any, out_specs: Any, c
                 calls = _check(fn, mesh, args, kwargs, specs, out_specs)
                 transport_of(mesh.key).agree(_named(fn, args), calls)
                 checked.add(key)
+        args, kwargs = _differentiable(received, (args, kwargs), specs, mesh)
         with use_mesh(mesh):
             output = fn(*args, **kwargs)
-        specs_of("shard_map", "output", out_specs, output, mesh)
-        return output
+        return _differentiable(handed_on, output, specs_of("shard_map", "output", out_specs, output, mesh), mesh)
 
     return mapped
+
+
+def _differentiable(
+    convey: Callable[[torch.Tensor, tuple[str, ...], Mesh], torch.Tensor], tree: Any, specs: Sequence[P], mesh: Mesh
+) -> Any:
+    """Sends what is replicated along axes, and may be differentiated from outside, through `received` or `handed_on`.
+
+    So gradients that are taken outside are those of the whole function, the same on all ranks, as in JAX: the transpose
+    of what all ranks are given is a sum over them.
+    """
+    levels = torch._C._are_functorch_transforms_active()
+    leaves, spec = trees.flatten(tree)
+    for i, (leaf, p) in enumerate(zip(leaves, specs, strict=True)):
+        axes = tuple(name for name in mesh.names if mesh.shape[name] > 1 and name not in p.axes)
+        if not axes or not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            continue
+        if levels or (leaf.requires_grad and torch.is_grad_enabled()):
+            leaves[i] = convey(leaf, axes, mesh)
+    return trees.unflatten(spec, leaves)
 
 
 def _by_argument(in_specs: Any, args: tuple[Any, ...]) -> Any:

@@ -11,17 +11,25 @@ Private in torch 2.11 and 2.13: `torch._subclasses.fake_tensor`.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fckpt import tree as trees
-from fckpt.conditions import unwrapped
+from fckpt.conditions import Observation, unseen, unwrapped
 from fckpt.errors import TraceError
+from fckpt.lift import unwatched
+from fckpt.operations import statistics_of
+from fckpt.places import Slot, replaced, tensors_in
+from fckpt.replay import recompute_mode
+from fckpt.shadow import shadow
 from fckpt.spmd.collectives import sums_watched
 from fckpt.spmd.mesh import Mesh, use_mesh
 from fckpt.spmd.specs import P
@@ -29,6 +37,7 @@ from fckpt.spmd.specs import P
 __all__ = ["Varying", "varying", "violations"]
 
 Axes = frozenset[str]
+_autograd = torch._C._autograd
 
 
 class Varying(NamedTuple):
@@ -61,8 +70,9 @@ def varying(
         TraceError: its course depends on data.
     """
     flat, spec = trees.flatten((tuple(args), kwargs))
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _Follower(mesh) as follower:
-        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in flat]
+    with _apart(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _Follower(mesh) as follower:
+        fakes = [_without_data(x, mode) if isinstance(x, torch.Tensor) else x for x in flat]
+        fn = _with_captured(fn, functools.partial(_without_data, mode=mode))
         for i, (fake, p) in enumerate(zip(fakes, specs, strict=True)):
             if isinstance(fake, torch.Tensor):
                 follower.note(fake, frozenset(p.axes), f"argument {i}")
@@ -79,6 +89,41 @@ def varying(
         tensors = [(path, x) for path, x in zip(out_spec.paths(), leaves, strict=True) if isinstance(x, torch.Tensor)]
         paths, axes = [path for path, _ in tensors], [follower.of(x) for _, x in tensors]
         return Varying(paths, axes, follower.redundant, follower.collectives, output)
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Takes the body out of all that surrounds it: transforms of torch.func, hooks for saved tensors, modes."""
+    with recompute_mode(), torch.set_grad_enabled(torch.is_grad_enabled()), _disable_current_modes(), unwatched():
+        hooks: list[Any] = []  # a region around the mapped function is not to keep what the body saves
+        while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+            _autograd._pop_saved_tensors_default_hooks()
+            hooks.append(top)
+        try:
+            yield
+        finally:
+            for pack, unpack in reversed(hooks):
+                _autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _without_data(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor like another as its function sees it, whatever wraps that."""
+    if x.layout is not torch.strided or type(x) not in (torch.Tensor, nn.Parameter):
+        return mode.from_tensor(x)
+    with mode:
+        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return made.requires_grad_(x.requires_grad)
+
+
+def _with_captured(fn: Callable[..., Any], stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """A copy of a function with other tensors in the places of those that it closes over, so that none is written."""
+    with unseen():
+        observed = Observation([fn], (), (), {})
+        slots: list[Slot] = [*observed.slots, *observed.installed, *((b[0], b[1], b[3]) for b in observed.buffers)]
+        found = {id(t): t for slot in slots for t in tensors_in(slot[2])}
+        new = {number: stand_in(t) for number, t in found.items()}
+        copies, _ = shadow([fn], [(holder, key, replaced(value, new)) for holder, key, value in slots])
+    return copies[0]
 
 
 class _Follower(TorchDispatchMode):
@@ -124,6 +169,7 @@ class _Follower(TorchDispatchMode):
                 self.collectives.append(f"{name} ({rest}) of {trees.describe(inputs[0])}, made as {made}")
         outputs = [x for x in trees.leaves(result) if isinstance(x, torch.Tensor)]
         written = _mutated(func, args, kwargs) if func._schema.is_mutable else []
+        written += [args[position] for position in statistics_of(func, args)]
         for x in (*outputs, *written):
             self.note(x, axes, made)
         return result

@@ -138,6 +138,36 @@ def everything() -> dict[str, Any]:
     return {"collectives": collectives(), **{name: program() for name, program in PROGRAMS.items()}}
 
 
+# ---- gradients from outside ------------------------------------------------------------------------
+
+
+def rows(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ w).exp().square().sum(1)
+
+
+def total(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return rows(w, x).sum()
+
+
+def outside() -> dict[str, torch.Tensor]:
+    """Gradients that are taken outside of a mapped function, in several ways."""
+    mesh = fckpt.init_mesh({"a": 2}, timeout_seconds=30)
+    with fckpt.use_mesh(mesh):
+        rank = int(fckpt.axis_index("a"))
+    part = (torch.arange(8, dtype=torch.float64) / 7).reshape(4, 2).chunk(2)[rank]
+    w = torch.tensor([[0.3, -0.2], [0.1, 0.5]], dtype=torch.float64)
+    body = lambda w, x: fckpt.psum(total(w, x), "a")
+    step = fckpt.shard_map(body, mesh, in_specs=(P(), P("a")), out_specs=P())
+    one = w.clone().requires_grad_()
+    step(one, part).backward()
+    assert one.grad is not None
+    region = fckpt.remat(step)
+    found = {"backward": one.grad, "grad": torch.func.grad(lambda w: step(w, part))(w)}
+    found["remat"] = fckpt.grad(lambda w: region(w, part))(w)
+    found["vjp"] = torch.func.vjp(lambda w: step(w, part), w)[1](torch.ones((), dtype=torch.float64))[0]
+    return found
+
+
 # ---- faults ----------------------------------------------------------------------------------------
 
 
