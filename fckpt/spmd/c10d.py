@@ -75,6 +75,10 @@ class Processes:
     def link(self, axis: str) -> Link:
         return self.links.get(axis, NVLINK if dist.get_backend() == "nccl" else GLOO)
 
+    def exchange(self, about: str, mine: str) -> list[str]:
+        """See `Guard.exchange`."""
+        return self.guard.exchange(about, mine)
+
     def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
         """See `Guard.share`."""
         return self.guard.share(about, mine, make)

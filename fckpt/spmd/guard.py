@@ -142,6 +142,14 @@ class Guard:
                 f"rank {rank} will call {mine} as collective number {number}, where others call {usual}. {_SAME}", rank
             )
 
+    def exchange(self, about: str, mine: str) -> list[str]:
+        """Waits until all ranks have come here, and returns what each of them says.
+
+        Raises:
+            RankFailure: one of them has failed, or does not come.
+        """
+        return [mine] if self.store is None else self._all(self._say("exchange", about, mine), about)
+
     def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
         """Returns what rank 0 makes of what all ranks say about something, however long it takes.
 

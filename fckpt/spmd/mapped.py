@@ -243,7 +243,7 @@ def _signature(args: Any, kwargs: Any) -> Any:
 
 def _check(fn: Function, mesh: Mesh, args: Any, kwargs: Any, specs: Sequence[P], out_specs: Any) -> list[str]:
     """Returns the collectives that will be called; see `shard_map` for errors."""
-    found = varying(fn, mesh, args, kwargs, specs)
+    found = varying(fn, mesh, args, kwargs, specs, _named(fn, args))
     outputs = specs_of("shard_map", "output", out_specs, found.output, mesh)
     leaves = trees.leaves(found.output)
     tensors = [spec for spec, x in zip(outputs, leaves, strict=True) if isinstance(x, torch.Tensor)]

@@ -70,6 +70,10 @@ class Transport(Protocol):
         """Returns the `Link` between neighbours along an axis."""
         ...
 
+    def exchange(self, about: str, mine: str) -> list[str]:
+        """Waits for all ranks of the mesh, and returns what each of them says, in the order of ranks."""
+        ...
+
     def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
         """Returns what rank 0 makes of what all ranks have to say about something."""
         ...

@@ -123,6 +123,9 @@ class _Nobody:
     def link(self, axis: str) -> Link:
         return self.links.get(axis, NVLINK)
 
+    def exchange(self, about: str, mine: str) -> list[str]:
+        return [mine]
+
     def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
         return make([mine])
 

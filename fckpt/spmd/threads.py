@@ -32,11 +32,13 @@ class Meeting:
         self.gone: dict[int, str] = {}
         """Ranks that have ended, and how."""
 
-    def say(self, about: str, rank: int, what: str | None, *, alone: bool = False) -> list[str]:
+    def say(
+        self, about: str, rank: int, what: str | None, *, alone: bool = False, timeout: float | None = None
+    ) -> list[str]:
         """Returns what all ranks say about something, or, where others say None, what rank 0 says of it.
 
         Raises:
-            RankFailure: one of them has ended.
+            RankFailure: one of them has ended, or has not come after `timeout` seconds.
         """
         with self.lock:
             said = self.said.setdefault(about, {})
@@ -45,7 +47,12 @@ class Meeting:
                 self.lock.notify_all()
             ranks = [0] if alone or what is None else [*range(self.mesh.size)]
             lost = lambda: [r for r in ranks if r not in said and r in self.gone]
-            self.lock.wait_for(lambda: lost() or all(r in said for r in ranks))
+            missing = lambda: [r for r in ranks if r not in said]
+            if not self.lock.wait_for(lambda: lost() or not missing(), timeout):
+                raise RankFailure(
+                    f"rank {missing()[0]} did not come to {about} within {timeout:g} s, where rank {rank} waits.",
+                    rank=missing()[0],
+                )
             if lost():
                 gone = f"rank {lost()[0]} {self.gone[lost()[0]]}"
                 raise RankFailure(f"{gone}, while rank {rank} waits for {about}.", lost()[0])
@@ -112,6 +119,10 @@ class Thread:
 
     def link(self, axis: str) -> Link:
         return self.meeting.links.get(axis, GLOO)
+
+    def exchange(self, about: str, mine: str) -> list[str]:
+        self.shares[about] = number = self.shares.get(about, 0) + 1
+        return self.meeting.say(f"{about} {number}", self.rank, mine, timeout=self.meeting.timeout)
 
     def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
         self.shares[about] = number = self.shares.get(about, 0) + 1

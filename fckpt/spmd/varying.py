@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,12 +27,12 @@ from fckpt import tree as trees
 from fckpt.conditions import Observation, unseen, unwrapped
 from fckpt.errors import TraceError
 from fckpt.lift import unwatched
-from fckpt.operations import statistics_of
+from fckpt.operations import is_random, statistics_of
 from fckpt.places import Slot, replaced, tensors_in
 from fckpt.replay import recompute_mode
 from fckpt.shadow import shadow
 from fckpt.spmd.collectives import sums_watched
-from fckpt.spmd.mesh import Mesh, use_mesh
+from fckpt.spmd.mesh import Mesh, transport_of, use_mesh
 from fckpt.spmd.specs import P
 
 __all__ = ["Varying", "varying", "violations"]
@@ -55,7 +56,7 @@ class Varying(NamedTuple):
 
 
 def varying(
-    fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any], kwargs: dict[str, Any], specs: Sequence[P]
+    fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any], kwargs: dict[str, Any], specs: Sequence[P], about: str
 ) -> Varying:
     """Returns over which axes the outputs of a function vary.
 
@@ -65,6 +66,7 @@ def varying(
         args: its arguments.
         kwargs: those by keyword.
         specs: one for each leaf of (args, kwargs).
+        about: names the call, for those who wait for a rank that does not come.
 
     Raises:
         TraceError: its course depends on data.
@@ -72,7 +74,12 @@ def varying(
     flat, spec = trees.flatten((tuple(args), kwargs))
     with _apart(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _Follower(mesh) as follower:
         fakes = [_without_data(x, mode) if isinstance(x, torch.Tensor) else x for x in flat]
-        fn = _with_captured(fn, functools.partial(_without_data, mode=mode))
+        fn, captured = _with_captured(fn, functools.partial(_without_data, mode=mode))
+        with _disable_current_modes():
+            *differing, drawn = _differing(about, mesh, [_digest(x) for x, _ in captured])
+        for i, ((_, fake), axes) in enumerate(zip(captured, differing, strict=True)):
+            follower.note(fake, axes, f"captured {i}")
+        follower.drawn = drawn
         for i, (fake, p) in enumerate(zip(fakes, specs, strict=True)):
             if isinstance(fake, torch.Tensor):
                 follower.note(fake, frozenset(p.axes), f"argument {i}")
@@ -115,15 +122,54 @@ def _without_data(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         return made.requires_grad_(x.requires_grad)
 
 
-def _with_captured(fn: Callable[..., Any], stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    """A copy of a function with other tensors in the places of those that it closes over, so that none is written."""
+def _with_captured(
+    fn: Callable[..., Any], stand_in: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[Callable[..., Any], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A copy of a function with other tensors in the places of those that it closes over, so that none is written.
+
+    Returns:
+        The copy; and the tensors, with those in their places.
+    """
     with unseen():
         observed = Observation([fn], (), (), {})
         slots: list[Slot] = [*observed.slots, *observed.installed, *((b[0], b[1], b[3]) for b in observed.buffers)]
         found = {id(t): t for slot in slots for t in tensors_in(slot[2])}
         new = {number: stand_in(t) for number, t in found.items()}
         copies, _ = shadow([fn], [(holder, key, replaced(value, new)) for holder, key, value in slots])
-    return copies[0]
+    return copies[0], [(t, new[number]) for number, t in found.items()]
+
+
+def _differing(about: str, mesh: Mesh, digests: Sequence[str]) -> list[Axes]:
+    """Over which axes of the mesh ranks differ in each of these, and last in the states of their generators."""
+    states = [torch.random.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    mine = json.dumps([*digests, "".join(map(_digest, states))])
+    rows = [json.loads(said) for said in transport_of(mesh.key).exchange(about, mine)]
+    if len({len(row) for row in rows}) > 1:  # they close over different things
+        return [frozenset(mesh.names)] * (len(digests) + 1)
+    chains = {name: {mesh.peers(rank, (name,)) for rank in range(len(rows))} for name in mesh.names}
+    alike = lambda ranks, column: len({column[rank] for rank in ranks if rank < len(rows)}) == 1
+    return [
+        frozenset(name for name in mesh.names if not all(alike(ranks, column) for ranks in chains[name]))
+        for column in zip(*rows, strict=True)
+    ]
+
+
+def _digest(x: torch.Tensor) -> str:
+    """A hash of what lies in a tensor, computed where it lies."""
+    x = unwrapped(x).detach()
+    if x.layout is not torch.strided or type(x) is not torch.Tensor or x.device.type == "meta" or not x.numel():
+        return ""
+    flat = x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    total = 0
+    for part in flat.split(_CHUNK):
+        number = torch.arange(1, len(part) + 1, device=part.device, dtype=torch.int64)
+        total = (total * 1_000_003 + int(((part.to(torch.int64) + 1) * (number * number + 7)).sum())) % 2**61
+    return f"{x.dtype} {tuple(x.shape)} {total}"
+
+
+_CHUNK = 1 << 20
 
 
 class _Follower(TorchDispatchMode):
@@ -138,6 +184,8 @@ class _Follower(TorchDispatchMode):
         """The storages, whose numbers must not be used again."""
         self.redundant: list[str] = []
         self.collectives: list[str] = []
+        self.drawn: Axes = frozenset()
+        """Over which axes random numbers vary: those along which the ranks' generators differ."""
 
     def of(self, x: torch.Tensor) -> Axes:
         """Over which axes a tensor varies. Over one of a single rank nothing does."""
@@ -159,6 +207,8 @@ class _Follower(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = [x for x in trees.leaves((list(args), kwargs)) if isinstance(x, torch.Tensor)]
         axes: Axes = frozenset().union(*(self._known(x)[0] for x in inputs))
+        if is_random(func):
+            axes |= self.drawn
         result = func(*args, **kwargs)
         made = self._made(func, args, kwargs)
         if func.namespace == "fckpt":

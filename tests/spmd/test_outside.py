@@ -137,3 +137,31 @@ def test_outside_in_processes():
         for name, gradient in theirs.items():
             assert torch.equal(mine[name], gradient), name
             torch.testing.assert_close(gradient, backward(lambda w: spmd_programs.total(w, X)), **CLOSE)
+
+
+def test_what_is_closed_over_varies_where_ranks_differ():
+    """A part that a function closes over is no parameter that all ranks have; equal tensors are."""
+
+    def program(seed: int, total: Callable[[Tensor], Tensor]) -> Tensor:
+        mesh = fckpt.init_mesh({"a": 2, "b": 2})
+        mine = X + seed * int(fckpt.axis_index("a"))
+        return fckpt.shard_map(lambda w: total((mine @ w).sum()), mesh, in_specs=(P(),), out_specs=P())(W)
+
+    mesh = fckpt.sim({"a": 2, "b": 2})
+    assert len(mesh.run(lambda: program(0, lambda y: y))) == 4
+    assert len(mesh.run(lambda: program(1, lambda y: fckpt.psum(y, "a")))) == 4
+    with pytest.raises(fckpt.ArgumentValueError, match=r"varies over 'a'") as caught:
+        mesh.run(lambda: program(1, lambda y: y))
+    assert "'b'" not in str(caught.value)
+
+
+def test_buffers_of_a_batch():
+    def program() -> Any:
+        mesh = fckpt.init_mesh({"a": 2})
+        apply, params, buffers = fckpt.from_module(nn.BatchNorm1d(2).double())
+        specs = (P(), P(), P("a"))
+        step = fckpt.shard_map(lambda p, b, x: apply(p, b, x)[1], mesh, in_specs=specs, out_specs=P())
+        return step(params, buffers, X.chunk(2)[int(fckpt.axis_index("a"))])
+
+    with pytest.raises(fckpt.ArgumentValueError, match=r"running_mean.* varies over 'a'"):
+        fckpt.sim({"a": 2}).run(program)
