@@ -299,6 +299,10 @@ class Planner:
             found = next((programs for guards, programs in known if guards.hold()), None)
             if found is not None:
                 return found
+            if known:
+                self.ledger.captured_again(known[0][0].changed())
+            elif any(other[:-1] == key[:-1] for other, made in self.traced.items() if made):
+                self.ledger.captured_again("what the function closes over, or its arguments hold")
             facts = [*observation.facts, *(kind for part in observation.parts for kind in part.kinds)]
             return self._traced_now(known, fn, arguments, facts, reached, layouts, batches)
 

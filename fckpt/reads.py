@@ -95,13 +95,23 @@ class Guards:
 
     def hold(self) -> bool:
         """Whether a trace would read the same things now."""
-        return (
-            self._classes.hold()
-            and all(held.get(name) is value for held, name, value in self._attributes)
-            and all(os.environ.get(key) == value for key, value in self._environment.items())
-            and all(cache.cache_info().misses == misses for cache, misses in self._caches)
-            and facts_of(self._called, self._scopes) == self._facts
-        )
+        return not self.changed()
+
+    def changed(self) -> str:
+        """Says what differs; empty if nothing does."""
+        if not self._classes.hold():
+            return self._classes.changed()
+        for held, name, value in self._attributes:
+            if held.get(name) is not value:
+                return f"{held.get('__name__', 'a module')}.{name} is another function"
+        for key, then in self._environment.items():
+            if os.environ.get(key) != then:
+                return f"the environment has another {key}"
+        for cache, misses in self._caches:
+            if cache.cache_info().misses != misses:
+                return f"the cache of {getattr(cache, '__name__', 'a function')} was filled with something new"
+        same = facts_of(self._called, self._scopes) == self._facts
+        return "" if same else "a global, or what lies in one, is another"
 
 
 def _called(reads: Reads) -> Iterator[Any]:

@@ -12,14 +12,13 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fckpt.spmd.guard import Guard
+from fckpt.spmd.guard import Guard, place_of
 from fckpt.spmd.links import GLOO, NVLINK, Link
 from fckpt.spmd.mesh import Mesh
 
@@ -197,14 +196,7 @@ def _guard(rank: int, size: int) -> Guard:
     return Guard(rank, size)
 
 
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-
-
 def _said(what: str, x: torch.Tensor, axes: tuple[str, ...]) -> str:
     """Describes a call: what, over which axes, of what, and from where in the user's program."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
     name, dtype = what.removeprefix("_c10d_functional."), str(x.dtype).removeprefix("torch.")
-    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    return f"{name} over {', '.join(axes)} of {tuple(x.shape)} {dtype} at {place}"
+    return f"{name} over {', '.join(axes)} of {tuple(x.shape)} {dtype} at {place_of(sys._getframe(1))}"

@@ -1,8 +1,8 @@
 """Never a hang, and no wrong numbers without an error: what every rank tells the others about itself.
 
-A rank that fails says so in the store that all processes share, before it goes; while it lives it counts up a number
-there. A collective that fails, or is not over in time, makes a rank look: who has failed, whose number stands still,
-and who called something else.
+A rank that fails, or ends, says so in the store that all processes share, before it goes; while it lives it counts up a
+number there, and says on which line of the program it is. A collective that fails, or is not over in time, makes a rank
+look: who has failed, whose number stands still, who called something else, and who is elsewhere.
 
 Ranks that call collectives of equal shapes in another order would exchange wrong numbers without any error. So before
 a mapped function runs for the first time, they compare what it will call and of what that is made (`agree`), and at the
@@ -20,9 +20,12 @@ import hashlib
 import json
 import math
 import os
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +34,7 @@ import torch.distributed as dist
 from fckpt.errors import RankFailure
 from fckpt.spmd.mesh import first_difference
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "place_of"]
 
 T = TypeVar("T")
 Compare = Callable[[torch.Tensor], torch.Tensor]
@@ -51,6 +54,8 @@ class Guard:
         self.counts: dict[tuple[str, str], int] = {}
         self.calls: list[str] = []
         """What this rank called in this step."""
+        self.waiting = False
+        """Whether it is in a collective."""
         self.store = self._connect() if size > 1 and "MASTER_PORT" in os.environ else None
         self.ended = threading.Event()
         if self.store is not None:
@@ -68,10 +73,13 @@ class Guard:
         store = self._connect()
         while not self.ended.is_set():
             try:
+                store.set(f"where/{self.rank}", json.dumps([place_of(_main_frame()), self.waiting]))
                 store.add(f"beat/{self.rank}", 1)
             except RuntimeError:
                 return  # the store has gone, and with it the job
             self.ended.wait(BEAT_SECONDS)
+        with contextlib.suppress(RuntimeError):
+            store.set(f"ended/{self.rank}", "")
 
     def _end(self, beating: threading.Thread) -> None:
         """Python takes its end for that of all threads, and one that comes back from C++ then aborts the process."""
@@ -93,11 +101,14 @@ class Guard:
             RankFailure: it failed, was not over in time, or another rank calls something else.
         """
         self.calls.append(what)
+        self.waiting = True
         try:
             if compare is None or self.foreseen or self.size == 1 or _alike(compare, [what]):
                 return run()
         except RuntimeError as error:
             raise self._failure(error) from error
+        finally:
+            self.waiting = False
         raise self._failure(None)
 
     @contextlib.contextmanager
@@ -202,6 +213,8 @@ class Guard:
         assert self.store is not None
         known = self.store.check([f"about/{rank}"])
         there = self.store.get(f"about/{rank}").decode() if known else "nowhere yet"
+        place, _ = self._place(rank)
+        there = f"{there} ({place})" if place else there
         came = [r for r in range(self.size) if self.store.check([f"{key}/{r}"])]
         if 2 * len(came) < self.size:
             text = f"rank {came[0]} waits at {about}, where most others do not come. Rank {rank} is at {there}."
@@ -251,8 +264,13 @@ class Guard:
             late = time.monotonic() > deadline
             found = self._told(self.step) or self._compared(2 if late else self.size)
             if found is not None or late:
-                return found or self._told(0)
+                return found or self._told(0) or self._elsewhere()
             if time.monotonic() > deadline - PATIENCE_SECONDS + 4 * BEAT_SECONDS and (silent := self._silent(before)):
+                if self.store.check([f"ended/{silent[0]}"]):
+                    return RankFailure(
+                        f"rank {silent[0]} has ended its program, while others wait for it in step {self.step}.",
+                        silent[0],
+                    )
                 rest = f", {silent[1:]} neither" if len(silent) > 1 else ""
                 return RankFailure(
                     f"rank {silent[0]} gives no sign of life{rest}, in step {self.step}: its process was killed or is "
@@ -260,6 +278,29 @@ class Guard:
                     silent[0],
                 )
             time.sleep(BEAT_SECONDS / 5)
+
+    def _elsewhere(self) -> RankFailure | None:
+        """Names a rank that lives and is in no collective, and where it is."""
+        assert self.store is not None
+        for rank in range(self.size):
+            if rank != self.rank and not self.store.check([f"calls/{self.step}/{rank}"]):
+                place, waiting = self._place(rank)
+                if place and not waiting:
+                    called = self.calls[-1] if self.calls else "a call"
+                    return RankFailure(
+                        f"rank {rank} does not come to {called}, where rank {self.rank} waits in step {self.step}. It "
+                        f"lives, and is at {place}.",
+                        rank,
+                    )
+        return None
+
+    def _place(self, rank: int) -> tuple[str, bool]:
+        """On which line of the program a rank was when it last said so, and whether in a collective."""
+        assert self.store is not None
+        if not self.store.check([f"where/{rank}"]):
+            return "", False
+        place, waiting = json.loads(self.store.get(f"where/{rank}"))
+        return place, waiting
 
     def _told(self, since: int) -> RankFailure | None:
         """What another rank said of its own failure, or of whose failure it has seen, in this step or a later one.
@@ -300,6 +341,18 @@ class Guard:
         return [rank for rank, (a, b) in enumerate(zip(before, self._beats(), strict=True)) if a == b]
 
 
+def _main_frame() -> types.FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def place_of(frame: types.FrameType | None) -> str:
+    """The user's line that a frame is on, or was called from: `train.py:12`; empty outside of a user's code."""
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _SAME = "All ranks must call the same collectives in the same order."
 
 

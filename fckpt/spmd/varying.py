@@ -101,7 +101,8 @@ def varying(
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
     """Takes the body out of all that surrounds it: transforms of torch.func, hooks for saved tensors, modes."""
-    with recompute_mode(), torch.set_grad_enabled(torch.is_grad_enabled()), _disable_current_modes(), unwatched():
+    grad = torch.is_grad_enabled()
+    with recompute_mode(), torch.set_grad_enabled(grad), _disable_current_modes(), unwatched():
         hooks: list[Any] = []  # a region around the mapped function is not to keep what the body saves
         while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
             _autograd._pop_saved_tensors_default_hooks()
@@ -161,11 +162,13 @@ def _digest(x: torch.Tensor) -> str:
     x = unwrapped(x).detach()
     if x.layout is not torch.strided or type(x) is not torch.Tensor or x.device.type == "meta" or not x.numel():
         return ""
-    flat = x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    data = x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    words = data[: len(data) // 8 * 8]
+    words = (words.clone() if words.storage_offset() % 8 else words).view(torch.int64)
     total = 0
-    for part in flat.split(_CHUNK):
+    for part in (*words.split(_CHUNK), data[len(words) * 8 :].to(torch.int64)):
         number = torch.arange(1, len(part) + 1, device=part.device, dtype=torch.int64)
-        total = (total * 1_000_003 + int(((part.to(torch.int64) + 1) * (number * number + 7)).sum())) % 2**61
+        total = (total * 1_000_003 + int(((part + 1) * (number * number + 7)).sum())) % 2**61  # products may wrap
     return f"{x.dtype} {tuple(x.shape)} {total}"
 
 
