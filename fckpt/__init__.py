@@ -16,6 +16,7 @@ from fckpt.errors import ArgumentValueError as ArgumentValueError
 from fckpt.errors import BudgetError as BudgetError
 from fckpt.errors import BudgetWarning as BudgetWarning
 from fckpt.errors import CacheWarning as CacheWarning
+from fckpt.errors import CheckpointError as CheckpointError
 from fckpt.errors import ClosureError as ClosureError
 from fckpt.errors import FckptError as FckptError
 from fckpt.errors import ImpureFunctionError as ImpureFunctionError

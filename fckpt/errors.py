@@ -94,6 +94,10 @@ class RankFailure(FckptError, RuntimeError):
         return type(self), (*self.args, self.rank), self.__dict__
 
 
+class CheckpointError(FckptError, RuntimeError):
+    """A file of a checkpoint is damaged, or is not what a checkpoint is made of."""
+
+
 class CacheWarning(UserWarning):
     """A model's cache is switched off where its blocks are rematerialised."""
 

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from fckpt.spmd.guard import Guard, place_of
 from fckpt.spmd.links import GLOO, NVLINK, Link
@@ -40,7 +39,6 @@ class Processes:
         self.guard = _guard(self.rank, mesh.size)
         self.guard.timeout_seconds = timeout_seconds
         self.groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        self.device_meshes: dict[tuple[str, tuple[str, ...]], DeviceMesh] = {}
         for name in mesh.names:
             self.group((name,))
 
@@ -55,16 +53,6 @@ class Processes:
                     self.groups[axes] = group
         return self.groups[axes]
 
-    def device_mesh(self, device_type: str, names: tuple[str, ...]) -> DeviceMesh:
-        """Returns this mesh as torch has it, its axes in the order of `names`. It sends its messages in our groups."""
-        if (device_type, names) not in self.device_meshes:
-            ranks = torch.arange(self.mesh.size).view(*self.mesh.shape.values())
-            ranks = ranks.permute(*[self.mesh.names.index(name) for name in names]).contiguous()
-            groups = [self.group((name,)) for name in names]
-            made = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
-            self.device_meshes[device_type, names] = made
-        return self.device_meshes[device_type, names]
-
     def _order(self, axes: tuple[str, ...]) -> torch.Tensor | None:
         """By number along `axes`, that in the group, where groups keep their ranks sorted; None if they agree."""
         ranks = self.mesh.peers(self.rank, axes)
@@ -77,6 +65,10 @@ class Processes:
     def exchange(self, about: str, mine: str) -> list[str]:
         """See `Guard.exchange`."""
         return self.guard.exchange(about, mine)
+
+    def later(self, about: str) -> Callable[[str], list[str]]:
+        """See `Guard.later`."""
+        return self.guard.later(about)
 
     def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
         """See `Guard.share`."""

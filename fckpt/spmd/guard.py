@@ -161,6 +161,37 @@ class Guard:
         """
         return [mine] if self.store is None else self._all(self._say("exchange", about, mine), about)
 
+    def later(self, about: str) -> Callable[[str], list[str]]:
+        """Returns an exchange for later, in any thread.
+
+        Others may need long for what they have to say, such as a file that they write, while they live.
+
+        Raises:
+            RankFailure: one of them has ended, or gives no sign of life.
+        """
+        if self.store is None:
+            return lambda mine: [mine]
+        store, key = self.store, self._reserved("later", about)
+
+        def exchange(mine: str) -> list[str]:
+            store.set(f"{key}/{self.rank}", mine)
+            return [self._outlived(store, f"{key}/{rank}", rank, about) for rank in range(self.size)]
+
+        return exchange
+
+    def _outlived(self, store: dist.Store, key: str, rank: int, about: str) -> str:
+        """Waits for what a rank has to say, as long as it lives."""
+        before, looked = self._beats(), time.monotonic()
+        while not store.check([key]):
+            if store.check([f"ended/{rank}"]) and not store.check([key]):
+                raise RankFailure(f"rank {rank} has ended its program, while others wait at {about}.", rank)
+            if time.monotonic() - looked > self.timeout_seconds:
+                if rank in self._silent(before):
+                    raise RankFailure(f"rank {rank} gives no sign of life while others wait at {about}.", rank)
+                before, looked = self._beats(), time.monotonic()
+            time.sleep(0.005)
+        return store.get(key).decode()
+
     def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
         """Returns what rank 0 makes of what all ranks say about something, however long it takes.
 
@@ -177,13 +208,17 @@ class Guard:
         return self._waited(f"{key}/answer", 0, about, math.inf)
 
     def _say(self, kind: str, about: str, what: str) -> str:
-        """Leaves what this rank has to say about something, and returns where ranks do, this time."""
+        """Leaves what this rank has to say about something, and returns where ranks do."""
         assert self.store is not None
-        self.counts[kind, about] = number = self.counts.get((kind, about), 0) + 1
-        key = f"{kind}/{hashlib.sha256(about.encode()).hexdigest()[:16]}/{number}"
+        key = self._reserved(kind, about)
         self.store.set(f"{key}/{self.rank}", what)
         self.store.set(f"about/{self.rank}", about)
         return key
+
+    def _reserved(self, kind: str, about: str) -> str:
+        """Returns where ranks leave what they have to say about something, this time."""
+        self.counts[kind, about] = number = self.counts.get((kind, about), 0) + 1
+        return f"{kind}/{hashlib.sha256(about.encode()).hexdigest()[:16]}/{number}"
 
     def _all(self, key: str, about: str) -> list[str]:
         """Waits for what all ranks have to say."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, RankFailure
+from fckpt.spmd.saving import finished
 
 __all__ = ["launch"]
 
@@ -87,7 +88,8 @@ def _work(pipe: Connection, environment: dict[str, str], work: bytes) -> None:
     try:
         fn, args = pickle.loads(work)
         buffer = io.BytesIO()
-        torch.save(fn(*args), buffer)  # shared memory would go with the process
+        with finished():
+            torch.save(fn(*args), buffer)  # shared memory would go with the process
         pipe.send(("returned", buffer.getvalue(), ""))
     except BaseException as error:
         text = traceback.format_exc()

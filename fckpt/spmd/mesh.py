@@ -78,6 +78,10 @@ class Transport(Protocol):
         """Returns what rank 0 makes of what all ranks have to say about something."""
         ...
 
+    def later(self, about: str) -> Callable[[str], list[str]]:
+        """Returns an `exchange` for later, in any thread, that waits for others as long as they live."""
+        ...
+
     def watch(self, foreseen: bool) -> contextlib.AbstractContextManager[None]:
         """What to run a step in, so that a failure on one rank is told to the others.
 

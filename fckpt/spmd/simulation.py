@@ -18,6 +18,7 @@ from fckpt import ambient
 from fckpt.errors import ArgumentValueError, RankFailure
 from fckpt.spmd.links import Link
 from fckpt.spmd.mesh import Mesh, carried, use_mesh
+from fckpt.spmd.saving import finished
 from fckpt.spmd.threads import Meeting, Thread
 
 __all__ = ["Simulation", "sim"]
@@ -72,7 +73,7 @@ class Simulation:
             try:
                 # autograd's own threads know nothing of ranks
                 alone = torch.autograd.set_multithreading_enabled(False)
-                with carried(self.mesh, Thread(meeting, number)), use_mesh(self.mesh), alone:
+                with carried(self.mesh, Thread(meeting, number)), use_mesh(self.mesh), alone, finished():
                     results[number] = program(*args, **kwargs)
                 meeting.leave(number, "has returned")
             except BaseException as error:

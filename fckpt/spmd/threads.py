@@ -124,6 +124,10 @@ class Thread:
         self.shares[about] = number = self.shares.get(about, 0) + 1
         return self.meeting.say(f"{about} {number}", self.rank, mine, timeout=self.meeting.timeout)
 
+    def later(self, about: str) -> Callable[[str], list[str]]:
+        self.shares[about] = number = self.shares.get(about, 0) + 1
+        return lambda mine: self.meeting.say(f"{about} {number}", self.rank, mine)
+
     def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
         self.shares[about] = number = self.shares.get(about, 0) + 1
         said = self.meeting.say(f"{about} {number}", self.rank, mine)

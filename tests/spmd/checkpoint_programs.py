@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import time
+import warnings
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemWriter
 
 import fckpt
@@ -132,3 +134,45 @@ def goes_wrong(folder: str) -> None:
         FileSystemWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     attempt("death", lambda: fckpt.save(f"{folder}/cut", {"x": torch.ones(2)}, P("data"), mesh))
+
+
+def saves_meanwhile(folder: str) -> dict[str, bool]:
+    """Exchanges messages while files are written; then rank 1 cannot write."""
+    mesh = fckpt.init_mesh({"data": -1}, timeout_seconds=20)
+    rank, write = int(os.environ["RANK"]), FileSystemWriter.write_data
+
+    def slow(self: Any, plan: Any, planner: Any) -> Any:
+        time.sleep(1 + 0.2 * rank)
+        if rank == 1 and str(self.path).endswith("3"):
+            raise OSError("no space left on device")
+        return write(self, plan, planner)
+
+    FileSystemWriter.write_data = slow
+    x = torch.ones(1000)
+    total = fckpt.shard_map(lambda x: fckpt.psum(x, "data"), mesh, in_specs=(P("data"),), out_specs=P())
+    total(x)
+    saving = fckpt.save(f"{folder}/1", x, P("data"), mesh, wait=False)
+    for _ in range(5):
+        found = total(x)
+    going = not saving.done()
+    fckpt.save(f"{folder}/2", x + 1, P("data"), mesh, wait=False)
+    failing = fckpt.save(f"{folder}/3", x + 2, P("data"), mesh, wait=False)
+    try:
+        failing.wait()
+    except fckpt.RankFailure as error:
+        failed = error.rank == 1 and rank != 1 and "no space left on device" in str(error)
+    except OSError:
+        failed = rank == 1
+    fckpt.save(f"{folder}/4", x, P("data"), mesh, wait=False)
+    return {"going": going, "same": torch.equal(found, x * mesh.size) and failed}
+
+
+def opened(folder: Path) -> None:
+    """Reads a checkpoint as torch does."""
+    like = {"x": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            checkpoint.load(like, checkpoint_id=folder, no_dist=True)
+        except BaseException as error:  # a CheckpointException is one
+            print(error)

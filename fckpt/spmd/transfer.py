@@ -1,0 +1,229 @@
+"""Parts of tensors into files, and out of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    Metadata,
+    SavePlan,
+)
+from torch.distributed.checkpoint import metadata as torchs
+from torch.distributed.checkpoint import planner as items
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+
+from fckpt.errors import ArgumentTypeError, CheckpointError, FckptError, RankFailure
+from fckpt.spmd.files import as_plain, parts_of, summed, verify, write_metadata
+from fckpt.spmd.mesh import Mesh, transport_of
+from fckpt.spmd.parts import Box, Leaf
+
+__all__ = ["read", "written"]
+
+# ---- writing ---------------------------------------------------------------------------------------
+
+
+def written(
+    path: str | os.PathLike[str], files: FileSystemWriter, leaves: dict[str, Leaf], mesh: Mesh
+) -> Callable[[], None]:
+    """Returns what writes this rank's parts, and a whole checkpoint together with those of others.
+
+    All ranks call this function, at the same place of their programs; what it returns runs in any thread.
+
+    Raises:
+        ArgumentTypeError: a leaf is neither a tensor with data nor plain data.
+    """
+    rank = transport_of(mesh.key).rank if mesh.names else 0
+    later = transport_of(mesh.key).later if mesh.names else lambda _: lambda mine: [mine]
+    exchange, conclude = later(f"the files of {path}"), later(f"the end of {path}")
+    for leaf in leaves.values():
+        if leaf.is_tensor and leaf.value.is_meta:
+            raise ArgumentTypeError(f"save: {leaf.where} has no data (device='meta'): there is nothing to save.")
+    plain = {name: _pickled(leaf) for name, leaf in leaves.items() if not leaf.is_tensor}
+    todo = []
+    for number, (name, leaf) in enumerate(leaves.items()):
+        owners = leaf.owners(mesh, rank)
+        if owners[number % len(owners)] == rank:  # ranks take turns
+            todo.append(_write_item(name, leaf, mesh, rank))
+    whole = {name: _of_whole(leaf, mesh) for name, leaf in leaves.items()}
+
+    class Planner(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            name = write_item.index.fqn
+            return io.BytesIO(plain[name]) if name in plain else leaves[name].value.detach().contiguous()
+
+    def write() -> None:
+        error: BaseException | None = None
+        mine: dict[str, Any] = {"error": "", "parts": []}
+        done = ""
+        try:
+            plan = files.prepare_local_plan(SavePlan(todo))
+            plan = files.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
+            mine["parts"] = summed(files, files.write_data(plan, Planner()).wait())
+        except Exception as caught:
+            error, mine["error"] = caught, f"{type(caught).__name__}: {caught}"
+        said = [json.loads(text) for text in exchange(json.dumps(mine))]
+        failed = next((number for number, one in enumerate(said) if one["error"]), None)
+        if failed is None and rank == 0:
+            try:
+                parts = parts_of([part for one in said for part in one["parts"]])
+                names = {name: (name,) for name in leaves}
+                write_metadata(files, Metadata(whole, names, parts, version=CURRENT_DCP_VERSION))
+            except Exception as caught:
+                error, done = caught, f"{type(caught).__name__}: {caught}"
+        end = conclude(done)[0]
+        if error is not None:
+            error.add_note(f"on rank {rank}, in save of {path}")
+            raise error
+        if failed is not None or end:
+            text = said[failed]["error"] if failed is not None else end
+            raise RankFailure(f"save: rank {failed or 0} could not write to {path}: {text}", failed or 0)
+
+    return write
+
+
+def _pickled(leaf: Leaf) -> bytes:
+    """Returns what is in a file for a leaf that is no tensor.
+
+    Raises:
+        ArgumentTypeError: `load` would not take it.
+    """
+    found = io.BytesIO()
+    try:
+        torch.save(leaf.value, found)
+        as_plain(io.BytesIO(found.getvalue()))
+    except Exception as error:
+        raise ArgumentTypeError(
+            f"save: {leaf.where} is {type(leaf.value).__name__}, which is neither a tensor nor plain data (numbers, "
+            "strings, bytes, None): to load it, code of the file would have to run. Pass the numbers that it is made "
+            "of, float(x) of a NumPy number, torch.from_numpy(x) of an array."
+        ) from error
+    return found.getvalue()
+
+
+def _write_item(name: str, leaf: Leaf, mesh: Mesh, rank: int) -> items.WriteItem:
+    """Returns what tells torch to write this rank's part of a leaf."""
+    if not leaf.is_tensor:
+        return items.WriteItem(torchs.MetadataIndex(name), items.WriteItemType.BYTE_IO)
+    box = leaf.box(mesh, rank)
+    data = items.TensorWriteData(
+        torchs.ChunkStorageMetadata(*box), torchs.TensorProperties.create_from_tensor(leaf.value), leaf.shape(mesh)
+    )
+    index = torchs.MetadataIndex(name, box.offsets)
+    return items.WriteItem(index, items.WriteItemType.SHARD, tensor_data=data)
+
+
+def _of_whole(leaf: Leaf, mesh: Mesh) -> Any:
+    """Returns what metadata says of a leaf: the whole tensor, and its parts."""
+    if not leaf.is_tensor:
+        return torchs.BytesStorageMetadata()
+    boxes = dict.fromkeys(leaf.box(mesh, rank) for rank in range(mesh.size))
+    chunks = [torchs.ChunkStorageMetadata(*box) for box in boxes]
+    return torchs.TensorStorageMetadata(
+        torchs.TensorProperties.create_from_tensor(leaf.value), leaf.shape(mesh), chunks
+    )
+
+
+# ---- reading ---------------------------------------------------------------------------------------
+
+
+def read(files: FileSystemReader, leaves: dict[str, Leaf], there: dict[str, Any], mesh: Mesh) -> list[Any]:
+    """Reads this rank's parts into the tensors of new leaves, and returns all their values.
+
+    Raises:
+        CheckpointError: a file is damaged, or has in it what nobody writes there.
+    """
+    rank = transport_of(mesh.key).rank if mesh.names else 0
+    todo: list[items.ReadItem] = []
+    wanted: dict[Any, str] = {}
+    for name, leaf in leaves.items():
+        found = _read_items(name, leaf, there[name], mesh, rank)
+        todo += found
+        for item in found:
+            wanted[item.storage_index] = leaf.where
+            if item.storage_index not in files.storage_data:
+                raise CheckpointError(f"load: a part of {leaf.where} is nowhere in {files.path}.")
+    verify(files, wanted)
+    plain: dict[str, Any] = {}
+
+    class Planner(DefaultLoadPlanner):
+        def load_bytes(self, read_item: Any, value: Any) -> None:
+            name = read_item.dest_index.fqn
+            try:
+                plain[name] = as_plain(value)
+            except pickle.UnpicklingError as error:
+                said = str(error).partition(chr(10))[0]
+                raise CheckpointError(
+                    f"load: {leaves[name].where} is no plain data in {files.path}, and was not unpickled: that could "
+                    f"run code of the file ({said})."
+                ) from None
+
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            found = leaves[read_item.dest_index.fqn].value.detach()
+            for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+                found = found.narrow(dim, start, length)
+            return found
+
+        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+            pass
+
+    try:
+        files.read_data(LoadPlan(todo), Planner()).wait()
+    except (FckptError, OSError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"load: a file in {files.path} is damaged, or no file of a checkpoint ({type(error).__name__}: {error})."
+        ) from error
+    return [leaf.value if leaf.is_tensor else plain[name] for name, leaf in leaves.items()]
+
+
+def _read_items(name: str, leaf: Leaf, there: Any, mesh: Mesh, rank: int) -> list[items.ReadItem]:
+    """Returns what tells torch to read a leaf, piece by piece.
+
+    Raises:
+        CheckpointError: the pieces are not all there.
+    """
+    if not leaf.is_tensor:
+        index, none = torchs.MetadataIndex(name), torch.Size()
+        return [items.ReadItem(items.LoadItemType.BYTE_IO, index, none, index, none, none)]
+    mine = leaf.box(mesh, rank)
+    chunks = [Box(chunk.offsets, chunk.sizes) for chunk in there.chunks]
+    pieces = [(chunk, piece) for chunk in chunks if (piece := mine.common(chunk)) is not None]
+    if not _fill([piece for _, piece in pieces], mine):
+        raise CheckpointError(f"load: parts of {leaf.where} are not there, or there twice.")
+    return [
+        items.ReadItem(
+            items.LoadItemType.TENSOR,
+            torchs.MetadataIndex(name, mine.offsets),
+            piece.within(mine),
+            torchs.MetadataIndex(name, chunk.offsets),
+            piece.within(chunk),
+            piece.sizes,
+        )
+        for chunk, piece in pieces
+    ]
+
+
+def _fill(pieces: Sequence[Box], box: Box) -> bool:
+    """Whether each element of a box is in one of its pieces, and in one only."""
+    if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(box.sizes):
+        return False
+    if len(pieces) < 2:
+        return True
+    starts = np.array([piece.offsets for piece in pieces])
+    ends = starts + np.array([piece.sizes for piece in pieces])
+    both = ((starts[:, None] < ends) & (starts < ends[:, None])).all(-1)
+    return int(both.sum()) == len(pieces)  # each meets itself
