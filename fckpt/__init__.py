@@ -19,6 +19,7 @@ from fckpt.errors import CacheWarning as CacheWarning
 from fckpt.errors import CheckpointError as CheckpointError
 from fckpt.errors import ClosureError as ClosureError
 from fckpt.errors import FckptError as FckptError
+from fckpt.errors import GradientWarning as GradientWarning
 from fckpt.errors import ImpureFunctionError as ImpureFunctionError
 from fckpt.errors import MeshWarning as MeshWarning
 from fckpt.errors import MutationError as MutationError
@@ -48,6 +49,7 @@ from fckpt.segments import sequential as sequential
 from fckpt.spmd import Link as Link
 from fckpt.spmd import Mesh as Mesh
 from fckpt.spmd import P as P
+from fckpt.spmd import Saving as Saving
 from fckpt.spmd import Simulation as Simulation
 from fckpt.spmd import all_gather as all_gather
 from fckpt.spmd import all_to_all as all_to_all

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-__all__ = ["Ambient", "autocast", "autocast_as", "capture", "interfering_mode", "restored", "unobserved"]
+__all__ = [
+    "Ambient",
+    "autocast",
+    "autocast_as",
+    "capture",
+    "interfering_mode",
+    "restored",
+    "unobserved",
+]
 
 Ambient = tuple[Any, ...]
 

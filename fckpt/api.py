@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
@@ -12,7 +13,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._functorch.pyfunctorch import coerce_cinterpreter
 from torch.autograd import forward_ad
 
-from fckpt import ambient
+from fckpt import ambient, casts
 from fckpt._capture import marks
 from fckpt._capture.function import BatchedGraph
 from fckpt.arguments import Arguments, StaticArguments
@@ -409,9 +410,21 @@ class _PlannedRegion(_Region):
             retraceable=isinstance(conditions, _GraphConditions) and self.planner.given is None,
         )
         call.planned = execution
+        if program.casts:
+            operands = [*call.inputs, *closure]
+            again = casts.shared([operands[i] for i in program.casts], execution)
+            if again:
+                self.planner.ledger.shares_casts([program.origin(program.casts[i]) for i in again])
         result = run_planned(call, program.trace.flags, conditions, level)
-        execution.restored = lambda: call.conditions.restored(lambda: True)
+        whose = weakref.ref(call)  # no cycle: what a forward pass kept goes with its results
+        execution.restored = lambda: _conditions(whose).restored(lambda: True)
         return result
+
+
+def _conditions(call: weakref.ref[UserCall]) -> Conditions:
+    found = call()
+    assert found is not None
+    return found.conditions
 
 
 class _GraphConditions:

@@ -11,15 +11,19 @@ __all__ = [
     "BudgetError",
     "BudgetWarning",
     "CacheWarning",
+    "CheckpointError",
     "ClosureError",
     "FckptError",
+    "GradientWarning",
     "ImpureFunctionError",
+    "MeshWarning",
     "MutationError",
     "OpaqueOutputError",
     "PlanError",
     "PlanWarning",
     "PolicyWarning",
     "RandomStateError",
+    "RankFailure",
     "ScheduleError",
     "TraceError",
     "users_stacklevel",
@@ -100,6 +104,10 @@ class CheckpointError(FckptError, RuntimeError):
 
 class CacheWarning(UserWarning):
     """A model's cache is switched off where its blocks are rematerialised."""
+
+
+class GradientWarning(UserWarning):
+    """Gradients are not, bit for bit, those of the plain function: the message says why, and what to do."""
 
 
 class MeshWarning(UserWarning):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fckpt.errors import BudgetWarning, PlanWarning, users_stacklevel
+from fckpt.errors import BudgetWarning, GradientWarning, PlanWarning, users_stacklevel
 from fckpt.units import format_bytes
 
 __all__ = ["Ledger", "Stats"]
@@ -140,6 +140,22 @@ class Ledger:
             f"{f' ({detail})' if detail else ''}. The function {found.does}{instead}. {found.way_out} "
             'To make this an error: warnings.simplefilter("error", fckpt.BudgetWarning).',
             BudgetWarning,
+            stacklevel=users_stacklevel(),
+        )
+
+    def shares_casts(self, names: Sequence[str]) -> None:
+        """Warns, the first time, that regions share leaves which autocast would have cast once for all of them."""
+        if "casts" in self._warned:
+            return
+        self._warned.add("casts")
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warnings.warn(
+            f"{self.name} takes {names[0]}{more}, as a planned call before it did in the same block of autocast. Plain "
+            "PyTorch casts such a tensor once, and adds up its gradients in the lower precision; planned calls cast it "
+            "each for itself, and its gradients add up in the higher one: they are nearer to the true gradient, and "
+            "not bit for bit those of the plain function. Put one region around all uses, or pass "
+            "cache_enabled=False to torch.autocast, with which plain PyTorch does as planned calls do.",
+            GradientWarning,
             stacklevel=users_stacklevel(),
         )
 

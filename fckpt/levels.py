@@ -38,13 +38,16 @@ class Levels:
         self.inner = inner
         self.dims: Sequence[int | None] = ()
 
-    def wrapped(self, tensors: Sequence[torch.Tensor], tracked: Sequence[bool]) -> list[torch.Tensor]:
-        """Returns batches as the function sees them, differentiated where they are `tracked`."""
+    def wrapped(
+        self, tensors: Sequence[torch.Tensor], tracked: Sequence[bool], computed: Sequence[bool]
+    ) -> list[torch.Tensor]:
+        """Returns batches as the function sees them, differentiated where they are `tracked`; see `Layout.computed`."""
         found = []
-        for tensor, dim, flag in zip(tensors, self.dims, tracked, strict=True):
+        for tensor, dim, flag, anew in zip(tensors, self.dims, tracked, computed, strict=True):
             batched = tensor if dim is None else _add_batch_dim(tensor, dim, self.outer)
             seen = _wrap_for_grad(batched, self.inner)
-            found.append(_create_differentiable(seen, self.inner) if flag else seen)
+            leaf = _create_differentiable(seen, self.inner) if flag else seen
+            found.append(leaf.view_as(leaf) if anew else leaf)
         return found
 
     def batched(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:

@@ -81,6 +81,8 @@ class Layout(NamedTuple):
     requires_grad: bool
     accumulates: bool
     """Whether its gradient goes to `.grad`: a leaf of autograd."""
+    computed: bool = False
+    """Whether autocast casts it anew for each operation: of leaves that are no views it remembers the cast."""
 
 
 class Backward(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from fckpt import ambient, solve
+from fckpt import ambient, casts, solve
 from fckpt._capture.function import GraphFunction
 from fckpt.arguments import Arguments, outlived
 from fckpt.closure import Snapshot, Unguarded
@@ -540,7 +540,17 @@ def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
         # There may be a thousand, at every call, and the constructor of a named tuple takes most of the time.
         new, strided = functools.partial(tuple.__new__, Layout), torch.strided
         return [
-            new((t.shape, t.stride() if t.layout is strided else (), t.dtype, t.device, t.requires_grad, t.is_leaf))
+            new(
+                (
+                    t.shape,
+                    t.stride() if t.layout is strided else (),
+                    t.dtype,
+                    t.device,
+                    tracked := t.requires_grad,
+                    leaf := t.is_leaf,
+                    tracked and (not leaf or t._is_view()),
+                )
+            )
             for t in tensors
         ]
     with unseen():
@@ -549,11 +559,18 @@ def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
 
 def _layout_below(tensor: torch.Tensor) -> Layout:
     tracked = tensor.requires_grad
+    remembered = casts.remembers_casts_of(tensor)
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
         tracked = tracked or tensor.requires_grad
     return Layout(
-        tensor.shape, _stride(tensor), tensor.dtype, tensor.device, tracked, tensor.is_leaf and tensor.requires_grad
+        tensor.shape,
+        _stride(tensor),
+        tensor.dtype,
+        tensor.device,
+        tracked,
+        tensor.is_leaf and tensor.requires_grad,
+        tracked and not remembered,
     )
 
 

@@ -399,6 +399,7 @@ class Pullback:
         *,
         plain: bool,
         create_graph: bool,
+        computed: Sequence[bool],
         layers: tuple[_Layer, ...] = (),
     ):
         self.primitive = primitive
@@ -410,6 +411,8 @@ class Pullback:
         """Whether plain autograd recorded the forward. Its formulas are then used, else torch.func's."""
         self.create_graph = create_graph
         """The grad mode of the backward that asks; some formulas depend on it."""
+        self.computed = tuple(computed)
+        """Which operands of `primitive` autocast casts anew for each operation, see `Layout.computed`."""
         self.layers = layers
 
     def layered(self, dims: Sequence[int | None], size: int, randomness: str) -> Pullback | None:
@@ -424,6 +427,7 @@ class Pullback:
             self.needs,
             plain=self.plain,
             create_graph=self.create_graph,
+            computed=self.computed,
             layers=layers,
         )
 
@@ -448,7 +452,7 @@ class Pullback:
         def chosen(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             full = list(inputs)
             for i, x in zip(wanted, xs, strict=True):
-                full[i] = x
+                full[i] = x.view_as(x) if self.computed[i] else x
             outputs = self.primitive(*full)
             return tuple(outputs[i] for i in self.outputs)
 
@@ -462,10 +466,13 @@ class Pullback:
         tracked = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
         with torch.enable_grad():
             xs = list(inputs)
+            dependent = any(self.computed[i] for i in wanted)
             for i in wanted:
-                # An alias, so that inputs that depend on one another have gradients of their own.
                 same = tracked and xs[i].requires_grad
-                xs[i] = torch.ops.aten.alias(xs[i]) if same else xs[i].detach().requires_grad_()
+                xs[i] = xs[i] if same else xs[i].detach().requires_grad_()
+                # An alias, so that inputs that depend on one another have gradients of their own.
+                if self.computed[i] or (same and dependent):
+                    xs[i] = torch.ops.aten.alias(xs[i])
             outputs = self.primitive(*xs)
 
         def pull(*cts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

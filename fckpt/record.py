@@ -69,6 +69,17 @@ def check_dense(tensor: torch.Tensor) -> None:
         )
 
 
+class _Computed(torch.autograd.Function):
+    """Makes a tensor require grad that is no leaf, without an operation."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return tensor[0]
+
+
+_anchor = torch.zeros((), requires_grad=True)
+
+
 class _Block:
     """A storage, and the tensors that look at its present version."""
 
@@ -124,7 +135,9 @@ class Recorder(TorchDispatchMode):
             with self._faking():
                 fake = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
             tensor = self._fresh(fake, held=True)
-            return tensor.requires_grad_(layout.requires_grad)
+            return (
+                _Computed.apply(_anchor, [tensor]) if layout.computed else tensor.requires_grad_(layout.requires_grad)
+            )
 
     def refuse_writes(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
         """Has `error` raised as soon as the storage of a tensor is written."""

@@ -81,6 +81,8 @@ class Program:
         self.writes_late = any(graph.nodes[call.node].backward for call in trace.calls if call.node and call.replaced)
         """Whether the backward pass works in place, which batches of cotangents cannot."""
         self._taken: dict[tuple[tuple[int, ...], ...], bool] = {}
+        self.casts = _cast(trace)
+        """The operands that autocast casts for operations, and may remember the casts of."""
         self.complex = [i for i, t in enumerate(trace.operands) if trace.tensors[t].dtype.is_complex]
 
     @functools.cached_property
@@ -97,6 +99,11 @@ class Program:
         if key not in self._taken:
             self._taken[key] = _taken(self.trace, key)
         return self._taken[key]
+
+    def origin(self, operand: int) -> str:
+        """Returns what an operand is to the user."""
+        value = self.graph.values[self.trace.tensors[self.trace.operands[operand]].value]
+        return value.origin or f"a tensor of shape {list(value.shape)}"
 
     def lifted(self, closure: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the closed-over tensors that are used and not written."""
@@ -173,6 +180,16 @@ def _behind_results(trace: Trace) -> set[int]:
     return seen
 
 
+def _cast(trace: Trace) -> list[int]:
+    """The operands that are differentiated and converted to another dtype by the first operations that take them."""
+    converted = {t for call in trace.calls if call.op is _CONVERT for t in indices_of(call.args)}
+    pairs = zip(trace.operands, trace.gradients, strict=True)
+    return [i for i, (t, grad) in enumerate(pairs) if grad is not None and t in converted]
+
+
+_CONVERT = torch.ops.aten._to_copy.default
+
+
 NOT_AGAIN = (
     "the forward pass of a planned function would have to run again (for a second backward pass, a second derivative, "
     "or a backward pass of other outputs than before), but it changed a buffer that its results depend on, and plans "
@@ -230,6 +247,8 @@ class Execution:
         self.written: list[tuple[torch.Tensor, int]] = []
         """Closed-over tensors that the forward pass wrote and the backward pass reads, and their versions."""
         self.has_run = False
+        self.over = False
+        """Whether a backward pass has run."""
         self.lock = threading.Lock()
         self.restored: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Puts the conditions of the forward pass back, for running it again."""
@@ -308,6 +327,7 @@ class Execution:
             return None
         with self._below_level():
             grads = self._grads(operands, tuple(given), brought)
+        self.over = True
         self.seen()
         return self._batched(grads, [self.program.trace.grad_dims[i] for i in self._gradients()])
 

@@ -122,7 +122,8 @@ def _traced(
             )
         levels = None if batch is None else stack.enter_context(under_vmap(batch))
         tracked = [layout.requires_grad for layout in layouts]
-        operands = stand_ins if levels is None else levels.wrapped(stand_ins, tracked)
+        computed = [layout.computed for layout in layouts]
+        operands = stand_ins if levels is None else levels.wrapped(stand_ins, tracked, computed)
         del stand_ins
         new = {id(t): operand for t, operand in zip(tensors, operands, strict=True)}
         args, kwargs = arguments.rebuild(operands[:count])
@@ -461,7 +462,7 @@ class _Ends:
 
 
 def _untracked(layout: Layout) -> Layout:
-    return layout._replace(requires_grad=False)
+    return layout._replace(requires_grad=False, computed=False)
 
 
 def _strides_of_grad(layout: Layout) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from fckpt.arguments import Arguments
+from fckpt.casts import remembers_casts_of
 from fckpt.conditions import BufferHabits, Conditions, unseen
 from fckpt.errors import MutationError
 from fckpt.primitives import Batched, Dual, Flat, Primitive, Pullback, UserCall
@@ -292,7 +293,14 @@ class _Recompute(_SingleLevelFunction):
         if given:
             level = ctx.level
             alive = level == 0 or any(maybe_get_level(x) == level for x in saved)
-            pullback = Pullback(ctx.primitive, given, needs, plain=level == 0, create_graph=torch.is_grad_enabled())
+            pullback = Pullback(
+                ctx.primitive,
+                given,
+                needs,
+                plain=level == 0,
+                create_graph=torch.is_grad_enabled(),
+                computed=[x.requires_grad and not remembers_casts_of(x) for x in saved],
+            )
             operands = [unwrap_if_dead(x) for x in (*saved, *(ct for ct in cotangents if ct is not None))]
             found = iter(bind(pullback, operands, min(ctx.floor, level if alive else level - 1)))
             grads = [next(found) if need else None for need in needs]

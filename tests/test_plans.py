@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from collections.abc import Callable
 from itertools import pairwise
@@ -30,6 +31,7 @@ from torch import Tensor
 
 import fckpt
 from fckpt import policies, solve
+from fckpt.memory import measure_peak
 from fckpt.solve.save_all import save_all
 
 
@@ -535,3 +537,21 @@ def test_warnings_name_the_function() -> None:
             torch.func.jvp(fckpt.remat(exponential, budget=1.0, **options), (x,), (x,))
     with pytest.raises(TypeError, match="name is a text"):
         fckpt.remat(exponential, name=3)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("options", [{"budget": 10**9}, {"policy": fckpt.policies.everything_saveable}, {}], ids=repr)
+def test_what_a_forward_pass_kept_goes_with_its_results(options: dict[str, Any]):
+    """Without waiting for Python's collector of cycles, which knows nothing of memory."""
+    layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    region = fckpt.remat(lambda x: torch.tanh(layer(torch.tanh(layer(x)))).sum(), **options)
+    region(x).backward()
+
+    def calls() -> None:
+        for _ in range(20):
+            region(x)
+
+    gc.disable()
+    try:
+        assert measure_peak(calls).retained_bytes == 0
+    finally:
+        gc.enable()

@@ -19,6 +19,7 @@ from fckpt.spmd.mapped import pmap as pmap
 from fckpt.spmd.mapped import shard_map as shard_map
 from fckpt.spmd.mesh import Mesh as Mesh
 from fckpt.spmd.mesh import use_mesh as use_mesh
+from fckpt.spmd.saving import Saving as Saving
 from fckpt.spmd.setup import fake_mesh as fake_mesh
 from fckpt.spmd.setup import init_mesh as init_mesh
 from fckpt.spmd.simulation import Simulation as Simulation

@@ -1,0 +1,72 @@
+"""Casts that autocast remembers, and which regions share.
+
+Within its block autocast casts a leaf that requires grad once, for all operations that take it, and autograd adds up
+their gradients in the lower precision, before the cast. A plan casts for itself: within a region it does what plain
+PyTorch does, and two regions that take the same leaf add up their gradients in the higher precision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["remembers_casts_of", "shared"]
+
+
+def remembers_casts_of(tensor: torch.Tensor) -> bool:
+    """Whether autocast casts a tensor once in its block: a leaf that requires grad and is no view."""
+    return tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+
+
+class _Use(NamedTuple):
+    """Where a leaf was cast last."""
+
+    block: Any
+    """A cast that autocast remembers as long as the block lasts."""
+    call: weakref.ref[Any]
+
+
+_uses: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def shared(tensors: Sequence[torch.Tensor], call: Any) -> list[int]:
+    """Returns which of the tensors that a call casts an earlier one has cast in the same block of autocast.
+
+    Args:
+        tensors: those that it casts.
+        call: has an attribute `over`, whether its backward pass has run.
+    """
+    device = next((d for d in {t.device.type for t in tensors} if torch.is_autocast_enabled(d)), None)
+    if device is None or not torch.is_autocast_cache_enabled():
+        return []
+    block, found = _block(device), []
+    for i, tensor in enumerate(tensors):
+        if not remembers_casts_of(tensor):
+            continue
+        use = _uses.get(tensor)
+        before = None if use is None or use.block.expired() else use.call()
+        if before is not None and not before.over:
+            found.append(i)
+        _uses[tensor] = _Use(block, weakref.ref(call))
+    return found
+
+
+def _block(device: str) -> Any:
+    """Returns a reference to what autocast keeps until its block ends."""
+    probe = _probe(device)
+    levels = torch._C._are_functorch_transforms_active()
+    with temporarily_clear_interpreter_stack() if levels else contextlib.nullcontext(), torch.enable_grad():
+        product: Any = torch.mm(probe, probe).grad_fn
+        return torch._C._WeakTensorRef(product._saved_self)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _probe(device: str) -> torch.Tensor:
+    return torch.zeros(1, 1, device=device, requires_grad=True)
