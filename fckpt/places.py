@@ -238,9 +238,9 @@ def _parts(value: Any) -> Iterable[Any]:
     return ()
 
 
-def replaced(value: Any, new: dict[int, torch.Tensor]) -> Any:
-    """The value of a slot with other tensors in it, by the id of those that they replace."""
-    if isinstance(value, torch.Tensor):
+def replaced(value: Any, new: dict[int, Any]) -> Any:
+    """The value of a slot with other tensors (or objects) in it, by the id of those that they replace."""
+    if isinstance(value, torch.Tensor) or id(value) in new:
         return new.get(id(value), value)
     parts = list(_parts(value))
     others = [replaced(part, new) for part in parts]

@@ -20,7 +20,7 @@ import torch
 
 from fckpt.errors import RandomStateError
 
-__all__ = ["SHARED", "RandomState", "generator_types", "set_state", "state_of"]
+__all__ = ["SHARED", "RandomState", "generator_types", "set_state", "state_of", "unshared"]
 
 
 def _memory_of(value: object) -> bytes:
@@ -206,6 +206,8 @@ class _Rewinds(threading.local):
     def __init__(self) -> None:
         self.own = 0
         self.own_running = 0
+        self.alone = False
+        """Whether no other thread draws while this one runs."""
 
     def begin(self) -> None:
         with _Rewinds.lock:
@@ -221,11 +223,30 @@ class _Rewinds(threading.local):
 
     def others(self) -> int:
         """A number that changes when another thread sets generators back; -1 while one has them set back."""
+        if self.alone:
+            return 0
         with _Rewinds.lock:
             return -1 if _Rewinds.running != self.own_running else _Rewinds.total - self.own
 
 
 _rewinds = _Rewinds()
+
+
+def _threaded() -> bool:
+    """Whether other threads may draw meanwhile."""
+    return threading.active_count() > 1 and not _rewinds.alone
+
+
+@contextlib.contextmanager
+def unshared() -> Iterator[None]:
+    """Tells that in the body no other thread draws: that somebody sees to it that generators are each thread's own."""
+    before, _rewinds.alone = _rewinds.alone, True
+    try:
+        yield
+    finally:
+        _rewinds.alone = before
+
+
 # Replays of several threads wait for each other; not for ever, because a function may itself wait for a thread.
 _exclusive = threading.RLock()
 _PATIENCE = 10.0  # seconds
@@ -272,7 +293,7 @@ class RandomState:
                 states.append((source, before, after))
         if self.others < 0 or self.others != _rewinds.others():  # after the states, likewise
             return RandomState(self.states, threaded=True, disturbed=True)
-        return RandomState(states, threaded=bool(states) and threading.active_count() > 1)
+        return RandomState(states, threaded=bool(states) and _threaded())
 
     def assumed(self, drawn: bool) -> RandomState:
         """The same, known beforehand for the generators of torch: reading them takes memory that a plan counts."""
@@ -295,7 +316,7 @@ class RandomState:
             RandomStateError: the body draws, and not surely what the call drew, because another thread uses
                 the same generator. Only a body that ran to its end can be judged.
         """
-        locked = threading.active_count() > 1 and _exclusive.acquire(timeout=_PATIENCE)
+        locked = _threaded() and _exclusive.acquire(timeout=_PATIENCE)
         others = _rewinds.others()
         present = [(source, source.get()) for source, _, _ in self.states]
         try:

@@ -40,17 +40,21 @@ _MOST = 50_000
 """Objects looked at."""
 
 
-def shadow(roots: list[Any], changes: Iterable[Slot]) -> tuple[list[Any], list[Slot]]:
+def shadow(
+    roots: list[Any], changes: Iterable[Slot], made: dict[int, Any] | None = None
+) -> tuple[list[Any], list[Slot]]:
     """Returns copies of `roots` that find other values in some places.
 
     Args:
         roots: functions, modules, objects.
         changes: the places and the values that they are to hold.
+        made: where to note copies, by the id of what they are of.
 
     Returns:
         The roots, copied where need be, and those of `changes` that no copy could take.
     """
     graph = _Graph(changes)
+    graph.made = {} if made is None else made
     graph.explore(roots)
     left = graph.choose()
     return [graph.copied(root) for root in roots], left

@@ -29,6 +29,7 @@ __all__ = [
     "first_difference",
     "mesh_in_use",
     "odd_one",
+    "put_in_use",
     "simulated",
     "transport_of",
     "use_mesh",
@@ -266,6 +267,11 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
         yield mesh
     finally:
         _current.reset(token)
+
+
+def put_in_use(mesh: Mesh) -> None:
+    """Makes `mesh` the one whose axes collectives name from here on."""
+    _current.set(mesh)
 
 
 def mesh_in_use() -> Mesh | None:

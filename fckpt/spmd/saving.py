@@ -7,6 +7,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from fckpt.spmd.mesh import Transport, simulated, transport_of
 
@@ -51,7 +52,8 @@ class Saving:
             Exception: what kept this rank from writing.
             RankFailure: another rank could not write, or has died.
         """
-        self._thread.join()
+        with _others_running():
+            self._thread.join()
         self._told = True
         if self._error is not None:
             raise self._error
@@ -70,6 +72,12 @@ _under_way: weakref.WeakKeyDictionary[Transport | _Process, Saving] = weakref.We
 def _rank() -> Transport | _Process:
     mesh = simulated()
     return _process if mesh is None else transport_of(mesh.key)
+
+
+def _others_running() -> contextlib.AbstractContextManager[None]:
+    """What waits may need the other ranks of a simulation, which run one at a time."""
+    rank: Any = _rank()
+    return contextlib.nullcontext() if rank is _process else rank.idle()
 
 
 def finish() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.spmd.links import NVLINK, Link
-from fckpt.spmd.mesh import Mesh, carry, dismiss, simulated
+from fckpt.spmd.mesh import Mesh, carry, dismiss, put_in_use, simulated
 
 __all__ = ["fake_mesh", "init_mesh"]
 
@@ -28,10 +28,11 @@ def init_mesh(
     backend: str | None = None,
     links: Mapping[str, Link] | None = None,
 ) -> Mesh:
-    """Returns the mesh of all ranks, and makes this process one of them.
+    """Returns the mesh of all ranks, makes this process one of them, and puts the mesh in use.
 
-    Under `torchrun`, or any launcher that sets its variables, ranks are processes. Without one there is one rank. In a
-    program that `fckpt.sim` runs, ranks are its threads.
+    Under `torchrun`, or any launcher that sets its variables, ranks are processes. In a program that `fckpt.sim` runs,
+    ranks are its threads. In both, collectives may name the axes from here on, outside of mapped functions, too. Without
+    a launcher there is one rank, and `with fckpt.use_mesh(mesh):` puts its mesh in use.
 
     Args:
         shape: the size of each axis by name, the slowest first. One may be -1: what is left.
@@ -70,6 +71,8 @@ def init_mesh(
     if _made.get(mesh) != wanted:
         carry(mesh, Processes(mesh, timeout_seconds, links or {}))
         _made[mesh] = wanted
+    if "RANK" in os.environ:
+        put_in_use(mesh)
     return mesh
 
 

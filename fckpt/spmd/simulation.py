@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from fckpt import ambient
 from fckpt.errors import ArgumentValueError, RankFailure
+from fckpt.spmd.isolated import Isolated
 from fckpt.spmd.links import Link
 from fckpt.spmd.mesh import Mesh, carried, use_mesh
 from fckpt.spmd.saving import finished
@@ -52,7 +53,9 @@ def sim(
 class Simulation:
     """Ranks that are threads of this process. Sums are added in the order of ranks: results are exact and repeatable.
 
-    All share one random number generator of torch's. Give each rank a generator of its own where a program draws.
+    One runs at a time, until it waits for others. Each has random number generators of its own, which begin where those
+    of the caller are, as processes do that begin with one seed; and what the program closes over or is passed is each
+    rank's own, too, as far as it can be copied (see `isolated.py`). Rank 0 works on what the caller has.
     """
 
     def __init__(self, mesh: Mesh, timeout_seconds: float, links: Mapping[str, Link]):
@@ -65,6 +68,7 @@ class Simulation:
             Exception: what the first rank to fail raised. If ranks wait for one another in vain, that is a
                 `RankFailure` that names the rank.
         """
+        isolated = Isolated(program, args, kwargs, self.mesh.size)
         meeting = Meeting(self.mesh, self.timeout_seconds, self.links)
         results: list[Any] = [None] * self.mesh.size
         failures: list[tuple[int, BaseException]] = []
@@ -73,8 +77,9 @@ class Simulation:
             try:
                 # autograd's own threads know nothing of ranks
                 alone = torch.autograd.set_multithreading_enabled(False)
-                with carried(self.mesh, Thread(meeting, number)), use_mesh(self.mesh), alone, finished():
-                    results[number] = program(*args, **kwargs)
+                mine = carried(self.mesh, Thread(meeting, number))
+                with mine, use_mesh(self.mesh), alone, meeting.turns.taken(number), finished():
+                    results[number] = isolated.programs[number]()
                 meeting.leave(number, "has returned")
             except BaseException as error:
                 failures.append((number, error))
@@ -86,10 +91,13 @@ class Simulation:
                 thread.start()
             for thread in threads:
                 thread.join()
+        meeting.turns.states[0].rewind()
+        isolated.collect()
         if failures:
             number, error = next((f for f in failures if not isinstance(f[1], RankFailure)), failures[0])
             error.add_note(f"on rank {number} of {self.mesh}")
             raise error
+        isolated.tell()
         return results
 
 

@@ -8,16 +8,60 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fckpt.errors import RankFailure
+from fckpt.rng import RandomState, unshared
 from fckpt.spmd.links import GLOO, Link
-from fckpt.spmd.mesh import Mesh, odd_one
+from fckpt.spmd.mesh import Mesh, odd_one, simulated
 
 __all__ = ["Meeting", "Thread"]
+
+
+class Turns:
+    """Has one rank at a time run, on random number generators of its own: another's turn comes where it waits.
+
+    So ranks draw as processes do that begin with the same seed, and no thread finds what another is about to put back.
+    """
+
+    def __init__(self, ranks: int):
+        self.lock = threading.Lock()
+        self.states = [_generators()] * ranks
+
+    @contextlib.contextmanager
+    def taken(self, rank: int) -> Iterator[None]:
+        """Runs the body when it is this rank's turn."""
+        self.take(rank)
+        try:
+            with unshared():
+                yield
+        finally:
+            self.give(rank)
+
+    @contextlib.contextmanager
+    def given(self, rank: int) -> Iterator[None]:
+        """Lets other ranks run while the body waits."""
+        self.give(rank)
+        try:
+            yield
+        finally:
+            self.take(rank)
+
+    def take(self, rank: int) -> None:
+        self.lock.acquire()
+        self.states[rank].rewind()
+
+    def give(self, rank: int) -> None:
+        self.states[rank] = _generators()
+        self.lock.release()
+
+
+def _generators() -> RandomState:
+    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    return RandomState.capture([torch.device("cuda", i) for i in range(count)])
 
 
 class Meeting:
@@ -27,6 +71,7 @@ class Meeting:
         self.mesh, self.timeout, self.links = mesh, timeout_seconds, links
         self.said: dict[str, dict[int, str]] = {}
         self.lock = threading.Condition()
+        self.turns = Turns(mesh.size)
         self.rounds: dict[tuple[tuple[int, ...], int], dict[int, tuple[str, torch.Tensor]]] = {}
         self.taken: dict[tuple[tuple[int, ...], int], int] = {}
         self.gone: dict[int, str] = {}
@@ -45,10 +90,12 @@ class Meeting:
             if what is not None:
                 said[rank] = what
                 self.lock.notify_all()
-            ranks = [0] if alone or what is None else [*range(self.mesh.size)]
-            lost = lambda: [r for r in ranks if r not in said and r in self.gone]
-            missing = lambda: [r for r in ranks if r not in said]
-            if not self.lock.wait_for(lambda: lost() or not missing(), timeout):
+        ranks = [0] if alone or what is None else [*range(self.mesh.size)]
+        lost = lambda: [r for r in ranks if r not in said and r in self.gone]
+        missing = lambda: [r for r in ranks if r not in said]
+        came = self._until(rank, lambda: bool(lost()) or not missing(), timeout)
+        with self.lock:
+            if not came:
                 raise RankFailure(
                     f"rank {missing()[0]} did not come to {about} within {timeout:g} s, where rank {rank} waits.",
                     rank=missing()[0],
@@ -57,6 +104,14 @@ class Meeting:
                 gone = f"rank {lost()[0]} {self.gone[lost()[0]]}"
                 raise RankFailure(f"{gone}, while rank {rank} waits for {about}.", lost()[0])
             return [said[r] for r in ranks]
+
+    def _until(self, rank: int, ready: Callable[[], bool], timeout: float | None) -> bool:
+        """Lets other ranks run until something is so; returns whether it is. Threads that are no ranks wait, too."""
+        with self.lock:
+            if ready():
+                return True
+        with self.turns.given(rank) if simulated() else contextlib.nullcontext(), self.lock:
+            return self.lock.wait_for(ready, timeout)
 
     def leave(self, rank: int, how: str) -> None:
         """Notes that a rank calls no more collectives."""
@@ -77,9 +132,10 @@ class Meeting:
             brought = self.rounds.setdefault(key, {})
             brought[rank] = (what, x)
             self.lock.notify_all()
-            missing = lambda: [r for r in ranks if r not in brought]
-            lost = lambda: [r for r in missing() if r in self.gone]
-            came = self.lock.wait_for(lambda: not missing() or lost(), self.timeout)
+        missing = lambda: [r for r in ranks if r not in brought]
+        lost = lambda: [r for r in missing() if r in self.gone]
+        came = self._until(rank, lambda: not missing() or bool(lost()), self.timeout)
+        with self.lock:
             if lost():
                 first = lost()[0]
                 raise RankFailure(f"rank {first} {self.gone[first]}, while rank {rank} waits in {what}.", rank=first)
@@ -116,6 +172,10 @@ class Thread:
         self.meeting, self.rank = meeting, rank
         self.count: dict[tuple[int, ...], int] = {}
         self.shares: dict[str, int] = {}
+
+    def idle(self) -> contextlib.AbstractContextManager[None]:
+        """Lets other ranks run while the body waits for something else than them."""
+        return self.meeting.turns.given(self.rank)
 
     def link(self, axis: str) -> Link:
         return self.meeting.links.get(axis, GLOO)

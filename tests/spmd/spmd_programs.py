@@ -219,3 +219,13 @@ def faulty(kind: str, folder: str, timeout_seconds: float) -> None:
         Path(folder, str(rank)).write_text(f"{time.monotonic() - start} {error.rank} {said}")
         raise
     Path(folder, str(rank)).write_text("0 -1 no error")
+
+
+def without_mapping() -> list[float]:
+    """Calls collectives outside of mapped functions."""
+    mesh = fckpt.init_mesh({"a": -1})
+    x = torch.full((2,), float(fckpt.axis_index("a")), requires_grad=True)
+    loss = fckpt.psum(x * x, "a").sum()
+    loss.backward()
+    assert x.grad is not None
+    return [float(loss.detach()), *x.grad.tolist(), float(mesh.size), *fckpt.shard(torch.arange(4.0), fckpt.P("a")).tolist()]
