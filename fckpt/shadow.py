@@ -211,6 +211,9 @@ class _Graph:
             for name, value in self.items(attributes).items():
                 if name not in INTERNAL and not is_closed(value):
                     self.edge(attributes, value, DEPTH)
+        for name in _HOOKS:
+            if attributes[name]:
+                self.edge(attributes, attributes[name], DEPTH)
         for name in slot_names(type(module)):
             self.edge(module, attribute(module, name), DEPTH)
 
@@ -225,6 +228,8 @@ class _Graph:
             if not all(isinstance(v, torch.Tensor) or v is ABSENT or is_closed(v) for v in self.given[holder].values()):
                 return False
         if any(id(children) in self.given for children in parts._children) or any(map(_is_compiled, parts.modules)):
+            return False
+        if any(map(_is_hooked, parts.modules)):
             return False
         for scope, name in parts.named:
             self.method_global(scope, name)
@@ -410,6 +415,14 @@ class _Graph:
 
 def _is_compiled(attributes: dict[str, Any]) -> bool:
     return attributes.get("_compiled_call_impl") is not None
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+"""Where a module keeps functions that run with its forward, which may write to what they close over."""
+
+
+def _is_hooked(attributes: dict[str, Any]) -> bool:
+    return any(attributes[name] for name in _HOOKS)
 
 
 def _empty(node: Any, kind: Any) -> Any:

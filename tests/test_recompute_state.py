@@ -460,3 +460,29 @@ def test_a_dict_that_makes_what_is_asked_for_stays_as_it_is(options: dict[str, A
 
     fckpt.remat(Choosing(), **options)(leaf(W)).sum().backward()
     assert list(dict.values(table)) == [nn.Tanh, nn.ReLU]
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 10**6}, {"policy": fckpt.policies.dots_saveable}], ids=repr)
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize("outer", [False, True], ids=["alone", "within another"])
+@pytest.mark.filterwarnings("ignore::fckpt.BudgetWarning")
+def test_what_a_hook_writes_to_its_module_is_written_once(options: dict[str, Any], kind: str, outer: bool) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.seen, self.log = nn.Linear(4, 4), 0, []
+            getattr(self.linear, kind)(lambda *_: self.note())
+
+        def note(self) -> None:
+            self.seen += 1
+            self.log.append(self.seen)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.linear(torch.tanh(self.linear(x)))).sin()
+
+    model, x = Counting(), torch.randn(3, 4, requires_grad=True)
+    region = fckpt.remat(model, **options)
+    step = fckpt.remat(lambda x: region(x)) if outer else region
+    for _ in range(2):
+        step(x).sum().backward()
+    assert model.seen == 4 and model.log == [1, 2, 3, 4]

@@ -228,4 +228,9 @@ def without_mapping() -> list[float]:
     loss = fckpt.psum(x * x, "a").sum()
     loss.backward()
     assert x.grad is not None
-    return [float(loss.detach()), *x.grad.tolist(), float(mesh.size), *fckpt.shard(torch.arange(4.0), fckpt.P("a")).tolist()]
+    return [
+        float(loss.detach()),
+        *x.grad.tolist(),
+        float(mesh.size),
+        *fckpt.shard(torch.arange(4.0), fckpt.P("a")).tolist(),
+    ]
