@@ -31,8 +31,8 @@ def init_mesh(
     """Returns the mesh of all ranks, makes this process one of them, and puts the mesh in use.
 
     Under `torchrun`, or any launcher that sets its variables, ranks are processes. In a program that `fckpt.sim` runs,
-    ranks are its threads. In both, collectives may name the axes from here on, outside of mapped functions, too. Without
-    a launcher there is one rank, and `with fckpt.use_mesh(mesh):` puts its mesh in use.
+    ranks are its threads. In both, collectives may name the axes from here on, outside of mapped functions, too.
+    Without a launcher there is one rank, and `with fckpt.use_mesh(mesh):` puts its mesh in use.
 
     Args:
         shape: the size of each axis by name, the slowest first. One may be -1: what is left.
