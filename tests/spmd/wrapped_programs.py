@@ -55,10 +55,20 @@ def trained(module: nn.Module) -> list[Tensor]:
     return found
 
 
+def blocks(model: nn.Module, **options: Any) -> nn.Module:
+    fckpt.remat_blocks(model, **options)
+    return model
+
+
 REPLICATED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "around": lambda m: fckpt.remat(DDP(m)),
     "inside": lambda m: DDP(fckpt.remat(m)),
     "called in a region": lambda m: InARegion(DDP(m)),
+    "blocks inside": lambda m: DDP(blocks(m)),
+    "blocks of what is replicated": lambda m: blocks(DDP(m)),
+    "a budget inside": lambda m: DDP(fckpt.remat(m, budget=6000)),
+    "a policy inside": lambda m: DDP(fckpt.remat(m, policy=fckpt.policies.dots_saveable)),
+    "blocks with budgets inside": lambda m: DDP(blocks(m, budget=2**20)),
     "static graph": lambda m: fckpt.remat(DDP(m, static_graph=True)),
 }
 
@@ -92,15 +102,24 @@ def _sharded(order: str) -> nn.Module:
         elif order == "a part rematerialised, then sharded":
             whole[i].a = fckpt.remat(whole[i].a)  # type: ignore[assignment, arg-type]
             fully_shard(block, mesh=mesh)
+        elif order == "planned, then sharded":
+            whole[i] = fckpt.remat(block, budget=2**20)
+            fully_shard(whole[i], mesh=mesh)
+        elif order == "blocks, then sharded":
+            if i == 0:
+                blocks(whole)
+            fully_shard(whole[i], mesh=mesh)
         elif order == "called in a region":
             whole[i] = InARegion(fully_shard(block, mesh=mesh))  # type: ignore[arg-type]
     fully_shard(whole, mesh=mesh)
+    if order == "sharded, then blocks":
+        blocks(whole)
     return fckpt.remat(whole) if order == "the whole" else whole
 
 
 ORDERS = [
     "sharded, then rematerialised", "rematerialised, then sharded", "a part rematerialised, then sharded",
-    "called in a region", "the whole",
+    "called in a region", "the whole", "planned, then sharded", "blocks, then sharded", "sharded, then blocks",
 ]  # fmt: skip
 
 
