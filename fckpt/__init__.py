@@ -55,7 +55,9 @@ from fckpt.spmd import all_gather as all_gather
 from fckpt.spmd import all_to_all as all_to_all
 from fckpt.spmd import axis_index as axis_index
 from fckpt.spmd import axis_size as axis_size
+from fckpt.spmd import clip_grad_norm as clip_grad_norm
 from fckpt.spmd import fake_mesh as fake_mesh
+from fckpt.spmd import fold_in as fold_in
 from fckpt.spmd import init_mesh as init_mesh
 from fckpt.spmd import launch as launch
 from fckpt.spmd import load as load

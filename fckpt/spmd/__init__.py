@@ -19,6 +19,7 @@ from fckpt.spmd.mapped import pmap as pmap
 from fckpt.spmd.mapped import shard_map as shard_map
 from fckpt.spmd.mesh import Mesh as Mesh
 from fckpt.spmd.mesh import use_mesh as use_mesh
+from fckpt.spmd.norms import clip_grad_norm as clip_grad_norm
 from fckpt.spmd.saving import Saving as Saving
 from fckpt.spmd.setup import fake_mesh as fake_mesh
 from fckpt.spmd.setup import init_mesh as init_mesh
@@ -27,3 +28,4 @@ from fckpt.spmd.simulation import sim as sim
 from fckpt.spmd.specs import P as P
 from fckpt.spmd.specs import shard as shard
 from fckpt.spmd.specs import unshard as unshard
+from fckpt.spmd.streams import fold_in as fold_in

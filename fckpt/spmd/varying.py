@@ -72,7 +72,7 @@ def varying(
         TraceError: its course depends on data.
     """
     flat, spec = trees.flatten((tuple(args), kwargs))
-    with _apart(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _Follower(mesh) as follower:
+    with _apart(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _Follower(mesh, about) as follower:
         fakes = [_without_data(x, mode) if isinstance(x, torch.Tensor) else x for x in flat]
         fn, captured = _with_captured(fn, functools.partial(_without_data, mode=mode))
         with _disable_current_modes():
@@ -178,9 +178,9 @@ _CHUNK = 1 << 20
 class _Follower(TorchDispatchMode):
     """Passes on, from operation to operation, what varies over which axes, by storage."""
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: Mesh, about: str):
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.about = mesh, about
         self.known: dict[int, tuple[Axes, str]] = {}
         """By storage: over which axes it varies, and a hash of what it is made of."""
         self.alive: list[Any] = []
@@ -189,6 +189,19 @@ class _Follower(TorchDispatchMode):
         self.collectives: list[str] = []
         self.drawn: Axes = frozenset()
         """Over which axes random numbers vary: those along which the ranks' generators differ."""
+        self.generators: dict[int, tuple[torch.Generator, Axes]] = {}
+        """Likewise for generators that operations are given, by id."""
+
+    def _drawn(self, given: Any) -> Axes:
+        """Over which axes the numbers vary that an operation draws."""
+        generators = [x for x in trees.leaves(given) if isinstance(x, torch.Generator)]
+        for generator in generators:
+            if id(generator) not in self.generators:
+                about = f"{self.about}, generator {len(self.generators)}"
+                with _disable_current_modes():
+                    axes, _ = _differing(about, self.mesh, [_digest(generator.get_state())])
+                self.generators[id(generator)] = generator, axes
+        return frozenset().union(*(self.generators[id(g)][1] for g in generators)) if generators else self.drawn
 
     def of(self, x: torch.Tensor) -> Axes:
         """Over which axes a tensor varies. Over one of a single rank nothing does."""
@@ -211,7 +224,7 @@ class _Follower(TorchDispatchMode):
         inputs = [x for x in trees.leaves((list(args), kwargs)) if isinstance(x, torch.Tensor)]
         axes: Axes = frozenset().union(*(self._known(x)[0] for x in inputs))
         if is_random(func):
-            axes |= self.drawn
+            axes |= self._drawn((args, kwargs))
         result = func(*args, **kwargs)
         made = self._made(func, args, kwargs)
         if func.namespace == "fckpt":

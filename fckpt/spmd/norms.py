@@ -1,0 +1,79 @@
+"""The norm of a tree of parts, and gradients clipped by it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from fckpt import tree as trees
+from fckpt.errors import ArgumentValueError
+from fckpt.spmd.collectives import pmax, psum
+from fckpt.spmd.mesh import Mesh, current_mesh, use_mesh
+from fckpt.spmd.specs import specs_of
+
+__all__ = ["clip_grad_norm"]
+
+
+def clip_grad_norm(
+    grads: Any, max_norm: float, specs: Any, mesh: Mesh | None = None, *, norm_type: float = 2.0
+) -> tuple[Any, torch.Tensor]:
+    """Returns gradients that are together no longer than `max_norm`, and their norm before.
+
+    The norm is that of the whole tensors, of which each rank has a part: what `torch.nn.utils.clip_grad_norm_` computes
+    of them in one process. Ranks call it together, within a mapped function or outside; nothing is changed in place.
+
+    Args:
+        grads: a pytree of tensors, this rank's parts. None and other leaves are passed on.
+        max_norm: the most that the norm may be.
+        specs: as for `shard`: how each lies on the mesh. Along axes that are not named all ranks have the same.
+        mesh: default: the one in use.
+        norm_type: p of the p-norm; `math.inf` for the largest number.
+
+    Returns:
+        The tree, and a tensor of no dimensions that is the same on all ranks.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: the specs do not fit; there is no tensor; a norm is not above 0.
+
+    Example:
+        >>> import torch, fckpt
+        >>> from fckpt import P
+        >>> def program():
+        ...     part = fckpt.shard(torch.tensor([3.0, 4.0]), P("data"))
+        ...     clipped, norm = fckpt.clip_grad_norm({"w": part}, 1.0, P("data"))
+        ...     return norm, clipped["w"]
+        >>> fckpt.sim({"data": 2}).run(program)
+        [(tensor(5.), tensor([0.6000])), (tensor(5.), tensor([0.8000]))]
+    """
+    if not (max_norm > 0 and norm_type > 0):
+        raise ArgumentValueError(f"clip_grad_norm: norms are above 0, not max_norm={max_norm}, norm_type={norm_type}.")
+    mesh = mesh or current_mesh("clip_grad_norm")
+    leaves, spec = trees.flatten(grads)
+    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for leaf, p in zip(leaves, specs_of("clip_grad_norm", "grads", specs, grads, mesh), strict=True):
+        if isinstance(leaf, torch.Tensor):
+            axes = tuple(name for name in mesh.names if name in p.axes)
+            by_axes.setdefault(axes, []).append(torch.linalg.vector_norm(leaf, norm_type))
+    if not by_axes:
+        raise ArgumentValueError("clip_grad_norm: there is no tensor among the gradients.")
+    with use_mesh(mesh):
+        norm = _norm([_over_ranks(parts, axes, norm_type) for axes, parts in by_axes.items()], norm_type)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+    clipped = [leaf * factor.to(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return trees.unflatten(spec, clipped), norm
+
+
+def _over_ranks(parts: list[torch.Tensor], axes: tuple[str, ...], norm_type: float) -> torch.Tensor:
+    """Returns the norm of tensors of whose parts these are the norms."""
+    mine = _norm(parts, norm_type)
+    if not axes:
+        return mine
+    if math.isinf(norm_type):
+        return pmax(mine, axes)
+    return psum(mine**norm_type, axes, out="invariant") ** (1 / norm_type)
+
+
+def _norm(parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    return torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]), norm_type)
