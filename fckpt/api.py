@@ -21,10 +21,11 @@ from fckpt.batched import NOT_BATCHED, Batching, run_batched
 from fckpt.closure import closure_of
 from fckpt.conditions import BufferHabits, Conditions, Observation, Written, unwrapped, version
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError
+from fckpt.layouts import layouts_below
 from fckpt.levels import batch_dim
 from fckpt.module import check_plannable, remat_module
 from fckpt.operations import Batch, Layout
-from fckpt.planner import TRACING, Planner, Programs, Reached, graph_tracer, layouts_below
+from fckpt.planner import TRACING, Planner, Programs, Reached, graph_tracer
 from fckpt.plans import Budget, Plan, check_budget
 from fckpt.policies import PolicyLike, reductions_saveable
 from fckpt.primitives import UserCall

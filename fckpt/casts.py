@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["remembers_casts_of", "shared"]
@@ -60,13 +61,14 @@ def shared(tensors: Sequence[torch.Tensor], call: Any) -> list[int]:
 
 def _block(device: str) -> Any:
     """Returns a reference to what autocast keeps until its block ends."""
-    probe = _probe(device)
     levels = torch._C._are_functorch_transforms_active()
     with temporarily_clear_interpreter_stack() if levels else contextlib.nullcontext(), torch.enable_grad():
+        probe = _probe(device)
         product: Any = torch.mm(probe, probe).grad_fn
         return torch._C._WeakTensorRef(product._saved_self)  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _probe(device: str) -> torch.Tensor:
-    return torch.zeros(1, 1, device=device, requires_grad=True)
+    with _disable_current_modes():
+        return torch.zeros(1, 1, device=device, requires_grad=True)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from fckpt import ambient, casts, solve
+from fckpt import ambient, solve
 from fckpt._capture.function import GraphFunction
 from fckpt.arguments import Arguments, outlived
 from fckpt.closure import Snapshot, Unguarded
@@ -27,6 +27,7 @@ from fckpt.cost.price import WARNINGS
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, PlanError, TraceError
 from fckpt.graph import Graph
 from fckpt.identity import difference, fingerprint
+from fckpt.layouts import layouts_below
 from fckpt.ledger import Ledger
 from fckpt.lift import unwatched
 from fckpt.operations import Backward, Batch, Layout, Trace
@@ -532,50 +533,6 @@ def _origin(slots: list[Slot], tensor: torch.Tensor) -> str:
         if any(t is tensor for t in tensors_in(value)):
             return f"closed-over {key!r}" if isinstance(holder, dict) else "a closed-over tensor"
     return ""
-
-
-def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
-    """The layouts below all levels of torch.func; a tensor that any level tracks requires grad."""
-    if not torch._C._are_functorch_transforms_active():
-        # There may be a thousand, at every call, and the constructor of a named tuple takes most of the time.
-        new, strided = functools.partial(tuple.__new__, Layout), torch.strided
-        return [
-            new(
-                (
-                    t.shape,
-                    t.stride() if t.layout is strided else (),
-                    t.dtype,
-                    t.device,
-                    tracked := t.requires_grad,
-                    leaf := t.is_leaf,
-                    tracked and (not leaf or t._is_view()),
-                )
-            )
-            for t in tensors
-        ]
-    with unseen():
-        return [_layout_below(t) for t in tensors]
-
-
-def _layout_below(tensor: torch.Tensor) -> Layout:
-    tracked = tensor.requires_grad
-    remembered = casts.remembers_casts_of(tensor)
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-        tracked = tracked or tensor.requires_grad
-    return Layout(
-        tensor.shape,
-        _stride(tensor),
-        tensor.dtype,
-        tensor.device,
-        tracked,
-        tensor.is_leaf and tensor.requires_grad,
-        tracked and not remembered,
-    )
-
-
-def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tensor.stride() if tensor.layout is torch.strided else ()
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ def _held(trace: Trace) -> dict[int, torch.Tensor]:
     bases: dict[int, tuple[torch.Tensor, int]] = {}
     for number, reference in zip(trace.operands, trace.given, strict=False):
         tensor, spec = reference(), trace.tensors[number]
-        if tensor is None or not _is_real(tensor):
+        if tensor is None or not _is_real(tensor) or spec.value < 0:  # nothing uses it
             continue
         if (tuple(tensor.shape), tensor.stride()) == (spec.shape, spec.stride):
             bases[spec.value] = tensor.detach(), int(tensor.storage_offset()) - spec.offset

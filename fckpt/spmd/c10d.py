@@ -97,9 +97,17 @@ class Processes:
         """Returns what comes of a message, when it has come."""
         return torch.ops._c10d_functional.wait_tensor(operation(x, *rest, self.group(axes).group_name))
 
-    def _run(self, operation: Callable[..., torch.Tensor], x: torch.Tensor, axes: tuple[str, ...], *rest: Any) -> Any:
+    def _run(
+        self,
+        operation: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        axes: tuple[str, ...],
+        *rest: Any,
+        what: str = "",
+    ) -> Any:
         run = lambda: self._sent(operation, x, axes, *rest)
-        return self._called(" ".join([str(operation), *(r for r in rest if isinstance(r, str))]), x, axes, run)
+        what = what or " ".join([str(operation), *(r for r in rest if isinstance(r, str))])
+        return self._called(what, x, axes, run)
 
     def _called(self, what: str, x: torch.Tensor, axes: tuple[str, ...], run: Callable[[], torch.Tensor]) -> Any:
         """Runs a collective of `x`. See `Guard.call`: NCCL does not die of what differs, and would have to wait."""
@@ -109,8 +117,33 @@ class Processes:
     def all_reduce(self, x: torch.Tensor, reduction: str, axes: tuple[str, ...]) -> torch.Tensor:
         reduce = functools.partial(self._run, torch.ops._c10d_functional.all_reduce)
         if reduction == "sum":
-            return _as_real(x, lambda x: reduce(x, axes, reduction))
+            return _as_real(
+                x, lambda x: self._summed(x, axes) if self.adds(x.dtype, axes) else reduce(x, axes, reduction)
+            )
         return _with_nans(x, reduction, lambda x: reduce(x, axes, reduction))
+
+    def adds(self, dtype: torch.dtype, axes: Sequence[str]) -> bool:
+        """Whether ranks add up what they get themselves, in the order of ranks, as those of a simulation do.
+
+        Gloo adds along a ring, for each rank from another one on: the sum of three numbers depends on that. The ranks
+        send as many bytes this way.
+        """
+        rounds = dtype.is_floating_point or dtype.is_complex
+        return rounds and self.mesh.count(axes) > 2 and dist.get_backend() == "gloo"
+
+    def _summed(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        """Returns the sum over the ranks along `axes`: each adds up one part of it."""
+        size = self.mesh.count(axes)
+        parts = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % size)).view(size, -1)
+        mine = self._reduce_scatter(parts, axes, "all_reduce")
+        return self._all_gather(mine, axes).view(-1)[: x.numel()].view(x.shape)
+
+    def _reduce_scatter(self, x: torch.Tensor, axes: tuple[str, ...], what: str = "reduce_scatter") -> torch.Tensor:
+        first, *others = self._all_to_all(x, axes, what)
+        result = first.clone()
+        for other in others:
+            result = result + other
+        return result
 
     def all_gather(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
         return _as_real(x, lambda x: self._all_gather(x, axes))
@@ -125,16 +158,16 @@ class Processes:
     def reduce_scatter(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
         scatter = torch.ops._c10d_functional.reduce_scatter_tensor
         send = lambda x: self._run(scatter, self._sorted(x, axes).reshape(-1), axes, "sum", len(x)).view(x.shape[1:])
-        return _as_real(x, send)
+        return _as_real(x, lambda x: self._reduce_scatter(x, axes) if self.adds(x.dtype, axes) else send(x))
 
     def all_to_all(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
         return _as_real(x, lambda x: self._all_to_all(x, axes))
 
-    def _all_to_all(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+    def _all_to_all(self, x: torch.Tensor, axes: tuple[str, ...], what: str = "") -> torch.Tensor:
         size, order = len(x), self._order(axes)
         parts = [x[0].numel()] * size
         exchange = torch.ops._c10d_functional.all_to_all_single
-        found = self._run(exchange, self._sorted(x, axes).reshape(-1), axes, parts, parts).view(x.shape)
+        found = self._run(exchange, self._sorted(x, axes).reshape(-1), axes, parts, parts, what=what).view(x.shape)
         return found if order is None else found[order.to(x.device)]
 
     def _sorted(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:

@@ -24,8 +24,6 @@ Private in torch 2.11 and 2.13: nothing here; see `c10d.py`.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import numbers
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -36,6 +34,7 @@ from fckpt import tree as trees
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.kept import kept
 from fckpt.spmd.mesh import Axes, Mesh, current_mesh, transport_of
+from fckpt.spmd.packing import divided, joined, packed
 
 __all__ = [
     "all_gather",
@@ -110,8 +109,12 @@ def _permute(x: torch.Tensor, sources: Sequence[int], axes: str, mesh: str) -> t
     return transport_of(mesh).permute(x.contiguous(), sources, _names(axes))
 
 
-@_operation("axis_index(str axes, str mesh, Device device) -> Tensor", lambda *_: torch.empty((), dtype=torch.int64))
-def _axis_index(axes: str, mesh: str, device: torch.device) -> torch.Tensor:
+def _number(axes: str, device: torch.device, mesh: str) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
+@_operation("axis_index(str axes, Device device, str mesh) -> Tensor", _number)
+def _axis_index(axes: str, device: torch.device, mesh: str) -> torch.Tensor:
     return torch.tensor(Mesh.of_key(mesh).index(transport_of(mesh).rank, _names(axes)), device=device)
 
 
@@ -279,7 +282,7 @@ def _summed(function: str, tree: Any, axis: Axes, out: str) -> Any:
             if isinstance(leaf, torch.Tensor):
                 summing(leaf, axes)
     send = lambda x: _Apply.apply(x, linear)
-    return _packed(function, tree, send, 0, begin=_countable, scalar=lambda number: number * size)
+    return packed(function, tree, send, 0, begin=_countable, scalar=lambda number: number * size)
 
 
 def _countable(x: torch.Tensor) -> torch.Tensor:
@@ -338,7 +341,7 @@ def _extreme(name: str, reduction: str, tree: Any, axis: Axes) -> Any:
             raise ArgumentTypeError(f"{name}: complex numbers have no order. Take it of x.abs(), or of x.real.")
         return x
 
-    return _packed(name, tree, extreme, 0, begin=ordered, scalar=lambda number: number)
+    return packed(name, tree, extreme, 0, begin=ordered, scalar=lambda number: number)
 
 
 def all_gather(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) -> Any:
@@ -363,8 +366,8 @@ def all_gather(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) -> A
     mesh, axes = _where("all_gather", axis)
     linear = Linear("gather", axes, mesh)
 
-    finish = lambda x, shape: _joined("all_gather", x, dim, len(shape) + (not tiled), tiled)
-    return _packed("all_gather", tree, lambda x: _Apply.apply(x, linear), 0, finish=finish)
+    finish = lambda x, shape: joined("all_gather", x, dim, len(shape) + (not tiled), tiled)
+    return packed("all_gather", tree, lambda x: _Apply.apply(x, linear), 0, finish=finish)
 
 
 def psum_scatter(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) -> Any:
@@ -386,8 +389,8 @@ def psum_scatter(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) ->
     """
     mesh, axes = _where("psum_scatter", axis)
     linear, size = Linear("scatter", axes, mesh), mesh.count(axes)
-    begin = lambda x: _divided("psum_scatter", _countable(x), dim, size, axes, tiled)
-    return _packed("psum_scatter", tree, lambda x: _Apply.apply(x, linear), 1, begin=begin)
+    begin = lambda x: divided("psum_scatter", _countable(x), dim, size, axes, tiled)
+    return packed("psum_scatter", tree, lambda x: _Apply.apply(x, linear), 1, begin=begin)
 
 
 def all_to_all(tree: Any, axis: Axes, *, split: int, concat: int, tiled: bool = False) -> Any:
@@ -414,9 +417,9 @@ def all_to_all(tree: Any, axis: Axes, *, split: int, concat: int, tiled: bool = 
     mesh, axes = _where("all_to_all", axis)
     linear, size = Linear("exchange", axes, mesh), mesh.count(axes)
 
-    finish = lambda x, shape: _joined("all_to_all", x, concat, len(shape) + (not tiled), tiled)
-    begin = lambda x: _divided("all_to_all", x, split, size, axes, tiled)
-    return _packed("all_to_all", tree, lambda x: _Apply.apply(x, linear), 1, begin=begin, finish=finish)
+    finish = lambda x, shape: joined("all_to_all", x, concat, len(shape) + (not tiled), tiled)
+    begin = lambda x: divided("all_to_all", x, split, size, axes, tiled)
+    return packed("all_to_all", tree, lambda x: _Apply.apply(x, linear), 1, begin=begin, finish=finish)
 
 
 def ppermute(tree: Any, axis: Axes, pairs: Sequence[tuple[int, int]]) -> Any:
@@ -454,7 +457,7 @@ def ppermute(tree: Any, axis: Axes, pairs: Sequence[tuple[int, int]]) -> Any:
             raise ArgumentValueError(f"ppermute: {list(pairs)} names a source or a destination twice.")
         sources[target] = source
     linear = Linear("permute", axes, mesh, tuple(sources))
-    return _packed("ppermute", tree, lambda x: _Apply.apply(x, linear), 0)
+    return packed("ppermute", tree, lambda x: _Apply.apply(x, linear), 0)
 
 
 def received(x: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
@@ -484,7 +487,7 @@ def pvary(tree: Any, axis: Axes) -> Any:
     """
     mesh, axes = _where("pvary", axis)
     linear = Linear("alike", axes, mesh)
-    return _packed("pvary", tree, lambda x: _Apply.apply(x, linear), 0, scalar=lambda number: number)
+    return packed("pvary", tree, lambda x: _Apply.apply(x, linear), 0, scalar=lambda number: number)
 
 
 def axis_size(axis: Axes) -> int:
@@ -510,91 +513,12 @@ def axis_index(axis: Axes, *, device: torch.device | str | None = None) -> torch
         [tensor(0), tensor(1)]
     """
     mesh, axes = _where("axis_index", axis)
-    return _axis_index(",".join(axes), mesh.key, torch.device(device or torch.get_default_device()))
+    return _axis_index(",".join(axes), torch.device(device or torch.get_default_device()), mesh.key)
 
 
-# ---- pytrees in one message ------------------------------------------------------------------------
+# ---- the mesh in use --------------------------------------------------------------------------------
 
 
 def _where(function: str, axis: Axes) -> tuple[Mesh, tuple[str, ...]]:
     mesh = current_mesh(function)
     return mesh, mesh.axes(function, axis)
-
-
-def _dim(function: str, dim: int, dims: int) -> int:
-    if not -dims <= dim < dims:
-        raise ArgumentValueError(f"{function}: there is no dimension {dim} among {dims}.")
-    return dim % dims
-
-
-def _divided(function: str, x: torch.Tensor, dim: int, size: int, axes: tuple[str, ...], tiled: bool) -> torch.Tensor:
-    """Returns `x` with the ranks in front, of whose parts dimension `dim` consists."""
-    at = _dim(function, dim, x.dim())
-    length = x.shape[at]
-    if tiled and length % size:
-        raise ArgumentValueError(
-            f"{function}: dimension {dim} of length {length} cannot be divided among the {size} ranks along {axes}. "
-            "Pad it to a multiple."
-        )
-    if not tiled and length != size:
-        raise ArgumentValueError(
-            f"{function}: dimension {dim} is {length} long, but there are {size} ranks along {axes}. Pass tiled=True "
-            "to give each a part of it."
-        )
-    return (x.unflatten(at, (size, length // size)) if tiled else x).movedim(at, 0)
-
-
-def _joined(function: str, x: torch.Tensor, dim: int, dims: int, tiled: bool) -> torch.Tensor:
-    """Returns `x`, the ranks of which are in front, with them at dimension `dim` of `dims`."""
-    at = _dim(function, dim, dims)
-    moved = x.movedim(0, at)
-    return moved.flatten(at, at + 1) if tiled else moved
-
-
-def _packed(
-    function: str,
-    tree: Any,
-    send: Callable[[torch.Tensor], torch.Tensor],
-    ranks: int,
-    *,
-    begin: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
-    finish: Callable[[torch.Tensor, torch.Size], torch.Tensor] = lambda x, shape: x,
-    scalar: Callable[[Any], Any] | None = None,
-) -> Any:
-    """Sends the leaves of a tree, those of one dtype and device together, if all of them require grad or none does.
-
-    Args:
-        function: who is asked, for errors.
-        tree: a pytree of tensors.
-        send: takes and returns a tensor; dimensions after the first are left alone.
-        ranks: how many dimensions in front of what `send` takes are ranks.
-        begin: what to do with a leaf before.
-        finish: what to do with what comes of a leaf, and the shape that was sent for one rank.
-        scalar: what becomes of a number; None if there must not be one.
-    """
-    leaves, spec = trees.flatten(tree)
-    results: list[Any] = [*leaves]
-    sent: dict[int, torch.Tensor] = {}
-    for i, (path, leaf) in enumerate(zip(spec.paths(), leaves, strict=True)):
-        if isinstance(leaf, torch.Tensor):
-            sent[i] = begin(leaf)
-        elif scalar is not None and isinstance(leaf, numbers.Number):
-            results[i] = scalar(leaf)
-        else:
-            where = f"tree{path}" if path else "it"
-            raise ArgumentTypeError(f"{function} takes tensors, but {where} is {type(leaf).__name__}: {leaf!r}.")
-    kind = lambda i: (str(sent[i].dtype), str(sent[i].device), sent[i].requires_grad)
-    for _, group in itertools.groupby(sorted(sent, key=kind), key=kind):
-        numbers_ = [*group]
-        shapes = [sent[i].shape[ranks:] for i in numbers_]
-        if len(numbers_) == 1:
-            results[numbers_[0]] = finish(send(sent[numbers_[0]]), shapes[0])
-            continue
-        whole = send(
-            torch.cat(
-                [sent[i].flatten(ranks) if sent[i].dim() > ranks else sent[i].unsqueeze(-1) for i in numbers_], -1
-            )
-        )
-        for i, part, shape in zip(numbers_, whole.split([s.numel() for s in shapes], -1), shapes, strict=True):
-            results[i] = finish(part.unflatten(-1, shape) if shape else part.squeeze(-1), shape)
-    return trees.unflatten(spec, results)

@@ -71,6 +71,10 @@ class Transport(Protocol):
         """Returns the `Link` between neighbours along an axis."""
         ...
 
+    def adds(self, dtype: torch.dtype, axes: Sequence[str]) -> bool:
+        """Whether a sum over the ranks along `axes` holds what all have brought, to add it up."""
+        ...
+
     def exchange(self, about: str, mine: str) -> list[str]:
         """Waits for all ranks of the mesh, and returns what each of them says, in the order of ranks."""
         ...

@@ -126,6 +126,9 @@ class _Nobody:
     def link(self, axis: str) -> Link:
         return self.links.get(axis, NVLINK)
 
+    def adds(self, dtype: Any, axes: Sequence[str]) -> bool:
+        return False
+
     def exchange(self, about: str, mine: str) -> list[str]:
         return [mine]
 

@@ -180,6 +180,9 @@ class Thread:
     def link(self, axis: str) -> Link:
         return self.meeting.links.get(axis, GLOO)
 
+    def adds(self, dtype: torch.dtype, axes: Sequence[str]) -> bool:
+        return False  # ranks look at what others hold anyway
+
     def exchange(self, about: str, mine: str) -> list[str]:
         self.shares[about] = number = self.shares.get(about, 0) + 1
         return self.meeting.say(f"{about} {number}", self.rank, mine, timeout=self.meeting.timeout)
