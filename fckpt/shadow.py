@@ -446,6 +446,8 @@ def _can_copy(kind: type) -> bool:
         return kind.__new__ in _NEW
     if not (is_user_class(kind) or issubclass(kind, nn.Module)):
         return False  # a lock, a thread, a file
+    if hasattr(kind, "__del__"):
+        return False  # what it lets go at its end is let go once
     if any(base.__module__.startswith(_SEALED) for base in kind.__mro__):
         return False
     try:

@@ -97,30 +97,19 @@ class Processes:
         """Returns what comes of a message, when it has come."""
         return torch.ops._c10d_functional.wait_tensor(operation(x, *rest, self.group(axes).group_name))
 
-    def _run(
-        self,
-        operation: Callable[..., torch.Tensor],
-        x: torch.Tensor,
-        axes: tuple[str, ...],
-        *rest: Any,
-        what: str = "",
-    ) -> Any:
-        run = lambda: self._sent(operation, x, axes, *rest)
-        what = what or " ".join([str(operation), *(r for r in rest if isinstance(r, str))])
-        return self._called(what, x, axes, run)
-
     def _called(self, what: str, x: torch.Tensor, axes: tuple[str, ...], run: Callable[[], torch.Tensor]) -> Any:
         """Runs a collective of `x`. See `Guard.call`: NCCL does not die of what differs, and would have to wait."""
         compare = None if dist.get_backend() == "nccl" else lambda digest: self._gathered(digest, axes)
         return self.guard.call(_said(what, x, axes), run, compare)
 
     def all_reduce(self, x: torch.Tensor, reduction: str, axes: tuple[str, ...]) -> torch.Tensor:
-        reduce = functools.partial(self._run, torch.ops._c10d_functional.all_reduce)
-        if reduction == "sum":
-            return _as_real(
-                x, lambda x: self._summed(x, axes) if self.adds(x.dtype, axes) else reduce(x, axes, reduction)
-            )
-        return _with_nans(x, reduction, lambda x: reduce(x, axes, reduction))
+        adds, reduce = reduction == "sum" and self.adds(x.dtype, axes), torch.ops._c10d_functional.all_reduce
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            run = lambda: self._summed(x, axes) if adds else self._sent(reduce, x, axes, reduction)
+            return self._called(f"all_reduce {reduction}", x, axes, run)
+
+        return _as_real(x, call) if reduction == "sum" else _with_nans(x, reduction, call)
 
     def adds(self, dtype: torch.dtype, axes: Sequence[str]) -> bool:
         """Whether ranks add up what they get themselves, in the order of ranks, as those of a simulation do.
@@ -135,39 +124,37 @@ class Processes:
         """Returns the sum over the ranks along `axes`: each adds up one part of it."""
         size = self.mesh.count(axes)
         parts = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % size)).view(size, -1)
-        mine = self._reduce_scatter(parts, axes, "all_reduce")
-        return self._all_gather(mine, axes).view(-1)[: x.numel()].view(x.shape)
-
-    def _reduce_scatter(self, x: torch.Tensor, axes: tuple[str, ...], what: str = "reduce_scatter") -> torch.Tensor:
-        first, *others = self._all_to_all(x, axes, what)
-        result = first.clone()
-        for other in others:
-            result = result + other
-        return result
+        mine = _added(self._exchanged(parts, axes))
+        return self._collected(mine, axes).view(-1)[: x.numel()].view(x.shape)
 
     def all_gather(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        return _as_real(x, lambda x: self._all_gather(x, axes))
+        return _as_real(x, lambda x: self._called("all_gather", x, axes, lambda: self._collected(x, axes)))
 
-    def _all_gather(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        size = self.mesh.count(axes)
-        gather = torch.ops._c10d_functional.all_gather_into_tensor
-        found = self._run(gather, x.reshape(-1), axes, size).view(size, *x.shape)
+    def _collected(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        """Returns those of all ranks along `axes`, stacked."""
+        found = self._gathered(x, axes).view(self.mesh.count(axes), *x.shape)
         order = self._order(axes)
         return found if order is None else found[order.to(x.device)]
 
     def reduce_scatter(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        scatter = torch.ops._c10d_functional.reduce_scatter_tensor
-        send = lambda x: self._run(scatter, self._sorted(x, axes).reshape(-1), axes, "sum", len(x)).view(x.shape[1:])
-        return _as_real(x, lambda x: self._reduce_scatter(x, axes) if self.adds(x.dtype, axes) else send(x))
+        adds, scatter = self.adds(x.dtype, axes), torch.ops._c10d_functional.reduce_scatter_tensor
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            if adds:
+                return _added(self._exchanged(x, axes))
+            return self._sent(scatter, self._sorted(x, axes).reshape(-1), axes, "sum", len(x)).view(x.shape[1:])
+
+        return _as_real(x, lambda x: self._called("reduce_scatter", x, axes, lambda: run(x)))
 
     def all_to_all(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        return _as_real(x, lambda x: self._all_to_all(x, axes))
+        return _as_real(x, lambda x: self._called("all_to_all", x, axes, lambda: self._exchanged(x, axes)))
 
-    def _all_to_all(self, x: torch.Tensor, axes: tuple[str, ...], what: str = "") -> torch.Tensor:
+    def _exchanged(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        """Returns what each rank along `axes` has for this one, stacked."""
         size, order = len(x), self._order(axes)
         parts = [x[0].numel()] * size
         exchange = torch.ops._c10d_functional.all_to_all_single
-        found = self._run(exchange, self._sorted(x, axes).reshape(-1), axes, parts, parts, what=what).view(x.shape)
+        found = self._sent(exchange, self._sorted(x, axes).reshape(-1), axes, parts, parts).view(x.shape)
         return found if order is None else found[order.to(x.device)]
 
     def _sorted(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
@@ -198,6 +185,14 @@ class Processes:
         return self._called(f"permute {tuple(sources)}", x, axes, run)
 
 
+def _added(parts: torch.Tensor) -> torch.Tensor:
+    """Returns their sum, added one after another."""
+    result = parts[0].clone()
+    for part in parts[1:]:
+        result = result + part
+    return result
+
+
 def _as_real(x: torch.Tensor, send: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Sends complex numbers as pairs of real ones, which all backends take."""
     if not x.is_complex():
@@ -223,5 +218,5 @@ def _guard(rank: int, size: int) -> Guard:
 
 def _said(what: str, x: torch.Tensor, axes: tuple[str, ...]) -> str:
     """Describes a call: what, over which axes, of what, and from where in the user's program."""
-    name, dtype = what.removeprefix("_c10d_functional."), str(x.dtype).removeprefix("torch.")
-    return f"{name} over {', '.join(axes)} of {tuple(x.shape)} {dtype} at {place_of(sys._getframe(1))}"
+    dtype = str(x.dtype).removeprefix("torch.")
+    return f"{what} over {', '.join(axes)} of {tuple(x.shape)} {dtype} at {place_of(sys._getframe(1))}"

@@ -19,7 +19,7 @@ DIFFERENCES = {
     "unmapped": r"rank 1 calls all_reduce sum over a of \(3,\) float64 at .* where others call .* \(3,\) float32 at",
     "dtype": r"rank 1 calls all_reduce sum over a of \(3,\) float64 at .* where others call .* \(3,\) float32 at",
     "shape": r"rank 1 calls all_reduce sum over a of \(3, 1\) float32 at .* where others call .* of \(3,\) float32 at",
-    "longer": r"rank 1 calls all_gather_into_tensor over a of \(6,\) .* where others call .* over a of \(3,\)",
+    "longer": r"rank 1 calls all_gather over a of \(6,\) .* where others call .* over a of \(3,\)",
     "operation": r"rank 1 calls all_reduce max over a .* where others call all_reduce sum over a",
     "pullback": r"rank 1 calls all_reduce sum over a of \(3,\) float64 at .* where others call .* \(3,\) float32 at",
     "graph": r"rank 1 is to plan another function than others: its operations or sizes differ",
