@@ -74,7 +74,7 @@ Attributes = Iterable[tuple[dict[str, Any], str]]
 class Closure:
     """What a function closes over."""
 
-    __slots__ = ("generators", "given", "modules", "own", "slots")
+    __slots__ = ("generators", "given", "kinds", "modules", "own", "slots")
 
     def __init__(self) -> None:
         self.own = Snapshot()
@@ -83,8 +83,19 @@ class Closure:
         """What lies in the static arguments, or in attributes."""
         self.modules: list[nn.Module] = []
         self.generators: list[Any] = []
+        self.kinds: dict[type, None] = {}
+        """The user's classes, of modules apart."""
         self.slots: list[Slot] = []
         """All cells, and the other places that hold tensors (those inside of `modules` apart)."""
+
+    def extend(self, other: Closure) -> None:
+        """Adds what `other` holds."""
+        self.own.extend(other.own)
+        self.given.extend(other.given)
+        self.modules += other.modules
+        self.generators += other.generators
+        self.kinds |= other.kinds
+        self.slots += other.slots
 
 
 def closure_of(
@@ -282,6 +293,8 @@ class _Walk:
 
     def constants(self, kind: type) -> None:
         """Notes the attributes of a class."""
+        if is_user_class(kind):
+            self.found.kinds[kind] = None
         if self.facts is not None:
             for base, name in class_attributes(kind):
                 self.visit(None, vars(base).get(name), DEPTH)

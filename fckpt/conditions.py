@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fckpt import ambient
-from fckpt.closure import Snapshot, closure_of
+from fckpt.closure import Snapshot, closure_of, method_globals
 from fckpt.errors import MutationError
 from fckpt.modules import BufferHabits, BufferKey, ModuleState, parts_of, unwrapped, version
 from fckpt.places import Slot, frozen, placed, present, replaced, tensors_in
@@ -127,13 +127,17 @@ class Observation:
         self.random = RandomState.capture(devices, generators)
 
     def _observe_classes(self, closure: Any) -> None:
-        """Notes the globals that the modules' methods name, and their classes' attributes."""
-        named = [place for part in self.parts for place in part.named]
-        if named:
+        """Notes the globals that methods name, and the attributes of the modules' classes."""
+        named, known = [place for part in self.parts for place in part.named], set[type]()
+        while named or closure.kinds.keys() - known:
+            named += [place for kind in closure.kinds.keys() - known for place in method_globals(kind)]
+            known |= closure.kinds.keys()
             outside = closure_of([], attributes=named)
             closure.slots += outside.slots
             closure.generators += outside.generators
             closure.own.extend(outside.given)
+            closure.kinds |= outside.kinds
+            named = []
         closure.own.places += [(c, name, vars(c).get(name)) for part in self.parts for c, name in part.constants]
 
     def _copy(self, key: BufferKey, tensor: torch.Tensor) -> torch.Tensor | None:

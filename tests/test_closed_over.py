@@ -293,3 +293,20 @@ def test_what_a_finished_region_closed_over_is_let_go_at_once() -> None:
         assert step()() is None
     finally:
         gc.enable()
+
+
+def test_closure_of_a_closure_under_a_budget() -> None:
+    """The function has no cell of its own; what a capture names lies in one of a function that it reaches."""
+
+    class Reached:
+        def __init__(self, a: Tensor):
+            self.get = lambda: a
+
+        def step(self, x: Tensor) -> Tensor:
+            return (x * self.get()).sin().sin().sin()
+
+    a, x = X.clone().requires_grad_(), X.cos().requires_grad_()
+    found = Reached(a)
+    wanted = torch.autograd.grad(found.step(x).sum(), [a, x])
+    got = torch.autograd.grad(fckpt.remat(found.step, budget=1.0)(x).sum(), [a, x])
+    assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))

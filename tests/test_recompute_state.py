@@ -121,6 +121,38 @@ def test_state_of_modules_that_changes_between_two_forwards(name: str, wrap: Any
     assert_equal(module_gradients(wrap, *IN_A_MODULE[name]), module_gradients(lambda m: m, *IN_A_MODULE[name]))
 
 
+class Scaled:
+    """An object that is no module; what its method reads is a global, a tensor and an attribute of its class."""
+
+    factor = 1.0
+
+    def value(self, x: Tensor) -> Tensor:
+        return (torch.tanh(x @ W) * self.factor * SETTINGS["temperature"] * (1.0 if FLAG else 2.0)).sin().exp()
+
+
+IN_AN_OBJECT: dict[str, tuple[str, Any]] = {
+    "a global": ("FLAG", False),
+    "another global dict": ("SETTINGS", {"temperature": 3.0}),
+    "a global tensor": ("W", W + 1),
+}
+
+
+@pytest.mark.parametrize("name", [*IN_AN_OBJECT, "a class attribute"])
+@pytest.mark.parametrize("how", ["a closure", "a method"])
+def test_what_methods_of_objects_read_that_changes_before_the_backward(
+    name: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, x = Scaled(), leaf(torch.randn(4, 6))
+    wanted = torch.autograd.grad(found.value(x).sum(), x)
+    result = fckpt.remat(found.value if how == "a method" else lambda x: found.value(x))(x)
+    if name in IN_AN_OBJECT:
+        place, value = IN_AN_OBJECT[name]
+        monkeypatch.setitem(globals(), place, value)
+    else:
+        monkeypatch.setattr(Scaled, "factor", 2.0)
+    assert_equal(torch.autograd.grad(result.sum(), x), wanted)
+
+
 def in_closures() -> Iterator[Any]:
     flag, settings, config, slotted = True, {"a": 1.0, "deep": {"b": [1.0]}}, Config(), Slotted()
     space, ordered = types.SimpleNamespace(scale=1.0), collections.OrderedDict(a=1.0)

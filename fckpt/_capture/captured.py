@@ -372,7 +372,7 @@ def _explained(part: str) -> str:
 _SOURCE = re.compile(r"[LG]\['\w+'\](?:\['?\w+'?\]|\.\w+)*")
 _PASSED = re.compile(r"L\['(?:args|kwargs)'\](?:\[[^\]]+\])*")
 _MEMBER = re.compile(r"(?:_modules|_parameters|_buffers)'?\]?\['([^']+)'\]")
-_CELL = re.compile(r"__closure__\[(\d+)\]\.cell_contents")
+_CELL = re.compile(r"^L\['(?:fn|this)'\]\.__closure__\[(\d+)\]\.cell_contents")
 
 
 def _readable(text: str, fn: Any = None) -> str:

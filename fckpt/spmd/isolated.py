@@ -2,74 +2,152 @@
 
 A process has its own globals, modules, tensors and caches; a thread has not. So a simulation copies, for each rank but
 the first, what the program closes over and is passed, as far as it could change: tensors, modules, containers, objects,
-generators, variables, globals, and functions with a cache. When the run is over, what ranks have added to the caller's
-containers is there, as if they had run one after another. What cannot be copied is shared, see `shadow.py`.
+generators, variables, globals, and functions with a cache. Where no copy can be found (attributes of classes, globals
+that methods name, what a compiled module holds), each rank finds what it left there at its last turn, as one runs at a
+time. When the run is over, what ranks have added to the caller's containers is there, as if they had run one after
+another.
+
+The check of a mapped function runs on such copies, too, so that it leaves no trace (`Rehearsal`).
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import itertools
 import types
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from fckpt.closure import Closure, Snapshot, class_attributes, closure_of, is_user_class
-from fckpt.errors import ArgumentTypeError, MeshWarning, users_stacklevel
+from fckpt.closure import Closure, Snapshot, closure_of, is_user_class, method_globals
+from fckpt.errors import ArgumentTypeError
 from fckpt.modules import INTERNAL
-from fckpt.places import ABSENT, INERT, SEQUENCES, Slot, replaced, tensors_in
+from fckpt.places import ABSENT, INERT, PLAIN, SEQUENCES, Slot, content, entries, present, put, replaced, tensors_in
 from fckpt.shadow import shadow
 
-__all__ = ["Isolated"]
+__all__ = ["Isolated", "Rehearsal"]
+
+StandIn = Callable[[torch.Tensor, dict[int, Any]], torch.Tensor | None]
+"""What is to lie in the place of a tensor, if not that itself. The dict is `copy.deepcopy`'s memory."""
 
 
 class Isolated:
-    """A program for each rank, and what they have in common after all."""
+    """A program for each rank."""
 
     def __init__(self, program: Callable[..., Any], args: Any, kwargs: Any, ranks: int):
-        roots = [program, [*args], dict(kwargs)]
-        found = closure_of([program], roots[1:])
-        parts = [vars(part) for module in found.modules for part in module.modules()]
-        if parts:
-            named = [(held, name) for held in parts for name in held if name not in INTERNAL]
-            found = closure_of([program], roots[1:], attributes=named)
-        slots = [*_slots(found), *_slots_of_modules(parts)]
-        self.containers = [*(held for state in (found.own, found.given) for held in _containers(state))]
+        reached = _Reached([program, [*args], dict(kwargs)])
+        self.containers = reached.containers
         self.before = [_noted(held) for held in self.containers]
-        self.shared = _shared(slots)
         self.programs: list[Callable[[], Any]] = [functools.partial(program, *args, **kwargs)]
         """By rank: what it runs. The first one runs on what the caller has."""
-        self.copies: list[list[Any]] = []
-        """By rank but the first: its containers."""
-        for _ in range(1, ranks):
-            made: dict[int, Any] = {}
-            [own, mine, words], _left = shadow(roots, _own(slots, found), made)
+        self.copies: list[dict[int, Any]] = []
+        """By rank but the first: its copies, by the id of what they are of."""
+        twins = [reached.twin(_own_tensor, refuses=True) for _ in range(1, ranks)]
+        for [own, mine, words], made, _ in twins:
             self.programs.append(functools.partial(own, *mine, **words))
-            self.copies.append([made.get(id(held), held) for held in self.containers])
-        self.starts = [[_noted(held) for held in held_by_rank] for held_by_rank in self.copies]
+            self.copies.append(made)
+        self.places = _Places(reached.kinds, twins[0][2] if twins else [])
+        self.values = [self.places.now(), *(self.places.filled(left, made) for _, made, left in twins)]
+        """By rank: what it left, at its last turn, in the places of which there is one."""
+        self.starts = [[_noted(held) for held in self._own_containers(rank)] for rank in range(1, ranks)]
+
+    def enter(self, rank: int) -> None:
+        """Begins a turn of a rank's."""
+        self.places.put(self.values[rank])
+
+    def leave(self, rank: int) -> None:
+        """Ends it."""
+        self.values[rank] = self.places.now()
 
     def collect(self) -> None:
-        """Adds to the caller's containers what ranks have added to theirs."""
-        for copies, starts in zip(self.copies, self.starts, strict=True):
-            for held, before, own, start in zip(self.containers, self.before, copies, starts, strict=True):
+        """Ends the run: adds to the caller's containers what ranks have added to theirs."""
+        self.enter(0)
+        for rank, starts in enumerate(self.starts, 1):
+            own_containers = self._own_containers(rank)
+            for held, before, own, start in zip(self.containers, self.before, own_containers, starts, strict=True):
                 if own is not held:
                     _add(held, before, own, start)
 
-    def tell(self) -> None:
-        """Warns of what ranks have shared, and one of them has changed."""
-        names = sorted({f"{holder.__name__}.{key}" for holder, key, _ in self.shared.changes()})
-        if self.programs[1:] and names:
-            warnings.warn(
-                f"the program changes {', '.join(names)}, which the ranks of this simulation share: attributes of "
-                "classes are not copied. In processes each rank has its own. Keep what changes in an object.",
-                MeshWarning,
-                stacklevel=users_stacklevel(),
-            )
+    def _own_containers(self, rank: int) -> list[Any]:
+        """The containers of a rank, or what it left in them; those of the caller where they are all ranks'."""
+        left = self.places.contents(self.values[rank])
+        made = self.copies[rank - 1]
+        return [left.get(id(held), made.get(id(held), held)) for held in self.containers]
+
+
+class Rehearsal:
+    """A function to be run without a trace, on other tensors."""
+
+    def __init__(self, fn: Callable[..., Any], stand_in: Callable[[torch.Tensor], torch.Tensor]):
+        reached = _Reached([fn])
+        self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By id: the tensors that it closes over, and those in their places."""
+
+        def noted(x: torch.Tensor, memory: dict[int, Any]) -> torch.Tensor:
+            memory[id(x)] = new = stand_in(x)
+            self.tensors[id(x)] = x, new
+            return new
+
+        [self.fn], made, left = reached.twin(noted, refuses=False)
+        self._places = _Places(reached.kinds, left)
+        self._values = self._places.filled(left, made)
+
+    @contextlib.contextmanager
+    def prepared(self) -> Iterator[Callable[..., Any]]:
+        """Returns the function, which may be called in the body."""
+        before = self._places.now()
+        self._places.put(self._values)
+        try:
+            yield self.fn
+        finally:
+            self._places.put(before)
+
+
+# ---- what a program finds --------------------------------------------------------------------------
+
+
+class _Reached:
+    """What can be reached from some roots, and could be written to."""
+
+    def __init__(self, roots: list[Any]):
+        self.roots = roots
+        found = self.found = closure_of(roots[:1], roots[1:])
+        modules: dict[int, Any] = {}
+        kinds: set[type] = set()
+        while True:
+            parts = [part for module in found.modules for part in module.modules() if id(part) not in modules]
+            new = (found.kinds.keys() | {type(part) for part in parts if is_user_class(type(part))}) - kinds
+            if not parts and not new:
+                break
+            modules |= {id(part): part for part in parts}
+            kinds |= new
+            named = [(vars(part), name) for part in parts for name in vars(part) if name not in INTERNAL]
+            named += [place for kind in new for place in method_globals(kind)]
+            found.extend(closure_of([], attributes=named))
+        self.kinds = {base: None for kind in kinds for base in kind.__mro__ if is_user_class(base)}
+        self.slots = [*_slots(found), *_slots_of_modules([vars(part) for part in modules.values()])]
+        held = [held for state in (found.own, found.given) for held in _containers(state)]
+        self.containers = [*{id(container): container for container in held}.values()]
+
+    def twin(self, stand_in: StandIn, *, refuses: bool) -> tuple[list[Any], dict[int, Any], list[Slot]]:
+        """Returns copies of the roots that find other tensors, and copies of all that they could write to.
+
+        Args:
+            stand_in: returns the other tensors.
+            refuses: whether an object that cannot be copied, and holds such a tensor, is an error.
+
+        Returns:
+            The copies; by the id of what they are of, all that were made; and what they are to find in places of which
+            there is one.
+        """
+        made: dict[int, Any] = {}
+        slots = _own(self.slots, self.found, stand_in, refuses)
+        roots, left = shadow(self.roots, slots, made)
+        return roots, made, left
 
 
 def _slots(found: Closure) -> list[Slot]:
@@ -79,22 +157,25 @@ def _slots(found: Closure) -> list[Slot]:
         slots += state.lists
         slots += [(held, None, then) for held, then in state.values if not isinstance(held, frozenset)]
         for held, then in state.dicts:
-            slots += [(held, _NOTHING, ABSENT), *((held, key, value) for key, value in then.items())]
+            slots += [(held, _WHOLE, ABSENT), *((held, key, value) for key, value in then.items())]
         slots += [slot for slot in state.places if not isinstance(slot[0], type) and _is_there(slot)]
     return slots
 
 
 def _slots_of_modules(parts: list[dict[str, Any]]) -> Iterator[Slot]:
     for attributes in parts:
-        yield attributes, _NOTHING, ABSENT
+        yield attributes, _WHOLE, ABSENT
         for held in (attributes, attributes["_parameters"], attributes["_buffers"]):
             for name, value in held.items():
                 if value is not None and name not in INTERNAL:
                     yield held, name, value
 
 
-_NOTHING = object()
-"""A key that no dict has."""
+class _Whole:
+    """A key that no dict has: that all of it is a program's own."""
+
+
+_WHOLE = _Whole()
 
 
 def _is_there(slot: Slot) -> bool:
@@ -102,25 +183,31 @@ def _is_there(slot: Slot) -> bool:
     return not isinstance(slot[0], dict) or slot[1] in slot[0]
 
 
-def _own(slots: list[Slot], found: Closure) -> list[Slot]:
-    """The same places, with copies for one rank in them."""
-    memo: dict[int, Any] = {}
+def _own_tensor(x: torch.Tensor, memory: dict[int, Any]) -> torch.Tensor | None:
+    """A copy of a tensor; not of one that hangs on a graph, which is nobody's own."""
+    return copy.deepcopy(x, memory) if x.is_leaf else None
+
+
+def _own(slots: list[Slot], found: Closure, stand_in: StandIn, refuses: bool) -> list[Slot]:
+    """The same places, with copies in them."""
+    memory: dict[int, Any] = {}
     new = {id(g): g.clone_state() if isinstance(g, torch.Generator) else copy.deepcopy(g) for g in found.generators}
     values = [part for _, _, value in slots for part in (value if isinstance(value, tuple) else (value,))]
     for value in values:
         for tensor in tensors_in(value):
-            if id(tensor) not in new and tensor.is_leaf:  # others hang on a graph, which is nobody's own
-                new[id(tensor)] = copy.deepcopy(tensor, memo)
+            if id(tensor) not in new and (other := stand_in(tensor, memory)) is not None:
+                new[id(tensor)] = other
         if isinstance(value, functools._lru_cache_wrapper) and id(value) not in new:
             new[id(value)] = _with_cache(value.__wrapped__, value.cache_parameters())
     for value in values:
         if id(value) not in new and _is_closed(value) and _reaches(value, new):
-            if not isinstance(value, torch.optim.Optimizer) or "step" in vars(value):
+            if isinstance(value, torch.optim.Optimizer) and "step" not in vars(value):
+                new[id(value)] = copy.deepcopy(value, memory)
+            elif refuses:
                 raise ArgumentTypeError(
                     f"sim: the program uses {type(value).__name__}, made outside of it, which holds tensors that each "
                     "rank has a copy of, and cannot be copied itself. Make it in the program, as processes do."
                 )
-            new[id(value)] = copy.deepcopy(value, memo)
     return [(holder, key, replaced(value, new)) for holder, key, value in slots]
 
 
@@ -170,14 +257,80 @@ def _with_cache(fn: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
     return call
 
 
-def _shared(slots: list[Slot]) -> Snapshot:
-    """The attributes of the user's classes that a program finds."""
-    found = Snapshot()
-    classes = {value if isinstance(value, type) else type(value) for _, _, value in slots}
-    for kind in classes:
-        if is_user_class(kind):
-            found.places += [(base, name, vars(base).get(name)) for base, name in class_attributes(kind)]
-    return found
+# ---- places of which there is one ------------------------------------------------------------------
+
+
+class _Places:
+    """Places that no copy has: attributes of classes, and others. Who runs finds there what is its own."""
+
+    def __init__(self, kinds: Iterable[type], left: Sequence[Slot]):
+        self.kinds = [*kinds]
+        whole = {id(holder): holder for holder, key, _ in left if key is _WHOLE}
+        self.dicts = [*whole.values()]
+        single = {(id(holder), key): (holder, key) for holder, key, _ in left if id(holder) not in whole}
+        self.single = [*single.values()]
+
+    def now(self) -> tuple[list[dict[str, Any]], list[dict[Any, Any]], list[Any]]:
+        """What lies in them."""
+        held = [content(holder, key) for holder, key in self.single]
+        return [_data(kind) for kind in self.kinds], [entries(holder) for holder in self.dicts], held
+
+    def put(self, values: tuple[list[dict[str, Any]], list[dict[Any, Any]], list[Any]]) -> None:
+        """Puts something else there."""
+        attributes, dicts, held = values
+        for kind, wanted in zip(self.kinds, attributes, strict=True):
+            now = _data(kind)
+            for name in now.keys() - wanted.keys():
+                delattr(kind, name)
+            for name, value in wanted.items():
+                if now.get(name, ABSENT) is not value:
+                    setattr(kind, name, value)
+        for holder, wanted in zip(self.dicts, dicts, strict=True):
+            for key in [key for key in entries(holder) if key not in wanted]:
+                put(holder, key, ABSENT)
+            for key, value in wanted.items():
+                if content(holder, key) is not value:
+                    put(holder, key, value)
+        for (holder, key), value in zip(self.single, held, strict=True):
+            if not present((holder, key, value)):
+                put(holder, key, value)
+
+    def filled(self, left: Sequence[Slot], made: dict[int, Any]) -> Any:
+        """What lies in them, with copies in the places of what is copied."""
+        attributes, dicts, held = self.now()
+        memory = dict(made)
+        attributes = [{name: _copied(value, memory) for name, value in own.items()} for own in attributes]
+        at = {id(holder): own for holder, own in zip(self.dicts, dicts, strict=True)}
+        where = {(id(holder), key): i for i, (holder, key) in enumerate(self.single)}
+        for holder, key, value in left:
+            if id(holder) not in at:
+                held[where[id(holder), key]] = value
+            elif key is not _WHOLE:
+                at[id(holder)][key] = value
+        return attributes, dicts, held
+
+    def contents(self, values: Any) -> dict[int, Any]:
+        """By the id of a container: what `values` hold of it."""
+        found = {id(holder): own for holder, own in zip(self.dicts, values[1], strict=True)}
+        pairs = zip(self.single, values[2], strict=True)
+        return found | {id(holder): own for (holder, key), own in pairs if key is None}
+
+
+def _data(kind: type) -> dict[str, Any]:
+    """The attributes of a class that are data."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith("__") and (type(value) in PLAIN or isinstance(value, (*_LOOKED_INTO, torch.Tensor)))
+    }
+
+
+def _copied(value: Any, memory: dict[int, Any]) -> Any:
+    """A copy of what is an attribute of a class; where there can be none, that itself."""
+    try:
+        return copy.deepcopy(value, memory)
+    except Exception:
+        return value
 
 
 # ---- what ranks leave ------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from fckpt.spmd.isolated import Isolated
 from fckpt.spmd.links import Link
 from fckpt.spmd.mesh import Mesh, carried, use_mesh
 from fckpt.spmd.saving import finished
-from fckpt.spmd.threads import Meeting, Thread
+from fckpt.spmd.threads import Meeting, Thread, Turns
 
 __all__ = ["Simulation", "sim"]
 
@@ -69,7 +69,8 @@ class Simulation:
                 `RankFailure` that names the rank.
         """
         isolated = Isolated(program, args, kwargs, self.mesh.size)
-        meeting = Meeting(self.mesh, self.timeout_seconds, self.links)
+        turns = Turns(isolated, self.mesh.size)
+        meeting = Meeting(self.mesh, self.timeout_seconds, self.links, turns)
         results: list[Any] = [None] * self.mesh.size
         failures: list[tuple[int, BaseException]] = []
 
@@ -78,7 +79,7 @@ class Simulation:
                 # autograd's own threads know nothing of ranks
                 alone = torch.autograd.set_multithreading_enabled(False)
                 mine = carried(self.mesh, Thread(meeting, number))
-                with mine, use_mesh(self.mesh), alone, meeting.turns.taken(number), finished():
+                with mine, use_mesh(self.mesh), alone, turns.taken(number), finished():
                     results[number] = isolated.programs[number]()
                 meeting.leave(number, "has returned")
             except BaseException as error:
@@ -91,13 +92,12 @@ class Simulation:
                 thread.start()
             for thread in threads:
                 thread.join()
-        meeting.turns.states[0].rewind()
+        turns.states[0].rewind()
         isolated.collect()
         if failures:
             number, error = next((f for f in failures if not isinstance(f[1], RankFailure)), failures[0])
             error.add_note(f"on rank {number} of {self.mesh}")
             raise error
-        isolated.tell()
         return results
 
 

@@ -15,20 +15,22 @@ import torch
 
 from fckpt.errors import RankFailure
 from fckpt.rng import RandomState, unshared
+from fckpt.spmd.isolated import Isolated
 from fckpt.spmd.links import GLOO, Link
 from fckpt.spmd.mesh import Mesh, odd_one, simulated
 
-__all__ = ["Meeting", "Thread"]
+__all__ = ["Meeting", "Thread", "Turns"]
 
 
 class Turns:
-    """Has one rank at a time run, on random number generators of its own: another's turn comes where it waits.
+    """Has one rank at a time run, on random generators and a state of its own: another's turn comes where it waits.
 
     So ranks draw as processes do that begin with the same seed, and no thread finds what another is about to put back.
     """
 
-    def __init__(self, ranks: int):
+    def __init__(self, isolated: Isolated, ranks: int):
         self.lock = threading.Lock()
+        self.isolated = isolated
         self.states = [_generators()] * ranks
 
     @contextlib.contextmanager
@@ -53,8 +55,10 @@ class Turns:
     def take(self, rank: int) -> None:
         self.lock.acquire()
         self.states[rank].rewind()
+        self.isolated.enter(rank)
 
     def give(self, rank: int) -> None:
+        self.isolated.leave(rank)
         self.states[rank] = _generators()
         self.lock.release()
 
@@ -67,11 +71,10 @@ def _generators() -> RandomState:
 class Meeting:
     """Where the threads of a simulated mesh exchange what they bring."""
 
-    def __init__(self, mesh: Mesh, timeout_seconds: float, links: Mapping[str, Link]):
-        self.mesh, self.timeout, self.links = mesh, timeout_seconds, links
+    def __init__(self, mesh: Mesh, timeout_seconds: float, links: Mapping[str, Link], turns: Turns):
+        self.mesh, self.timeout, self.links, self.turns = mesh, timeout_seconds, links, turns
         self.said: dict[str, dict[int, str]] = {}
         self.lock = threading.Condition()
-        self.turns = Turns(mesh.size)
         self.rounds: dict[tuple[tuple[int, ...], int], dict[int, tuple[str, torch.Tensor]]] = {}
         self.taken: dict[tuple[tuple[int, ...], int], int] = {}
         self.gone: dict[int, str] = {}

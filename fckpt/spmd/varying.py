@@ -24,14 +24,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fckpt import tree as trees
-from fckpt.conditions import Observation, unseen, unwrapped
+from fckpt.conditions import unseen, unwrapped
 from fckpt.errors import TraceError
 from fckpt.lift import unwatched
 from fckpt.operations import is_random, statistics_of
-from fckpt.places import Slot, replaced, tensors_in
 from fckpt.replay import recompute_mode
-from fckpt.shadow import shadow
 from fckpt.spmd.collectives import sums_watched
+from fckpt.spmd.isolated import Rehearsal
 from fckpt.spmd.mesh import Mesh, transport_of, use_mesh
 from fckpt.spmd.specs import P
 
@@ -74,8 +73,9 @@ def varying(
     flat, spec = trees.flatten((tuple(args), kwargs))
     with _apart(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _Follower(mesh, about) as follower:
         fakes = [_without_data(x, mode) if isinstance(x, torch.Tensor) else x for x in flat]
-        fn, captured = _with_captured(fn, functools.partial(_without_data, mode=mode))
-        with _disable_current_modes():
+        with unseen(), _disable_current_modes():
+            rehearsal = Rehearsal(fn, functools.partial(_without_data, mode=mode))
+            captured = [*rehearsal.tensors.values()]
             *differing, drawn = _differing(about, mesh, [_digest(x) for x, _ in captured])
         for i, ((_, fake), axes) in enumerate(zip(captured, differing, strict=True)):
             follower.note(fake, axes, f"captured {i}")
@@ -85,8 +85,8 @@ def varying(
                 follower.note(fake, frozenset(p.axes), f"argument {i}")
         faked_args, faked_kwargs = trees.unflatten(spec, fakes)
         try:
-            with use_mesh(mesh), sums_watched(follower.sums):
-                output = fn(*faked_args, **faked_kwargs)
+            with use_mesh(mesh), sums_watched(follower.sums), rehearsal.prepared() as prepared:
+                output = prepared(*faked_args, **faked_kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TraceError(
                 "shard_map: the function's course depends on the data of tensors, so that what varies over which axis "
@@ -116,28 +116,13 @@ def _apart() -> Iterator[None]:
 
 def _without_data(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A tensor like another as its function sees it, whatever wraps that."""
+    if nn.parameter.is_lazy(x) or type(x).__module__.startswith("torch.distributed"):
+        return x
     if x.layout is not torch.strided or type(x) not in (torch.Tensor, nn.Parameter):
         return mode.from_tensor(x)
     with mode:
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         return made.requires_grad_(x.requires_grad)
-
-
-def _with_captured(
-    fn: Callable[..., Any], stand_in: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[Callable[..., Any], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A copy of a function with other tensors in the places of those that it closes over, so that none is written.
-
-    Returns:
-        The copy; and the tensors, with those in their places.
-    """
-    with unseen():
-        observed = Observation([fn], (), (), {})
-        slots: list[Slot] = [*observed.slots, *observed.installed, *((b[0], b[1], b[3]) for b in observed.buffers)]
-        found = {id(t): t for slot in slots for t in tensors_in(slot[2])}
-        new = {number: stand_in(t) for number, t in found.items()}
-        copies, _ = shadow([fn], [(holder, key, replaced(value, new)) for holder, key, value in slots])
-    return copies[0], [(t, new[number]) for number, t in found.items()]
 
 
 def _differing(about: str, mesh: Mesh, digests: Sequence[str]) -> list[Axes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import random
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import fckpt
 from fckpt import P
-from fckpt.errors import ArgumentTypeError, MeshWarning
+from fckpt.errors import ArgumentTypeError
 
 F64 = torch.float64
 RANKS = 3
@@ -99,17 +100,97 @@ def test_functions_with_a_cache():
 
 class Noted:
     last: Any = None
+    every: list[int] = []  # noqa: RUF012  # a list that all objects share is what this is about
 
 
-def test_attributes_of_classes_are_shared_and_said():
+def test_attributes_of_classes():
     noted = Noted()
 
-    def program() -> None:
-        assert noted is not None
+    def program() -> Any:
         Noted.last = rank()
+        Noted.every.append(rank())
+        fckpt.psum(torch.ones(1), "a")
+        if not hasattr(Noted, "made"):
+            Noted.made = [rank()]  # type: ignore[attr-defined]
+        fckpt.psum(torch.ones(1), "a")
+        return noted.last, [*noted.every], Noted.made  # type: ignore[attr-defined]
 
-    with pytest.warns(MeshWarning, match=r"changes Noted.last, which the ranks of this simulation share"):
-        SIM.run(program)
+    try:
+        assert SIM.run(program) == [(r, [r], [r]) for r in range(RANKS)]
+        assert Noted.last == 0 and Noted.every == [0]
+    finally:
+        Noted.last, Noted.every = None, []
+        del Noted.made  # type: ignore[attr-defined]
+
+
+CALLS, SEEN, TOTAL = 0, [0], torch.zeros(2)
+
+
+class Writing:
+    """Its methods find their globals where they are, whoever has a copy of it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1
+        SEEN.append(CALLS)
+        self.count += 1
+        TOTAL.add_(fckpt.axis_index("a") + 1)
+        return fckpt.psum(x, "a") + TOTAL[0].clone()
+
+    def state(self) -> Any:
+        return CALLS, len(SEEN), self.count, TOTAL.tolist()
+
+
+class Closing(Writing):
+    """Is let go once."""
+
+    ended: list[int] = []  # noqa: RUF012
+
+    def __del__(self) -> None:
+        self.ended.append(self.count)
+
+
+@pytest.fixture
+def written():
+    global CALLS
+    CALLS, SEEN[1:] = 0, []
+    TOTAL.zero_()
+
+
+@pytest.mark.parametrize("kind", [Writing, Closing])
+def test_globals_of_methods(kind: type[Writing], written: None):
+    found = kind()
+
+    def program(x: Tensor) -> Any:
+        found(found(x))
+        return found.state()
+
+    assert SIM.run(program, torch.ones(1)) == [(2, 3, 2, [2.0 * (r + 1)] * 2) for r in range(RANKS)]
+    assert found.state() == (2, 1 + 2 * RANKS, 2, [2.0] * 2) and [0, *[1, 2] * RANKS] == SEEN
+    if kind is Closing:
+        Closing.ended.clear()
+        del found, program
+        gc.collect()
+        assert Closing.ended == [2]
+
+
+@pytest.mark.parametrize("kind", [Writing, Closing])
+def test_the_check_writes_nothing(kind: type[Writing], written: None):
+    found, words = kind(), []
+
+    def step(x: Tensor) -> Tensor:
+        words.append("step")
+        return found(x)
+
+    def program() -> Any:
+        mapped = fckpt.shard_map(step, fckpt.init_mesh({"a": -1}), in_specs=P("a"), out_specs=P("a"))
+        mapped(torch.ones(1))
+        return found.state(), [*words]
+
+    assert SIM.run(program) == [((1, 2, 1, [r + 1.0] * 2), ["step"]) for r in range(RANKS)]
 
 
 # ---- tensors and modules ---------------------------------------------------------------------------
