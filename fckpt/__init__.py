@@ -61,6 +61,7 @@ from fckpt.spmd import fold_in as fold_in
 from fckpt.spmd import init_mesh as init_mesh
 from fckpt.spmd import launch as launch
 from fckpt.spmd import load as load
+from fckpt.spmd import part_mask as part_mask
 from fckpt.spmd import pmap as pmap
 from fckpt.spmd import pmax as pmax
 from fckpt.spmd import pmean as pmean
@@ -73,6 +74,7 @@ from fckpt.spmd import save as save
 from fckpt.spmd import shard as shard
 from fckpt.spmd import shard_map as shard_map
 from fckpt.spmd import sim as sim
+from fckpt.spmd import specs_for as specs_for
 from fckpt.spmd import unshard as unshard
 from fckpt.spmd import use_mesh as use_mesh
 

@@ -33,7 +33,7 @@ from fckpt.repeats import repeated_blocks, replace_modules
 from fckpt.rng import RandomState
 from fckpt.run import NOT_AGAIN, Execution, Program
 from fckpt.segment import HooksUnavailable, run_segment
-from fckpt.trace import inlined, is_tracing
+from fckpt.trace import inlined, is_followed, is_tracing
 from fckpt.transform import run_nodes, run_planned
 
 __all__ = ["remat"]
@@ -245,7 +245,7 @@ class _Region:
             return compiled.call(self, fn, args, kwargs)
         if is_tracing():
             return inlined(fn, args, kwargs, self.policy)
-        if not torch.is_grad_enabled() or _is_traced():
+        if not torch.is_grad_enabled() or _is_traced() or is_followed():
             return fn(*args, **kwargs)
         return self.run(fn, args, kwargs)
 

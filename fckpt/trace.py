@@ -42,7 +42,19 @@ from fckpt.reads import Reads
 from fckpt.record import WAY_OUT, Recorder, check_dense
 from fckpt.sources import current, failing_module, is_users
 
-__all__ = ["Call", "Layout", "Ref", "TensorSpec", "Trace", "check_dense", "inlined", "is_tracing", "trace"]
+__all__ = [
+    "Call",
+    "Layout",
+    "Ref",
+    "TensorSpec",
+    "Trace",
+    "check_dense",
+    "followed",
+    "inlined",
+    "is_followed",
+    "is_tracing",
+    "trace",
+]
 
 
 _LIKELY = Backward()
@@ -199,6 +211,7 @@ class _Active(threading.local):
     """The recorder at work in this thread."""
 
     recorder: Recorder | None = None
+    followed: bool = False
 
     @contextlib.contextmanager
     def set_to(self, recorder: Recorder) -> Iterator[None]:
@@ -215,6 +228,21 @@ _active = _Active()
 def is_tracing() -> bool:
     """Whether this thread is tracing a function."""
     return _active.recorder is not None
+
+
+@contextlib.contextmanager
+def followed() -> Iterator[None]:
+    """Has rematerialised functions run as they stand in the body, which keeps nothing and follows what they do."""
+    before, _active.followed = _active.followed, True
+    try:
+        yield
+    finally:
+        _active.followed = before
+
+
+def is_followed() -> bool:
+    """Whether this thread is in the body of `followed`."""
+    return _active.followed
 
 
 def inlined(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Any) -> Any:

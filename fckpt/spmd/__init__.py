@@ -26,6 +26,8 @@ from fckpt.spmd.setup import init_mesh as init_mesh
 from fckpt.spmd.simulation import Simulation as Simulation
 from fckpt.spmd.simulation import sim as sim
 from fckpt.spmd.specs import P as P
+from fckpt.spmd.specs import part_mask as part_mask
 from fckpt.spmd.specs import shard as shard
+from fckpt.spmd.specs import specs_for as specs_for
 from fckpt.spmd.specs import unshard as unshard
 from fckpt.spmd.streams import fold_in as fold_in

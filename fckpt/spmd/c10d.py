@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fckpt.spmd.guard import Guard, place_of
 from fckpt.spmd.links import GLOO, NVLINK, Link
-from fckpt.spmd.mesh import Mesh
+from fckpt.spmd.mesh import Along, Mesh
 
 __all__ = ["Processes"]
 
@@ -38,24 +38,24 @@ class Processes:
         self.rank, self.links = dist.get_rank(), links
         self.guard = _guard(self.rank, mesh.size)
         self.guard.timeout_seconds = timeout_seconds
-        self.groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self.groups: dict[Along, dist.ProcessGroup] = {}
         for name in mesh.names:
-            self.group((name,))
+            self.group(Along((name,)))
 
-    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """Returns the group of the ranks along `axes`."""
-        if axes not in self.groups:
-            chains = {self.mesh.peers(rank, axes) for rank in range(self.mesh.size)}
+    def group(self, along: Along) -> dist.ProcessGroup:
+        """Returns the group of the ranks `along`."""
+        if along not in self.groups:
+            chains = {self.mesh.peers(rank, along) for rank in range(self.mesh.size)}
             for ranks in sorted(chains):
                 group = dist.new_group(list(ranks), timeout=self.timeout)
                 if self.rank in ranks:
                     assert isinstance(group, dist.ProcessGroup)
-                    self.groups[axes] = group
-        return self.groups[axes]
+                    self.groups[along] = group
+        return self.groups[along]
 
-    def _order(self, axes: tuple[str, ...]) -> torch.Tensor | None:
-        """By number along `axes`, that in the group, where groups keep their ranks sorted; None if they agree."""
-        ranks = self.mesh.peers(self.rank, axes)
+    def _order(self, along: Along) -> torch.Tensor | None:
+        """By number among the ranks `along`, that in the group, which keeps its ranks sorted; None if they agree."""
+        ranks = self.mesh.peers(self.rank, along)
         order = [sorted(ranks).index(rank) for rank in ranks]
         return None if order == sorted(order) else torch.tensor(order)
 
@@ -77,7 +77,7 @@ class Processes:
     def watch(self, foreseen: bool) -> contextlib.AbstractContextManager[None]:
         """See `Guard.watch`."""
         device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-        compare = lambda x: self._gathered(x.to(device), self.mesh.names).cpu()
+        compare = lambda x: self._gathered(x.to(device), Along(self.mesh.names)).cpu()
         return self.guard.watch(lambda x: self.run("the end of a step", lambda: compare(x)), foreseen)
 
     def agree(self, about: str, calls: list[str]) -> None:
@@ -88,85 +88,85 @@ class Processes:
         """Runs what sends messages of its own, between all ranks. See `Guard.call`."""
         return self.guard.call(what, work)
 
-    def _gathered(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        """Returns those of all ranks along `axes`, one after another, in the order of the group."""
+    def _gathered(self, x: torch.Tensor, along: Along) -> torch.Tensor:
+        """Returns those of all ranks `along`, one after another, in the order of the group."""
         gather = torch.ops._c10d_functional.all_gather_into_tensor
-        return self._sent(gather, x.reshape(-1), axes, self.mesh.count(axes))
+        return self._sent(gather, x.reshape(-1), along, len(self.mesh.peers(self.rank, along)))
 
-    def _sent(self, operation: Callable[..., torch.Tensor], x: torch.Tensor, axes: tuple[str, ...], *rest: Any) -> Any:
+    def _sent(self, operation: Callable[..., torch.Tensor], x: torch.Tensor, along: Along, *rest: Any) -> Any:
         """Returns what comes of a message, when it has come."""
-        return torch.ops._c10d_functional.wait_tensor(operation(x, *rest, self.group(axes).group_name))
+        return torch.ops._c10d_functional.wait_tensor(operation(x, *rest, self.group(along).group_name))
 
-    def _called(self, what: str, x: torch.Tensor, axes: tuple[str, ...], run: Callable[[], torch.Tensor]) -> Any:
+    def _called(self, what: str, x: torch.Tensor, along: Along, run: Callable[[], torch.Tensor]) -> Any:
         """Runs a collective of `x`. See `Guard.call`: NCCL does not die of what differs, and would have to wait."""
-        compare = None if dist.get_backend() == "nccl" else lambda digest: self._gathered(digest, axes)
-        return self.guard.call(_said(what, x, axes), run, compare)
+        compare = None if dist.get_backend() == "nccl" else lambda digest: self._gathered(digest, along)
+        return self.guard.call(_said(what, x, along), run, compare)
 
-    def all_reduce(self, x: torch.Tensor, reduction: str, axes: tuple[str, ...]) -> torch.Tensor:
-        adds, reduce = reduction == "sum" and self.adds(x.dtype, axes), torch.ops._c10d_functional.all_reduce
+    def all_reduce(self, x: torch.Tensor, reduction: str, along: Along) -> torch.Tensor:
+        adds, reduce = reduction == "sum" and self.adds(x.dtype, along), torch.ops._c10d_functional.all_reduce
 
         def call(x: torch.Tensor) -> torch.Tensor:
-            run = lambda: self._summed(x, axes) if adds else self._sent(reduce, x, axes, reduction)
-            return self._called(f"all_reduce {reduction}", x, axes, run)
+            run = lambda: self._summed(x, along) if adds else self._sent(reduce, x, along, reduction)
+            return self._called(f"all_reduce {reduction}", x, along, run)
 
         return _as_real(x, call) if reduction == "sum" else _with_nans(x, reduction, call)
 
-    def adds(self, dtype: torch.dtype, axes: Sequence[str]) -> bool:
+    def adds(self, dtype: torch.dtype, along: Along) -> bool:
         """Whether ranks add up what they get themselves, in the order of ranks, as those of a simulation do.
 
         Gloo adds along a ring, for each rank from another one on: the sum of three numbers depends on that. The ranks
         send as many bytes this way.
         """
         rounds = dtype.is_floating_point or dtype.is_complex
-        return rounds and self.mesh.count(axes) > 2 and dist.get_backend() == "gloo"
+        return rounds and self.mesh.reach(along) > 2 and dist.get_backend() == "gloo"
 
-    def _summed(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        """Returns the sum over the ranks along `axes`: each adds up one part of it."""
-        size = self.mesh.count(axes)
+    def _summed(self, x: torch.Tensor, along: Along) -> torch.Tensor:
+        """Returns the sum over the ranks `along`: each adds up one part of it."""
+        size = len(self.mesh.peers(self.rank, along))
         parts = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % size)).view(size, -1)
-        mine = _added(self._exchanged(parts, axes))
-        return self._collected(mine, axes).view(-1)[: x.numel()].view(x.shape)
+        mine = _added(self._exchanged(parts, along))
+        return self._collected(mine, along).view(-1)[: x.numel()].view(x.shape)
 
-    def all_gather(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        return _as_real(x, lambda x: self._called("all_gather", x, axes, lambda: self._collected(x, axes)))
+    def all_gather(self, x: torch.Tensor, along: Along) -> torch.Tensor:
+        return _as_real(x, lambda x: self._called("all_gather", x, along, lambda: self._collected(x, along)))
 
-    def _collected(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        """Returns those of all ranks along `axes`, stacked."""
-        found = self._gathered(x, axes).view(self.mesh.count(axes), *x.shape)
-        order = self._order(axes)
+    def _collected(self, x: torch.Tensor, along: Along) -> torch.Tensor:
+        """Returns those of all ranks `along`, stacked."""
+        found = self._gathered(x, along).view(len(self.mesh.peers(self.rank, along)), *x.shape)
+        order = self._order(along)
         return found if order is None else found[order.to(x.device)]
 
-    def reduce_scatter(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        adds, scatter = self.adds(x.dtype, axes), torch.ops._c10d_functional.reduce_scatter_tensor
+    def reduce_scatter(self, x: torch.Tensor, along: Along) -> torch.Tensor:
+        adds, scatter = self.adds(x.dtype, along), torch.ops._c10d_functional.reduce_scatter_tensor
 
         def run(x: torch.Tensor) -> torch.Tensor:
             if adds:
-                return _added(self._exchanged(x, axes))
-            return self._sent(scatter, self._sorted(x, axes).reshape(-1), axes, "sum", len(x)).view(x.shape[1:])
+                return _added(self._exchanged(x, along))
+            return self._sent(scatter, self._sorted(x, along).reshape(-1), along, "sum", len(x)).view(x.shape[1:])
 
-        return _as_real(x, lambda x: self._called("reduce_scatter", x, axes, lambda: run(x)))
+        return _as_real(x, lambda x: self._called("reduce_scatter", x, along, lambda: run(x)))
 
-    def all_to_all(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        return _as_real(x, lambda x: self._called("all_to_all", x, axes, lambda: self._exchanged(x, axes)))
+    def all_to_all(self, x: torch.Tensor, along: Along) -> torch.Tensor:
+        return _as_real(x, lambda x: self._called("all_to_all", x, along, lambda: self._exchanged(x, along)))
 
-    def _exchanged(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        """Returns what each rank along `axes` has for this one, stacked."""
-        size, order = len(x), self._order(axes)
+    def _exchanged(self, x: torch.Tensor, along: Along) -> torch.Tensor:
+        """Returns what each rank `along` has for this one, stacked."""
+        size, order = len(x), self._order(along)
         parts = [x[0].numel()] * size
         exchange = torch.ops._c10d_functional.all_to_all_single
-        found = self._sent(exchange, self._sorted(x, axes).reshape(-1), axes, parts, parts).view(x.shape)
+        found = self._sent(exchange, self._sorted(x, along).reshape(-1), along, parts, parts).view(x.shape)
         return found if order is None else found[order.to(x.device)]
 
-    def _sorted(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+    def _sorted(self, x: torch.Tensor, along: Along) -> torch.Tensor:
         """Returns what is meant for each rank, in the order of the group."""
-        order = self._order(axes)
+        order = self._order(along)
         return x if order is None else x[torch.argsort(order).to(x.device)]
 
-    def permute(self, x: torch.Tensor, sources: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
-        return _as_real(x, lambda x: self._permute(x, sources, axes))
+    def permute(self, x: torch.Tensor, sources: Sequence[int], along: Along) -> torch.Tensor:
+        return _as_real(x, lambda x: self._permute(x, sources, along))
 
-    def _permute(self, x: torch.Tensor, sources: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
-        ranks, group = self.mesh.peers(self.rank, axes), self.group(axes)
+    def _permute(self, x: torch.Tensor, sources: Sequence[int], along: Along) -> torch.Tensor:
+        ranks, group = self.mesh.peers(self.rank, along), self.group(along)
         mine = ranks.index(self.rank)
         result = torch.zeros_like(x)
         todo = []
@@ -182,7 +182,7 @@ class Processes:
                 work.wait()
             return result
 
-        return self._called(f"permute {tuple(sources)}", x, axes, run)
+        return self._called(f"permute {tuple(sources)}", x, along, run)
 
 
 def _added(parts: torch.Tensor) -> torch.Tensor:
@@ -216,7 +216,7 @@ def _guard(rank: int, size: int) -> Guard:
     return Guard(rank, size)
 
 
-def _said(what: str, x: torch.Tensor, axes: tuple[str, ...]) -> str:
-    """Describes a call: what, over which axes, of what, and from where in the user's program."""
+def _said(what: str, x: torch.Tensor, along: Along) -> str:
+    """Describes a call: what, over which ranks, of what, and from where in the user's program."""
     dtype = str(x.dtype).removeprefix("torch.")
-    return f"{what} over {', '.join(axes)} of {tuple(x.shape)} {dtype} at {place_of(sys._getframe(1))}"
+    return f"{what} over {along.said} of {tuple(x.shape)} {dtype} at {place_of(sys._getframe(1))}"

@@ -86,7 +86,7 @@ def save(path: Place, tree: Any, specs: Any = None, mesh: Mesh | None = None, *,
         folder = files.writer(path)
         if files.exists(folder):
             raise ArgumentValueError(f"save: there is a checkpoint in {path}. Name a new folder, one for each step.")
-        _agree("save", [str(path), *(leaf.said(mesh) for leaf in leaves.values())], mesh)
+        _agree("save", [str(path), *(leaf.said for leaf in leaves.values())], mesh)
         _warn_of_differences(leaves, mesh)
         if not wait:
             leaves = {name: leaf.copied() for name, leaf in leaves.items()}
@@ -197,7 +197,8 @@ def _warn_of_differences(leaves: dict[str, Leaf], mesh: Mesh) -> None:
                 differing.append(f"{leaf.where}, by {leaf.spec}")
         return json.dumps(differing)
 
-    mine = json.dumps([leaf.digest(mesh) for leaf in leaves.values()])
+    rank = transport_of(mesh.key).rank
+    mine = json.dumps([leaf.digest(mesh, rank) for leaf in leaves.values()])
     differing = json.loads(transport_of(mesh.key).share("data of a tree", mine, answer))
     if differing:
         warnings.warn(
@@ -222,9 +223,9 @@ def _check(path: Place, name: str, leaf: Leaf, there: dict[str, Any], mesh: Mesh
         raise ArgumentTypeError(f"load: {leaf.where} is {what}, but {other} in {path}.")
     if size is None:
         return
-    dtype, shape = there[name].properties.dtype, leaf.shape(mesh)
+    dtype, shape = there[name].properties.dtype, leaf.shape
     if [*size] != [*shape]:
-        for dim, axes in enumerate(leaf.spec.dims[: len(size)]):
+        for dim, axes in enumerate(() if leaf.spec.shape else leaf.spec.dims[: len(size)]):
             check_even(
                 "load", f"{leaf.where} in {path}", torch.empty(size, dtype=dtype, device="meta"), dim, axes, mesh
             )

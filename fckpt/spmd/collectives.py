@@ -1,8 +1,8 @@
 """Collectives: functions of pytrees that are differentiable, batched and traced like any other.
 
 Below are linear maps on whole tensors, each the transpose of one of them, and what has no derivative. As
-operations of torch they are nodes of a traced graph that name a mesh and its axes, and so are the same on every rank.
-All else (dimensions, tiles, pytrees in one message) is reshaping around them.
+operations of torch they are nodes of a traced graph that name a mesh and its axes, or groups along them, and so are
+the same on every rank. All else (dimensions, tiles, pytrees in one message) is reshaping around them.
 
     forward                         pulls back          seen as
     all_reduce "sum", replicated    the same            psum
@@ -24,6 +24,7 @@ Private in torch 2.11 and 2.13: nothing here; see `c10d.py`.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -33,8 +34,8 @@ import torch
 from fckpt import tree as trees
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.kept import kept
-from fckpt.spmd.mesh import Axes, Mesh, current_mesh, transport_of
-from fckpt.spmd.packing import divided, joined, packed
+from fckpt.spmd.mesh import Along, Axes, Mesh, current_mesh, transport_of
+from fckpt.spmd.packing import divided, joined, packed, with_padding, without_padding
 
 __all__ = [
     "all_gather",
@@ -76,37 +77,37 @@ def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _stacked(x: torch.Tensor, axes: str, size: int, mesh: str) -> torch.Tensor:
+def _stacked(x: torch.Tensor, along: str, size: int, mesh: str) -> torch.Tensor:
     return x.new_empty((size, *x.shape))
 
 
-def _first(x: torch.Tensor, axes: str, mesh: str) -> torch.Tensor:
+def _first(x: torch.Tensor, along: str, mesh: str) -> torch.Tensor:
     return x.new_empty(x.shape[1:])
 
 
-@_operation("all_reduce(Tensor x, str reduction, str axes, str mesh) -> Tensor", _same)
-def _all_reduce(x: torch.Tensor, reduction: str, axes: str, mesh: str) -> torch.Tensor:
-    return transport_of(mesh).all_reduce(x.contiguous(), reduction, _names(axes))
+@_operation("all_reduce(Tensor x, str reduction, str along, str mesh) -> Tensor", _same)
+def _all_reduce(x: torch.Tensor, reduction: str, along: str, mesh: str) -> torch.Tensor:
+    return transport_of(mesh).all_reduce(x.contiguous(), reduction, Along.of(along))
 
 
-@_operation("all_gather(Tensor x, str axes, int size, str mesh) -> Tensor", _stacked)
-def _all_gather(x: torch.Tensor, axes: str, size: int, mesh: str) -> torch.Tensor:
-    return transport_of(mesh).all_gather(x.contiguous(), _names(axes))
+@_operation("all_gather(Tensor x, str along, int size, str mesh) -> Tensor", _stacked)
+def _all_gather(x: torch.Tensor, along: str, size: int, mesh: str) -> torch.Tensor:
+    return transport_of(mesh).all_gather(x.contiguous(), Along.of(along))
 
 
-@_operation("reduce_scatter(Tensor x, str axes, str mesh) -> Tensor", _first)
-def _reduce_scatter(x: torch.Tensor, axes: str, mesh: str) -> torch.Tensor:
-    return transport_of(mesh).reduce_scatter(x.contiguous(), _names(axes))
+@_operation("reduce_scatter(Tensor x, str along, str mesh) -> Tensor", _first)
+def _reduce_scatter(x: torch.Tensor, along: str, mesh: str) -> torch.Tensor:
+    return transport_of(mesh).reduce_scatter(x.contiguous(), Along.of(along))
 
 
-@_operation("all_to_all(Tensor x, str axes, str mesh) -> Tensor", _same)
-def _all_to_all(x: torch.Tensor, axes: str, mesh: str) -> torch.Tensor:
-    return transport_of(mesh).all_to_all(x.contiguous(), _names(axes))
+@_operation("all_to_all(Tensor x, str along, str mesh) -> Tensor", _same)
+def _all_to_all(x: torch.Tensor, along: str, mesh: str) -> torch.Tensor:
+    return transport_of(mesh).all_to_all(x.contiguous(), Along.of(along))
 
 
-@_operation("permute(Tensor x, int[] sources, str axes, str mesh) -> Tensor", _same)
-def _permute(x: torch.Tensor, sources: Sequence[int], axes: str, mesh: str) -> torch.Tensor:
-    return transport_of(mesh).permute(x.contiguous(), sources, _names(axes))
+@_operation("permute(Tensor x, int[] sources, str along, str mesh) -> Tensor", _same)
+def _permute(x: torch.Tensor, sources: Sequence[int], along: str, mesh: str) -> torch.Tensor:
+    return transport_of(mesh).permute(x.contiguous(), sources, Along.of(along))
 
 
 def _number(axes: str, device: torch.device, mesh: str) -> torch.Tensor:
@@ -115,11 +116,7 @@ def _number(axes: str, device: torch.device, mesh: str) -> torch.Tensor:
 
 @_operation("axis_index(str axes, Device device, str mesh) -> Tensor", _number)
 def _axis_index(axes: str, device: torch.device, mesh: str) -> torch.Tensor:
-    return torch.tensor(Mesh.of_key(mesh).index(transport_of(mesh).rank, _names(axes)), device=device)
-
-
-def _names(axes: str) -> tuple[str, ...]:
-    return tuple(axes.split(","))
+    return torch.tensor(Mesh.of_key(mesh).index(transport_of(mesh).rank, axes.split(",")), device=device)
 
 
 # ---- linear maps -----------------------------------------------------------------------------------
@@ -132,7 +129,7 @@ class Linear(NamedTuple):
     """sum: of all ranks, everywhere. total: the same, where the cotangents are alike. alike: the identity that pulls
     back to total. shared: the identity of what all ranks have computed, whose cotangent each gets a part of: part,
     which pulls back to mean. gather, scatter, exchange, permute."""
-    axes: tuple[str, ...]
+    along: Along
     mesh: Mesh
     sources: tuple[int, ...] = ()
 
@@ -143,24 +140,24 @@ class Linear(NamedTuple):
         return self._sent(x)
 
     def _sent(self, x: torch.Tensor) -> torch.Tensor:
-        axes, key = ",".join(self.axes), self.mesh.key
+        along, key = str(self.along), self.mesh.key
         match self.kind:
             case "sum" | "total":
-                return _all_reduce(x, "sum", axes, key)
+                return _all_reduce(x, "sum", along, key)
             case "alike" | "shared":
                 return x.view_as(x)
             case "part":
-                return x / self.mesh.count(self.axes)
+                return x / self.mesh.reach(self.along)
             case "mean":
-                return _all_reduce(x, "sum", axes, key) / self.mesh.count(self.axes)
+                return _all_reduce(x, "sum", along, key) / self.mesh.reach(self.along)
             case "gather":
-                return _all_gather(x, axes, self.mesh.count(self.axes), key)
+                return _all_gather(x, along, self.mesh.reach(self.along), key)
             case "scatter":
-                return _reduce_scatter(x, axes, key)
+                return _reduce_scatter(x, along, key)
             case "exchange":
-                return _all_to_all(x, axes, key)
+                return _all_to_all(x, along, key)
             case _:
-                return _permute(x, self.sources, axes, key)
+                return _permute(x, self.sources, along, key)
 
     @property
     def transpose(self) -> Linear:
@@ -203,9 +200,9 @@ class _Extreme(torch.autograd.Function):
     """The largest or smallest over the ranks, which has no derivative."""
 
     @staticmethod
-    def forward(x: torch.Tensor, reduction: str, axes: str, mesh: str) -> torch.Tensor:
-        key = (reduction, axes, mesh, x.shape, x.dtype)
-        return kept(key, lambda: _all_reduce(x, reduction, axes, mesh))
+    def forward(x: torch.Tensor, reduction: str, along: str, mesh: str) -> torch.Tensor:
+        key = (reduction, along, mesh, x.shape, x.dtype)
+        return kept(key, lambda: _all_reduce(x, reduction, along, mesh))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -245,7 +242,10 @@ def sums_watched(summing: Summing) -> Iterator[None]:
         _summings.reset(token)
 
 
-def psum(tree: Any, axis: Axes, *, out: str = "replicated") -> Any:
+Groups = Sequence[Sequence[int]] | None
+
+
+def psum(tree: Any, axis: Axes, *, out: str = "replicated", axis_index_groups: Groups = None) -> Any:
     """Returns the sum over the ranks along an axis, on every one of them.
 
     Args:
@@ -254,9 +254,13 @@ def psum(tree: Any, axis: Axes, *, out: str = "replicated") -> Any:
         out: what the result is to later differentiation. "replicated": every rank goes on with it on its own, and it
             pulls back to a psum of their cotangents. "invariant": all compute the same from it, so that their
             cotangents are alike, and are passed on as they are.
+        axis_index_groups: numbers of ranks along the axis, by group, each of them in one: ranks exchange with those
+            of their group alone. `[[0, 1], [2, 3]]` sums the first two of four ranks, and the last two. Groups may
+            be of different sizes here, and in `pmean`, `pmax` and `pmin`. Default: one group of all.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: there is no such axis, or no mesh; a leaf is no tensor.
+        ArgumentTypeError, ArgumentValueError: there is no such axis, or no mesh; a leaf is no tensor; the groups do
+            not have each rank once, or sizes that do not suit.
 
     Leaves of one dtype travel in one message.
 
@@ -268,21 +272,29 @@ def psum(tree: Any, axis: Axes, *, out: str = "replicated") -> Any:
     References:
         `jax.lax.psum`, https://docs.jax.dev/en/latest/_autosummary/jax.lax.psum.html
     """
-    return _summed("psum", tree, axis, out)
+    return _summed("psum", tree, axis, out, axis_index_groups)
 
 
-def _summed(function: str, tree: Any, axis: Axes, out: str) -> Any:
-    mesh, axes = _where(function, axis)
+def _summed(function: str, tree: Any, axis: Axes, out: str, groups: Groups) -> Any:
+    mesh, along = _where(function, axis, groups)
     if out not in ("replicated", "invariant"):
         raise ArgumentValueError(f"{function}: out is 'replicated' or 'invariant', not {out!r}.")
-    linear = Linear("sum" if out == "replicated" else "total", axes, mesh)
-    size = mesh.count(axes)
+    linear = Linear("sum" if out == "replicated" else "total", along, mesh)
+
+    def multiplied(number: Any) -> Any:
+        if along.uneven:
+            raise ArgumentTypeError(
+                f"{function} takes tensors where groups have different sizes, not the number {number!r}: pass "
+                f"torch.tensor({number!r})."
+            )
+        return number * mesh.reach(along)
+
     for summing in _summings.get():
         for leaf in trees.leaves(tree):
             if isinstance(leaf, torch.Tensor):
-                summing(leaf, axes)
+                summing(leaf, along.axes)
     send = lambda x: _Apply.apply(x, linear)
-    return packed(function, tree, send, 0, begin=_countable, scalar=lambda number: number * size)
+    return packed(function, tree, send, 0, begin=_countable, scalar=multiplied)
 
 
 def _countable(x: torch.Tensor) -> torch.Tensor:
@@ -290,7 +302,7 @@ def _countable(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.int64) if x.dtype == torch.bool else x
 
 
-def pmean(tree: Any, axis: Axes, *, out: str = "replicated") -> Any:
+def pmean(tree: Any, axis: Axes, *, out: str = "replicated", axis_index_groups: Groups = None) -> Any:
     """Returns the mean over the ranks along an axis: `psum` by their number. Arguments and errors are those of `psum`.
 
     Integers become floats, as with `/`.
@@ -300,12 +312,20 @@ def pmean(tree: Any, axis: Axes, *, out: str = "replicated") -> Any:
         >>> fckpt.sim({"data": 4}).run(lambda: fckpt.pmean(fckpt.axis_index("data"), "data"))[0]
         tensor(1.5000)
     """
-    mesh, axes = _where("pmean", axis)
-    size = mesh.count(axes)
-    return trees.map_leaves(lambda x: x / size, _summed("pmean", tree, axis, out))
+    mesh, along = _where("pmean", axis, axis_index_groups)
+    total = _summed("pmean", tree, axis, out, axis_index_groups)
+    if not along.uneven:
+        return trees.map_leaves(lambda x: x / mesh.reach(along), total)
+    sizes = {number: len(group) for group in along.groups for number in group}
+
+    def by_group(x: torch.Tensor) -> torch.Tensor:
+        known = torch.tensor([sizes[number] for number in range(len(sizes))], device=x.device)
+        return x / known.take(axis_index(axis, device=x.device))
+
+    return trees.map_leaves(by_group, total)
 
 
-def pmax(tree: Any, axis: Axes) -> Any:
+def pmax(tree: Any, axis: Axes, *, axis_index_groups: Groups = None) -> Any:
     """Returns the largest of each element over the ranks along an axis. It has no derivative: an error says so.
 
     Arguments and errors are those of `psum`.
@@ -315,10 +335,10 @@ def pmax(tree: Any, axis: Axes) -> Any:
         >>> fckpt.sim({"data": 4}).run(lambda: fckpt.pmax(fckpt.axis_index("data"), "data"))[0]
         tensor(3)
     """
-    return _extreme("pmax", "max", tree, axis)
+    return _extreme("pmax", "max", tree, axis, axis_index_groups)
 
 
-def pmin(tree: Any, axis: Axes) -> Any:
+def pmin(tree: Any, axis: Axes, *, axis_index_groups: Groups = None) -> Any:
     """Returns the smallest of each element over the ranks along an axis. It has no derivative: an error says so.
 
     Arguments and errors are those of `psum`.
@@ -328,13 +348,12 @@ def pmin(tree: Any, axis: Axes) -> Any:
         >>> fckpt.sim({"data": 4}).run(lambda: fckpt.pmin(fckpt.axis_index("data"), "data"))[0]
         tensor(0)
     """
-    return _extreme("pmin", "min", tree, axis)
+    return _extreme("pmin", "min", tree, axis, axis_index_groups)
 
 
-def _extreme(name: str, reduction: str, tree: Any, axis: Axes) -> Any:
-    mesh, axes = _where(name, axis)
-    joined, key = ",".join(axes), mesh.key
-    extreme = lambda x: _Extreme.apply(x, reduction, joined, key)
+def _extreme(name: str, reduction: str, tree: Any, axis: Axes, groups: Groups) -> Any:
+    mesh, along = _where(name, axis, groups)
+    extreme = lambda x: _Extreme.apply(x, reduction, str(along), mesh.key)
 
     def ordered(x: torch.Tensor) -> torch.Tensor:
         if x.is_complex():
@@ -344,7 +363,15 @@ def _extreme(name: str, reduction: str, tree: Any, axis: Axes) -> Any:
     return packed(name, tree, extreme, 0, begin=ordered, scalar=lambda number: number)
 
 
-def all_gather(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) -> Any:
+def all_gather(
+    tree: Any,
+    axis: Axes,
+    *,
+    dim: int = 0,
+    tiled: bool = False,
+    size: int | None = None,
+    axis_index_groups: Groups = None,
+) -> Any:
     """Returns what all ranks along an axis hold, on every one of them. It pulls back to `psum_scatter`.
 
     Args:
@@ -353,9 +380,12 @@ def all_gather(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) -> A
         dim: where the ranks stand in the result: a new dimension, or with `tiled` the one along which they are
             concatenated.
         tiled: whether they are concatenated, and not stacked.
+        size: how long the result is along `dim`, with `tiled`, where parts are filled up to one length (see
+            `P(shape=...)`): what lies beyond is left out, and its gradient is zero. Default: all.
+        axis_index_groups: see `psum`. All groups are of one size, and the order in a group is that of the result.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: as in `psum`; there is no such dimension.
+        ArgumentTypeError, ArgumentValueError: as in `psum`; there is no such dimension; it is not so long.
 
     Example:
         >>> import torch, fckpt
@@ -363,14 +393,21 @@ def all_gather(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) -> A
         >>> fckpt.sim({"data": 2}).run(lambda: fckpt.all_gather(mine(), "data", tiled=True))[0]
         tensor([ 0,  1, 10, 11])
     """
-    mesh, axes = _where("all_gather", axis)
-    linear = Linear("gather", axes, mesh)
+    mesh, along = _where("all_gather", axis, axis_index_groups, even=True)
+    linear = Linear("gather", along, mesh)
+    if size is not None and not tiled:
+        raise ArgumentValueError("all_gather: size is about a dimension that tiled=True puts together. Pass both.")
 
-    finish = lambda x, shape: joined("all_gather", x, dim, len(shape) + (not tiled), tiled)
+    def finish(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        whole = joined("all_gather", x, dim, len(shape) + (not tiled), tiled)
+        return whole if size is None else without_padding("all_gather", whole, dim, size, mesh.reach(along))
+
     return packed("all_gather", tree, lambda x: _Apply.apply(x, linear), 0, finish=finish)
 
 
-def psum_scatter(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) -> Any:
+def psum_scatter(
+    tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False, pad: bool = False, axis_index_groups: Groups = None
+) -> Any:
     """Returns this rank's part of the sum over the ranks along an axis. It pulls back to `all_gather`.
 
     Args:
@@ -378,22 +415,33 @@ def psum_scatter(tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False) ->
         axis: an axis of the mesh, or several.
         dim: the dimension that is divided among the ranks.
         tiled: whether it stays, divided by their number. If not, it must be their number, and goes.
+        pad: whether, with `tiled`, zeros are put at its end where it cannot be divided evenly: all parts are of one
+            size, as those of `P(shape=...)`. `all_gather(..., size=...)` leaves them out again.
+        axis_index_groups: see `psum`. All groups are of one size, and the order in a group is that of the parts.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: as in `psum`; the dimension cannot be divided so.
 
     Example:
         >>> import torch, fckpt
-        >>> fckpt.sim({"data": 2}).run(lambda: fckpt.psum_scatter(torch.arange(4), "data", tiled=True))
-        [tensor([0, 2]), tensor([4, 6])]
+        >>> fckpt.sim({"data": 2}).run(lambda: fckpt.psum_scatter(torch.arange(3), "data", tiled=True, pad=True))
+        [tensor([0, 2]), tensor([4, 0])]
     """
-    mesh, axes = _where("psum_scatter", axis)
-    linear, size = Linear("scatter", axes, mesh), mesh.count(axes)
-    begin = lambda x: divided("psum_scatter", _countable(x), dim, size, axes, tiled)
+    mesh, along = _where("psum_scatter", axis, axis_index_groups, even=True)
+    linear, ranks = Linear("scatter", along, mesh), mesh.reach(along)
+    if pad and not tiled:
+        raise ArgumentValueError("psum_scatter: pad is about a dimension that tiled=True divides. Pass both.")
+
+    def begin(x: torch.Tensor) -> torch.Tensor:
+        x = with_padding("psum_scatter", _countable(x), dim, ranks) if pad else _countable(x)
+        return divided("psum_scatter", x, dim, ranks, along, tiled)
+
     return packed("psum_scatter", tree, lambda x: _Apply.apply(x, linear), 1, begin=begin)
 
 
-def all_to_all(tree: Any, axis: Axes, *, split: int, concat: int, tiled: bool = False) -> Any:
+def all_to_all(
+    tree: Any, axis: Axes, *, split: int, concat: int, tiled: bool = False, axis_index_groups: Groups = None
+) -> Any:
     """Divides each tensor among the ranks along an axis; returns the parts that are meant for this one.
 
     Args:
@@ -404,6 +452,7 @@ def all_to_all(tree: Any, axis: Axes, *, split: int, concat: int, tiled: bool = 
             concatenated.
         tiled: whether `split` stays, divided by the number of ranks, and the parts are concatenated. If not, `split`
             must be that number, and goes.
+        axis_index_groups: see `psum`. All groups are of one size, and the order in a group is that of the parts.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: as in `psum_scatter`.
@@ -414,11 +463,11 @@ def all_to_all(tree: Any, axis: Axes, *, split: int, concat: int, tiled: bool = 
         >>> fckpt.sim({"data": 2}).run(lambda: fckpt.all_to_all(mine(), "data", split=0, concat=0, tiled=True))
         [tensor([ 0, 10]), tensor([ 1, 11])]
     """
-    mesh, axes = _where("all_to_all", axis)
-    linear, size = Linear("exchange", axes, mesh), mesh.count(axes)
+    mesh, along = _where("all_to_all", axis, axis_index_groups, even=True)
+    linear, ranks = Linear("exchange", along, mesh), mesh.reach(along)
 
     finish = lambda x, shape: joined("all_to_all", x, concat, len(shape) + (not tiled), tiled)
-    begin = lambda x: divided("all_to_all", x, split, size, axes, tiled)
+    begin = lambda x: divided("all_to_all", x, split, ranks, along, tiled)
     return packed("all_to_all", tree, lambda x: _Apply.apply(x, linear), 1, begin=begin, finish=finish)
 
 
@@ -439,35 +488,35 @@ def ppermute(tree: Any, axis: Axes, pairs: Sequence[tuple[int, int]]) -> Any:
         >>> fckpt.sim({"stage": 3}).run(lambda: fckpt.ppermute(torch.ones(()), "stage", [(0, 1), (1, 2)]))
         [tensor(0.), tensor(1.), tensor(1.)]
     """
-    mesh, axes = _where("ppermute", axis)
-    size = mesh.count(axes)
+    mesh, along = _where("ppermute", axis)
+    size = mesh.reach(along)
     sources = [-1] * size
     for pair in pairs:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(n, int) for n in pair)):
             raise ArgumentTypeError(
-                f"ppermute: pairs are (source, destination), two numbers along {axes}, not {pair!r}: [(0, 1), (1, 0)] "
-                "swaps two ranks."
+                f"ppermute: pairs are (source, destination), two numbers along {along.said}, not {pair!r}: [(0, 1), "
+                "(1, 0)] swaps two ranks."
             )
         source, target = pair
         if not (0 <= source < size and 0 <= target < size):
             raise ArgumentValueError(
-                f"ppermute: ({source}, {target}) is no pair of numbers below {size}, along {axes}."
+                f"ppermute: ({source}, {target}) is no pair of numbers below {size}, along {along.said}."
             )
         if sources[target] >= 0 or source in sources:
             raise ArgumentValueError(f"ppermute: {list(pairs)} names a source or a destination twice.")
         sources[target] = source
-    linear = Linear("permute", axes, mesh, tuple(sources))
+    linear = Linear("permute", along, mesh, tuple(sources))
     return packed("ppermute", tree, lambda x: _Apply.apply(x, linear), 0)
 
 
 def received(x: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
     """Returns an argument that all ranks along `axes` have been given alike: its cotangents are summed over them."""
-    return _Apply.apply(x, Linear("alike", axes, mesh))
+    return _Apply.apply(x, Linear("alike", Along(axes), mesh))
 
 
 def handed_on(x: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
     """Returns a result that all ranks along `axes` have alike: each gets its part of the cotangent."""
-    return _Apply.apply(x, Linear("shared", axes, mesh))
+    return _Apply.apply(x, Linear("shared", Along(axes), mesh))
 
 
 def pvary(tree: Any, axis: Axes) -> Any:
@@ -485,8 +534,8 @@ def pvary(tree: Any, axis: Axes) -> Any:
         >>> fckpt.sim({"data": 2}).run(lambda: torch.func.grad(loss)(torch.tensor(1.0)))
         [tensor(3.), tensor(3.)]
     """
-    mesh, axes = _where("pvary", axis)
-    linear = Linear("alike", axes, mesh)
+    mesh, along = _where("pvary", axis)
+    linear = Linear("alike", along, mesh)
     return packed("pvary", tree, lambda x: _Apply.apply(x, linear), 0, scalar=lambda number: number)
 
 
@@ -498,8 +547,8 @@ def axis_size(axis: Axes) -> int:
         >>> fckpt.sim({"data": 2, "model": 3}).run(lambda: fckpt.axis_size(("data", "model")))[0]
         6
     """
-    mesh, axes = _where("axis_size", axis)
-    return mesh.count(axes)
+    mesh, along = _where("axis_size", axis)
+    return mesh.reach(along)
 
 
 def axis_index(axis: Axes, *, device: torch.device | str | None = None) -> torch.Tensor:
@@ -512,13 +561,35 @@ def axis_index(axis: Axes, *, device: torch.device | str | None = None) -> torch
         >>> fckpt.sim({"data": 2}).run(lambda: fckpt.axis_index("data"))
         [tensor(0), tensor(1)]
     """
-    mesh, axes = _where("axis_index", axis)
-    return _axis_index(",".join(axes), torch.device(device or torch.get_default_device()), mesh.key)
+    mesh, along = _where("axis_index", axis)
+    return _axis_index(str(along), torch.device(device or torch.get_default_device()), mesh.key)
 
 
 # ---- the mesh in use --------------------------------------------------------------------------------
 
 
-def _where(function: str, axis: Axes) -> tuple[Mesh, tuple[str, ...]]:
+def _where(function: str, axis: Axes, groups: Groups = None, *, even: bool = False) -> tuple[Mesh, Along]:
+    """Returns the mesh in use, and the ranks of it that are meant; `even` if groups must be of one size."""
     mesh = current_mesh(function)
-    return mesh, mesh.axes(function, axis)
+    axes = mesh.axes(function, axis)
+    if groups is None:
+        return mesh, Along(axes)
+    try:
+        found = tuple(tuple(map(operator.index, group)) for group in groups)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{function}: axis_index_groups has lists of numbers, such as [[0, 1], [2, 3]], not {groups!r}."
+        ) from None
+    count = mesh.count(axes)
+    along = Along(axes, found) if found != (tuple(range(count)),) else Along(axes)
+    if sorted(number for group in found for number in group) != [*range(count)] or () in found:
+        raise ArgumentValueError(
+            f"{function}: axis_index_groups must have each number below {count}, along {Along(axes).said}, once, "
+            f"unlike {groups!r}."
+        )
+    if even and along.uneven:
+        raise ArgumentValueError(
+            f"{function}: all groups must be of one size, unlike {groups!r}. Only sums, means and extremes may be over "
+            "groups of different sizes."
+        )
+    return mesh, along

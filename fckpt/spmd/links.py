@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fckpt.cost import OpCost, register_cost
 from fckpt.operations import Call, TensorSpec
-from fckpt.spmd.mesh import Mesh, transport_of
+from fckpt.spmd.mesh import Along, Mesh, transport_of
 
 __all__ = ["Link"]
 
@@ -42,22 +42,31 @@ ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1
 
 def _cost(call: Call, specs: Sequence[TensorSpec]) -> OpCost:
     name = str(call.op).split(".")[1]
-    axes, key = call.args[2 if name in ("all_reduce", "permute") else 1], call.args[-1]
+    along, key = Along.of(call.args[2 if name in ("all_reduce", "permute") else 1]), call.args[-1]
     transport = transport_of(key)
     sent, output = specs[call.args[0].tensor], specs[_first(call.outputs)]
     nbytes = max(math.prod(spec.shape) * spec.dtype.itemsize for spec in (sent, output))
-    sizes = Mesh.of_key(key).shape
+    mesh = Mesh.of_key(key)
     seconds = 0.0
-    for axis in axes.split(","):
-        n, link = sizes[axis], transport.link(axis)
+    for n, link in _rings(along, mesh, [transport.link(axis) for axis in along.axes]):
         if name == "permute":
             seconds += link.latency_seconds + nbytes / link.bytes_per_second
         else:
             seconds += ROUNDS[name] * (n - 1) * (link.latency_seconds + nbytes / n / link.bytes_per_second)
     temporary = 0
-    if name in ("all_reduce", "reduce_scatter") and transport.adds(sent.dtype, axes.split(",")):
-        temporary = 2 * nbytes + 2 * -(-nbytes // Mesh.of_key(key).count(axes.split(",")))
+    if name in ("all_reduce", "reduce_scatter") and transport.adds(sent.dtype, along):
+        temporary = 2 * nbytes + 2 * -(-nbytes // mesh.reach(along))
     return OpCost(seconds, 0, temporary)
+
+
+def _rings(along: Along, mesh: Mesh, links: Sequence[Link]) -> list[tuple[int, Link]]:
+    """Returns the rings that a message goes round, one axis after another: how many ranks, and their links.
+
+    A group is one ring, whose slowest link is that of the slowest axis.
+    """
+    if along.groups:
+        return [(mesh.reach(along), min(links, key=lambda link: link.bytes_per_second))]
+    return [(mesh.shape[axis], link) for axis, link in zip(along.axes, links, strict=True)]
 
 
 def _first(outputs: Sequence[int | None]) -> int:

@@ -181,7 +181,7 @@ def _mapped(fn: Function, *, mesh: Mesh | None, in_specs: Any, out_specs: Any, c
 
     def run(*args: Any, **kwargs: Any) -> Any:
         specs = specs_of("shard_map", "args", _by_argument(in_specs, args), args, mesh)
-        args = local("shard_map", args, specs, mesh, "args")
+        args = local("shard_map", args, specs, mesh, "args", fill_up=True)
         specs = [*specs, *[P()] * len(trees.leaves(kwargs))]
         if check == "static" and not is_tracing():
             key = _signature(args, kwargs)

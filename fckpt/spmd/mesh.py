@@ -12,13 +12,14 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = [
+    "Along",
     "Axes",
     "Mesh",
     "Transport",
@@ -39,6 +40,39 @@ Axes = str | Sequence[str]
 """One axis of a mesh or several; several count as one, the first of them varying slowest."""
 
 
+class Along(NamedTuple):
+    """The ranks that a collective reaches: all along some axes, or groups of them.
+
+    As a str, in a graph, the axes with commas between them and the groups after a colon: "data", "data:0 2|1 3".
+    """
+
+    axes: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Numbers along the axes, each of them in one group; empty where all ranks are one group."""
+
+    def __str__(self) -> str:
+        groups = "|".join(" ".join(map(str, group)) for group in self.groups)
+        return ",".join(self.axes) + (f":{groups}" if groups else "")
+
+    @staticmethod
+    def of(text: str) -> Along:
+        """Returns what `str` has written."""
+        axes, _, groups = text.partition(":")
+        numbers = [tuple(map(int, group.split())) for group in groups.split("|")] if groups else ()
+        return Along(tuple(axes.split(",")), tuple(numbers))
+
+    @property
+    def uneven(self) -> bool:
+        """Whether groups have different sizes."""
+        return len({*map(len, self.groups)}) > 1
+
+    @property
+    def said(self) -> str:
+        """For messages."""
+        groups = f" in groups {[[*group] for group in self.groups]}" if self.groups else ""
+        return ", ".join(self.axes) + groups
+
+
 class Transport(Protocol):
     """Carries messages between the ranks of a mesh. All ranks call the same method in the same order."""
 
@@ -47,23 +81,23 @@ class Transport(Protocol):
         """This rank: the number of its place in the mesh, the last axis varying fastest."""
         ...
 
-    def all_reduce(self, x: torch.Tensor, reduction: str, axes: tuple[str, ...]) -> torch.Tensor:
-        """Returns the "sum", "max" or "min" over the ranks along `axes`."""
+    def all_reduce(self, x: torch.Tensor, reduction: str, along: Along) -> torch.Tensor:
+        """Returns the "sum", "max" or "min" over the ranks `along`."""
         ...
 
-    def all_gather(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        """Returns those of all ranks along `axes`, stacked in front, in the order of ranks."""
+    def all_gather(self, x: torch.Tensor, along: Along) -> torch.Tensor:
+        """Returns those of all ranks `along`, stacked in front, in their order."""
         ...
 
-    def reduce_scatter(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        """Returns the sum over the ranks of their x[i], i being the number of this rank along `axes`."""
+    def reduce_scatter(self, x: torch.Tensor, along: Along) -> torch.Tensor:
+        """Returns the sum over the ranks of their x[i], i being the number of this rank among them."""
         ...
 
-    def all_to_all(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        """Returns y, where y[i] is x[j] of rank i, j being the number of this rank along `axes`."""
+    def all_to_all(self, x: torch.Tensor, along: Along) -> torch.Tensor:
+        """Returns y, where y[i] is x[j] of rank i, j being the number of this rank among them."""
         ...
 
-    def permute(self, x: torch.Tensor, sources: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
+    def permute(self, x: torch.Tensor, sources: Sequence[int], along: Along) -> torch.Tensor:
         """Returns x of the rank that is named for this one in `sources`; zeros where that is -1."""
         ...
 
@@ -71,8 +105,8 @@ class Transport(Protocol):
         """Returns the `Link` between neighbours along an axis."""
         ...
 
-    def adds(self, dtype: torch.dtype, axes: Sequence[str]) -> bool:
-        """Whether a sum over the ranks along `axes` holds what all have brought, to add it up."""
+    def adds(self, dtype: torch.dtype, along: Along) -> bool:
+        """Whether a sum over the ranks `along` holds what all have brought, to add it up."""
         ...
 
     def exchange(self, about: str, mine: str) -> list[str]:
@@ -107,6 +141,9 @@ class Mesh:
     """
 
     def __init__(self, shape: Mapping[str, int]):
+        for name in shape:
+            if not isinstance(name, str) or not name or set(name) & set(",:="):
+                raise ArgumentValueError(f"a mesh has axes with names, without commas, colons or '=', not {name!r}.")
         self.shape: dict[str, int] = dict(shape)
         """By name: how many ranks there are along an axis."""
 
@@ -177,13 +214,22 @@ class Mesh:
             number = number * self.shape[name] + place[name]
         return number
 
+    def reach(self, along: Along) -> int:
+        """Returns how many ranks a collective reaches: the most of a group."""
+        return max(map(len, along.groups)) if along.groups else self.count(along.axes)
+
     @functools.cache  # noqa: B019  # every message asks, and a process has few meshes, which are equal by key
-    def peers(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Returns the ranks that differ from `rank` along `axes` at most, by their numbers along them."""
+    def peers(self, rank: int, along: Along) -> tuple[int, ...]:
+        """Returns the ranks that a collective of `rank` reaches, by their numbers along its axes, or as in its group.
+
+        They differ from `rank` along these axes at most.
+        """
         place = self.place(rank)
-        rest = [name for name in self.names if name not in axes]
+        rest = [name for name in self.names if name not in along.axes]
         same = [r for r in range(self.size) if all(self.place(r)[name] == place[name] for name in rest)]
-        return tuple(sorted(same, key=lambda r: self.index(r, axes)))
+        row = sorted(same, key=lambda r: self.index(r, along.axes))
+        mine = next((group for group in along.groups if row.index(rank) in group), range(len(row)))
+        return tuple(row[number] for number in mine)
 
 
 T = TypeVar("T", bound=Hashable)

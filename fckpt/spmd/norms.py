@@ -11,7 +11,7 @@ from fckpt import tree as trees
 from fckpt.errors import ArgumentValueError
 from fckpt.spmd.collectives import pmax, psum
 from fckpt.spmd.mesh import Mesh, current_mesh, use_mesh
-from fckpt.spmd.specs import specs_of
+from fckpt.spmd.specs import part_mask, specs_of
 
 __all__ = ["clip_grad_norm"]
 
@@ -55,6 +55,8 @@ def clip_grad_norm(
     for leaf, p in zip(leaves, specs_of("clip_grad_norm", "grads", specs, grads, mesh), strict=True):
         if isinstance(leaf, torch.Tensor):
             axes = tuple(name for name in mesh.names if name in p.axes)
+            if p.shape is not None:
+                leaf = leaf.where(part_mask(p, mesh, device=leaf.device), 0)
             by_axes.setdefault(axes, []).append(torch.linalg.vector_norm(leaf, norm_type))
     if not by_axes:
         raise ArgumentValueError("clip_grad_norm: there is no tensor among the gradients.")

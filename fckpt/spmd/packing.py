@@ -11,8 +11,9 @@ import torch
 
 from fckpt import tree as trees
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
+from fckpt.spmd.mesh import Along
 
-__all__ = ["dimension", "divided", "joined", "packed"]
+__all__ = ["dimension", "divided", "filled_up", "joined", "packed", "with_padding", "without_padding"]
 
 
 def dimension(function: str, dim: int, dims: int) -> int:
@@ -26,19 +27,19 @@ def dimension(function: str, dim: int, dims: int) -> int:
     return dim % dims
 
 
-def divided(function: str, x: torch.Tensor, dim: int, size: int, axes: tuple[str, ...], tiled: bool) -> torch.Tensor:
+def divided(function: str, x: torch.Tensor, dim: int, size: int, along: Along, tiled: bool) -> torch.Tensor:
     """Returns `x` with the ranks in front, of whose parts dimension `dim` consists."""
     at = dimension(function, dim, x.dim())
     length = x.shape[at]
     if tiled and length % size:
         raise ArgumentValueError(
-            f"{function}: dimension {dim} of length {length} cannot be divided among the {size} ranks along {axes}. "
-            "Pad it to a multiple."
+            f"{function}: dimension {dim} of length {length} cannot be divided among the {size} ranks along "
+            f"{along.said}. Pad it to a multiple{' (pad=True)' if function == 'psum_scatter' else ''}."
         )
     if not tiled and length != size:
         raise ArgumentValueError(
-            f"{function}: dimension {dim} is {length} long, but there are {size} ranks along {axes}. Pass tiled=True "
-            "to give each a part of it."
+            f"{function}: dimension {dim} is {length} long, but there are {size} ranks along {along.said}. Pass "
+            "tiled=True to give each a part of it."
         )
     return (x.unflatten(at, (size, length // size)) if tiled else x).movedim(at, 0)
 
@@ -48,6 +49,33 @@ def joined(function: str, x: torch.Tensor, dim: int, dims: int, tiled: bool) -> 
     at = dimension(function, dim, dims)
     moved = x.movedim(0, at)
     return moved.flatten(at, at + 1) if tiled else moved
+
+
+def filled_up(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Returns `x` with zeros at the end of dimension `dim`, which is then so long."""
+    missing = length - x.shape[dim]
+    return torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim) if missing else x
+
+
+def with_padding(function: str, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Returns `x` with zeros at the end of dimension `dim`, so that it can be divided into `size` equal parts."""
+    at = dimension(function, dim, x.dim())
+    return filled_up(x, at, x.shape[at] + -x.shape[at] % size)
+
+
+def without_padding(function: str, x: torch.Tensor, dim: int, size: int, ranks: int) -> torch.Tensor:
+    """Returns what `with_padding` has made of a tensor with dimension `dim` of length `size`, as it was before.
+
+    Raises:
+        ArgumentValueError: equal parts of so many ranks do not come of this size.
+    """
+    at = dimension(function, dim, x.dim())
+    if x.shape[at] != size + -size % ranks:
+        raise ArgumentValueError(
+            f"{function}: {ranks} parts of {x.shape[at] // ranks} each are no parts of a dimension of length {size}: "
+            f"they would have {-(-size // ranks)} each, the last ones filled up with zeros."
+        )
+    return x.narrow(at, 0, size)
 
 
 def packed(

@@ -15,7 +15,7 @@ import torch
 from fckpt import tree as trees
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.spmd.mesh import Mesh
-from fckpt.spmd.specs import P, local, specs_of
+from fckpt.spmd.specs import P, extent, local, specs_of, whole_shape
 
 __all__ = ["Box", "Leaf", "described", "leaves_of"]
 
@@ -40,28 +40,33 @@ class Box(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A leaf of a tree: what it is to the user, this rank's part of it, and how the parts lie."""
+    """A leaf of a tree: what it is to the user, this rank's part of it, and how the parts lie.
+
+    Where parts are uneven, `value` may be filled up, or be shorter on some ranks; only what is in `box` counts.
+    """
 
     where: str
     value: Any
     spec: P
+    shape: torch.Size
+    """That of the whole tensor."""
 
     @property
     def is_tensor(self) -> bool:
         return isinstance(self.value, torch.Tensor)
 
-    def shape(self, mesh: Mesh) -> torch.Size:
-        """Returns that of the whole tensor."""
-        return torch.Size(size * mesh.count(axes) for size, axes in self._dims())
-
     def box(self, mesh: Mesh, rank: int) -> Box:
         """Returns the part that a rank has."""
-        offsets = torch.Size(size * _numbers(mesh, axes)[rank] for size, axes in self._dims())
-        return Box(offsets, self.value.shape)
+        dims = self.spec.over(self.shape)
+        extents = [extent(length, mesh.count(axes), _numbers(mesh, axes)[rank]) for length, axes in dims]
+        return Box(torch.Size(start for start, _ in extents), torch.Size(length for _, length in extents))
 
-    def _dims(self) -> list[tuple[int, tuple[str, ...]]]:
-        dims = [*self.spec.dims, *[()] * self.value.dim()]
-        return [*zip(self.value.shape, dims, strict=False)]
+    def part(self, mesh: Mesh, rank: int) -> torch.Tensor:
+        """Returns the data that this rank has, without what fills it up."""
+        found = self.value.detach()
+        for dim, length in enumerate(self.box(mesh, rank).sizes):
+            found = found.narrow(dim, 0, length)
+        return found
 
     def owners(self, mesh: Mesh, rank: int) -> list[int]:
         """Returns the ranks that have what `rank` has."""
@@ -74,25 +79,27 @@ class Leaf(NamedTuple):
         if not self.is_tensor:
             return self
         device = torch.get_default_device() if self.value.is_meta else self.value.device
-        new = torch.empty_like(self.value, device=device)
+        make = torch.empty_like if self.spec.shape is None else torch.zeros_like
+        new = make(self.value, device=device)
         return self._replace(value=new.requires_grad_(self.value.requires_grad))
 
     def copied(self) -> Leaf:
         """Returns one whose tensor nobody else has, in the memory of the CPU."""
         return self._replace(value=self.value.detach().to("cpu", copy=True)) if self.is_tensor else self
 
-    def said(self, mesh: Mesh) -> str:
+    @property
+    def said(self) -> str:
         """Describes what must be the same on all ranks."""
         if self.is_tensor:
-            return f"{self.where} of {described(self.shape(mesh), self.value.dtype)} by {self.spec}"
+            return f"{self.where} of {described(self.shape, self.value.dtype)} by {self.spec}"
         plain = isinstance(self.value, (bool, int, float, complex, str))
         return f"{self.where} = {self.value!r}" if plain else f"{self.where}, {type(self.value).__name__}"
 
-    def digest(self, mesh: Mesh) -> int:
+    def digest(self, mesh: Mesh, rank: int) -> int:
         """Returns a number for the data of a tensor that other ranks have, too; else 0."""
         if not self.is_tensor or mesh.count(self.spec.axes) == mesh.size:
             return 0
-        data = self.value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        data: Any = self.part(mesh, rank).cpu().contiguous().reshape(-1).view(torch.uint8)
         return zlib.crc32(data.numpy())
 
 
@@ -114,10 +121,12 @@ def leaves_of(function: str, tree: Any, specs: Any, mesh: Mesh) -> dict[str, Lea
         ArgumentTypeError, ArgumentValueError: one cannot be in a file, or two have one name. `function` is who asks.
     """
     specs = specs_of(function, "tree", P() if specs is None else specs, tree, mesh)
-    values, spec = trees.flatten(local(function, tree, specs, mesh, "tree"))
+    given, spec = trees.flatten(tree)
+    values = trees.leaves(local(function, tree, specs, mesh, "tree"))
     found: dict[str, Leaf] = {}
-    for name, path, value, p in zip(spec.names(), spec.paths(), values, specs, strict=True):
-        leaf = Leaf(f"tree{path}", value, p)
+    for name, path, whole, value, p in zip(spec.names(), spec.paths(), given, values, specs, strict=True):
+        shape = whole_shape(whole, p, mesh) if isinstance(whole, torch.Tensor) else torch.Size()
+        leaf = Leaf(f"tree{path}", value, p, shape)
         if hasattr(value, "state_dict"):
             raise ArgumentTypeError(
                 f"{function}: {leaf.where} is {type(value).__name__}: pass its state_dict(), a tree of tensors."

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.spmd.links import NVLINK, Link
-from fckpt.spmd.mesh import Mesh, carry, dismiss, put_in_use, simulated
+from fckpt.spmd.mesh import Along, Mesh, carry, dismiss, put_in_use, simulated
 
 __all__ = ["fake_mesh", "init_mesh"]
 
@@ -126,7 +126,7 @@ class _Nobody:
     def link(self, axis: str) -> Link:
         return self.links.get(axis, NVLINK)
 
-    def adds(self, dtype: Any, axes: Sequence[str]) -> bool:
+    def adds(self, dtype: Any, along: Along) -> bool:
         return False
 
     def exchange(self, about: str, mine: str) -> list[str]:

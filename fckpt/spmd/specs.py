@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,10 +10,24 @@ import torch
 
 from fckpt import tree as trees
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
-from fckpt.spmd.collectives import all_gather
+from fckpt.spmd.collectives import all_gather, axis_index
 from fckpt.spmd.mesh import Mesh, current_mesh, transport_of, use_mesh
+from fckpt.spmd.packing import filled_up
 
-__all__ = ["P", "check_even", "in_order", "local", "placements", "shard", "specs_of", "unshard"]
+__all__ = [
+    "P",
+    "check_even",
+    "extent",
+    "in_order",
+    "local",
+    "part_mask",
+    "placements",
+    "shard",
+    "specs_for",
+    "specs_of",
+    "unshard",
+    "whole_shape",
+]
 
 
 class P:
@@ -21,28 +36,38 @@ class P:
     Args:
         dims: by dimension an axis, several, or None for none. Dimensions that are not named are not divided; `P()` is
             the same on all ranks.
+        shape: that of the whole tensor, where dimensions cannot be divided evenly. All parts have one shape then, too:
+            those of `torch.chunk`, filled up with zeros. `unshard`, `save` and `load` know of the whole tensor alone.
 
     Example:
         >>> import fckpt
         >>> fckpt.P("data", None, ("model", "pipe"))
         P('data', None, ('model', 'pipe'))
+        >>> import torch
+        >>> fckpt.sim({"data": 2}).run(lambda: fckpt.shard(torch.ones(3), fckpt.P("data", shape=(3,))))
+        [tensor([1., 1.]), tensor([1., 0.])]
     """
 
-    __slots__ = ("dims",)
+    __slots__ = ("dims", "shape")
 
-    def __init__(self, *dims: str | Sequence[str] | None):
+    def __init__(self, *dims: str | Sequence[str] | None, shape: Sequence[int] | None = None):
         self.dims: tuple[tuple[str, ...], ...] = tuple(_names(dim) for dim in dims)
+        self.shape: tuple[int, ...] | None = None if shape is None else _sizes(shape, len(self._bare))
 
     @property
     def axes(self) -> tuple[str, ...]:
         """All axes that divide something."""
         return tuple(name for dim in self.dims for name in dim)
 
+    def over(self, shape: Sequence[int]) -> list[tuple[int, tuple[str, ...]]]:
+        """Returns how long each dimension of a tensor is, and the axes that divide it."""
+        return [*zip(shape, [*self.dims, *[()] * len(shape)], strict=False)]
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, P) and self._bare == other._bare
+        return isinstance(other, P) and (self._bare, self.shape) == (other._bare, other.shape)
 
     def __hash__(self) -> int:
-        return hash(self._bare)
+        return hash((self._bare, self.shape))
 
     @property
     def _bare(self) -> tuple[tuple[str, ...], ...]:
@@ -50,8 +75,8 @@ class P:
         return self.dims[:count]
 
     def __repr__(self) -> str:
-        dims = (dim if len(dim) > 1 else dim[0] if dim else None for dim in self.dims)
-        return f"P({', '.join(map(repr, dims))})"
+        said = [repr(dim if len(dim) > 1 else dim[0] if dim else None) for dim in self.dims]
+        return f"P({', '.join([*said, *([f'shape={self.shape}'] if self.shape is not None else [])])})"
 
 
 def _names(dim: Any) -> tuple[str, ...]:
@@ -61,8 +86,18 @@ def _names(dim: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def specs_of(function: str, what: str, specs: Any, tree: Any, mesh: Mesh) -> list[P]:
-    """Returns the spec of every leaf of `tree`.
+def _sizes(shape: Any, dims: int) -> tuple[int, ...]:
+    try:
+        found = tuple(map(operator.index, shape))
+    except TypeError:
+        raise ArgumentTypeError(f"P: shape has a number for each dimension, unlike {shape!r}.") from None
+    if len(found) < dims or min(found, default=0) < 0:
+        raise ArgumentValueError(f"P: {found} is no shape of a tensor, of which {dims} dimensions are divided.")
+    return found
+
+
+def specs_of(function: str, what: str, specs: Any, tree: Any, mesh: Mesh, *, whole: bool = False) -> list[P]:
+    """Returns the spec of every leaf of `tree`, of whole tensors or of this rank's parts.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `specs` is no prefix of the tree, or one of them does not fit the mesh or
@@ -90,7 +125,99 @@ def specs_of(function: str, what: str, specs: Any, tree: Any, mesh: Mesh) -> lis
             raise ArgumentValueError(
                 f"{function}: {p} is about {len(p._bare)} dimensions, but {where} is {trees.describe(leaf)}."
             )
+        if p.shape is not None and isinstance(leaf, torch.Tensor):
+            _check_shape(function, where, leaf, p, mesh, whole or _is_dtensor(leaf))
     return found
+
+
+def _check_shape(function: str, where: str, leaf: torch.Tensor, p: P, mesh: Mesh, whole: bool) -> None:
+    assert p.shape is not None
+    part = [extent(length, mesh.count(axes), 0)[1] for length, axes in p.over(p.shape)]
+    if [*leaf.shape] != [*(p.shape if whole else part)]:
+        wanted = f"a tensor of shape {[*p.shape]}" + ("" if whole else f", of which a part has shape {part}")
+        raise ArgumentValueError(f"{function}: {where} is {trees.describe(leaf)}, but {p} means {wanted}.")
+
+
+def extent(length: int, ranks: int, number: int) -> tuple[int, int]:
+    """Returns where the part of a rank begins in a dimension, and how long it is, as `torch.chunk` divides it."""
+    part = -(-length // ranks)
+    start = min(number * part, length)
+    return start, min(part, length - start)
+
+
+def whole_shape(x: torch.Tensor, spec: P, mesh: Mesh) -> torch.Size:
+    """Returns the shape of the tensor of which `x` is a part."""
+    if _is_dtensor(x) or spec.shape is not None:
+        return torch.Size(x.shape if spec.shape is None else spec.shape)
+    return torch.Size(length * mesh.count(axes) for length, axes in spec.over(x.shape))
+
+
+def specs_for(tree: Any, specs: Any) -> Any:
+    """Returns a spec for each leaf of a tree of whole tensors, with its shape: no dimension must be a multiple.
+
+    Args:
+        tree: a pytree of whole tensors, with or without data.
+        specs: a `P` for each, or a tree that ends before.
+
+    Raises:
+        ArgumentValueError: the specs do not fit the tree.
+
+    Example:
+        >>> import torch, fckpt
+        >>> specs = fckpt.specs_for({"w": torch.ones(3, 2)}, fckpt.P("data"))
+        >>> specs
+        {'w': P('data', shape=(3, 2))}
+        >>> fckpt.sim({"data": 2}).run(lambda: fckpt.shard({"w": torch.ones(3, 2)}, specs)["w"].shape)
+        [torch.Size([2, 2]), torch.Size([2, 2])]
+    """
+    try:
+        found = trees.spread(specs, tree)
+    except ValueError as error:
+        raise ArgumentValueError(
+            f"specs_for: the specs must be a tree that ends where the tree goes on, or with it: {error}"
+        ) from None
+    leaves, spec = trees.flatten(tree)
+    shaped = [
+        P(*p.dims, shape=x.shape) if isinstance(x, torch.Tensor) and isinstance(p, P) else p
+        for x, p in zip(leaves, found, strict=True)
+    ]
+    return trees.unflatten(spec, shaped)
+
+
+def part_mask(spec: P, mesh: Mesh | None = None, *, device: torch.device | str | None = None) -> torch.Tensor:
+    """Returns what of this rank's part is not padding, as a tensor of booleans of the part's shape.
+
+    For what counts elements, such as the mean over a batch that was divided unevenly. In a traced function it is the
+    same operation on every rank.
+
+    Args:
+        spec: with the shape of the whole tensor.
+        mesh: default: the one in use.
+        device: default: torch's.
+
+    Raises:
+        ArgumentValueError: the spec has no shape; there is no mesh.
+
+    Example:
+        >>> import torch, fckpt
+        >>> x = torch.tensor([1.0, 2.0, 6.0])
+        >>> def mean():
+        ...     spec = fckpt.P("data", shape=x.shape)
+        ...     return fckpt.psum(fckpt.shard(x, spec).exp().where(fckpt.part_mask(spec), 0).sum(), "data") / 3
+        >>> fckpt.sim({"data": 2}).run(mean)[0], x.exp().mean()
+        (tensor(137.8453), tensor(137.8453))
+    """
+    mesh = mesh or current_mesh("part_mask")
+    if spec.shape is None:
+        raise ArgumentValueError(f"part_mask: {spec} has no shape: nothing tells what is padding. See P.")
+    place = torch.device(device) if device is not None else torch.get_default_device()
+    mask = torch.ones((), dtype=torch.bool, device=place)
+    with use_mesh(mesh):
+        for length, axes in spec.over(spec.shape):
+            part = extent(length, mesh.count(axes), 0)[1]
+            start = part * axis_index(axes, device=place) if axes else 0
+            mask = mask.unsqueeze(-1) & (torch.arange(part, device=place) + start < length)
+    return mask
 
 
 def shard(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
@@ -98,11 +225,12 @@ def shard(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
 
     Args:
         tree: a pytree of tensors, the same on all ranks. Other leaves are passed on.
-        specs: a `P` for each, or a tree that ends before.
+        specs: a `P` for each, or a tree that ends before. With a shape (`specs_for`), parts may be uneven.
         mesh: default: the one in use.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: the specs do not fit, or a dimension cannot be divided evenly.
+        ArgumentTypeError, ArgumentValueError: the specs do not fit, or a dimension cannot be divided evenly and its
+            spec has no shape.
 
     Example:
         >>> import torch, fckpt
@@ -115,6 +243,8 @@ def shard(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
 def unshard(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     """Returns global tensors, on all ranks, of which every rank has a part. The inverse of `shard`; see there.
 
+    In a mapped function, gradients are scattered to the ranks that have the parts: what FSDP does around a layer.
+
     Example:
         >>> import torch, fckpt
         >>> fckpt.sim({"data": 2}).run(lambda: fckpt.unshard(torch.ones(1), fckpt.P("data")))[0]
@@ -126,7 +256,7 @@ def unshard(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
 def _each(function: str, tree: Any, specs: Any, mesh: Mesh | None, fn: Callable[..., torch.Tensor]) -> Any:
     mesh = mesh or current_mesh(function)
     leaves, spec = trees.flatten(tree)
-    found = specs_of(function, "tree", specs, tree, mesh)
+    found = specs_of(function, "tree", specs, tree, mesh, whole=fn is _part)
     paths = spec.paths()
     results = [
         fn(x, p, mesh, f"tree{path}") if isinstance(x, torch.Tensor) else x
@@ -138,9 +268,13 @@ def _each(function: str, tree: Any, specs: Any, mesh: Mesh | None, fn: Callable[
 def _part(x: torch.Tensor, spec: P, mesh: Mesh, where: str) -> torch.Tensor:
     rank = transport_of(mesh.key).rank
     for dim, axes in enumerate(spec.dims):
-        check_even("shard", where, x, dim, axes, mesh)
-        length = x.shape[dim] // mesh.count(axes)
-        x = x.narrow(dim, mesh.index(rank, axes) * length, length) if axes else x
+        if not axes:
+            continue
+        if spec.shape is None:
+            check_even("shard", where, x, dim, axes, mesh)
+        ranks, length = mesh.count(axes), x.shape[dim]
+        x = x.narrow(dim, *extent(length, ranks, mesh.index(rank, axes)))
+        x = filled_up(x, dim, extent(length, ranks, 0)[1])
     return x.contiguous()
 
 
@@ -154,20 +288,24 @@ def check_even(function: str, where: str, x: torch.Tensor, dim: int, axes: tuple
     if x.shape[dim] % size:
         named = ", ".join(f"{name!r} ({mesh.shape[name]})" for name in axes)
         raise ArgumentValueError(
-            f"{function}: dimension {dim} of {where}, {trees.describe(x)}, cannot be divided evenly by {named}. Pad it "
-            f"to a multiple of {size}."
+            f"{function}: dimension {dim} of {where}, {trees.describe(x)}, cannot be divided evenly by {named}. Name "
+            f"the shape of the whole tensor in its spec: P(..., shape={tuple(x.shape)}), or fckpt.specs_for."
         )
 
 
 def _whole(x: torch.Tensor, spec: P, mesh: Mesh, where: str) -> torch.Tensor:
     with use_mesh(mesh):
         for dim, axes in enumerate(spec.dims):
-            x = all_gather(x, axes, dim=dim, tiled=True) if axes else x
+            if axes:
+                size = None if spec.shape is None else spec.shape[dim]
+                x = all_gather(x, axes, dim=dim, tiled=True, size=size)
     return x
 
 
-def local(function: str, tree: Any, specs: Sequence[P], mesh: Mesh, what: str) -> Any:
+def local(function: str, tree: Any, specs: Sequence[P], mesh: Mesh, what: str, *, fill_up: bool = False) -> Any:
     """Returns `tree` with the local part of every DTensor in its place.
+
+    DTensors have parts of different sizes where those of a spec are filled up, which `fill_up` does to them, too.
 
     Raises:
         ArgumentValueError: one is placed otherwise than its spec says.
@@ -176,7 +314,7 @@ def local(function: str, tree: Any, specs: Sequence[P], mesh: Mesh, what: str) -
     if not any(_is_dtensor(leaf) for leaf in leaves):
         return tree
     found = [
-        _local(function, leaf, p, mesh, f"{what}{path}") if _is_dtensor(leaf) else leaf
+        _local(function, leaf, p, mesh, f"{what}{path}", fill_up) if _is_dtensor(leaf) else leaf
         for leaf, p, path in zip(leaves, specs, spec.paths(), strict=True)
     ]
     return trees.unflatten(spec, found)
@@ -199,7 +337,7 @@ def _is_dtensor(leaf: Any) -> bool:
     return type(leaf).__module__.startswith("torch.distributed.tensor")
 
 
-def _local(function: str, x: Any, spec: P, mesh: Mesh, where: str) -> torch.Tensor:
+def _local(function: str, x: Any, spec: P, mesh: Mesh, where: str, fill_up: bool) -> torch.Tensor:
     names = x.device_mesh.mesh_dim_names or ()
     wanted = placements(spec, names)
     sizes = {name: x.device_mesh.size(i) for i, name in enumerate(names)}
@@ -219,4 +357,19 @@ def _local(function: str, x: Any, spec: P, mesh: Mesh, where: str) -> torch.Tens
             f"{function}: {where} is a DTensor with placements {list(x.placements)}, but {spec} means {wanted}. Call "
             f"{where}.redistribute(placements={wanted}), or change its spec."
         )
-    return x.to_local()
+    uneven = [dim for dim, axes in enumerate(spec.dims) if axes and x.shape[dim] % mesh.count(axes)]
+    for dim in uneven:
+        if len([name for name in spec.dims[dim] if mesh.shape[name] > 1]) > 1:
+            raise ArgumentValueError(
+                f"{function}: {where} is a DTensor, whose dimension {dim}, {x.shape[dim]} long, {spec.dims[dim]} "
+                "divide one after another, and not evenly: its parts are others than those of a spec. Divide it by one "
+                "axis."
+            )
+    part = x.to_local()
+    if not uneven or not fill_up:
+        return part
+    for dim in uneven:
+        if spec.shape is None:
+            check_even(function, where, x, dim, spec.dims[dim], mesh)
+        part = filled_up(part, dim, extent(x.shape[dim], mesh.count(spec.dims[dim]), 0)[1])
+    return part

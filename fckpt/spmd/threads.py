@@ -17,7 +17,7 @@ from fckpt.errors import RankFailure
 from fckpt.rng import RandomState, unshared
 from fckpt.spmd.isolated import Isolated
 from fckpt.spmd.links import GLOO, Link
-from fckpt.spmd.mesh import Mesh, odd_one, simulated
+from fckpt.spmd.mesh import Along, Mesh, odd_one, simulated
 
 __all__ = ["Meeting", "Thread", "Turns"]
 
@@ -183,7 +183,7 @@ class Thread:
     def link(self, axis: str) -> Link:
         return self.meeting.links.get(axis, GLOO)
 
-    def adds(self, dtype: torch.dtype, axes: Sequence[str]) -> bool:
+    def adds(self, dtype: torch.dtype, along: Along) -> bool:
         return False  # ranks look at what others hold anyway
 
     def exchange(self, about: str, mine: str) -> list[str]:
@@ -207,37 +207,37 @@ class Thread:
     def agree(self, about: str, calls: list[str]) -> None:
         pass
 
-    def _meet(self, what: str, x: torch.Tensor, axes: tuple[str, ...]) -> tuple[int, list[torch.Tensor]]:
-        """Returns the number of this rank along `axes`, and what the ranks along them brought."""
-        ranks = self.meeting.mesh.peers(self.rank, axes)
+    def _meet(self, what: str, x: torch.Tensor, along: Along) -> tuple[int, list[torch.Tensor]]:
+        """Returns the number of this rank among those `along`, and what they brought."""
+        ranks = self.meeting.mesh.peers(self.rank, along)
         # a copy, because this rank may write over its tensor while others still read it
         number = self.count.get(ranks, 0)
         self.count[ranks] = number + 1
-        brought = self.meeting.exchange(ranks, number, self.rank, f"{what} over {', '.join(axes)}", x.detach().clone())
+        brought = self.meeting.exchange(ranks, number, self.rank, f"{what} over {along.said}", x.detach().clone())
         return ranks.index(self.rank), brought
 
-    def all_reduce(self, x: torch.Tensor, reduction: str, axes: tuple[str, ...]) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, reduction: str, along: Along) -> torch.Tensor:
         combine: dict[str, Callable[[Any, Any], Any]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-        _, brought = self._meet(f"all_reduce {reduction}", x, axes)
+        _, brought = self._meet(f"all_reduce {reduction}", x, along)
         result = brought[0].clone()
         for other in brought[1:]:
             result = combine[reduction](result, other)
         return result
 
-    def all_gather(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        return torch.stack(self._meet("all_gather", x, axes)[1])
+    def all_gather(self, x: torch.Tensor, along: Along) -> torch.Tensor:
+        return torch.stack(self._meet("all_gather", x, along)[1])
 
-    def reduce_scatter(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        mine, brought = self._meet("reduce_scatter", x, axes)
+    def reduce_scatter(self, x: torch.Tensor, along: Along) -> torch.Tensor:
+        mine, brought = self._meet("reduce_scatter", x, along)
         result = brought[0][mine].clone()
         for other in brought[1:]:
             result = result + other[mine]
         return result
 
-    def all_to_all(self, x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        mine, brought = self._meet("all_to_all", x, axes)
+    def all_to_all(self, x: torch.Tensor, along: Along) -> torch.Tensor:
+        mine, brought = self._meet("all_to_all", x, along)
         return torch.stack([other[mine] for other in brought])
 
-    def permute(self, x: torch.Tensor, sources: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
-        mine, brought = self._meet(f"permute {tuple(sources)}", x, axes)
+    def permute(self, x: torch.Tensor, sources: Sequence[int], along: Along) -> torch.Tensor:
+        mine, brought = self._meet(f"permute {tuple(sources)}", x, along)
         return brought[sources[mine]].clone() if sources[mine] >= 0 else torch.zeros_like(x)

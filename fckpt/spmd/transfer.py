@@ -55,14 +55,15 @@ def written(
     todo = []
     for number, (name, leaf) in enumerate(leaves.items()):
         owners = leaf.owners(mesh, rank)
-        if owners[number % len(owners)] == rank:  # ranks take turns
+        empty = leaf.is_tensor and 0 in leaf.box(mesh, rank).sizes and 0 not in leaf.shape
+        if owners[number % len(owners)] == rank and not empty:  # ranks take turns
             todo.append(_write_item(name, leaf, mesh, rank))
     whole = {name: _of_whole(leaf, mesh) for name, leaf in leaves.items()}
 
     class Planner(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
             name = write_item.index.fqn
-            return io.BytesIO(plain[name]) if name in plain else leaves[name].value.detach().contiguous()
+            return io.BytesIO(plain[name]) if name in plain else leaves[name].part(mesh, rank).contiguous()
 
     def write() -> None:
         error: BaseException | None = None
@@ -119,7 +120,7 @@ def _write_item(name: str, leaf: Leaf, mesh: Mesh, rank: int) -> items.WriteItem
         return items.WriteItem(torchs.MetadataIndex(name), items.WriteItemType.BYTE_IO)
     box = leaf.box(mesh, rank)
     data = items.TensorWriteData(
-        torchs.ChunkStorageMetadata(*box), torchs.TensorProperties.create_from_tensor(leaf.value), leaf.shape(mesh)
+        torchs.ChunkStorageMetadata(*box), torchs.TensorProperties.create_from_tensor(leaf.value), leaf.shape
     )
     index = torchs.MetadataIndex(name, box.offsets)
     return items.WriteItem(index, items.WriteItemType.SHARD, tensor_data=data)
@@ -130,10 +131,8 @@ def _of_whole(leaf: Leaf, mesh: Mesh) -> Any:
     if not leaf.is_tensor:
         return torchs.BytesStorageMetadata()
     boxes = dict.fromkeys(leaf.box(mesh, rank) for rank in range(mesh.size))
-    chunks = [torchs.ChunkStorageMetadata(*box) for box in boxes]
-    return torchs.TensorStorageMetadata(
-        torchs.TensorProperties.create_from_tensor(leaf.value), leaf.shape(mesh), chunks
-    )
+    chunks = [torchs.ChunkStorageMetadata(*box) for box in boxes if 0 not in box.sizes or 0 in leaf.shape]
+    return torchs.TensorStorageMetadata(torchs.TensorProperties.create_from_tensor(leaf.value), leaf.shape, chunks)
 
 
 # ---- reading ---------------------------------------------------------------------------------------

@@ -31,8 +31,9 @@ from fckpt.operations import is_random, statistics_of
 from fckpt.replay import recompute_mode
 from fckpt.spmd.collectives import sums_watched
 from fckpt.spmd.isolated import Rehearsal
-from fckpt.spmd.mesh import Mesh, transport_of, use_mesh
+from fckpt.spmd.mesh import Along, Mesh, transport_of, use_mesh
 from fckpt.spmd.specs import P
+from fckpt.trace import followed
 
 __all__ = ["Varying", "varying", "violations"]
 
@@ -102,7 +103,7 @@ def varying(
 def _apart() -> Iterator[None]:
     """Takes the body out of all that surrounds it: transforms of torch.func, hooks for saved tensors, modes."""
     grad = torch.is_grad_enabled()
-    with recompute_mode(), torch.set_grad_enabled(grad), _disable_current_modes(), unwatched():
+    with recompute_mode(), torch.set_grad_enabled(grad), _disable_current_modes(), unwatched(), followed():
         hooks: list[Any] = []  # a region around the mapped function is not to keep what the body saves
         while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
             _autograd._pop_saved_tensors_default_hooks()
@@ -134,7 +135,7 @@ def _differing(about: str, mesh: Mesh, digests: Sequence[str]) -> list[Axes]:
     rows = [json.loads(said) for said in transport_of(mesh.key).exchange(about, mine)]
     if len({len(row) for row in rows}) > 1:  # they close over different things
         return [frozenset(mesh.names)] * (len(digests) + 1)
-    chains = {name: {mesh.peers(rank, (name,)) for rank in range(len(rows))} for name in mesh.names}
+    chains = {name: {mesh.peers(rank, Along((name,))) for rank in range(len(rows))} for name in mesh.names}
     alike = lambda ranks, column: len({column[rank] for rank in ranks if rank < len(rows)}) == 1
     return [
         frozenset(name for name in mesh.names if not all(alike(ranks, column) for ranks in chains[name]))
@@ -231,15 +232,12 @@ class _Follower(TorchDispatchMode):
         return hashlib.sha256("\n".join([str(func), repr(spec), *parts]).encode()).hexdigest()[:8]
 
     def _after(self, name: str, axes: Axes, args: Sequence[Any]) -> Axes:
-        match name:
-            case "all_reduce":
-                return axes - {*args[2].split(",")}
-            case "all_gather":
-                return axes - {*args[1].split(",")}
-            case "axis_index":
-                return frozenset(args[0].split(","))
-            case _:
-                return axes | {*args[2 if name == "permute" else 1].split(",")}
+        if name == "axis_index":
+            return frozenset(args[0].split(","))
+        along = Along.of(args[2 if name in ("all_reduce", "permute") else 1])
+        if name in ("all_reduce", "all_gather") and not along.groups:
+            return axes - {*along.axes}
+        return axes | {*along.axes}
 
 
 def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -55,11 +55,17 @@ RANK: dict[str, Any] = {
     "sin": lambda x, w: torch.sin(x),
     "scale": lambda x, w: x * w,
     "number": lambda x, w, axes: x * (1.5 + fckpt.axis_index(axes)),
-    "psum": lambda x, w, axes: fckpt.psum(x, axes),
-    "pmean": lambda x, w, axes: fckpt.pmean(x, axes),
-    "all_gather": lambda x, w, axes, dim: fckpt.all_gather(x, axes, dim=dim, tiled=True),
-    "psum_scatter": lambda x, w, axes, dim: fckpt.psum_scatter(x, axes, dim=dim, tiled=True),
-    "all_to_all": lambda x, w, axes, split, concat: fckpt.all_to_all(x, axes, split=split, concat=concat, tiled=True),
+    "psum": lambda x, w, axes, groups=None: fckpt.psum(x, axes, axis_index_groups=groups),
+    "pmean": lambda x, w, axes, groups=None: fckpt.pmean(x, axes, axis_index_groups=groups),
+    "all_gather": lambda x, w, axes, dim, groups=None, size=None: fckpt.all_gather(
+        x, axes, dim=dim, tiled=True, size=size, axis_index_groups=groups
+    ),
+    "psum_scatter": lambda x, w, axes, dim, groups=None, pad=False: fckpt.psum_scatter(
+        x, axes, dim=dim, tiled=True, pad=pad, axis_index_groups=groups
+    ),
+    "all_to_all": lambda x, w, axes, split, concat, groups=None: fckpt.all_to_all(
+        x, axes, split=split, concat=concat, tiled=True, axis_index_groups=groups
+    ),
     "ppermute": lambda x, w, axis, pairs: fckpt.ppermute(x, axis, pairs),
 }
 
@@ -92,9 +98,12 @@ def _back(program: Program, x: Tensor, axes: tuple[str, ...]) -> Tensor:
     return x.permute(*(order.index(i) for i in range(2)), 2, 3)
 
 
-def _over(program: Program, x: Tensor, axes: Any, fn: Any) -> Tensor:
+def _over(program: Program, x: Tensor, axes: Any, fn: Any, groups: Any = None) -> Tensor:
     axes = (axes,) if isinstance(axes, str) else axes
-    return _back(program, fn(_in_front(x, axes), extent(program, axes)), axes)
+    ranks, by_number = _in_front(x, axes), {}
+    for group in groups or [range(extent(program, axes))]:
+        by_number |= dict(zip(group, fn(ranks[list(group)], len(group)), strict=True))
+    return _back(program, torch.stack([by_number[i] for i in range(len(ranks))]), axes)
 
 
 def _tiled(x: Tensor, dim: int) -> Tensor:
@@ -102,8 +111,11 @@ def _tiled(x: Tensor, dim: int) -> Tensor:
     return x.movedim(0, dim - 3).flatten(dim - 3, dim - 2)
 
 
-def _split(x: Tensor, n: int, dim: int) -> Tensor:
+def _split(x: Tensor, n: int, dim: int, pad: bool = False) -> Tensor:
     """The parts of a dimension of the matrix, in front."""
+    if pad:
+        missing = -x.shape[dim - 2] % n
+        x = torch.nn.functional.pad(x, (0, 0, 0, missing) if dim == 0 else (0, missing))
     return x.unflatten(dim - 2, (n, x.shape[dim - 2] // n)).movedim(dim - 3, 0)
 
 
@@ -113,14 +125,28 @@ STACKED: dict[str, Any] = {
     "number": lambda p, x, w, axes: _over(
         p, x, axes, lambda x, n: x * (1.5 + torch.arange(n).view(n, *[1] * (x.dim() - 1)))
     ),
-    "psum": lambda p, x, w, axes: _over(p, x, axes, lambda x, n: x.sum(0, keepdim=True).expand_as(x)),
-    "pmean": lambda p, x, w, axes: _over(p, x, axes, lambda x, n: x.mean(0, keepdim=True).expand_as(x)),
-    "all_gather": lambda p, x, w, axes, dim: _over(
-        p, x, axes, lambda x, n: _tiled(x, dim).unsqueeze(0).expand(n, *_tiled(x, dim).shape)
+    "psum": lambda p, x, w, axes, groups=None: _over(
+        p, x, axes, lambda x, n: x.sum(0, keepdim=True).expand_as(x), groups
     ),
-    "psum_scatter": lambda p, x, w, axes, dim: _over(p, x, axes, lambda x, n: _split(x.sum(0), n, dim)),
-    "all_to_all": lambda p, x, w, axes, split, concat: _over(
-        p, x, axes, lambda x, n: torch.stack([_tiled(part, concat) for part in _split(x, n, split)])
+    "pmean": lambda p, x, w, axes, groups=None: _over(
+        p, x, axes, lambda x, n: x.mean(0, keepdim=True).expand_as(x), groups
+    ),
+    "all_gather": lambda p, x, w, axes, dim, groups=None, size=None: _over(
+        p,
+        x,
+        axes,
+        lambda x, n: (
+            _tiled(x, dim)
+            .narrow(dim - 2, 0, size or len(x) * x.shape[dim - 2])
+            .expand(n, *x.shape[1:-2], *(size or n * k if i == dim else k for i, k in enumerate(x.shape[-2:])))
+        ),
+        groups,
+    ),
+    "psum_scatter": lambda p, x, w, axes, dim, groups=None, pad=False: _over(
+        p, x, axes, lambda x, n: _split(x.sum(0), n, dim, pad), groups
+    ),
+    "all_to_all": lambda p, x, w, axes, split, concat, groups=None: _over(
+        p, x, axes, lambda x, n: torch.stack([_tiled(part, concat) for part in _split(x, n, split)]), groups
     ),
     "ppermute": lambda p, x, w, axis, pairs: _over(p, x, axis, lambda x, n: _sent(x, pairs)),
 }

@@ -20,6 +20,19 @@ pytestmark = pytest.mark.filterwarnings("ignore::fckpt.MeshWarning")  # a psum o
 
 
 @st.composite
+def groupings(draw: st.DrawFn, count: int, even: bool) -> Any:
+    """Groups of so many ranks, in any order, or None."""
+    if draw(st.booleans()):
+        return None
+    order = draw(st.permutations(range(count)))
+    if even:
+        size = draw(st.sampled_from([n for n in range(1, count + 1) if count % n == 0]))
+        return tuple(tuple(order[i : i + size]) for i in range(0, count, size))
+    cuts = sorted(draw(st.sets(st.integers(1, count - 1)))) if count > 1 else []
+    return tuple(tuple(order[i:j]) for i, j in zip([0, *cuts], [*cuts, count], strict=True))
+
+
+@st.composite
 def programs(draw: st.DrawFn, meshes: Any = None) -> Program:
     mesh = draw(st.sampled_from(meshes or [(1, 1), (2, 1), (1, 2), (3, 1), (2, 2), (3, 2), (2, 3)]))
     shape = [draw(st.sampled_from([1, 2, 3, 6])) for _ in range(2)]
@@ -27,28 +40,34 @@ def programs(draw: st.DrawFn, meshes: Any = None) -> Program:
     steps: list[tuple[Any, ...]] = []
     for _ in range(draw(st.integers(1, 6))):
         axes = draw(st.sampled_from([("a",), ("b",), ("a", "b"), ("b", "a")]))
-        n, dim = extent(program, axes), draw(st.integers(0, 1))
+        dim = draw(st.integers(0, 1))
         name = draw(
             st.sampled_from(
                 ["sin", "scale", "number", "psum", "pmean", "all_gather", "psum_scatter", "all_to_all", "ppermute"]
             )
         )
+        groups = draw(groupings(extent(program, axes), even=name not in ("psum", "pmean")))
+        n = len(groups[0]) if groups else extent(program, axes)
         if name in ("sin", "scale"):
             steps.append((name,))
-        elif name in ("number", "psum", "pmean"):
+        elif name == "number":
             steps.append((name, axes))
+        elif name in ("psum", "pmean"):
+            steps.append((name, axes, groups))
         elif name == "all_gather" and size[dim] * n <= MOST:
-            size[dim] *= n
-            steps.append((name, axes, dim))
-        elif name == "psum_scatter" and size[dim] % n == 0:
-            size[dim] //= n
-            steps.append((name, axes, dim))
+            left_out = draw(st.integers(0, n - 1)) if draw(st.booleans()) else None
+            size[dim] = size[dim] * n - (left_out or 0)
+            steps.append((name, axes, dim, groups, None if left_out is None else size[dim]))
+        elif name == "psum_scatter":
+            pad = size[dim] % n > 0 or draw(st.booleans())
+            size[dim] = -(-size[dim] // n)
+            steps.append((name, axes, dim, groups, pad))
         elif name == "all_to_all" and size[dim] % n == 0:
             concat = draw(st.integers(0, 1))
             if size[concat] * n <= MOST or concat == dim:
                 size[dim] //= n
                 size[concat] *= n
-                steps.append((name, axes, dim, concat))
+                steps.append((name, axes, dim, concat, groups))
         elif name == "ppermute":
             axis = axes[0]
             ranks = range(program.axes[axis])
@@ -79,6 +98,21 @@ SAMPLE = [
     Program((2, 2), (4, 2), (("all_to_all", ("a", "b"), 0, 1), ("number", ("b",)), ("psum", ("a",)), ("scale",))),
     Program((2, 2), (1, 3), (("ppermute", "a", ((0, 1),)), ("pmean", ("b",)), ("scale",), ("all_gather", ("a",), 0))),
     Program((2, 2), (4, 4), (("psum_scatter", ("b", "a"), 1), ("scale",), ("ppermute", "b", ((1, 0), (0, 1))))),
+    Program(
+        (2, 2), (3, 5), (("psum_scatter", ("a", "b"), 1, None, True), ("scale",), ("all_gather", ("b",), 0, None, 5))
+    ),
+    Program(
+        (2, 2), (2, 2), (("psum", ("a", "b"), ((3, 0, 1), (2,))), ("scale",), ("pmean", ("b", "a"), ((0,), (1, 2, 3))))
+    ),
+    Program(
+        (2, 2),
+        (2, 4),
+        (
+            ("all_to_all", ("a", "b"), 1, 0, ((0, 3), (2, 1))),
+            ("scale",),
+            ("all_gather", ("b", "a"), 1, ((3, 1), (0, 2)), None),
+        ),
+    ),
 ]
 
 

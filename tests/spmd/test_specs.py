@@ -115,6 +115,22 @@ def test_a_sum_of_what_is_alike_is_a_warning():
         fckpt.sim({"data": 2}).run(program)
 
 
+@pytest.mark.parametrize("wrap", [fckpt.remat, lambda fn: fckpt.remat(fn, budget=10**6)])
+@pytest.mark.filterwarnings("error")
+def test_what_is_summed_in_a_region_is_looked_at_as_outside_of_one(wrap: Any):
+    def program(fn: Any, spec: P) -> Any:
+        mesh = fckpt.init_mesh({"data": 2})
+        mapped = fckpt.shard_map(wrap(fn), mesh, in_specs=(P(), spec), out_specs=P())
+        return fckpt.grad(mapped)(torch.ones(2), torch.ones(2))
+
+    total = lambda w, x: fckpt.psum((x * w).sin().sum(), "data")
+    assert [g.shape for g in fckpt.sim({"data": 2}).run(program, total, P("data"))] == [(2,)] * 2
+    with pytest.raises(MeshWarning, match="'data' sums what is the same"):
+        fckpt.sim({"data": 2}).run(program, total, P())
+    with pytest.raises(ArgumentValueError, match="varies over 'data'"):
+        fckpt.sim({"data": 2}).run(program, lambda w, x: (x * w).sin().sum(), P("data"))
+
+
 def test_over_an_axis_of_one_rank_nothing_varies_and_every_sum_is_as_good():
     def program() -> torch.Tensor:
         mesh = fckpt.init_mesh({"data": 1})
