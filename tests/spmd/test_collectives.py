@@ -340,11 +340,43 @@ def test_remat_repeats_a_collective(monkeypatch: pytest.MonkeyPatch):
         (lambda x: all_gather(x, "i", dim=3), ArgumentValueError, r"there is no dimension 3 among 2"),
         (lambda x: ppermute(x, "i", [(0, 2)]), ArgumentValueError, r"\(0, 2\) is no pair of numbers below 2"),
         (lambda x: ppermute(x, "i", [(0, 1), (1, 1)]), ArgumentValueError, r"names a source or a destination twice"),
+        (
+            lambda x: psum(x, "i", axis_index_groups=[[0]]),
+            ArgumentValueError,
+            r"must have each number below 2, along i, once, unlike \[\[0\]\]",
+        ),
+        (lambda x: psum(x, "i", axis_index_groups=[[0, 1], []]), ArgumentValueError, r"must have each number"),
+        (lambda x: psum(x, "i", axis_index_groups=[0, 1]), ArgumentTypeError, r"has lists of numbers, such as"),
+        (lambda x: fckpt.fake_mesh({"a:b": 2}), ArgumentValueError, r"without commas, colons or '=', not 'a:b'"),
     ],
 )
 def test_errors(call: Callable[[torch.Tensor], Any], kind: type[Exception], text: str):
     with pytest.raises(kind, match=text):
         on_ranks({"i": 2}, lambda: call(torch.ones(4)))
+
+
+def test_groups_of_different_sizes_sum_and_do_not_gather():
+    groups = [[0], [2, 1]]
+    x = torch.arange(2.0)
+    sums = on_ranks({"i": 3}, lambda: psum(x + axis_index("i"), "i", axis_index_groups=groups))
+    assert [s.tolist() for s in sums] == [[0, 1], [3, 5], [3, 5]]
+    with pytest.raises(ArgumentValueError, match="all_gather: all groups must be of one size"):
+        on_ranks({"i": 3}, lambda: all_gather(x, "i", axis_index_groups=groups))
+    with pytest.raises(ArgumentTypeError, match="takes tensors where groups have different sizes, not the number 1"):
+        on_ranks({"i": 3}, lambda: psum(1, "i", axis_index_groups=groups))
+
+
+def test_what_groups_sum_varies_still():
+    """A mapped function whose sum is of half of the ranks has not the same result on all."""
+    mesh = lambda: fckpt.init_mesh({"i": 4})
+    half = lambda x: psum(x, "i", axis_index_groups=[[0, 1], [2, 3]])
+    run = lambda fn: fckpt.sim({"i": 4}).run(
+        lambda: fckpt.shard_map(fn, mesh(), in_specs=fckpt.P("i"), out_specs=fckpt.P())(axis_index("i") + torch.ones(1))
+    )
+    with pytest.raises(ArgumentValueError, match="output varies over 'i'"):
+        run(half)
+    assert [x.tolist() for x in run(lambda x: psum(half(x), "i") / 2)] == [[10.0]] * 4
+    assert [x.tolist() for x in run(lambda x: psum(x, "i", axis_index_groups=[[0, 1, 2, 3]]))] == [[10.0]] * 4
 
 
 def test_without_a_mesh():
