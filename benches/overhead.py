@@ -3,11 +3,13 @@
     python -m benches.overhead --json benches/results/overhead-cpu.json --check     # about 3 minutes
     python -m benches.overhead --device cuda --json benches/results/overhead-cuda.json --check
     python -m benches.overhead --quick                                              # under a minute
-    python -m benches.overhead --only tiny                                          # or steps, or grad
+    python -m benches.overhead --only tiny                                          # or planned, steps, grad
 
-Three parts, all contenders in turn in one process (see `timing.py`):
+Four parts, all contenders in turn in one process (see `timing.py`):
 
 tiny   forward and backward of a region too small to compute anything: the cost of the call itself.
+planned forward and backward by a plan that computes nothing again, of small networks of many
+       operations: what a planned call costs in Python; microseconds of its guards, seconds of the first call.
 steps  a training step of ResNet-50, DenseNet-121 and a BERT-base encoder, one region per bottleneck,
        dense layer or encoder layer: time, and peak bytes by the allocator's own count.
 grad   a 16-block MLP: `fckpt.grad` against `torch.func.grad` and `torch.autograd.grad`, plain and
@@ -23,9 +25,17 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
+import importlib
+import importlib.util
+import statistics
 import sys
+import time
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +56,7 @@ from benches.timing import (
     spread,
     write_json,
 )
+from fckpt._capture.captured import Captured
 from fckpt.memory import measure_peak
 
 SIGNIFICANCE = 0.01
@@ -77,6 +88,8 @@ class Case:
     calls: int = 1
     has_peak: bool = True
     checks_time: bool = True
+    first_call: Callable[[], dict[str, float]] | None = None
+    """Says what planning took, after the rounds."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,8 @@ class Outcome:
     """Sign test: how likely the subject loses so many rounds if it is as fast as the yardstick."""
     peak_bytes: dict[str, int]
     complaints: list[str]
+    first_call: dict[str, float]
+    """What planning took, in seconds, and the guards of a call, in microseconds; by part."""
 
 
 def measure(case: Case, device: torch.device, advance: Callable[[], object]) -> Outcome:
@@ -124,6 +139,7 @@ def measure(case: Case, device: torch.device, advance: Callable[[], object]) -> 
         slower_p=slower_p,
         peak_bytes=peaks,
         complaints=complaints,
+        first_call=case.first_call() if case.first_call else {},
     )
 
 
@@ -173,6 +189,71 @@ def tiny_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
             calls=50,
             has_peak=False,
         )
+
+
+# ---- planned: a plan that has nothing to do ------------------------------------------------------
+
+
+def planned_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
+    """Networks of many operations on small tensors, with the memory that they take without a plan."""
+    for name, build in (("GPT-2, 12 layers of width 48", _gpt2), ("ResNet-50, batch 2 of 3x32x32", _resnet)):
+        if build is _gpt2 and importlib.util.find_spec("transformers") is None:
+            continue
+        torch.manual_seed(0)
+        model, loss = build(device)
+        planned = fckpt.remat(loss, budget=1.0, name=name)
+
+        def step(fn: Callable[[], Tensor], model: nn.Module = model) -> None:
+            fn().backward()
+            model.zero_grad(set_to_none=True)
+
+        step(planned)
+        yield Case(
+            part="planned",
+            name=name,
+            contenders={"plain": functools.partial(step, loss), "fckpt": functools.partial(step, planned)},
+            yardstick="plain",
+            subject="fckpt",
+            rounds=11 if quick else 51,
+            checks_time=False,  # this is the figure, not a comparison
+            first_call=functools.partial(_planning, planned, functools.partial(step, planned)),
+        )
+
+
+def _gpt2(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+    sys.path.append(str(Path(__file__).parent.parent / "docs" / "examples"))
+    importlib.import_module("repair_torchvision")  # transformers imports torchvision, if it is there
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=12, n_embd=48, n_head=4, vocab_size=512, bos_token_id=0, eos_token_id=0)
+    model: nn.Module = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # taken anyway, with a warning, unless it is named
+    nn.Module.to(model, device)
+    tokens = torch.randint(512, (2, 32), device=device)
+    return model, lambda: model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def _resnet(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+    model, x = resnet50().to(device), torch.randn(2, 3, 32, 32, device=device)
+    labels = torch.randint(2, (2,), device=device)
+    return model, lambda: F.cross_entropy(model(x), labels)
+
+
+def _planning(planned: Callable[..., Any], step: Callable[[], None]) -> dict[str, float]:
+    """Seconds of the first call, by what they were spent on, and microseconds of the guards of a later one."""
+    taken: list[float] = []
+    holds = Captured.holds
+
+    def timed(*args: Any) -> bool:
+        start = time.perf_counter()
+        held = holds(*args)
+        taken.append(time.perf_counter() - start)
+        return held
+
+    with unittest.mock.patch.object(Captured, "holds", timed):
+        for _ in range(100):
+            step()
+    return {**fckpt.stats(planned).seconds, "guards": statistics.median(taken) * 1e6}
 
 
 # ---- steps: real networks ------------------------------------------------------------------------
@@ -280,6 +361,11 @@ def show(outcome: Outcome, console: Console) -> None:
         table.add_row(name, *row, style="bold" if name == outcome.subject else None)
     console.print(f"[bold]{outcome.name}[/]", highlight=False)
     console.print(table)
+    if outcome.first_call:
+        seconds = ", ".join(f"{what} {taken:.2f} s" for what, taken in outcome.first_call.items() if what != "guards")
+        console.print(
+            f"  first call: {seconds}; guards of a call: {outcome.first_call['guards']:.0f} us", highlight=False
+        )
     for complaint in outcome.complaints:
         console.print(f"  [bold red]{outcome.subject} {complaint}[/]", highlight=False)
     console.print()
@@ -293,7 +379,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = report_parser("overhead", __doc__)
     parser.add_argument("--device", help=DEVICE)
-    parser.add_argument("--only", choices=["tiny", "steps", "grad"], help="one part instead of all")
+    parser.add_argument("--only", choices=["tiny", "planned", "steps", "grad"], help="one part instead of all")
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds")
     parser.add_argument("--check", action="store_true", help="exit 1 if fckpt is slower or peaks higher")
     return parser.parse_args(arguments)
@@ -306,7 +392,7 @@ def main(arguments: list[str] | None = None) -> int:
     console, document = opening("overhead", arguments, device)
 
     parts: dict[str, Callable[..., Iterator[Case]]]
-    parts = {"tiny": tiny_cases, "steps": step_cases, "grad": grad_cases}
+    parts = {"tiny": tiny_cases, "planned": planned_cases, "steps": step_cases, "grad": grad_cases}
     outcomes: list[Outcome] = []
     for part, cases in parts.items():
         if parsed.only not in (None, part):

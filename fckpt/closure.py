@@ -349,7 +349,7 @@ class _Walk:
                 self.constants(held)
             self.visit(slot, held, depth)
         # What a library's own code reads of its modules is no setting of the user's.
-        if self.facts is None or not is_library(str(fn.__globals__.get("__name__", ""))):
+        if not is_library(str(fn.__globals__.get("__name__", ""))):
             self.globals_of(fn.__globals__, global_names(fn.__code__), depth)
         if not fn.__dict__:
             return

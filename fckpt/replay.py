@@ -65,7 +65,7 @@ class Inputs:
 Ends = list[Any]
 
 FEW, MANY = 16, 512
-"""How many words of a value are compared; many where other threads may draw from the same generator."""
+"""How many words of a value are compared; many where other threads may have drawn from the same generator."""
 
 
 class Saved(NamedTuple):
@@ -79,13 +79,14 @@ class Saved(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     version: int
+    words: int
     sample: tuple[int, ...]
-    """Words of its memory, from its first to its last."""
+    """About so many words of its memory, from its first to its last."""
 
     @staticmethod
     def of(tensor: torch.Tensor, words: int) -> Saved:
         """Notes what is compared of `tensor`, `words` words of its memory among it."""
-        return Saved(_shape(tensor), tensor.dtype, tensor._version, _sample(tensor, words))
+        return Saved._make((_shape(tensor), tensor.dtype, tensor._version, words, _sample(tensor, words)))
 
     def __str__(self) -> str:
         bits = f", beginning with the bytes {_hex(self.sample[0])}" if self.sample else ""
@@ -115,7 +116,7 @@ def _sample(tensor: torch.Tensor, words: int) -> tuple[int, ...]:
     """
     if not (tensor.requires_grad or (words == MANY and tensor.dim() != 1)):  # 1-d: perhaps statistics
         return ()
-    if not words or type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+    if not words or type(tensor) is not torch.Tensor or not tensor.is_cpu:
         return ()
     count = tensor.numel() * tensor.element_size() // _WORD
     if not count or tensor.layout is not torch.strided or not (tensor.is_contiguous() or _is_dense(tensor)):
@@ -188,7 +189,6 @@ class Replay:
         expected: list[Saved],
         results: Ends | None,
         *,
-        words: int,
         unfilled: set[int],
         may_stop: bool,
         threaded: bool,
@@ -198,7 +198,6 @@ class Replay:
         Args:
             expected: what the forward saved.
             results: what it returned; None while it still runs.
-            words: how many words of a value are compared.
             unfilled: which saved values an operation may have filled after it saved them.
             may_stop: whether the run may end with the last saved value.
             threaded: whether other threads may have drawn from the same generators.
@@ -208,7 +207,6 @@ class Replay:
         self.found: dict[int, Found] = {}
         self.count = 0
         self.stopped = False
-        self.words = words
         self.unfilled = unfilled
         self.threaded = threaded
         self.may_stop = may_stop
@@ -249,7 +247,7 @@ class Replay:
         self.count += 1
         if number >= len(self.expected):
             return tensor
-        saved = Saved.of(tensor, self.words)
+        saved = Saved.of(tensor, self.expected[number].words)
         if saved != self.expected[number] and not self._is_excused(tensor, number, saved):
             if self.threaded:
                 raise RandomStateError(SHARED)

@@ -295,6 +295,10 @@ class RandomState:
             return RandomState(self.states, threaded=True, disturbed=True)
         return RandomState(states, threaded=bool(states) and _threaded())
 
+    def moved(self) -> bool:
+        """Whether anybody has drawn since `capture`."""
+        return any(not source.same(before, source.get()) for source, before, _ in self.states)
+
     def assumed(self, drawn: bool) -> RandomState:
         """The same, known beforehand for the generators of torch: reading them takes memory that a plan counts."""
         states = [state for state in self.states if isinstance(state[0], _Torch)] if drawn else []

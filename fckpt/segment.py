@@ -108,6 +108,7 @@ class _Segment:
         "outer",
         "results",
         "saved",
+        "shared",
         "stale",
         "stores",
         "tangents",
@@ -125,7 +126,9 @@ class _Segment:
         self.versions = [version(t) for t in tensors]
         self.needs_grad = [t.requires_grad for t in tensors]
         self.used: set[int] = set()
-        self.words = MANY if threading.active_count() > 1 else FEW
+        self.words = FEW
+        self.shared = threading.active_count() > 1
+        """Whether other threads may draw from the same generators."""
         self.operation = -1
         self.bare: list[int] = []
         self.unfilled: set[int] = set()
@@ -145,7 +148,7 @@ class _Segment:
         self.tangents: list[torch.Tensor | None] | None = None
         if forward_ad._current_level >= 0:
             self.tangents = [forward_ad.unpack_dual(t).tangent for t in tensors]
-            self.words = 0  # formulas of forward mode fill in tangents after they are saved
+            self.words, self.shared = 0, False  # formulas of forward mode fill in tangents after they are saved
         # Hooks in force outside (an enclosing segment's, or the user's) decide how the inputs are held.
         self.outer = _autograd._top_saved_tensors_default_hooks(True)
         self.held: list[Any] = tensors
@@ -207,12 +210,22 @@ class _Segment:
         if not inputs.kept(tensor):
             number = len(self.saved)
             self._note_operation(number, tensor)
-            self.saved.append(Saved.of(tensor, self.words))
+            words = self._words(tensor) if self.shared else self.words
+            self.saved.append(Saved.of(tensor, words))
             self.counters.append(_counter(tensor))
             return number
         if self.outer is None or tensor.is_leaf:
             return _Held(-1, tensor, tensor._version)
         return _Held(-2, self.outer[0](tensor), 0)
+
+    def _words(self, tensor: torch.Tensor) -> int:
+        """How many words are compared where other threads may draw: many of what is small, or drawn from."""
+        assert self.observation is not None
+        if tensor.numel() <= FEW:
+            return MANY
+        if self.words == FEW and self.observation.random.moved():
+            self.words = MANY
+        return self.words
 
     def _note_stale(self) -> None:
         """Finds the saved values that the function itself changed later: a replay that stops early would not see it."""
@@ -316,7 +329,6 @@ class _Segment:
         replay = Replay(
             self.saved,
             self.results if self.inputs is None else None,
-            words=self.words,
             unfilled=self.unfilled,
             may_stop=not (self.bare or threaded),
             threaded=threaded,

@@ -203,9 +203,9 @@ def part_mask(spec: P, mesh: Mesh | None = None, *, device: torch.device | str |
         >>> x = torch.tensor([1.0, 2.0, 6.0])
         >>> def mean():
         ...     spec = fckpt.P("data", shape=x.shape)
-        ...     return fckpt.psum(fckpt.shard(x, spec).exp().where(fckpt.part_mask(spec), 0).sum(), "data") / 3
-        >>> fckpt.sim({"data": 2}).run(mean)[0], x.exp().mean()
-        (tensor(137.8453), tensor(137.8453))
+        ...     return fckpt.psum((fckpt.shard(x, spec) + 1).where(fckpt.part_mask(spec), 0).sum(), "data") / 3
+        >>> fckpt.sim({"data": 2}).run(mean)[0], (x + 1).mean()
+        (tensor(4.), tensor(4.))
     """
     mesh = mesh or current_mesh("part_mask")
     if spec.shape is None:

@@ -100,10 +100,10 @@ def differs(timeout_seconds: float) -> dict[str, str]:
     def unforeseen(fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return fckpt.shard_map(fn, mesh, in_specs=P("a"), out_specs=P("a"), check="off")(x)
 
-    def planned() -> Any:
+    def planned(check: str) -> Any:
         fn = lambda x: torch.tanh(x.cos() if odd else x.sin()).sum() * fckpt.psum(x, "a").sum()
         step = fckpt.grad(fckpt.remat(fn, budget=1.0))
-        return fckpt.shard_map(step, mesh, in_specs=P("a"), out_specs=P("a"))(x)
+        return fckpt.shard_map(step, mesh, in_specs=P("a"), out_specs=P("a"), check=check)(x)
 
     cases: dict[str, Callable[[], Any]] = {
         "unmapped": lambda: fckpt.psum(x.double() if odd else x, "a"),
@@ -112,7 +112,8 @@ def differs(timeout_seconds: float) -> dict[str, str]:
         "longer": lambda: unforeseen(lambda x: fckpt.all_gather(x.repeat(2) if odd else x, "a")),
         "operation": lambda: unforeseen(lambda x: fckpt.pmax(x, "a") if odd else fckpt.psum(x, "a")),
         "pullback": lambda: unforeseen(torch.func.grad(lambda x: (fckpt.psum(x.double() if odd else x, "a")).sum())),
-        "graph": planned,
+        "graph": lambda: planned("off"),
+        "graph, checked": lambda: planned("static"),
     }
     for name, case in cases.items():
         with fckpt.use_mesh(mesh):

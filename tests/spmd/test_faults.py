@@ -23,6 +23,7 @@ DIFFERENCES = {
     "operation": r"rank 1 calls all_reduce max over a .* where others call all_reduce sum over a",
     "pullback": r"rank 1 calls all_reduce sum over a of \(3,\) float64 at .* where others call .* \(3,\) float32 at",
     "graph": r"rank 1 is to plan another function than others: its operations or sizes differ",
+    "graph, checked": r"rank 1 will call all_reduce .* computed by operations with hash \w+ as collective number 2",
 }
 FAULTS = {
     "raise in a recompute": r"rank 1 raised in step 2: ValueError: user bug",

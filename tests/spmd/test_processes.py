@@ -57,7 +57,7 @@ FAULTS = {
     "sleep": r"rank 1 does not come to all_reduce .* It lives, and is at spmd_programs.py:\d+",
     "end": r"rank 1 has ended its program, while others wait for it in step 1",
     "skip": r"in step 1 rank 1 calls .* as collective number 2, where others call all_reduce",
-    "swap": r"rank 1 will call .*, made as .* where others call all_reduce .*, made as",
+    "swap": r"rank 1 will call .*, computed by operations with hash .* where others call all_reduce .*, computed by",
     "elsewhere": r"in step 1 rank 1 calls .* at spmd_programs.py:\d+ .* where others call .* at spmd_programs.py:\d+",
 }
 
