@@ -218,7 +218,8 @@ class _Follower(TorchDispatchMode):
             axes = self._after(name, axes, args)
             if inputs:
                 rest = ", ".join(str(a) for a in args[1:-1])
-                self.collectives.append(f"{name} ({rest}) of {trees.describe(inputs[0])}, computed by operations with hash {made}")
+                call = f"{name} ({rest}) of {trees.describe(inputs[0])}"
+                self.collectives.append(f"{call}, computed by operations with hash {made}")
         outputs = [x for x in trees.leaves(result) if isinstance(x, torch.Tensor)]
         written = _mutated(func, args, kwargs) if func._schema.is_mutable else []
         written += [args[position] for position in statistics_of(func, args)]
