@@ -32,10 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from benches.script import script_parser
-from fckpt.graph import Graph, Node, Value
-from fckpt.simulate import simulate
-from fckpt.solve.save_all import save_all
-from fckpt.units import format_bytes
+from fckpt._units import format_bytes
+from fckpt.graph import Graph, Node, Value, simulate
+from fckpt.solve._save_all import save_all
 
 __all__ = ["load", "working_set"]
 

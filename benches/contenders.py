@@ -16,14 +16,12 @@ from benches import torch_knapsack
 from benches.task import Task
 from benches.timing import Spread
 from fckpt import policies, solve
+from fckpt._planned.plan import Plan
 from fckpt.cost import Analytic, CostSource, profiles
 from fckpt.errors import BudgetError
-from fckpt.graph import Graph
-from fckpt.plans import Plan
-from fckpt.schedule import Schedule
-from fckpt.simulate import simulate
-from fckpt.solve.bounds import least_peak
-from fckpt.solve.certificate import quick, tighter
+from fckpt.graph import Graph, Schedule, simulate
+from fckpt.solve.proofs.bounds import least_peak
+from fckpt.solve.proofs.certificate import quick, tighter
 
 __all__ = [
     "REFERENCE",

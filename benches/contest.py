@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from fckpt import solve
 from fckpt.errors import BudgetError, FckptError
-from fckpt.graph import Graph
-from fckpt.simulate import simulate
+from fckpt.graph import Graph, simulate
 
 __all__ = ["LEAST", "Cell", "allowed", "answers", "solved"]
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import fckpt
 from benches.script import DEVICE, opening, report_parser, steps
 from benches.timing import Spread, alternate, mib, paired_ratio, set_up, spread, write_json
-from fckpt.memory import measure_peak
+from fckpt._memory import measure_peak
 
 sys.path.append(str(Path(__file__).parent.parent / "docs" / "examples"))
 import repair_torchvision  # noqa: F401  transformers imports torchvision, if it is there

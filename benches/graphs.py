@@ -39,11 +39,10 @@ from benches.script import script_parser, steps, table_of
 from benches.task import Task, TrainingLoss
 from benches.vision import InceptionV3
 from benches.zoo import Decoder, PreNormBlock, UNet, UnrolledLSTM, ViT
+from fckpt._units import format_bytes, format_seconds
 from fckpt.cost import Analytic, profiles
-from fckpt.graph import Graph, Node, Value
-from fckpt.simulate import simulate
-from fckpt.solve.save_all import save_all
-from fckpt.units import format_bytes, format_seconds
+from fckpt.graph import Graph, Node, Value, simulate
+from fckpt.solve._save_all import save_all
 
 __all__ = ["GRAPHS", "LARGER", "checksum", "frozen", "layered", "read", "traced", "write"]
 

@@ -55,9 +55,9 @@ from benches.timing import alternate, mib, paired_ratio, set_up, spread
 from benches.torch_knapsack import TORCHS
 from benches.vision import NETWORKS
 from fckpt import solve
+from fckpt._memory import measure_peak
+from fckpt._planned.plan import Plan
 from fckpt.cost import Analytic, CostSource, Measured, profile_of, profiles
-from fckpt.memory import measure_peak
-from fckpt.plans import Plan
 
 __all__ = ["Settings", "examine", "run_all"]
 

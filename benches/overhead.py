@@ -57,7 +57,7 @@ from benches.timing import (
     write_json,
 )
 from fckpt._capture.captured import Captured
-from fckpt.memory import measure_peak
+from fckpt._memory import measure_peak
 
 SIGNIFICANCE = 0.01
 RESOLUTION = 1.01

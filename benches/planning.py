@@ -26,8 +26,8 @@ from benches.task import Task, TrainingLoss
 from benches.timing import write_json
 from benches.zoo import Decoder
 from fckpt import solve
+from fckpt._planned.plan import make_plan
 from fckpt.cost import Analytic, profile_of
-from fckpt.plans import make_plan
 
 BUDGETS = (0.8, 0.5, 0.3)
 

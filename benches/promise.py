@@ -41,11 +41,11 @@ from benches.script import conclude, described, each_network, in_mib, network_pa
 from benches.task import Task, size_of
 from benches.timing import Spread, alternate, mib, paired_ratio, set_up, sign_test, spread
 from benches.zoo import NETWORKS
+from fckpt._memory import measure_peak
+from fckpt._planned.plan import make_plan
 from fckpt.cost import CostSource, Measured, OpCost
 from fckpt.errors import BudgetError
 from fckpt.graph import Graph
-from fckpt.memory import measure_peak
-from fckpt.plans import make_plan
 
 __all__ = [
     "Outcome",

@@ -35,9 +35,9 @@ from benches.replicas import (
 )
 from benches.script import described, steps
 from benches.timing import Spread, alternate, describe_machine, paired_ratio, spread
+from fckpt._memory import measure_peak
+from fckpt._planned.plan import make_plan
 from fckpt.errors import BudgetError
-from fckpt.memory import measure_peak
-from fckpt.plans import make_plan
 
 __all__ = ["PLANNED_AS", "Epoch", "Pace", "Report", "Row", "compare", "pace", "train"]
 

@@ -42,8 +42,8 @@ from benches.script import conclude, described, each_network, in_mib, network_pa
 from benches.task import Task, size_of
 from benches.timing import Spread, alternate, mib, paired_ratio, set_up
 from benches.zoo import NETWORKS
+from fckpt._memory import measure_peak
 from fckpt.errors import BudgetError
-from fckpt.memory import measure_peak
 
 COMPILE_BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 

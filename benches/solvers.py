@@ -36,13 +36,12 @@ from benches.standings import CHECKMATE, TOLERANCE, Round, is_checkmates, losses
 from benches.timing import write_json
 from benches.torch_knapsack import TORCHS
 from fckpt import solve
+from fckpt._units import format_bytes, format_seconds
 from fckpt.errors import FckptError
-from fckpt.graph import Graph
-from fckpt.simulate import simulate
-from fckpt.solve.bounds import least_peak
-from fckpt.solve.certificate import quick, tighter
-from fckpt.solve.save_all import save_all
-from fckpt.units import format_bytes, format_seconds
+from fckpt.graph import Graph, simulate
+from fckpt.solve._save_all import save_all
+from fckpt.solve.proofs.bounds import least_peak
+from fckpt.solve.proofs.certificate import quick, tighter
 
 BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.15)
 BOUND = "bound"

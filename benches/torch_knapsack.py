@@ -4,7 +4,8 @@
 fraction of the saved bytes, `activation_memory_budget`. What that makes of the peak a user finds out by trying, and so
 it is here: a row of fractions, and the fastest of the plans whose simulated peak fits. Runtimes are the seconds of the
 graph, where torch takes FLOPs unless told otherwise. What the knapsack does not save is computed again lazily from what
-there is (`fckpt.solve.base.replay`); torch instead cuts its graph once more, and may save something cheaper on the way.
+there is (`fckpt.solve.core.rules.replay`); torch instead cuts its graph once more, and may save something cheaper on
+the way.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from collections.abc import Callable
 from torch._functorch._activation_checkpointing import knapsack as torchs
 
 from fckpt import solve
-from fckpt.graph import Graph
-from fckpt.schedule import Schedule
-from fckpt.solve.base import Rules, fastest, replay
-from fckpt.solve.knapsack import choices
+from fckpt.graph import Graph, Schedule
+from fckpt.solve._knapsack import choices
+from fckpt.solve.core.rules import Rules, fastest, replay
 
 __all__ = ["TORCHS", "solver", "torch_dp", "torch_greedy", "torch_ilp"]
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 import fckpt
-from fckpt import planner, policies
+from fckpt import policies
+from fckpt._planned import planner
 from fckpt.report.table import residuals
 
 P = [torch.linspace(-1, 1, 64, dtype=torch.float64).reshape(8, 8).roll(k) for k in range(3)]

@@ -11,8 +11,8 @@ import pytest
 
 from benches import solvers
 from benches.checkmate_graphs import load, main, working_set
-from fckpt.simulate import simulate
-from fckpt.solve.save_all import save_all
+from fckpt.graph import simulate
+from fckpt.solve._save_all import save_all
 
 
 def written(path: Path, nodes: list[dict[str, Any]], edges: list[tuple[int, int]], **graph: Any) -> Path:

@@ -17,9 +17,9 @@ from benches import networks
 from benches.contenders import Point, Report, Target, accumulating, search
 from benches.task import Task, TrainingLoss
 from benches.vision import NETWORKS
+from fckpt._memory import measure_peak
 from fckpt.cost import Analytic, Measured, profiles
-from fckpt.memory import measure_peak
-from fckpt.simulate import simulate
+from fckpt.graph import simulate
 
 CPU = torch.device("cpu")
 

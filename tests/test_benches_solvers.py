@@ -19,9 +19,8 @@ from benches.standings import Round
 from benches.torch_knapsack import torch_dp, torch_greedy, torch_ilp
 from fckpt import solve
 from fckpt.errors import BudgetError
-from fckpt.graph import Graph
-from fckpt.simulate import simulate
-from fckpt.solve.base import Rules
+from fckpt.graph import Graph, simulate
+from fckpt.solve.core.rules import Rules
 
 
 def peak_of_all(graph: Graph) -> int:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
+from fckpt._trace.trace import Call, Ref, TensorSpec, Trace
 from fckpt.cost import (
     Analytic,
     DeviceProfile,
@@ -32,8 +33,7 @@ from fckpt.cost import (
 from fckpt.cost.calls import _REGISTRY
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.graph import Graph, Node, Value
-from fckpt.progress import Line
-from fckpt.trace import Call, Ref, TensorSpec, Trace
+from fckpt.report.progress import Line
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -590,7 +590,7 @@ def test_profile_of_this_machine() -> None:
 
 
 def test_gpus_are_known_by_name() -> None:
-    from fckpt.cost.profiles import _listed
+    from fckpt.cost.devices import _listed
 
     assert _listed("NVIDIA H100 80GB HBM3") is profiles["H100"]
     assert _listed("NVIDIA GeForce RTX 4090") is profiles["RTX 4090"]

@@ -15,9 +15,9 @@ from helpers import assert_equal, leaf
 from torch import Tensor, nn
 
 import fckpt
+from fckpt._trace.operations import DECLARED_PURE
 from fckpt.cost import Measured, OpCost, register_cost, register_pure, synthetic
 from fckpt.cost.calls import _REGISTRY, extent
-from fckpt.operations import DECLARED_PURE
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_an_rnn_is_measured_with_its_own_workspace(options: tuple[int, bool, boo
 
 
 def test_what_takes_an_unknown_workspace_is_estimated() -> None:
-    from fckpt.operations import Call, Ref, TensorSpec
+    from fckpt._trace.operations import Call, Ref, TensorSpec
 
     source = Measured(cache=False)
     cpu = torch.device("cpu")

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fckpt
-from fckpt.in_place import _WRITERS, overwritable, writer_of
-from fckpt.memory import measure_peak
-from fckpt.operations import Ref
+from fckpt._memory import measure_peak
+from fckpt._trace.in_place import _WRITERS, overwritable, writer_of
+from fckpt._trace.operations import Ref
 
 aten = torch.ops.aten
 OPS = sorted(_WRITERS, key=str)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fckpt
-from fckpt.memory import measure_peak
+from fckpt._memory import measure_peak
 
 ROWS, WIDTH = 2048, 8
 A = ROWS * WIDTH * 8

@@ -15,7 +15,7 @@ from torch import nn
 from torch.func import grad, stack_module_state, vmap
 
 import fckpt
-from fckpt.planner import Planner
+from fckpt._planned.planner import Planner
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

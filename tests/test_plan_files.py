@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 import fckpt
 from fckpt import Plan, policies
+from fckpt._planned.plan import checksum
 from fckpt.graph import Graph
-from fckpt.identity import fingerprint
-from fckpt.plans import checksum
+from fckpt.graph.identity import fingerprint
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_plan_that_was_saved_runs_and_is_not_solved_again(saved: Any, monkeypa
     assert (plan.schedule, plan.graph, plan.budget_bytes) == (original.schedule, original.graph, original.budget_bytes)
     assert str(plan) == str(original)
     assert list(path.parent.iterdir()) == [path]
-    monkeypatch.setattr("fckpt.planner.make_plan", lambda *args: pytest.fail("solved"))
+    monkeypatch.setattr("fckpt._planned.planner.make_plan", lambda *args: pytest.fail("solved"))
     planned = fckpt.remat(net, plan=plan)
     assert measured(planned, x) <= plan.peak_bytes
     expected = seeded(lambda: step(copy.deepcopy(net), x))

@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fckpt.graph import Graph, Node, Value
+from fckpt.graph import Graph, Node, Schedule, Timeline, Value, schedule_of, simulate
 from fckpt.report import summary, timeline
 from fckpt.report.summary import summary_line, summary_table
 from fckpt.report.table import Residual, aligned, format_residuals, held_between, residuals, shortened
 from fckpt.report.timeline import memory_svg
-from fckpt.schedule import Schedule, schedule_of
-from fckpt.simulate import Timeline, simulate
 
 KB = 1024
 

@@ -12,7 +12,7 @@ from torch.func import grad
 from torch.utils.checkpoint import checkpoint_sequential
 
 import fckpt
-from fckpt.segments import segment_lengths
+from fckpt._sequential import segment_lengths
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 FNS = [lambda w, x: torch.tanh(x @ w)] * 9

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import fckpt
+from fckpt._capture.sources import Located, Names, Source, current, named, running, source_of
 from fckpt.report.table import path_pattern, shortened
-from fckpt.sources import Located, Names, Source, current, named, running, source_of
 
 
 class Mlp(nn.Module):

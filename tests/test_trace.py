@@ -322,14 +322,14 @@ def test_a_module_that_counts_its_calls_is_not_planned_at_every_call(monkeypatch
             return self.linear(x).sin().exp()
 
     traces = 0
-    trace = fckpt.planner.trace
+    trace = fckpt._planned.planner.trace
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         nonlocal traces
         traces += 1
         return trace(*args, **kwargs)
 
-    monkeypatch.setattr("fckpt.planner.trace", counting)
+    monkeypatch.setattr("fckpt._planned.planner.trace", counting)
     region = planned(Counting())
     for _ in range(20):
         region(X).sum().backward()

@@ -38,17 +38,17 @@ from torch._dynamo.variables.torch_function import torch_function_mode_stack_sta
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import _get_current_function_mode_stack
 
-from fckpt import tree
+from fckpt import _tree as tree
 from fckpt._capture import marks
 from fckpt._capture.absences import absences_guarded
 from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.classes import ClassFacts, classes_of, patched_methods
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.graphs import FlatGraph
+from fckpt._capture.sources import Names
 from fckpt._capture.undecomposed import undecomposed
 from fckpt._capture.wrapped import WrappedTensors, name_of, without_tensors
 from fckpt.errors import TraceError
-from fckpt.sources import Names
 
 __all__ = ["CaptureError", "Captured", "Entry", "Input", "capture"]
 

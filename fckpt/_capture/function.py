@@ -10,9 +10,9 @@ from torch._C._functorch import _add_batch_dim, _unwrap_batched
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._functorch.vmap import restore_vmap
 
+from fckpt._call.conditions import unseen, unwrapped
+from fckpt._call.modules import storage_of
 from fckpt._capture.graphs import FlatGraph
-from fckpt.conditions import unseen, unwrapped
-from fckpt.modules import storage_of
 
 __all__ = ["BatchedGraph", "GraphFunction", "OutDims", "Same"]
 

@@ -10,7 +10,7 @@ from torch import fx
 from torch._C._functorch import get_dynamic_layer_stack_depth
 
 from fckpt._capture import marks
-from fckpt.sources import Names, running, source_of
+from fckpt._capture.sources import Names, running, source_of
 
 __all__ = ["FlatGraph"]
 

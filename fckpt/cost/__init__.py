@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from fckpt.cost.analytic import Analytic
 from fckpt.cost.calls import CostSource, OpCost, register_cost, register_pure, signature
+from fckpt.cost.devices import DeviceProfile, calibrated, profile_of, profiles
 from fckpt.cost.measured import Measured
-from fckpt.cost.price import price
-from fckpt.cost.profiles import DeviceProfile, calibrated, profile_of, profiles
+from fckpt.cost.pricing import price
 
 __all__ = [
     "Analytic",

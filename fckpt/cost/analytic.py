@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from fckpt._trace.trace import Call, Ref, TensorSpec
 from fckpt.cost.calls import OpCost, extent, packet, refs, registered
-from fckpt.cost.profiles import DeviceProfile
-from fckpt.trace import Call, Ref, TensorSpec
+from fckpt.cost.devices import DeviceProfile
 
 __all__ = ["Analytic", "flops_of"]
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fckpt._trace.operations import DECLARED_PURE, Call, Ref, TensorSpec, text_of
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
-from fckpt.operations import DECLARED_PURE, Call, Ref, TensorSpec, text_of
 
 __all__ = [
     "CostSource",

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fckpt._call.rng import RandomState
+from fckpt._memory import _measure_cpu
+from fckpt._trace.operations import Call, TensorSpec, statistics_of
 from fckpt.cost.analytic import Analytic, flops_of
 from fckpt.cost.calls import OpCost, is_custom, is_pure, refs, registered
+from fckpt.cost.devices import profile_of
 from fckpt.cost.pairs import code_of, opaque_operands, paired_signature, workspace_maker
-from fckpt.cost.profiles import profile_of
 from fckpt.cost.store import Store, environment
 from fckpt.cost.synthetic import EXTREMES, FILLS, arguments, made_up
-from fckpt.memory import _measure_cpu
-from fckpt.operations import Call, TensorSpec, statistics_of
-from fckpt.rng import RandomState
 
 __all__ = ["Measured"]
 
@@ -57,7 +57,7 @@ class Measured:
         refused: custom operations that were not run, by operation; they were estimated too.
 
     Example:
-        >>> from fckpt.trace import Ref
+        >>> from fckpt._trace.trace import Ref
         >>> x = TensorSpec((8, 8), (8, 1), torch.float32, torch.device("cpu"), value=0)
         >>> out = TensorSpec((8, 8), (8, 1), torch.float32, torch.device("cpu"), value=1)
         >>> call = Call(torch.ops.aten.mm.default, (Ref(0), Ref(0)), {}, (1,), 0)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from fckpt._trace.operations import Call, Ref, TensorSpec, Trace
 from fckpt.cost.calls import named, signature
-from fckpt.operations import Call, Ref, TensorSpec, Trace
 
 __all__ = ["code_of", "makers_of", "opaque_operands", "paired_signature", "workspace_maker"]
 

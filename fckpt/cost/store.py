@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fckpt import ambient
+from fckpt._call import ambient
 from fckpt.cost.calls import OpCost, valid
 
 __all__ = ["Store", "environment"]

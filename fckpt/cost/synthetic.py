@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from fckpt._trace.trace import Call, Ref, TensorSpec
 from fckpt.cost.calls import extent, named, packet, refs
-from fckpt.trace import Call, Ref, TensorSpec
 
 __all__ = ["EXTREMES", "FILLS", "arguments", "made_up"]
 

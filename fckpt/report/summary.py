@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fckpt.graph import Graph, Node
+from fckpt._units import format_bytes, format_seconds
+from fckpt.graph.graph import Graph, Node
+from fckpt.graph.schedule import Compute, Schedule
+from fckpt.graph.simulation import Timeline
 from fckpt.report.table import aligned, brief, held_between, module_pattern, path_pattern, place, shortened
-from fckpt.schedule import Compute, Schedule
-from fckpt.simulate import Timeline
-from fckpt.units import format_bytes, format_seconds
 
 __all__ = ["ROWS", "summary_line", "summary_table"]
 

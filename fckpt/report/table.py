@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fckpt.graph import Graph, Node
-from fckpt.schedule import Compute, Schedule
-from fckpt.units import format_bytes, format_seconds
+from fckpt._units import format_bytes, format_seconds
+from fckpt.graph.graph import Graph, Node
+from fckpt.graph.schedule import Compute, Schedule
 
 __all__ = [
     "Residual",

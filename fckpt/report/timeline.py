@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from fckpt.simulate import Timeline
-from fckpt.units import format_bytes
+from fckpt._units import format_bytes
+from fckpt.graph.simulation import Timeline
 
 __all__ = ["POINTS", "memory_svg"]
 

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from fckpt.errors import ArgumentValueError
-from fckpt.solve.auto import auto
-from fckpt.solve.base import Solver, from_saved
-from fckpt.solve.brute import brute
-from fckpt.solve.checkmate import checkmate, checkmate_lp
-from fckpt.solve.chen import chen
-from fckpt.solve.dtr import dtr
-from fckpt.solve.greedy import greedy
-from fckpt.solve.hierarchy import hierarchy
-from fckpt.solve.knapsack import knapsack
-from fckpt.solve.lower_sets import lower_sets
-from fckpt.solve.min_cut import min_cut
-from fckpt.solve.moccasin import moccasin, moccasin3
-from fckpt.solve.moments import moments
-from fckpt.solve.ogc import ogc
-from fckpt.solve.policy import policy
-from fckpt.solve.recompute_all import recompute_all
-from fckpt.solve.revolve import revolve
-from fckpt.solve.rotor import rotor
-from fckpt.solve.save_all import save_all
-from fckpt.solve.xla import xla
+from fckpt.solve._auto import auto
+from fckpt.solve._brute import brute
+from fckpt.solve._checkmate import checkmate, checkmate_lp
+from fckpt.solve._chen import chen
+from fckpt.solve._dtr import dtr
+from fckpt.solve._greedy import greedy
+from fckpt.solve._hierarchy import hierarchy
+from fckpt.solve._knapsack import knapsack
+from fckpt.solve._lower_sets import lower_sets
+from fckpt.solve._min_cut import min_cut
+from fckpt.solve._moccasin import moccasin, moccasin3
+from fckpt.solve._moments import moments
+from fckpt.solve._ogc import ogc
+from fckpt.solve._policy import policy
+from fckpt.solve._recompute_all import recompute_all
+from fckpt.solve._revolve import revolve
+from fckpt.solve._rotor import rotor
+from fckpt.solve._save_all import save_all
+from fckpt.solve._xla import xla
+from fckpt.solve.core.rules import Solver, from_saved
 
 __all__ = ["Solver", "auto", "from_saved", "get", "names", "register"]
 

@@ -1,7 +1,5 @@
 """Functions on many devices: meshes, collectives, `shard_map` and `pmap`."""
 
-from fckpt.spmd.checkpoint import load as load
-from fckpt.spmd.checkpoint import save as save
 from fckpt.spmd.collectives import all_gather as all_gather
 from fckpt.spmd.collectives import all_to_all as all_to_all
 from fckpt.spmd.collectives import axis_index as axis_index
@@ -20,6 +18,8 @@ from fckpt.spmd.mapped import shard_map as shard_map
 from fckpt.spmd.mesh import Mesh as Mesh
 from fckpt.spmd.mesh import use_mesh as use_mesh
 from fckpt.spmd.norms import clip_grad_norm as clip_grad_norm
+from fckpt.spmd.save_load import load as load
+from fckpt.spmd.save_load import save as save
 from fckpt.spmd.saving import Saving as Saving
 from fckpt.spmd.setup import fake_mesh as fake_mesh
 from fckpt.spmd.setup import init_mesh as init_mesh

@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fckpt import tree as trees
+from fckpt import _tree as trees
+from fckpt._call.messages import kept
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
-from fckpt.kept import kept
 from fckpt.spmd.mesh import Along, Axes, Mesh, current_mesh, transport_of
 from fckpt.spmd.packing import divided, joined, packed, with_padding, without_padding
 

@@ -23,11 +23,23 @@ from typing import Any
 
 import torch
 
-from fckpt.closure import Closure, Snapshot, closure_of, is_user_class, method_globals
+from fckpt._call.closure import Closure, Snapshot, closure_of, is_user_class, method_globals
+from fckpt._call.modules import INTERNAL
+from fckpt._call.places import (
+    ABSENT,
+    INERT,
+    PLAIN,
+    SEQUENCES,
+    Slot,
+    content,
+    entries,
+    present,
+    put,
+    replaced,
+    tensors_in,
+)
+from fckpt._call.shadow import shadow
 from fckpt.errors import ArgumentTypeError
-from fckpt.modules import INTERNAL
-from fckpt.places import ABSENT, INERT, PLAIN, SEQUENCES, Slot, content, entries, present, put, replaced, tensors_in
-from fckpt.shadow import shadow
 
 __all__ = ["Isolated", "Rehearsal"]
 

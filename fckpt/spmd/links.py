@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fckpt._trace.operations import Call, TensorSpec
 from fckpt.cost import OpCost, register_cost
-from fckpt.operations import Call, TensorSpec
 from fckpt.spmd.mesh import Along, Mesh, transport_of
 
 __all__ = ["Link"]

@@ -9,14 +9,14 @@ from typing import Any, overload
 
 import torch
 
-from fckpt import tree as trees
+from fckpt import _tree as trees
+from fckpt._trace.trace import is_tracing
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, MeshWarning, users_stacklevel
 from fckpt.spmd.collectives import handed_on, received
 from fckpt.spmd.mesh import Mesh, transport_of, use_mesh
 from fckpt.spmd.setup import init_mesh
 from fckpt.spmd.specs import P, local, specs_of
 from fckpt.spmd.varying import varying, violations
-from fckpt.trace import is_tracing
 
 __all__ = ["pmap", "shard_map"]
 

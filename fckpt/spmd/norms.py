@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fckpt import tree as trees
+from fckpt import _tree as trees
 from fckpt.errors import ArgumentValueError
 from fckpt.spmd.collectives import pmax, psum
 from fckpt.spmd.mesh import Mesh, current_mesh, use_mesh

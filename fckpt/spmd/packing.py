@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fckpt import tree as trees
+from fckpt import _tree as trees
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.spmd.mesh import Along
 

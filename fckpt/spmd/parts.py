@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fckpt import tree as trees
+from fckpt import _tree as trees
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.spmd.mesh import Mesh
 from fckpt.spmd.specs import P, extent, local, specs_of, whole_shape

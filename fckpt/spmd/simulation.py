@@ -14,7 +14,7 @@ import torch
 import torch._functorch.eager_transforms as eager_transforms
 from torch.autograd import forward_ad
 
-from fckpt import ambient
+from fckpt._call import ambient
 from fckpt.errors import ArgumentValueError, RankFailure
 from fckpt.spmd.isolated import Isolated
 from fckpt.spmd.links import Link

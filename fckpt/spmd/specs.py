@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fckpt import tree as trees
+from fckpt import _tree as trees
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.spmd.collectives import all_gather, axis_index
 from fckpt.spmd.mesh import Mesh, current_mesh, transport_of, use_mesh

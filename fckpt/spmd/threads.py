@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from fckpt._call.rng import RandomState, unshared
 from fckpt.errors import RankFailure
-from fckpt.rng import RandomState, unshared
 from fckpt.spmd.isolated import Isolated
 from fckpt.spmd.links import GLOO, Link
 from fckpt.spmd.mesh import Along, Mesh, odd_one, simulated

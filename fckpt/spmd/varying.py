@@ -23,17 +23,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fckpt import tree as trees
-from fckpt.conditions import unseen, unwrapped
+from fckpt import _tree as trees
+from fckpt._call.conditions import unseen, unwrapped
+from fckpt._recompute.closed_over import unwatched
+from fckpt._recompute.replay import recompute_mode
+from fckpt._trace.operations import is_random, statistics_of
+from fckpt._trace.trace import followed
 from fckpt.errors import TraceError
-from fckpt.lift import unwatched
-from fckpt.operations import is_random, statistics_of
-from fckpt.replay import recompute_mode
 from fckpt.spmd.collectives import sums_watched
 from fckpt.spmd.isolated import Rehearsal
 from fckpt.spmd.mesh import Along, Mesh, transport_of, use_mesh
 from fckpt.spmd.specs import P
-from fckpt.trace import followed
 
 __all__ = ["Varying", "varying", "violations"]
 

@@ -29,7 +29,7 @@ SAMPLES = 1
 @pytest.fixture(autouse=True)
 def nothing_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has a plan write nothing over operands where the plain function does not: the one liberty that it takes."""
-    monkeypatch.setattr("fckpt.assemble.overwritable", lambda *args: [])
+    monkeypatch.setattr("fckpt._trace.assemble.overwritable", lambda *args: [])
 
 
 @cache

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from graphs import Builder, Layer, differentiated
 
 from fckpt.graph import Graph, Node
-from fckpt.solve.base import Rules
-from fckpt.solve.seeds import save_everything
+from fckpt.solve.core.rules import Rules
+from fckpt.solve.core.starts import save_everything
 
 
 class State(NamedTuple):

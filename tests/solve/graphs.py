@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from fckpt.graph import DECISIONS, Graph, Node, Value
-from fckpt.simulate import simulate
-from fckpt.solve.save_all import save_all
+from fckpt.graph import DECISIONS, Graph, Node, Value, simulate
+from fckpt.solve._save_all import save_all
 
 
 def plain_nbytes(graph: Graph) -> int:

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 from fckpt import solve
 from fckpt.errors import BudgetError
-from fckpt.graph import Graph
-from fckpt.simulate import simulate
-from fckpt.solve.base import Rules, peak_of, seconds_of
-from fckpt.solve.bounds import least_peak, lower_bound
-from fckpt.solve.certificate import tighter
-from fckpt.solve.search import Search
-from fckpt.solve.seeds import segmented
+from fckpt.graph import Graph, simulate
+from fckpt.solve.core.rules import Rules, peak_of, seconds_of
+from fckpt.solve.core.starts import segmented
+from fckpt.solve.proofs.bounds import least_peak, lower_bound
+from fckpt.solve.proofs.certificate import tighter
+from fckpt.solve.repair.search import Search
 
 OTHERS = [n for n in solve.names() if n not in ("auto", "brute", "checkmate_lp", "moccasin", "moccasin3", "moments")]
 NETWORKS = {
@@ -140,7 +139,7 @@ def test_an_interrupt_before_anything_is_found_is_an_interrupt(monkeypatch: pyte
     def interrupted(*_: object, **__: object):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib.import_module("fckpt.solve.auto"), "certified", interrupted)
+    monkeypatch.setattr(importlib.import_module("fckpt.solve._auto"), "certified", interrupted)
     with pytest.raises(KeyboardInterrupt):
         solve.auto(NETWORKS["unet"], int(0.35 * peak(NETWORKS["unet"])))
 
@@ -150,7 +149,7 @@ def test_a_plan_that_is_nearly_optimal_gives_way_to_the_optimum(monkeypatch: pyt
     rules, budget = Rules(graph), peak(graph) // 2
     poor = next(order for order in segmented(rules) if peak_of(rules, order) <= budget)
     least = tighter(graph, budget).seconds
-    module = importlib.import_module("fckpt.solve.auto")
+    module = importlib.import_module("fckpt.solve._auto")
     monkeypatch.setattr(module._Starts, "fitted", lambda *_: [poor])
     monkeypatch.setattr(module, "GOOD_ENOUGH", 1.0)
     assert seconds_of(rules, poor) > 1.01 * least

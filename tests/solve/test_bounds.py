@@ -15,14 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fckpt.errors import BudgetError
-from fckpt.graph import DECISIONS, Graph, Node
-from fckpt.schedule import Compute, Schedule
-from fckpt.simulate import simulate
+from fckpt.graph import DECISIONS, Compute, Graph, Node, Schedule, simulate
 from fckpt.solve import brute, get
-from fckpt.solve.base import Order, Rules, peak_of, replay, seconds_of
-from fckpt.solve.bounds import Bound, least_peak, lower_bound
-from fckpt.solve.flow import Network
-from fckpt.solve.seeds import save_everything
+from fckpt.solve.core.flow import Network
+from fckpt.solve.core.rules import Order, Rules, peak_of, replay, seconds_of
+from fckpt.solve.core.starts import save_everything
+from fckpt.solve.proofs.bounds import Bound, least_peak, lower_bound
 
 ROUNDING = 1 + 1e-9
 

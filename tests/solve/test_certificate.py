@@ -10,15 +10,14 @@ import pytest
 from graphs import Builder, chain, network
 from test_bounds import ROUNDING, first_runs, isclose, least_budget, seconds_in, small
 
-from fckpt.graph import Graph
-from fckpt.simulate import simulate
+from fckpt.graph import Graph, simulate
 from fckpt.solve import brute, get
-from fckpt.solve.base import Order, Rules, peak_of, seconds_of
-from fckpt.solve.bounds import Bound, Problem, lower_bound, proven
-from fckpt.solve.certificate import tighter
-from fckpt.solve.moments import Effort
-from fckpt.solve.seeds import save_everything
-from fckpt.solve.windows import Program
+from fckpt.solve._moments import Effort
+from fckpt.solve.core.rules import Order, Rules, peak_of, seconds_of
+from fckpt.solve.core.starts import save_everything
+from fckpt.solve.proofs.bounds import Bound, Problem, lower_bound, proven
+from fckpt.solve.proofs.certificate import tighter
+from fckpt.solve.proofs.program import Program
 
 
 def optima(graph: Graph, fractions: tuple[float, ...]) -> Iterator[tuple[int, Order, float]]:

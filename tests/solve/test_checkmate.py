@@ -9,13 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fckpt.errors import ArgumentValueError, BudgetError
-from fckpt.graph import Graph
-from fckpt.schedule import Compute, Schedule
-from fckpt.simulate import simulate
-from fckpt.solve.base import Rules, Solver
-from fckpt.solve.checkmate import checkmate, checkmate_lp
-from fckpt.solve.frontier import Frontier
-from fckpt.solve.save_all import save_all
+from fckpt.graph import Compute, Graph, Schedule, simulate
+from fckpt.solve._checkmate import checkmate, checkmate_lp
+from fckpt.solve._save_all import save_all
+from fckpt.solve.core.frontier import Frontier
+from fckpt.solve.core.rules import Rules, Solver
 
 CHOICES = [2, 4, 6, 8, 12, 13, 15, 17, 18, 19, 21, 22, 23, 26, 28, 29, 36, 38, 39]
 """Seeds of graphs on which repetitions lower the peak."""

@@ -7,9 +7,9 @@ import math
 import pytest
 from graphs import chain, network, plain_nbytes
 
-from fckpt.simulate import simulate
-from fckpt.solve.base import Rules, peak_of, seconds_of
-from fckpt.solve.chen import chen, seeds
+from fckpt.graph import simulate
+from fckpt.solve._chen import chen, seeds
+from fckpt.solve.core.rules import Rules, peak_of, seconds_of
 
 
 def test_the_square_root_of_a_chain():

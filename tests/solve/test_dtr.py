@@ -9,10 +9,8 @@ import pytest
 from graphs import Builder, Layer, chain, differentiated, graphs, plain_nbytes
 from hypothesis import HealthCheck, given, settings
 
-from fckpt.graph import Graph
-from fckpt.schedule import Compute, Schedule
-from fckpt.simulate import simulate
-from fckpt.solve.dtr import dtr
+from fckpt.graph import Compute, Graph, Schedule, simulate
+from fckpt.solve._dtr import dtr
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -12,9 +12,7 @@ from test_solvers import NAMES, budget_of, planned
 
 from fckpt import solve
 from fckpt.errors import ArgumentValueError, ScheduleError
-from fckpt.graph import Graph, Value
-from fckpt.schedule import Compute, Free, Schedule, Step
-from fckpt.simulate import simulate
+from fckpt.graph import Compute, Free, Graph, Schedule, Step, Value, simulate
 
 MARKS = st.lists(st.sampled_from(["", "", "read", "write"]), min_size=8, max_size=8)
 

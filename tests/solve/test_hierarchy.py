@@ -11,20 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fckpt.errors import BudgetError
-from fckpt.graph import Graph
-from fckpt.schedule import schedule_of
-from fckpt.simulate import simulate
-from fckpt.solve.auto import auto
-from fckpt.solve.base import Rules, peak_of, profile_of, replay, seconds_of
-from fckpt.solve.blocks import Repeat, amid, cut_out, places, repeats, without_rest
-from fckpt.solve.crossing import Crossing
-from fckpt.solve.hierarchy import Chain, Planner, hierarchy
-from fckpt.solve.rotor import rotor
-from fckpt.solve.seeds import save_everything
-from fckpt.solve.stages import Stages, Step
+from fckpt.graph import Graph, schedule_of, simulate
+from fckpt.solve._auto import auto
+from fckpt.solve._hierarchy import Chain, Planner, hierarchy
+from fckpt.solve._rotor import rotor
+from fckpt.solve.chains.blocks import Repeat, amid, cut_out, places, repeats, without_rest
+from fckpt.solve.chains.stages import Stages, Step
+from fckpt.solve.core.cuts import Crossing
+from fckpt.solve.core.rules import Rules, peak_of, profile_of, replay, seconds_of
+from fckpt.solve.core.starts import save_everything
 
-module = importlib.import_module("fckpt.solve.hierarchy")
-automatic = importlib.import_module("fckpt.solve.auto")
+module = importlib.import_module("fckpt.solve._hierarchy")
+automatic = importlib.import_module("fckpt.solve._auto")
 
 
 def examples(count: int):

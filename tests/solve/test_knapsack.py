@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch._functorch._activation_checkpointing import knapsack as torchs
 
 from fckpt.graph import Graph
-from fckpt.solve.base import Rules
-from fckpt.solve.knapsack import UNITS, _Table
-from fckpt.solve.min_cut import _saved
-from fckpt.solve.seeds import save_everything
+from fckpt.solve._knapsack import UNITS, _Table
+from fckpt.solve._min_cut import _saved
+from fckpt.solve.core.rules import Rules
+from fckpt.solve.core.starts import save_everything
 
 
 @settings(max_examples=100, deadline=None)

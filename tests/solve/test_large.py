@@ -10,9 +10,9 @@ from graphs import chain, network
 
 from fckpt import solve
 from fckpt.errors import ArgumentValueError, BudgetError
-from fckpt.simulate import simulate
-from fckpt.solve.base import Rules
-from fckpt.solve.greedy import smallest
+from fckpt.graph import simulate
+from fckpt.solve._greedy import smallest
+from fckpt.solve.core.rules import Rules
 
 LAYERS = 1000
 

@@ -10,10 +10,10 @@ import pytest
 from graphs import chain, network, plain_nbytes
 
 from fckpt.errors import BudgetError
-from fckpt.simulate import simulate
-from fckpt.solve.base import Rules
-from fckpt.solve.lower_sets import Blocks, all_lower_sets, ancestor_sets, lower_sets, ticks_of
-from fckpt.solve.vertices import vertices_of
+from fckpt.graph import simulate
+from fckpt.solve._lower_sets import Blocks, all_lower_sets, ancestor_sets, lower_sets, ticks_of
+from fckpt.solve.chains.tensors import vertices_of
+from fckpt.solve.core.rules import Rules
 
 Reads = list[list[int]]
 

@@ -12,12 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fckpt.errors import ArgumentValueError, BudgetError, FckptError
-from fckpt.graph import Graph
-from fckpt.schedule import Compute, Schedule
-from fckpt.simulate import simulate
-from fckpt.solve.base import Rules, Solver
-from fckpt.solve.moccasin import moccasin, moccasin3
-from fckpt.solve.save_all import save_all
+from fckpt.graph import Compute, Graph, Schedule, simulate
+from fckpt.solve._moccasin import moccasin, moccasin3
+from fckpt.solve._save_all import save_all
+from fckpt.solve.core.rules import Rules, Solver
 
 needs_ortools = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="needs fckpt[cpsat]")
 

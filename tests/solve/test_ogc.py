@@ -16,12 +16,11 @@ import fckpt
 from benches.models import ResNet
 from fckpt.cost import Analytic, profile_of
 from fckpt.errors import BudgetError
-from fckpt.graph import Graph
-from fckpt.simulate import simulate
-from fckpt.solve.base import Rules
-from fckpt.solve.division import Edge, Part, divide
-from fckpt.solve.ogc import best_checkpoints, between_ends, ogc
-from fckpt.solve.vertices import vertices_of
+from fckpt.graph import Graph, simulate
+from fckpt.solve._ogc import best_checkpoints, between_ends, ogc
+from fckpt.solve.chains.division_tree import Edge, Part, divide
+from fckpt.solve.chains.tensors import vertices_of
+from fckpt.solve.core.rules import Rules
 
 
 def drawn(seed: int, most: int = 9) -> tuple[list[int], list[Edge]]:

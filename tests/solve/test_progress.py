@@ -9,9 +9,9 @@ import pytest
 from graphs import network
 
 from fckpt import solve
-from fckpt.plans import make_plan
-from fckpt.progress import Line
-from fckpt.simulate import simulate
+from fckpt._planned.plan import make_plan
+from fckpt.graph import simulate
+from fckpt.report.progress import Line
 
 
 class Terminal(io.StringIO):
@@ -52,7 +52,7 @@ def test_what_is_done_at_once_is_not_told(monkeypatch: pytest.MonkeyPatch):
 def test_the_time_left_is_that_of_what_is_done_now(monkeypatch: pytest.MonkeyPatch):
     terminal = on_terminal(monkeypatch)
     clock = iter([0.0, 10.0, 12.0, 13.0]).__next__
-    monkeypatch.setattr("fckpt.progress.time.perf_counter", clock)
+    monkeypatch.setattr("fckpt.report.progress.time.perf_counter", clock)
     with Line() as line:
         line.say("proving a bound")
         line.update(1, 4, "moves: {} of {}")

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from fckpt import solve
 from fckpt.errors import BudgetError
 from fckpt.graph import Graph
-from fckpt.solve.base import Rules
-from fckpt.solve.bounds import least_peak
-from fckpt.solve.repair import Repair
-from fckpt.solve.seeds import saving
-from fckpt.solve.tape import Tape
+from fckpt.solve.core.rules import Rules
+from fckpt.solve.core.starts import saving
+from fckpt.solve.proofs.bounds import least_peak
+from fckpt.solve.repair.editable import Tape
+from fckpt.solve.repair.repair import Repair
 
-repairs = importlib.import_module("fckpt.solve.repair")
+repairs = importlib.import_module("fckpt.solve.repair.repair")
 
 
 def repaired(graph: Graph, budget: int) -> tuple[Repair, bool]:
@@ -119,7 +119,7 @@ def test_what_is_far_from_fitting_is_refused_before_programs_are_solved(monkeypa
     def solved(*_: object):
         raise AssertionError("a program was solved")
 
-    monkeypatch.setattr(importlib.import_module("fckpt.solve.auto"), "retained", solved)
+    monkeypatch.setattr(importlib.import_module("fckpt.solve._auto"), "retained", solved)
     with pytest.raises(BudgetError) as again:
         solve.auto(graph, budget)
     assert again.value.least_bytes == least

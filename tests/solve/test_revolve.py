@@ -9,11 +9,10 @@ from math import comb
 import pytest
 from graphs import chain
 
-from fckpt.schedule import schedule_of
-from fckpt.simulate import simulate
-from fckpt.solve.base import Rules
-from fckpt.solve.revolve import binomial, revolve
-from fckpt.solve.stages import Stages
+from fckpt.graph import schedule_of, simulate
+from fckpt.solve._revolve import binomial, revolve
+from fckpt.solve.chains.stages import Stages
+from fckpt.solve.core.rules import Rules
 
 
 def repetitions(length: int, snapshots: int) -> int:

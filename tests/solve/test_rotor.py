@@ -13,13 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fckpt.errors import BudgetError
-from fckpt.graph import Graph
-from fckpt.simulate import simulate
-from fckpt.solve.base import Rules, peak_of, seconds_of
-from fckpt.solve.chen import chen
-from fckpt.solve.revolve import revolve
-from fckpt.solve.rotor import Table, curves, rotor
-from fckpt.solve.stages import Costs, Option, Stages, Step
+from fckpt.graph import Graph, simulate
+from fckpt.solve._chen import chen
+from fckpt.solve._revolve import revolve
+from fckpt.solve._rotor import Table, curves, rotor
+from fckpt.solve.chains.stages import Costs, Option, Stages, Step
+from fckpt.solve.core.rules import Rules, peak_of, seconds_of
 
 
 def examples(count: int):

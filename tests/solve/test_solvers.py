@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 
 from fckpt import solve
 from fckpt.errors import ArgumentValueError, BudgetError
-from fckpt.graph import Graph
-from fckpt.schedule import Compute, Schedule, schedule_of
-from fckpt.simulate import Timeline, simulate
-from fckpt.solve.base import Order, Rules, peak_of, profile_of, replay
-from fckpt.solve.moments import lazily
-from fckpt.solve.repair import Repair, prune
-from fckpt.solve.seeds import backward_orders, save_everything, segmented
-from fckpt.solve.tape import Tape
+from fckpt.graph import Compute, Graph, Schedule, Timeline, schedule_of, simulate
+from fckpt.solve._moments import lazily
+from fckpt.solve.core.rules import Order, Rules, peak_of, profile_of, replay
+from fckpt.solve.core.starts import backward_orders, save_everything, segmented
+from fckpt.solve.repair.editable import Tape
+from fckpt.solve.repair.repair import Repair, prune
 
 NAMES = (
     "auto", "chen", "dtr", "greedy", "hierarchy", "knapsack", "lower_sets", "min_cut", "moments", "ogc", "policy",

@@ -9,10 +9,10 @@ from test_bounds import isclose
 from benches.graphs import layered
 from fckpt.graph import Graph
 from fckpt.solve import windows
-from fckpt.solve.base import Order, Rules, peak_of
-from fckpt.solve.bounds import Problem
-from fckpt.solve.seeds import save_everything
-from fckpt.solve.windows import Program
+from fckpt.solve.core.rules import Order, Rules, peak_of
+from fckpt.solve.core.starts import save_everything
+from fckpt.solve.proofs.bounds import Problem
+from fckpt.solve.proofs.program import Program
 
 EXACT = {"branches": 10_000, "gap": 0.0}
 

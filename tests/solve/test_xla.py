@@ -8,13 +8,11 @@ import pytest
 from graphs import Builder, Layer, chain, differentiated, plain_nbytes
 from hypothesis import HealthCheck, settings
 
-from fckpt.graph import Graph
-from fckpt.schedule import Compute
-from fckpt.simulate import simulate
-from fckpt.solve.base import Rules
-from fckpt.solve.greedy import greedy
-from fckpt.solve.seeds import save_everything
-from fckpt.solve.xla import BLOCK, _Pass, xla
+from fckpt.graph import Compute, Graph, simulate
+from fckpt.solve._greedy import greedy
+from fckpt.solve._xla import BLOCK, _Pass, xla
+from fckpt.solve.core.rules import Rules
+from fckpt.solve.core.starts import save_everything
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -66,7 +64,7 @@ def test_blocks_run_again_where_one_computation_would_not_help(
     # Of a chain every other value can be computed from one that is still there; the rest takes more than one step.
     rules = Rules(chain(12))
     for most, expected in ((BLOCK, blocks), (1, singles)):
-        monkeypatch.setattr(sys.modules["fckpt.solve.xla"], "BLOCK", most)
+        monkeypatch.setattr(sys.modules["fckpt.solve._xla"], "BLOCK", most)
         order = _Pass(rules, save_everything(rules), limit).walk()
         assert (order and len(order.forward) + len(order.backward)) == expected
 

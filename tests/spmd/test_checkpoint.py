@@ -16,7 +16,7 @@ from torch.distributed import checkpoint
 
 import fckpt
 from fckpt import P
-from fckpt import tree as trees
+from fckpt import _tree as trees
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, MeshWarning, RankFailure
 
 

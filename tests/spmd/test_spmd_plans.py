@@ -9,10 +9,10 @@ import torch
 
 import fckpt
 from fckpt import P
+from fckpt._planned.plan import Plan
+from fckpt._planned.planner import Planner
 from fckpt.cost import Analytic, profiles
 from fckpt.errors import BudgetError, RankFailure
-from fckpt.planner import Planner
-from fckpt.plans import Plan
 
 F64 = torch.float64
 

@@ -66,13 +66,13 @@ def loss(p: dict[str, Any], x: Tensor) -> Tensor:
 
 def steps(p: Any, gradients: Any, count: int = 3) -> Any:
     """Some steps of gradient descent with momentum."""
-    momentum = fckpt.tree.map_leaves(torch.zeros_like, p)
+    momentum = fckpt._tree.map_leaves(torch.zeros_like, p)
     for _ in range(count):
-        flat, spec = fckpt.tree.flatten(p)
-        grads = fckpt.tree.leaves(gradients(p))
-        moved = [0.9 * m + g for m, g in zip(fckpt.tree.leaves(momentum), grads, strict=True)]
-        momentum = fckpt.tree.unflatten(spec, moved)
-        p = fckpt.tree.unflatten(spec, [w - 0.1 * m for w, m in zip(flat, moved, strict=True)])
+        flat, spec = fckpt._tree.flatten(p)
+        grads = fckpt._tree.leaves(gradients(p))
+        moved = [0.9 * m + g for m, g in zip(fckpt._tree.leaves(momentum), grads, strict=True)]
+        momentum = fckpt._tree.unflatten(spec, moved)
+        p = fckpt._tree.unflatten(spec, [w - 0.1 * m for w, m in zip(flat, moved, strict=True)])
     return p
 
 
@@ -95,14 +95,14 @@ def test_training_on_parts_is_training(wrap: str, where: str, ranks: int, tmp_pa
         specs = fckpt.specs_for(parameters(), P("data"))
         fn = WRAPS[wrap](lambda p, x: loss(fckpt.unshard(p, specs, mesh), x))
         if where == "inside":
-            local = lambda p, x: fckpt.tree.map_leaves(lambda g: g / ranks, torch.func.grad(fn)(p, x))
+            local = lambda p, x: fckpt._tree.map_leaves(lambda g: g / ranks, torch.func.grad(fn)(p, x))
             gradients = fckpt.shard_map(local, mesh, in_specs=(specs, P("data")), out_specs=specs)
         else:
             mean = lambda p, x: fckpt.pmean(fn(p, x), "data")
             mapped = fckpt.shard_map(mean, mesh, in_specs=(specs, P("data")), out_specs=P())
             gradients = fckpt.grad(mapped)
         trained = steps(fckpt.shard(parameters(), specs, mesh), lambda p: gradients(p, fckpt.shard(x, P("data"), mesh)))
-        for part, spec in zip(fckpt.tree.leaves(trained), fckpt.tree.leaves(specs), strict=True):
+        for part, spec in zip(fckpt._tree.leaves(trained), fckpt._tree.leaves(specs), strict=True):
             assert not part[~fckpt.part_mask(spec, mesh)].any()  # padding stays zero
         fckpt.save(tmp_path / "trained", trained, specs, mesh)
         return fckpt.unshard(trained, specs, mesh)

@@ -1,0 +1,1 @@
+"""What a call depends on besides its function: arguments, captured tensors, modules, generator states, settings."""

@@ -1,0 +1,217 @@
+"""The arguments of one call: the distinct tensors among them, and all the rest, which is static."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fckpt import _tree as tree
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, MutationError
+
+__all__ = ["Arguments", "StaticArguments", "argument_written", "outlived"]
+
+
+class StaticArguments:
+    """Which arguments are passed to the function whole, without a look inside: by position and by name."""
+
+    __slots__ = ("names", "nums")
+
+    def __init__(self, fn: Callable[..., Any], argnums: int | Sequence[int] = (), argnames: str | Sequence[str] = ()):
+        nums = _tuple_of(argnums, int, "static_argnums", "an int or a tuple of ints")
+        self.names = frozenset(_tuple_of(argnames, str, "static_argnames", "a str or a tuple of strs"))
+        parameters = _positional(fn)
+        if parameters is not None:
+            for num in nums:
+                if not -len(parameters) <= num < len(parameters):
+                    raise ArgumentValueError(
+                        f"static_argnums={num} is out of range: {_name(fn)} takes {len(parameters)} positional "
+                        f"arguments ({', '.join(parameters)}), so {-len(parameters)} <= static_argnums < "
+                        f"{len(parameters)}."
+                    )
+        self.nums = nums
+
+    def __bool__(self) -> bool:
+        return bool(self.nums or self.names)
+
+    def positions(self, count: int) -> set[int]:
+        """Returns the static positions of a call with `count` positional arguments."""
+        return {n % count for n in self.nums if -count <= n < count} if count else set()
+
+
+def _tuple_of(value: Any, kind: type, what: str, wanted: str) -> tuple[Any, ...]:
+    items = (value,) if isinstance(value, (int, str)) else value
+    if not isinstance(items, (tuple, list, set, frozenset)):
+        raise ArgumentTypeError(f"{what} must be {wanted}, not {type(value).__name__}: {value!r}.")
+    for item in items:
+        if not isinstance(item, kind) or isinstance(item, bool):
+            raise ArgumentTypeError(f"{what} must be {wanted}; it holds {item!r} ({type(item).__name__}).")
+    return tuple(items)
+
+
+def _positional(fn: Callable[..., Any]) -> list[str] | None:
+    """The names of the positional parameters; None when there may be any number of them."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", None) or type(fn).__name__
+
+
+def argument_written(path: str) -> MutationError:
+    """The error for a function that changes the argument at `path` in place."""
+    return MutationError(
+        f"{path} was changed in place by the rematerialised function itself; its recompute would "
+        "change it again. Return the new value instead of writing into the argument (`fckpt.from_module` does "
+        "so for a module's buffers)."
+    )
+
+
+class Arguments:
+    """The arguments of one call, taken apart: `tensors` and what puts other tensors in their places."""
+
+    __slots__ = ("_kept", "_rest", "_spec", "_where", "given", "tensors")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: StaticArguments | None = None):
+        """Takes a call's arguments apart."""
+        self.given: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)
+        """The arguments as they came: what a forward gets, so that what it puts into a list is there after it."""
+        self._kept: tuple[dict[int, Any], dict[str, Any]] | None = None
+        if static:
+            args, kwargs = self._set_aside(args, kwargs, static)
+        leaves, self._spec = tree.flatten((args, kwargs))
+        self.tensors: list[torch.Tensor] = []
+        """The distinct tensors, in the order of their first appearance."""
+        self._where: list[tuple[int, int]] = []  # (position among the leaves, index into tensors)
+        seen: dict[int, int] = {}
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                index = seen.get(id(leaf))
+                if index is None:
+                    index = seen[id(leaf)] = len(self.tensors)
+                    self.tensors.append(leaf)
+                self._where.append((position, index))
+                leaves[position] = None
+        self._rest = leaves
+
+    def _set_aside(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], static: StaticArguments
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        nums = static.positions(len(args))
+        by_num = {n: args[n] for n in nums}
+        by_name = {k: v for k, v in kwargs.items() if k in static.names}
+        self._kept = (by_num, by_name)
+        rest = {k: v for k, v in kwargs.items() if k not in by_name}
+        return tuple(a for i, a in enumerate(args) if i not in nums), rest
+
+    @property
+    def statics(self) -> list[Any]:
+        """The leaves that are no tensors, and the arguments that were set aside whole."""
+        kept = [] if self._kept is None else [*self._kept[0].values(), *self._kept[1].values()]
+        return [leaf for leaf in self._rest if leaf is not None] + kept
+
+    def signature(self) -> Any:
+        """What a trace of the call depends on besides the tensors' layouts: structure, repetitions, static leaves.
+
+        It can be hashed. Objects that equal nothing but themselves (modules, say) are not kept alive by it; see
+        `outlived`.
+
+        Raises:
+            ArgumentTypeError: a leaf that is not a tensor, or a static argument, cannot be hashed.
+        """
+        for position, leaf in enumerate(self._rest):
+            if type(leaf) not in _HASHABLE:
+                _check_hashable(leaf, lambda position=position: self._path(position))
+        rest = tuple(_key(leaf) for leaf in self._rest)
+        kept: tuple[Any, ...] = ()
+        if self._kept is not None:
+            by_num, by_name = self._kept
+            named = {
+                **{f"args[{n}]": v for n, v in by_num.items()},
+                **{f"kwargs[{k!r}]": v for k, v in by_name.items()},
+            }
+            for name, value in named.items():
+                _check_hashable(value, lambda name=name: name)
+            kept = tuple((name, _key(value)) for name, value in named.items())
+        return (self._spec, tuple(self._where), rest, kept)
+
+    def rebuild(
+        self, tensors: Sequence[Any], statics: Sequence[Any] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns (args, kwargs) with `tensors` in the places of `self.tensors`, `statics` in those of `statics`."""
+        leaves = list(self._rest)
+        kept = self._kept
+        if statics is not None:
+            others = iter(statics)
+            leaves = [leaf if leaf is None else next(others) for leaf in leaves]
+            if kept is not None:
+                kept = ({n: next(others) for n in kept[0]}, {k: next(others) for k in kept[1]})
+        for position, index in self._where:
+            leaves[position] = tensors[index]
+        args, kwargs = tree.unflatten(self._spec, leaves)
+        if kept is not None:
+            by_num, by_name = kept
+            positional = list(args)
+            for n in sorted(by_num):
+                positional.insert(n, by_num[n])
+            args, kwargs = tuple(positional), {**kwargs, **by_name}
+        return args, kwargs
+
+    def release(self) -> None:
+        """Lets go of the tensors; `rebuild` still works."""
+        self.tensors = []
+        self.given = ((), {})
+
+    def path(self, index: int) -> str:
+        """Names tensor `index` the way the caller wrote it: `args[0]['w']`, `kwargs['x']`."""
+        return next(self._path(position) for position, i in self._where if i == index)
+
+    def written(self, index: int) -> MutationError:
+        """The error for a function that changed tensor `index` in place, which its recompute would do again."""
+        return argument_written(self.path(index))
+
+    def _path(self, position: int) -> str:
+        path = self._spec.paths()[position]
+        return ("args" if path.startswith("[0]") else "kwargs") + path[3:]
+
+
+def _check_hashable(value: Any, path: Callable[[], str]) -> None:
+    try:
+        hash(value)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            f"{path()} is a {type(value).__name__}, which cannot be hashed. This function runs by a plan and cannot be "
+            "captured, so what is not a tensor is part of the key under which its plans are kept. Pass something "
+            "hashable (a tuple for a list, torch.as_tensor(a) for a NumPy array), register the type as a pytree with "
+            "optree, or let the function close over it."
+        ) from None
+
+
+def _key(leaf: Any) -> Any:
+    # 1 == 1.0 == True, but a function may tell them apart; and slices are hashable from Python 3.12 on.
+    if type(leaf) is slice:
+        return (slice, _key(leaf.start), _key(leaf.stop), _key(leaf.step))
+    if type(leaf).__hash__ is object.__hash__:
+        with contextlib.suppress(TypeError):  # no weak reference to it
+            return weakref.ref(leaf)
+    return (type(leaf), leaf)
+
+
+def outlived(signature: Any) -> bool:
+    """Whether a call with this `Arguments.signature` cannot come again, as an object in it is gone."""
+    if isinstance(signature, tuple):
+        return any(map(outlived, signature))
+    return isinstance(signature, weakref.ref) and signature() is None
+
+
+_HASHABLE = frozenset({bool, int, float, complex, str, bytes, slice, torch.dtype, torch.device})

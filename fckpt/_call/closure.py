@@ -1,0 +1,546 @@
+"""What a function reaches besides its arguments: modules, tensors and generators that it closes over.
+
+Autograd differentiates closed-over tensors by itself; what needs to be known is what a recompute must not
+see changed (tensors), must not change again (the buffers of modules) and must draw from again (generators);
+and in which places they lie, because a recompute may have to find other tensors there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextvars
+import decimal
+import enum
+import functools
+import io
+import itertools
+import logging
+import operator
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fckpt._call.places import (
+    ABSENT,
+    ARRAYS,
+    BUILTIN,
+    FORGOTTEN,
+    INERT,
+    PLAIN,
+    SEQUENCES,
+    Slot,
+    content,
+    entries,
+    present,
+    same_place,
+)
+from fckpt._call.rng import generator_types
+
+__all__ = [
+    "DEPTH",
+    "RECORDS",
+    "Closure",
+    "Snapshot",
+    "Unguarded",
+    "attribute",
+    "class_attributes",
+    "closure_of",
+    "fact",
+    "global_names",
+    "imported",
+    "is_compilers",
+    "is_library",
+    "is_user_class",
+    "method_globals",
+    "slot_names",
+]
+
+DEPTH = 4
+_LARGE = 1000  # entries of a container that is data rather than state
+_NOTED = 20_000  # entries of one whose entries are compared, in a fifth of a millisecond
+_MOST = 4000  # values looked at in one walk
+
+Attributes = Iterable[tuple[dict[str, Any], str]]
+
+
+class Closure:
+    """What a function closes over."""
+
+    __slots__ = ("generators", "given", "kinds", "modules", "own", "slots")
+
+    def __init__(self) -> None:
+        self.own = Snapshot()
+        """What lies in its cells and the like, tensors or not."""
+        self.given = Snapshot()
+        """What lies in the static arguments, or in attributes."""
+        self.modules: list[nn.Module] = []
+        self.generators: list[Any] = []
+        self.kinds: dict[type, None] = {}
+        """The user's classes, of modules apart."""
+        self.slots: list[Slot] = []
+        """All cells, and the other places that hold tensors (those inside of `modules` apart)."""
+
+    def extend(self, other: Closure) -> None:
+        """Adds what `other` holds."""
+        self.own.extend(other.own)
+        self.given.extend(other.given)
+        self.modules += other.modules
+        self.generators += other.generators
+        self.kinds |= other.kinds
+        self.slots += other.slots
+
+
+def closure_of(
+    fn: list[Callable[..., Any]],
+    statics: Iterable[Any] = (),
+    *,
+    attributes: Attributes = (),
+    scopes: Iterable[tuple[types.CodeType, dict[str, Any]]] = (),
+    facts: list[Any] | None = None,
+) -> Closure:
+    """Walks a function's cells, bound object, partial arguments, defaults and the globals that its code names.
+
+    Containers and plain objects are looked into `DEPTH` levels deep, large ones not at all; functions at any depth.
+    The walk is quick (microseconds for a lambda) and is made at every call, because cells and attributes change.
+
+    Args:
+        fn: the function, in a list, so that it lies in a place too (it may be a tensor's method).
+        statics: the arguments of its call that are no tensors: modules, objects.
+        facts: a list to which what is found besides tensors is added, hashable: numbers, code, structure.
+        attributes: (dict, name) of attributes of modules that are neither parameters nor buffers.
+        scopes: further code, and the globals in which it finds what it names.
+    """
+    walk = _Walk(facts)
+    walk.items_of(fn, DEPTH)
+    if walk.state is not None:
+        del walk.state.lists[:1]  # that of `fn` itself
+        walk.state = walk.found.given
+    for value in statics:
+        walk.visit(None, value, DEPTH)
+    for held, name in attributes:
+        value = held.get(name)
+        if walk.state is not None:
+            walk.state.places.append((held, name, value))
+        walk.visit((held, name, value), value, DEPTH)
+    for code, scope in scopes:
+        walk.globals_of(scope, global_names(code), DEPTH)
+    return walk.found
+
+
+class Snapshot:
+    """What lies in some places at one time."""
+
+    __slots__ = ("dicts", "lists", "places", "values")
+
+    def __init__(self) -> None:
+        self.dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        """Dicts and copies of them."""
+        self.lists: list[Slot] = []
+        self.values: list[tuple[Any, Any]] = []
+        """Sets and arrays, which are compared by what they hold, and copies of them."""
+        self.places: list[Slot] = []
+        """Others: globals, slots of objects, attributes of classes."""
+
+    def extend(self, other: Snapshot) -> None:
+        """Adds what `other` notes."""
+        self.dicts += other.dicts
+        self.lists += other.lists
+        self.values += other.values
+        self.places += other.places
+
+    def changes(self) -> list[Slot]:
+        """The places that hold something else by now, and what they held."""
+        changes = [slot for slot in self.places if not present(slot)]
+        changes += [slot for slot in self.lists if not present(slot)]
+        changes += [slot for held, then in self.values if not present(slot := (held, None, then))]
+        for held, then in self.dicts:
+            if not _same_entries(held, then):
+                pairs = [(key, value) for key, value in then.items() if value is not FORGOTTEN]
+                changes += [(held, key, value) for key, value in pairs if dict.get(held, key, ABSENT) is not value]
+                changes += [(held, key, ABSENT) for key in held if key not in then]
+        return changes
+
+    def again(self) -> Snapshot:
+        """What lies in the same places now."""
+        new = Snapshot()
+        new.dicts = [(held, entries(held)) for held, _ in self.dicts]
+        new.lists = [(held, None, content(held, None)) for held, _, _ in self.lists]
+        new.values = [(held, content(held, None)) for held, _ in self.values]
+        new.places = [(holder, key, content(holder, key)) for holder, key, _ in self.places]
+        return new
+
+    def forget_changes(self) -> None:
+        """Leaves out, for good, what has changed by now."""
+        self.places = [slot for slot in self.places if present(slot)]
+        self.lists = [slot for slot in self.lists if present(slot)]
+        self.values = [(held, then) for held, then in self.values if present((held, None, then))]
+        for held, then in self.dicts:
+            if not _same_entries(held, then):
+                for key in [*then, *held]:
+                    if dict.get(held, key, ABSENT) is not then.get(key, ABSENT):
+                        then[key] = FORGOTTEN
+
+
+def _same_entries(held: dict[Any, Any], then: dict[Any, Any]) -> bool:
+    now = map(dict.get, itertools.repeat(held), then)
+    return len(held) == len(then) and all(map(operator.is_, now, then.values()))
+
+
+class _Walk:
+    __slots__ = ("facts", "found", "generators", "seen", "state")
+
+    def __init__(self, facts: list[Any] | None) -> None:
+        self.facts = facts
+        self.found = Closure()
+        self.state: Snapshot | None = self.found.own
+        self.generators = generator_types()
+        self.seen: set[int] = set()
+
+    def visit(self, slot: Slot | None, value: Any, depth: int) -> None:
+        """Visits `value`, which lies in `slot`, by itself or inside of something immutable."""
+        kind = type(value)
+        if kind in weakref.ProxyTypes:  # Lightning's modules and trainers hold each other by these
+            try:
+                value = value.__dir__.__self__  # what it stands for: it has no hash and no weak references itself
+            except (ReferenceError, AttributeError):
+                return
+            kind = type(value)
+        if self.facts is not None:
+            self.facts.append(fact(value))
+        if kind in INERT:
+            return
+        if depth < 0 or len(self.seen) > _MOST:
+            if self.facts is not None and not _is_leaf(value):
+                self.facts.append(Unguarded(f"a {kind.__name__}, deeper than {DEPTH} levels or behind {_MOST} others"))
+            return
+        if isinstance(value, torch.Tensor):
+            slots = self.found.slots
+            if slot is not None and not (slots and same_place(slots[-1], slot)):
+                slots.append(slot)
+            if self.facts is not None and vars(value):
+                self.items(vars(value), depth - 1)
+        elif kind in (types.MethodType, types.BuiltinMethodType):
+            self.visit(slot, value.__self__, depth)
+            if kind is types.MethodType and not (value.__func__.__module__ or "").startswith("torch.nn."):
+                self.visit(None, value.__func__, depth)
+        elif isinstance(value, tuple):
+            if len(value) <= _LARGE:
+                for item in value:
+                    self.visit(slot, item, depth - 1)
+        elif isinstance(value, functools.partial):
+            for item in (value.func, *value.args, *value.keywords.values()):
+                self.visit(slot, item, depth - 1)
+        elif id(value) not in self.seen:
+            self.seen.add(id(value))
+            if isinstance(value, nn.Module):
+                self.found.modules.append(value)
+            elif isinstance(value, self.generators):
+                self.found.generators.append(value)
+            else:
+                self.mutable(value, kind, depth)
+
+    def mutable(self, value: Any, kind: type, depth: int) -> None:
+        if kind is types.FunctionType:
+            self.function(value, depth)  # functions are no data, and are looked into however deep
+        elif isinstance(value, (dict, list, collections.deque, set, frozenset)):
+            self.container(value, kind, depth - 1)
+        elif isinstance(value, ARRAYS):
+            if self.state is not None and _is_small(value):
+                self.state.values.append((value, content(value, None)))
+        elif not isinstance(value, (type, logging.Logger)):
+            state = self.state
+            if not is_user_class(kind) and kind not in RECORDS:
+                self.state = None  # a lock, a thread, a file: no data
+            attributes = attribute(value, "__dict__")
+            if type(attributes) is dict:
+                self.items(attributes, depth - 1)
+            for name in slot_names(kind):
+                held = attribute(value, name)
+                self.place((value, name, held), depth - 1)
+            self.constants(kind)
+            self.state = state
+
+    def place(self, slot: Slot, depth: int) -> None:
+        """Visits what lies in a place that is no entry of a dict or a list."""
+        if self.state is not None:
+            self.state.places.append(slot)
+        self.visit(slot, slot[2], depth)
+
+    def container(self, value: Any, kind: type, depth: int) -> None:
+        """Looks into a dict, a list, a deque or a set, and at what a subclass of these adds."""
+        if isinstance(value, dict):
+            self.items(value, depth)
+        elif isinstance(value, SEQUENCES):
+            self.items_of(value, depth)
+        elif len(value) <= self.most:
+            if isinstance(value, set) and self.state is not None:
+                self.state.values.append((value, content(value, None)))
+            for item in value if len(value) <= _LARGE else ():
+                self.visit(None, item, depth)
+        if kind not in BUILTIN:
+            attributes = attribute(value, "__dict__")
+            if type(attributes) is dict:
+                self.items(attributes, depth)
+            self.constants(kind)
+
+    def constants(self, kind: type) -> None:
+        """Notes the attributes of a class."""
+        if is_user_class(kind):
+            self.found.kinds[kind] = None
+        if self.facts is not None:
+            for base, name in class_attributes(kind):
+                self.visit(None, vars(base).get(name), DEPTH)
+        if self.state is not None:
+            self.state.places += [(base, name, vars(base).get(name)) for base, name in class_attributes(kind)]
+
+    def items_of(self, holder: Any, depth: int) -> None:
+        if len(holder) > self.most:
+            return
+        slot = (holder, None, content(holder, None))
+        if self.state is not None:
+            self.state.lists.append(slot)
+        if len(holder) <= _LARGE:
+            for item in slot[2]:
+                self.visit(slot, item, depth)
+
+    def items(self, holder: dict[Any, Any], depth: int) -> None:
+        if len(holder) > self.most:
+            return
+        held = entries(holder)
+        if self.state is not None:
+            self.state.dicts.append((holder, held))
+        if len(holder) <= _LARGE:
+            for key, item in list(held.items()):
+                self.visit((holder, key, item), item, depth)
+
+    @property
+    def most(self) -> int:
+        """How many entries a container may have: a long log is not looked into, but what is added to it is seen."""
+        return _LARGE if self.state is None else _NOTED
+
+    def function(self, fn: types.FunctionType, depth: int) -> None:
+        state = self.state
+        if is_compilers(fn):
+            self.state = None
+        self.parts_of_function(fn, depth)
+        self.state = state
+
+    def parts_of_function(self, fn: types.FunctionType, depth: int) -> None:
+        if fn.__defaults__:
+            self.visit((fn, "__defaults__", fn.__defaults__), fn.__defaults__, depth)
+        if fn.__kwdefaults__:
+            self.items(fn.__kwdefaults__, depth)
+        for cell in fn.__closure__ or ():
+            try:
+                held = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            slot = (cell, None, held)
+            self.found.slots.append(slot)
+            if isinstance(held, type):
+                self.constants(held)
+            self.visit(slot, held, depth)
+        # What a library's own code reads of its modules is no setting of the user's.
+        if not is_library(str(fn.__globals__.get("__name__", ""))):
+            self.globals_of(fn.__globals__, global_names(fn.__code__), depth)
+        if not fn.__dict__:
+            return
+        if is_library(fn.__module__ or ""):  # its attributes are the library's own
+            self.visit(None, fn.__dict__.get("__wrapped__"), depth)
+        else:
+            self.items(fn.__dict__, depth)
+
+    def globals_of(self, scope: dict[str, Any], names: Sequence[str], depth: int) -> None:
+        """Visits what code of these names finds in its globals, and in the modules that are imported there."""
+        for name in names:
+            held = scope.get(name)
+            if type(held) is types.ModuleType:
+                for slot in imported(held, names):
+                    self.place(slot, depth)
+            elif isinstance(held, type):
+                self.constants(held)
+            else:
+                self.place((scope, name, held), depth)
+
+
+def imported(module: types.ModuleType, names: Iterable[str]) -> Iterator[Slot]:
+    """The attributes of an imported module that are data, among these names: of a library, plain values and tensors."""
+    scope = vars(module)
+    kinds = (torch.Tensor, nn.Module) if is_library(module.__name__) else _DATA
+    for name in names:
+        held = scope.get(name)
+        if held is not None and (type(held) in PLAIN or isinstance(held, kinds)):
+            yield scope, name, held
+
+
+_DATA = (torch.Tensor, nn.Module, list, dict, tuple, set, collections.deque, types.FunctionType)
+
+
+def is_compilers(fn: types.FunctionType) -> bool:
+    """Whether a function is the compiler's code, which compares what it closes over by identity."""
+    return str(fn.__globals__.get("__name__", "")).startswith(("torch._dynamo", "torch._compile"))
+
+
+def is_user_class(kind: type) -> bool:
+    """Whether a class is neither Python's nor torch's."""
+    return not is_library(getattr(kind, "__module__", None) or "")
+
+
+def is_library(module: str) -> bool:
+    """Whether a module is part of Python, of torch or of what fckpt is built on."""
+    return module.partition(".")[0] in _LIBRARIES
+
+
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "optree", "fckpt"}) - {"__main__"}
+
+
+RECORDS = (
+    types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap
+)  # fmt: skip
+"""Classes of Python's that hold a user's data."""
+
+
+@functools.lru_cache(maxsize=4096)
+def class_attributes(kind: type) -> tuple[tuple[type, str], ...]:
+    """The attributes of a user's class that hold plain values, and the classes where they lie."""
+    return tuple(
+        (base, name)
+        for base in kind.__mro__
+        if is_user_class(base)
+        for name, value in vars(base).items()
+        if not name.startswith("__") and (type(value) in PLAIN or type(value) in (tuple, list, dict))
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def method_globals(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
+    """The globals that hold data and that the methods of a user's class name, directly or in functions they call."""
+    todo: list[Any] = [value for base in kind.__mro__ if is_user_class(base) for value in vars(base).values()]
+    seen: set[int] = set()
+    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+    while todo and len(seen) < _LARGE:
+        fn = todo.pop()
+        fn = getattr(fn, "__func__", None) or getattr(fn, "fget", None) or fn
+        if type(fn) is not types.FunctionType or id(fn) in seen or (fn.__module__ or "").startswith("torch."):
+            continue
+        seen.add(id(fn))
+        todo += [cell.cell_contents for cell in fn.__closure__ or () if content(cell, None) is not ABSENT]
+        scope = fn.__globals__
+        for name in global_names(fn.__code__):
+            held = scope.get(name)
+            if type(held) is types.FunctionType:
+                todo.append(held)
+            elif type(held) in PLAIN or (not (held is None or isinstance(held, _CODE)) and is_data(held)):
+                found[id(scope), name] = (scope, name)
+    return tuple(found.values())
+
+
+_CODE = (type, types.ModuleType, types.BuiltinFunctionType)
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value may hold what a function depends on: a container, a tensor, a module, a user's object."""
+    return isinstance(value, (list, dict, set, tuple, torch.Tensor, nn.Module)) or is_user_class(type(value))
+
+
+def attribute(value: Any, name: str, default: Any = None) -> Any:
+    """An attribute of any object, or the default."""
+    try:
+        return getattr(value, name, default)
+    except Exception:  # a lazy proxy, say, that cannot be resolved
+        return default
+
+
+@functools.lru_cache(maxsize=4096)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    names = set(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names.update(global_names(const))
+    return tuple(sorted(names))
+
+
+@functools.lru_cache(maxsize=4096)
+def slot_names(kind: type) -> tuple[str, ...]:
+    """The `__slots__` of classes written in Python."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        own = vars(base).get("__slots__", ())
+        for name in [own] if isinstance(own, str) else own:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+class Unguarded:
+    """A value of which nothing can be told that decides whether a plan made with it is valid still."""
+
+    __slots__ = ("what",)
+
+    def __init__(self, what: str):
+        self.what = what
+
+
+def fact(value: Any) -> Any:
+    """What can be told of a value without the tensors in it: hashable, and equal for what a function treats alike.
+
+    `Unguarded` where nothing can be told that would do.
+    """
+    kind = type(value)
+    if kind in PLAIN:
+        return (kind, repr(value)) if kind in (float, complex) else (kind, value)  # NaN equals itself here
+    if kind is types.FunctionType:
+        return value.__code__
+    if isinstance(value, (enum.Enum, torch.dtype, torch.device, torch.Size, type, range, decimal.Decimal, Fraction)):
+        return (kind, value.name) if isinstance(value, enum.Enum) else (kind, value)
+    if kind is slice:
+        return (kind, fact(value.start), fact(value.stop), fact(value.step))
+    if isinstance(value, (list, tuple, dict, set, frozenset, collections.deque)):
+        return _fact_of_container(value, kind)
+    if isinstance(value, (torch.Generator, types.BuiltinFunctionType)):
+        return (kind, id(value))
+    if isinstance(value, contextvars.ContextVar):
+        return (kind, fact(value.get(None)))
+    if isinstance(value, (Iterator, io.IOBase)) and not is_user_class(kind):
+        return Unguarded(f"a {kind.__name__}, which changes when it is read")
+    if isinstance(value, np.generic):
+        return (kind, value.tobytes())
+    if isinstance(value, np.ndarray):
+        if value.dtype == object or value.nbytes > _BYTES:
+            return Unguarded(f"a NumPy array of {value.nbytes} bytes")
+        return (kind, value.shape, str(value.dtype), value.tobytes())
+    return kind
+
+
+def _fact_of_container(value: Any, kind: type) -> Any:
+    if len(value) > _LARGE:
+        return Unguarded(f"a {kind.__name__} of {len(value)} entries")
+    if isinstance(value, tuple):
+        return (kind, tuple(map(fact, value)))
+    if isinstance(value, (set, frozenset)):
+        return (kind, frozenset(map(fact, value)))
+    if isinstance(value, dict) and all(type(k) in PLAIN for k in value):
+        return (kind, tuple(value))
+    return (kind, len(value))
+
+
+_BYTES = 1 << 16
+
+
+def _is_small(value: Any) -> bool:
+    """Whether an array holds few numbers, and no objects."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes <= _BYTES and not value.dtype.hasobject
+    return len(value) * getattr(value, "itemsize", 1) <= _BYTES
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, torch.Generator, type, types.FunctionType, types.BuiltinFunctionType))

@@ -1,0 +1,317 @@
+"""The parts of a module tree: its buffers, parameters and attributes, found once and read at every call."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import types
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
+
+from fckpt._call.closure import class_attributes, closure_of, fact, method_globals, slot_names
+from fckpt._call.places import ABSENT, PLAIN, Slot
+from fckpt._call.rng import generator_types
+
+__all__ = [
+    "INTERNAL",
+    "BufferHabits",
+    "BufferKey",
+    "ModuleParts",
+    "ModuleState",
+    "facts_of",
+    "is_closed",
+    "known_parts",
+    "parts_of",
+    "storage_of",
+    "unwrapped",
+    "version",
+]
+
+BufferKey = tuple[int, str, bool, bool]
+BufferHabits = dict[BufferKey, bool]
+"""Which buffers a function was seen to write: (id of the buffers dict, name, training, is statistics)."""
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often `tensor` was changed in place (0 where torch does not count: inference tensors)."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage; 0 for layouts that have none (sparse ones, say)."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without the wrappers of torch.func: in-place work always shows in the version of this one."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+class ModuleParts:
+    """The dicts that hold a module tree's buffers and parameters, found once: the walk costs 1 us a module."""
+
+    __slots__ = (
+        "_buffers",
+        "_children",
+        "_hooks",
+        "_lazy",
+        "_names",
+        "_owners",
+        "_settings",
+        "_sizes",
+        "_structure",
+        "_values",
+        "constants",
+        "generators",
+        "kinds",
+        "members",
+        "modules",
+        "named",
+        "open",
+        "parameters",
+        "sharded",
+        "ways",
+    )  # fmt: skip
+
+    def __init__(self, module: nn.Module):
+        kinds = generator_types()
+        modules = self.modules = [vars(m) for m in module.modules()]
+        self.kinds = tuple(type(m) for m in module.modules())
+        """The classes of the modules."""
+        self._buffers = [(m, m._buffers) for m in module.modules() if m._buffers]
+        self.parameters = [m["_parameters"] for m in modules if m["_parameters"]]
+        self.generators = [v for m in modules for v in m.values() if isinstance(v, kinds)]
+        own = [(m, k, v) for m in modules for k, v in m.items() if k not in INTERNAL]
+        self.open = [(m, k) for m, k, v in own if not is_closed(v)]
+        """Attributes that may hold tensors and modules."""
+        classes = dict.fromkeys(self.kinds)
+        found = {(id(scope), name): (scope, name) for c in classes for scope, name in method_globals(c)}
+        self.named = list(found.values())
+        """The globals that hold data and that the methods of the modules name."""
+        self.constants = list(dict.fromkeys(pair for c in classes for pair in class_attributes(c)))
+        """The attributes of the modules' classes."""
+        # All others hold a rate, a stride, an activation. They are read and compared at every call, by identity and
+        # without a line of Python for each: there are thousands.
+        closed = [(m, k) for m, k, v in own if is_closed(v)]
+        closed += [(m, k) for m in modules for k in ("training", *_HOOKS)]
+        self._owners = [m for m, _ in closed]
+        self._names = [k for _, k in closed]
+        self._hooks = [m[k] for m in modules for k in (*_HOOKS, *_BACKWARD_HOOKS)]
+        self._children = [m["_modules"] for m in modules]
+        self._sizes = [*modules, *self._children]
+        self.sharded = any(c.__module__.startswith("torch.distributed.fsdp") for t in self.kinds for c in t.__mro__)
+        """Whether FSDP puts parameters into the modules and takes them out, around each call."""
+        self._lazy = [m for m in module.modules() if isinstance(m, LazyModuleMixin)]
+        self.ways = None if any(map(slot_names, self.kinds)) else _ways(module)
+        """The ways to the dicts of the tree, where each module has one place."""
+        self.members = [(children, children.copy()) for children in self._children]
+        """The dicts of submodules, and copies of them."""
+        self._structure = self._read_structure()
+        self._values = self._read()
+        self._settings: _Settings | None = None
+
+    def valid(self) -> bool:
+        """Whether the tree still has the same modules, and attributes that hold tensors in the same places."""
+        if self._structure != self._read_structure():
+            return False
+        values = self._read()
+        if not all(map(operator.is_, values, self._values)):
+            changed = [v for v, then in zip(values, self._values, strict=True) if v is not then]
+            if not all(map(is_closed, changed)):
+                return False
+            self._values, self._settings = values, None
+        return True
+
+    def _read(self) -> list[Any]:
+        return list(map(dict.get, self._owners, self._names))
+
+    def _read_structure(self) -> tuple[list[int], list[Any], list[str]]:
+        children = itertools.chain.from_iterable(map(dict.values, self._children))
+        return list(map(len, self._sizes)), list(children), [k for _, buffers in self._buffers for k in buffers]
+
+    def unchanged(self) -> bool:
+        """Whether the tree has the modules that it had."""
+        return self._structure == self._read_structure()
+
+    def lazy(self) -> bool:
+        """Whether a module of the tree has yet to learn its sizes, from its first call."""
+        held = [t for m in self._lazy for t in (*m._parameters.values(), *m._buffers.values())]
+        return any(is_lazy(t) for t in held if t is not None)
+
+    def state(self) -> ModuleState:
+        """What the attributes that hold no tensors are now."""
+        return ModuleState(self, self._values, self._structure[0])
+
+    def settings(self) -> _Settings:
+        """What decides, besides tensors, what the modules do: their classes, attributes and hooks."""
+        if self._settings is None:
+            self._settings = _Settings((self.kinds, tuple(self._names), tuple(map(fact, self._values))))
+        if not any(self._hooks):
+            return self._settings
+        return _Settings((self._settings, *((i, *d) for i, d in enumerate(self._hooks) if d)))
+
+    def buffers(self) -> list[tuple[dict[str, Any], str, BufferKey, torch.Tensor, int]]:
+        """The buffers: (dict, name, key, tensor, its version)."""
+        return [
+            (buffers, name, (id(buffers), name, owner.training, norm), tensor, version(unwrapped(tensor)))
+            for owner, buffers in self._buffers
+            for norm in (_is_norm(owner),)
+            for name, tensor in buffers.items()
+            if tensor is not None
+        ]
+
+    def hooks(self) -> list[Any]:
+        """The functions that are registered as hooks."""
+        return [hook for registered in self._hooks for hook in registered.values()]
+
+
+Ways = dict[int, tuple[tuple[Any, Any], ...]]
+
+
+def _ways(root: nn.Module) -> Ways | None:
+    """The ways through a tree to each dict in it, as pairs (holder, held); None where modules are shared.
+
+    They begin with the attributes of the root: who notes the root itself would keep it alive.
+    """
+    ways: Ways = {}
+    shared = False
+
+    def visit(module: nn.Module, way: tuple[tuple[Any, Any], ...]) -> None:
+        nonlocal shared
+        attributes = vars(module)
+        shared = shared or id(attributes) in ways
+        if shared:
+            return
+        way = ways[id(attributes)] = way if module is root else (*way, (module, attributes))
+        for name in ("_buffers", "_parameters"):
+            ways[id(attributes[name])] = (*way, (attributes, attributes[name]))
+        children = attributes["_modules"]
+        for child in children.values():
+            if child is not None:
+                visit(child, (*way, (attributes, children), (children, child)))
+
+    visit(root, ())
+    return None if shared else ways
+
+
+class ModuleState:
+    """The attributes of a module tree that hold no tensors, at one time."""
+
+    __slots__ = ("parts", "sizes", "values")
+
+    def __init__(self, parts: ModuleParts, values: list[Any], sizes: list[int]):
+        self.parts = parts
+        self.values = values
+        self.sizes = sizes
+
+    def changes(self) -> list[Slot]:
+        """The attributes that have changed since, and what they were."""
+        parts = self.parts
+        now = parts._read()
+        changes: list[Slot] = []
+        if not all(map(operator.is_, now, self.values)):
+            rows = zip(parts._owners, parts._names, self.values, now, strict=True)
+            changes = [(owner, name, then) for owner, name, then, value in rows if value is not then]
+        if parts._structure != parts._read_structure():
+            changes += [
+                (held, name, then.get(name, ABSENT))
+                for held, then in parts.members
+                for name in {**held, **then}
+                if held.get(name) is not then.get(name)
+            ]
+        if self.sizes != list(map(len, parts._sizes)):
+            known: dict[int, set[str]] = {}
+            for owner, name in [*zip(parts._owners, parts._names, strict=True), *parts.open]:
+                known.setdefault(id(owner), set()).add(name)
+            for owner in parts.modules:
+                new = owner.keys() - INTERNAL - known.get(id(owner), set())
+                changes += [(owner, name, ABSENT) for name in new]
+        return changes
+
+
+class _Settings:
+    """Facts by the thousand, hashed once."""
+
+    __slots__ = ("facts", "hash")
+
+    def __init__(self, facts: tuple[Any, ...]):
+        self.facts = facts
+        self.hash = hash(facts)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Settings) and self.facts == other.facts)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+
+def facts_of(values: Sequence[Any], scopes: Iterable[tuple[types.CodeType, dict[str, Any]]] = ()) -> tuple[Any, ...]:
+    """All that can be told, besides tensors, of what values and code reach: equal as long as they do the same.
+
+    Args:
+        values: functions, of which cells, defaults, attributes and globals are looked into; objects and containers.
+        scopes: further code, and its globals.
+    """
+    facts: list[Any] = []
+    modules = closure_of(list(values), scopes=scopes, facts=facts).modules
+    parts = [parts_of(module) for module in modules]
+    attributes = [(m, k) for part in parts for m, k in part.open]
+    if attributes:
+        parts += [parts_of(m) for m in closure_of([], attributes=attributes, facts=facts).modules]
+    return (*facts, *(part.settings() for part in parts))
+
+
+def known_parts(module: nn.Module) -> ModuleParts | None:
+    """The parts of a module tree as they were found before, if it has the same modules."""
+    parts = _parts.get(module)
+    return parts if parts is not None and parts.unchanged() else None
+
+
+_parts: weakref.WeakKeyDictionary[nn.Module, ModuleParts] = weakref.WeakKeyDictionary()
+
+
+def parts_of(module: nn.Module) -> ModuleParts:
+    parts = _parts.get(module)
+    if parts is None or not parts.valid():
+        parts = _parts[module] = ModuleParts(module)
+    return parts
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether `module` now writes statistics that its forward does not read."""
+    return module.training and type(module).forward in _NORM_FORWARDS and bool(module.track_running_stats)
+
+
+_NORM_FORWARDS = {
+    nn.modules.batchnorm._BatchNorm.forward,
+    nn.modules.instancenorm._InstanceNorm.forward,
+    nn.SyncBatchNorm.forward,
+}
+
+
+def is_closed(value: Any) -> bool:
+    """Whether `value` holds no tensor, and cannot."""
+    if type(value) is tuple:
+        return len(value) < 20 and all(map(is_closed, value))
+    if type(value) is types.FunctionType:
+        return not value.__closure__
+    return type(value) in PLAIN or isinstance(value, (torch.dtype, torch.device, type, types.BuiltinFunctionType))
+
+
+INTERNAL = frozenset(vars(nn.Module()))

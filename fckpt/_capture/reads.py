@@ -1,0 +1,146 @@
+"""Guards for a function that is traced by running its Python code: what that code may have read, besides its arguments.
+
+While a trace runs, the recorder notes which code ran and what classes the objects had that it was given. All that such
+code can name is guarded: globals, attributes of imported modules and of classes, methods, defaults, cells, what lies in
+containers and objects that are reached from there, variables of the environment, and whether caches were filled anew.
+What is guarded so is a superset of what was read: a change that was not read may lead to another trace, never to a
+stale plan. Captured functions have narrower guards, and faster ones (`_capture`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from fckpt._call.closure import Unguarded, global_names, is_library, is_user_class
+from fckpt._call.modules import facts_of
+from fckpt._capture.classes import ClassFacts
+
+__all__ = ["Guards", "Reads"]
+
+
+class Reads:
+    """Notes, while a trace runs, which of the user's code runs, and the classes of what it is given."""
+
+    def __init__(self) -> None:
+        self.codes: dict[types.CodeType, dict[str, Any]] = {}
+        """The code that ran, and its globals."""
+        self.classes: dict[int, type] = {}
+        self.environment: dict[str, str | None] = {}
+        """The variables of the environment that were asked for, and their values."""
+
+    def note(self, frame: types.FrameType) -> None:
+        """Notes a function that is being called."""
+        scope = frame.f_globals
+        if frame.f_code is _LOOKUP and isinstance(key := frame.f_locals.get("key"), str):
+            self.environment[key] = os.environ.get(key)
+        if is_library(str(scope.get("__name__", ""))):
+            return
+        self.codes[frame.f_code] = scope
+        for value in frame.f_locals.values():
+            self._add(value if isinstance(value, type) else type(value))
+
+    def _add(self, cls: type) -> None:
+        meta: type = type(cls)
+        for base in (*cls.__mro__, *meta.__mro__):
+            if base is not object and base is not type:
+                self.classes[id(base)] = base
+
+    def guards(self, facts: Iterable[Any]) -> Guards:
+        """Returns the guards, as of now: after the trace, which has changed nothing.
+
+        Args:
+            facts: what was found in the closure; the classes of objects and modules are among it.
+        """
+        for value in (*_globals(self.codes), *facts):
+            if isinstance(value, type):
+                self._add(value)
+        return Guards(self)
+
+
+_LOOKUP = type(os.environ).__getitem__.__code__
+
+
+def _globals(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[Any]:
+    for code, scope in codes.items():
+        yield from (scope[name] for name in global_names(code) if name in scope)
+
+
+def _functions_of_modules(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """What code may call of the modules that are imported where it stands: `F.relu`, `math.sqrt`."""
+    for code, scope in codes.items():
+        names = global_names(code)
+        for held in [scope[name] for name in names if type(scope.get(name)) is types.ModuleType]:
+            found = vars(held)
+            yield from ((found, name, found[name]) for name in names if callable(found.get(name)))
+
+
+class Guards:
+    """What the code of a trace may have read, as it was then."""
+
+    def __init__(self, reads: Reads):
+        self._environment = reads.environment
+        self._scopes = list(reads.codes.items())
+        self._called = list(_called(reads))
+        self._attributes = list(_functions_of_modules(reads.codes))
+        self._caches = [(c, c.cache_info().misses) for c in _caches(reads)]
+        self._facts = facts_of(self._called, self._scopes)
+        self.unguarded = next((fact for fact in self._facts if isinstance(fact, Unguarded)), None)
+        """What cannot be guarded, if there is such a thing."""
+        classes = [fact for fact in self._facts if isinstance(fact, type)]
+        self._classes = ClassFacts([*reads.classes.values(), *classes], reads.codes)
+
+    def hold(self) -> bool:
+        """Whether a trace would read the same things now."""
+        return not self.changed()
+
+    def changed(self) -> str:
+        """Says what differs; empty if nothing does."""
+        if not self._classes.hold():
+            return self._classes.changed()
+        for held, name, value in self._attributes:
+            if held.get(name) is not value:
+                return f"{held.get('__name__', 'a module')}.{name} is another function"
+        for key, then in self._environment.items():
+            if os.environ.get(key) != then:
+                return f"the environment has another {key}"
+        for cache, misses in self._caches:
+            if cache.cache_info().misses != misses:
+                return f"the cache of {getattr(cache, '__name__', 'a function')} was filled with something new"
+        same = facts_of(self._called, self._scopes) == self._facts
+        return "" if same else "a global, or what lies in one, is another"
+
+
+def _called(reads: Reads) -> Iterator[Any]:
+    """The functions that ran, as far as they are found in classes and in globals, and descriptors with a state."""
+    found: dict[int, types.FunctionType] = {}
+    for cls in reads.classes.values():
+        for value in list(vars(cls).values()):
+            if not isinstance(value, type) and is_user_class(type(value)):
+                yield value
+            for fn in _functions_in(value):
+                found[id(fn)] = fn
+    for value in _globals(reads.codes):
+        for fn in _functions_in(value):
+            found[id(fn)] = fn
+    yield from (fn for fn in found.values() if fn.__code__ in reads.codes)
+
+
+def _functions_in(value: Any) -> Iterator[types.FunctionType]:
+    parts = (
+        value, getattr(value, "__func__", None), getattr(value, "func", None), getattr(value, "__wrapped__", None)
+    )  # fmt: skip
+    if isinstance(value, property):
+        parts = (value.fget, value.fset, value.fdel, None)
+    for part in parts:
+        if type(part) is types.FunctionType:
+            yield part
+
+
+def _caches(reads: Reads) -> Iterator[Any]:
+    """The functions with a cache that the code names: a hit is no call, so what they read would go unseen."""
+    held = [*_globals(reads.codes), *(v for cls in reads.classes.values() for v in list(vars(cls).values()))]
+    return (value for value in held if isinstance(value, functools._lru_cache_wrapper))

@@ -1,0 +1,164 @@
+"""`check`: is the rematerialised function the plain one, for a function and arguments of yours?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fckpt import _tree as tree
+from fckpt._call.arguments import Arguments
+from fckpt._call.conditions import Observation
+from fckpt._inspect import Outputs
+from fckpt._memory import measure_peak
+from fckpt._planned.plan import Budget, Plan
+from fckpt._planned.planner import Reached
+from fckpt._remat import plain_of, remat
+from fckpt._units import format_bytes
+from fckpt.errors import ArgumentValueError
+from fckpt.policies.named import PolicyLike
+
+__all__ = ["Check", "check"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `check` found. True if nothing differs."""
+
+    differences: tuple[str, ...]
+    """What is not equal to the last bit: `the gradient of args[0]['w'] (by up to 1.2e-07)`."""
+    compared: int
+    """How many tensors were compared: outputs, gradients, statistics, the generator's state."""
+    plain_peak_bytes: int
+    peak_bytes: int
+
+    def __bool__(self) -> bool:
+        return not self.differences
+
+    def __str__(self) -> str:
+        found = "; ".join(self.differences) or f"all {self.compared} tensors are bitwise equal"
+        return f"{found}; peak {format_bytes(self.plain_peak_bytes)} -> {format_bytes(self.peak_bytes)}"
+
+
+def check(
+    fn: Callable[..., Any],
+    *args: Any,
+    policy: PolicyLike | None = None,
+    budget: Budget | None = None,
+    plan: Plan | None = None,
+    outputs: Outputs | None = None,
+    **kwargs: Any,
+) -> Check:
+    """Runs forward and backward of `fn` plainly and rematerialised, and compares everything bit for bit.
+
+    Args:
+        fn: a function or a module; or what `remat` returned, which is compared with what it was made of.
+        args: arguments as in a call. What requires grad, closed-over parameters included, is differentiated.
+        policy: see `remat`.
+        budget: see `remat`.
+        plan: see `remat`.
+        outputs: which tensors of the result are differentiated, see `fckpt.plan`; left out, all that require grad.
+        kwargs: as in the call.
+
+    Returns:
+        What differs, if anything does, and both measured peaks. Statistics, `.grad` and the generators are left as
+        they were.
+
+    Raises:
+        ArgumentValueError: nothing requires grad, or `outputs` are none of the result's.
+
+    Example:
+        >>> import torch, fckpt
+        >>> w, x = torch.randn(8, 8, requires_grad=True), torch.randn(64, 8)
+        >>> bool(fckpt.check(lambda w, x: torch.tanh(torch.tanh(x @ w) @ w).sum(), w, x))
+        True
+    """
+    plain = plain_of(fn)
+    region = remat(fn, policy=policy, budget=budget, plan=plan) if plain is fn else fn
+    comparison = _Comparison(plain, args, kwargs, [outputs] if isinstance(outputs, (int, str)) else outputs)
+    comparison.run(region)  # traces and plans, if it has to
+    expected, plain_peak = comparison.run(plain)
+    actual, peak = comparison.run(region)
+    differences = [
+        f"{name} ({_difference(expected[name], actual[name])})"
+        for name in expected
+        if not _same(expected[name], actual[name])
+    ]
+    return Check(tuple(differences), len(expected), plain_peak, peak)
+
+
+class _Comparison:
+    """Runs functions on the same arguments from the same state."""
+
+    def __init__(
+        self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Sequence[int | str] | None = None
+    ):
+        self.args, self.kwargs, self.chosen = args, kwargs, chosen
+        run = fn.forward if isinstance(fn, nn.Module) else fn
+        arguments = Arguments(args, kwargs)
+        observation = Observation([run], arguments.statics, arguments.tensors, {})
+        reached = Reached(observation, arguments.tensors)
+        paths = [arguments.path(i) for i in range(len(arguments.tensors))]
+        paths += [f"closed-over tensor {i}" for i in range(len(reached.tensors))]
+        if isinstance(fn, nn.Module):
+            names = {id(t): name for name, t in (*fn.named_parameters(), *fn.named_buffers())}
+            paths = [
+                names.get(id(t), path) for t, path in zip((*arguments.tensors, *reached.tensors), paths, strict=True)
+            ]
+        pairs = list(zip(paths, (*arguments.tensors, *reached.tensors), strict=True))
+        self.wanted = [(path, t) for path, t in pairs if t.requires_grad]
+        self.state = [(path, t, t.detach().clone()) for path, t in pairs if not t.requires_grad]
+        self.generators = observation.random
+        if not self.wanted:
+            raise ArgumentValueError("nothing to check: no argument and no closed-over tensor requires grad.")
+
+    def _ends(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+        if self.chosen is None:
+            return [t for _, t in named]
+        try:
+            return [named[i][1] for i in tree.selected(self.chosen, [name for name, _ in named])]
+        except LookupError as error:
+            raise ArgumentValueError(f"outputs: {error}.") from error
+
+    def run(self, fn: Callable[..., Any]) -> tuple[dict[str, torch.Tensor | None], int]:
+        """Returns everything that one forward and backward pass makes, by name, and their peak bytes."""
+        found: dict[str, torch.Tensor | None] = {}
+
+        def step() -> None:
+            leaves, spec = tree.flatten(fn(*self.args, **self.kwargs))
+            named = [(n, t) for n, t in zip(spec.names(), leaves, strict=True) if isinstance(t, torch.Tensor)]
+            found.update({f"output {i}": t.detach() for i, (_, t) in enumerate(named)})
+            ends = [t for t in self._ends(named) if t.requires_grad]
+            cotangents = [torch.linspace(1, 2, t.numel(), device=t.device).to(t.dtype).reshape(t.shape) for t in ends]
+            inputs = [t for _, t in self.wanted]
+            grads = torch.autograd.grad(ends, inputs, cotangents, allow_unused=True) if ends else [None] * len(inputs)
+            found.update({f"the gradient of {path}": g for (path, _), g in zip(self.wanted, grads, strict=True)})
+
+        self.generators.rewind()
+        peak = measure_peak(step, device=self.wanted[0][1].device).peak_bytes
+        found["the random generator"] = torch.get_rng_state()
+        with torch.no_grad():
+            for path, tensor, before in self.state:
+                found[f"{path} after the call"] = tensor.detach().clone()
+                tensor.copy_(before)
+        self.generators.rewind()
+        return found, peak
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
+    if a is None or b is None:
+        return f"{tree.describe(a)} and {tree.describe(b)}"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{tree.describe(a)} and {tree.describe(b)}"
+    return f"by up to {(a.double() - b.double()).abs().max().item():.2g}"

@@ -1,0 +1,271 @@
+"""Looking before running: `plan`, `pareto`, `saved_residuals`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fckpt._planned.ledger import Stats
+from fckpt._planned.plan import Budget, Plan, check_budget, make_plan, plain_plan
+from fckpt._planned.planner import Planner, traced_without_running
+from fckpt._recompute.primitives import is_number
+from fckpt._remat import plain_of, planner_of
+from fckpt._trace.operations import Trace
+from fckpt.cost import Analytic, Measured, profile_of, profiles
+from fckpt.cost.calls import CostSource
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
+from fckpt.policies.named import PolicyLike, reductions_saveable
+from fckpt.report.table import Residual, format_residuals
+
+__all__ = ["ParetoPoint", "pareto", "plan", "print_saved_residuals", "saved_residuals", "stats"]
+
+
+Outputs = int | str | Sequence[int | str]
+"""Tensors of a result, by position or name."""
+
+
+class ParetoPoint(NamedTuple):
+    """One end of the bargain between memory and time."""
+
+    peak_bytes: int
+    overhead: float
+    plan: Plan
+
+
+def plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    budget: Budget | None = None,
+    policy: PolicyLike | None = None,
+    solver: str = "auto",
+    costs: CostSource | None = None,
+    time_limit: float | None = None,
+    outputs: Outputs | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Plans a call of `fn` without running it: what to keep, what to compute again, and what that comes to.
+
+    Args:
+        fn: a function or a module, as for `remat`.
+        args: arguments as in the call to be planned. Tensors that require grad, and parameters that do, are
+            differentiated. Fake tensors will do (`torch._subclasses.FakeTensorMode`); for a device that is not at
+            hand, meta tensors, with `costs`.
+        budget: see `remat`.
+        policy: see `remat`. With neither, what the plain function does.
+        solver: see `fckpt.solve.names()`.
+        costs: where times and temporaries come from: `fckpt.cost.Measured()`, the default for real tensors, or
+            `fckpt.cost.Analytic(profile)`, the default for fake ones.
+        time_limit: how many seconds the solver `auto` may look for a plan, about; see `fckpt.solve.auto`. It returns
+            the best plan so far when it is interrupted.
+        outputs: which tensors of the result the loss is made of: positions among them, or names such as `"loss"` and
+            `"hidden.0"`. Left out, the one number among those that require grad, or else all of them: `Plan.loss_of`
+            says which. (`remat` needs no such argument: it learns it from the first backward pass.)
+        kwargs: as in the call.
+
+    Raises:
+        ArgumentValueError: `outputs` are none of the result's, or do not require grad.
+        TraceError: the function's course depends on the data of tensors.
+        BudgetError: nothing fits; `least_bytes` says what would.
+
+    Example:
+        >>> import torch, fckpt
+        >>> def loss(w, x):
+        ...     for _ in range(20):
+        ...         x = torch.tanh(x @ w)
+        ...     return x.sum()
+        >>> w = torch.randn(16, 16, requires_grad=True)
+        >>> plan = fckpt.plan(loss, w, torch.randn(1024, 16), budget=0.5)
+        >>> plan.peak_bytes <= plan.baseline_peak_bytes / 2
+        True
+    """
+    return _Looked(fn, args, kwargs, costs, outputs).plan(policy, budget, solver, time_limit)
+
+
+def pareto(
+    fn: Callable[..., Any],
+    *args: Any,
+    points: int = 12,
+    policy: PolicyLike | None = None,
+    solver: str = "auto",
+    costs: CostSource | None = None,
+    outputs: Outputs | None = None,
+    **kwargs: Any,
+) -> list[ParetoPoint]:
+    """Plans a call for budgets from the least feasible one to the plain peak.
+
+    Args:
+        fn: see `plan`.
+        args: see `plan`.
+        points: how many budgets, at least 2; in equal ratios.
+        policy: see `plan`.
+        solver: see `plan`.
+        costs: see `plan`.
+        outputs: see `plan`.
+        kwargs: as in the call.
+
+    Returns:
+        Points in ascending peak and descending overhead; budgets that bring nothing are left out.
+
+    Example:
+        >>> import torch, fckpt
+        >>> def loss(w, x):
+        ...     for _ in range(20):
+        ...         x = torch.tanh(x @ w)
+        ...     return x.sum()
+        >>> curve = fckpt.pareto(loss, torch.randn(16, 16, requires_grad=True), torch.randn(1024, 16), points=4)
+        >>> curve[0].peak_bytes < curve[-1].peak_bytes, curve[-1].overhead
+        (True, 0.0)
+    """
+    if type(points) is not int or points < 2:
+        raise ArgumentValueError(f"pareto needs at least 2 points, not {points!r}.")
+    looked = _Looked(fn, args, kwargs, costs, outputs)
+    plain = looked.plan(policy, 1.0, solver)
+    most = plain.baseline_peak_bytes
+    try:
+        looked.plan(policy, 1, solver)
+        least = 1
+    except BudgetError as error:
+        least = error.least_bytes
+    found: list[ParetoPoint] = []
+    for i in range(points):
+        budget = round(least * (most / least) ** (i / (points - 1))) if least < most else most
+        made = looked.plan(policy, max(budget, least), solver)
+        found.append(ParetoPoint(made.peak_bytes, made.overhead, made))
+    found.sort(key=lambda point: (point.peak_bytes, point.overhead))
+    best: list[ParetoPoint] = []
+    for point in found:
+        if point.overhead < (best[-1].overhead if best else math.inf):
+            best.append(point)
+    return best
+
+
+def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:
+    """Lists what a call of `fn` keeps for backward: bytes, shape, dtype, origin, name, and why.
+
+    Args:
+        fn: what `remat` returned, with or without a policy, budget or plan; or any function, for what plain
+            autograd keeps.
+        args: as in the call.
+        kwargs: as in the call.
+
+    Returns:
+        Intermediates, and the arguments and outputs that backward reads, which are held anyway.
+
+    Example:
+        >>> import torch, fckpt
+        >>> fn = lambda w, x: torch.sin(torch.tanh(x @ w)).sum()
+        >>> w, x = torch.randn(3, 3, requires_grad=True), torch.randn(2, 3)
+        >>> [row.shape for row in fckpt.saved_residuals(fckpt.remat(fn), w, x) if row.kind == "intermediate"]
+        []
+
+    References:
+        `jax.ad_checkpoint.saved_residuals`, here with bytes and reasons.
+    """
+    planner = planner_of(fn)
+    looked = _Looked(fn, args, kwargs, None)
+    if planner is None:
+        return looked.plan(None, None, "save_all").residuals
+    if planner.given is None and planner.budget is None and planner.policy is None:
+        return looked.plan(reductions_saveable, None, "policy").residuals
+    return planner.plan(looked.trace).residuals
+
+
+def print_saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Prints what `saved_residuals` lists, largest first, repeated blocks folded, with totals.
+
+    Example:
+        >>> import torch, fckpt
+        >>> w, x = torch.randn(3, 3, requires_grad=True), torch.randn(2, 3)
+        >>> fn = fckpt.remat(lambda w, x: torch.sin(x @ w).sum())
+        >>> fckpt.print_saved_residuals(fn, w, x)  # doctest: +ELLIPSIS +NORMALIZE_WHITESPACE
+        bytes what from needed by recompute
+        36 B float32[3, 3] args[0] ...
+    """
+    print(format_residuals(saved_residuals(fn, *args, **kwargs)))
+
+
+def stats(fn: Callable[..., Any]) -> Stats:
+    """Counts what happened in the calls of a rematerialised function or module: plans, hits, fall-backs, seconds.
+
+    Args:
+        fn: what `remat` returned for a budget, a policy or a plan.
+
+    Raises:
+        ArgumentTypeError: `fn` is not rematerialised.
+
+    Example:
+        >>> import torch, fckpt
+        >>> fn = fckpt.remat(lambda w, x: torch.tanh(torch.tanh(x @ w) @ w).sum(), budget=1.0)
+        >>> w, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
+        >>> for _ in range(3):
+        ...     fn(w, x).backward()
+        >>> found = fckpt.stats(fn)
+        >>> found.calls, found.plans, found.captures, found.hits, found.fallbacks
+        (3, 1, 1, 2, {})
+    """
+    planner = planner_of(fn)
+    if planner is None:
+        raise ArgumentTypeError(f"stats takes what fckpt.remat returned, not {type(fn).__name__}: {fn!r}.")
+    return planner.ledger.stats
+
+
+class _Looked:
+    """A traced call that is not run."""
+
+    def __init__(
+        self,
+        fn: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        costs: CostSource | None,
+        outputs: Outputs | None = None,
+    ):
+        if not callable(fn):
+            raise ArgumentTypeError(f"a plan is made for a function or an nn.Module, not {type(fn).__name__}.")
+        plain = plain_of(fn)
+        run = plain.forward if isinstance(plain, nn.Module) else plain
+        self.chosen = [outputs] if isinstance(outputs, (int, str)) else outputs
+        self.trace, tensors = traced_without_running(run, tuple(args), kwargs, self.chosen)
+        fake = next((t for t in tensors if isinstance(t, FakeTensor) or t.device.type == "meta"), None)
+        if costs is None and fake is not None and fake.device.type == "meta":
+            raise ArgumentValueError(
+                "tensors on the meta device do not say for which device to plan: give "
+                f"costs=fckpt.cost.Analytic(fckpt.cost.profiles[name]), name one of {', '.join(profiles)}."
+            )
+        if costs is None:
+            costs = Measured() if fake is None else Analytic(profile_of(fake.device))
+        self.costs = costs
+        self.graphs: dict[Any, Any] = {}
+
+    def plan(
+        self, policy: PolicyLike | None, budget: Budget | None, solver: str, time_limit: float | None = None
+    ) -> Plan:
+        budget = None if budget is None else check_budget(budget)
+        planner = Planner(policy, 1.0, None, solver, self.costs)
+        if policy not in self.graphs:
+            self.graphs[policy] = planner.priced(self.trace)
+        graph = self.graphs[policy]
+        version = str(torch.__version__)
+        plain = budget is None and policy is None
+        made = plain_plan(graph, version) if plain else make_plan(graph, budget, solver, version, time_limit)
+        return dataclasses.replace(made, loss_of=_loss_of(self.trace, self.chosen is not None))
+
+
+def _loss_of(trace: Trace, named: bool) -> tuple[str, ...]:
+    """The tensors of the result that are differentiated, if others are not; with their names where these are known."""
+    if sum(trace.flags) == len(trace.backward.outputs or ()):
+        return ()
+    leaves = zip(trace.leaves, trace.spec.names(), strict=True)
+    names = {leaf: name for leaf, name in leaves if is_number(leaf)} if named else {}
+    found = []
+    for output in trace.backward.outputs or ():
+        spec = trace.tensors[trace.outputs[output]]
+        layout = f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}"
+        found.append(f"{names.get(('out', output), '')} {layout}".strip())
+    return tuple(found)

@@ -1,0 +1,107 @@
+"""A function under `vmap` as a function of the batches: what is planned when the innermost level is a `vmap`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch._C._functorch import _add_batch_dim, _unwrap_batched, peek_interpreter_stack
+from torch._functorch.pyfunctorch import coerce_cinterpreter
+from torch._functorch.vmap import restore_vmap
+
+from fckpt import _tree as tree
+from fckpt._call.arguments import Arguments
+from fckpt._call.conditions import unseen
+from fckpt._call.places import Slot, placed, replaced
+
+__all__ = ["NOT_BATCHED", "Batching", "run_batched"]
+
+
+class Batching(NamedTuple):
+    """The `vmap`s that were taken off a call."""
+
+    sizes: tuple[int, ...]
+    passed: tuple[torch.Tensor, ...]
+    """Tensors that the function closed over and is passed instead."""
+
+
+NOT_BATCHED = Batching((), ())
+
+
+@dataclass(frozen=True)
+class _Key:
+    """How a call is batched: with the layouts of the batches, all that its trace depends on."""
+
+    dims: tuple[int | None, ...]
+    size: int
+    randomness: str
+    signature: Any
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a batched call returns besides tensors."""
+
+    spec: tree.TreeSpec
+    leaves: tuple[Any, ...]
+    """Tensors as None."""
+    dims: tuple[int | None, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.dims)
+
+
+def run_batched(
+    fn: Callable[..., Any],
+    arguments: Arguments,
+    closure: Sequence[torch.Tensor],
+    slots: Sequence[Slot],
+    batching: Batching,
+    run: Callable[[Callable[..., Any], Arguments, Batching], Any],
+) -> Any:
+    """Takes the innermost level, a `vmap`, off a call.
+
+    Args:
+        fn: the function.
+        arguments: those of the call, in that level.
+        closure: the tensors that `fn` closes over.
+        slots: where they lie.
+        batching: the levels that were taken off before.
+        run: runs a function on arguments below the level.
+    """
+    top = peek_interpreter_stack()
+    assert top is not None
+    interpreter = coerce_cinterpreter(top)
+    level = interpreter.level()
+    tensors = [*arguments.tensors, *closure]
+    with unseen():
+        pairs = [_unwrap_batched(t, level) for t in tensors]
+    dims = tuple(dim for _, dim in pairs)
+    key = _Key(dims, interpreter.batch_size(), interpreter.randomness(), arguments.signature())
+    count = len(arguments.tensors)
+
+    def batched(key: _Key, *batches: torch.Tensor) -> tuple[list[torch.Tensor], _Result]:
+        ends: list[tuple[tree.TreeSpec, list[Any]]] = []
+
+        def tensors_of(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            new = {id(t): x for t, x in zip(tensors, xs, strict=True)}
+            args, kwargs = arguments.rebuild(xs[:count])
+            with placed([(holder, key, replaced(value, new)) for holder, key, value in slots]):
+                leaves, spec = tree.flatten(fn(*args, **kwargs))
+            ends.append((spec, [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]))
+            return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+        outputs, dims = restore_vmap(tensors_of, key.dims, key.size, key.randomness)(*batches)
+        spec, leaves = ends[0]
+        return list(outputs), _Result(spec, tuple(leaves), tuple(dims))
+
+    with interpreter.lower():
+        below = Arguments((key, *(value for value, _ in pairs)), {})
+        taken = Batching((*batching.sizes, key.size), (*batching.passed, *tensors))
+        outputs, result = run(batched, below, taken)
+    found = iter(
+        x if dim is None else _add_batch_dim(x, dim, level) for x, dim in zip(outputs, result.dims, strict=True)
+    )
+    return tree.unflatten(result.spec, [next(found) if leaf is None else leaf for leaf in result.leaves])

@@ -1,0 +1,439 @@
+"""One call by a plan: the forward pass, the residuals that it leaves, the backward pass that uses them up."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._C._functorch import (
+    _add_batch_dim,
+    _unwrap_batched,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+    peek_interpreter_stack,
+)
+from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fckpt._call import ambient
+from fckpt._planned.lower import Lowered, lower
+from fckpt._trace.operations import Backward, Ref, Trace, indices_of, is_expanded, statistics_of, strides_of
+from fckpt.errors import MutationError
+from fckpt.graph.graph import Graph
+from fckpt.graph.schedule import Compute, Schedule, Step
+
+__all__ = ["NOT_AGAIN", "Execution", "Program"]
+
+
+class Program:
+    """A traced function and a plan for it, ready to run any number of times, in any threads."""
+
+    def __init__(self, trace: Trace, schedule: Schedule, graph: Graph, count: int):
+        """Prepares to run a schedule.
+
+        Args:
+            trace: the function.
+            schedule: what runs.
+            graph: the trace's, as the schedule was made for it.
+            count: how many of the trace's operands are arguments; the rest is closed over.
+        """
+        self.trace = trace
+        self.schedule = schedule
+        self.graph = graph
+        self.lowered = lower(trace, schedule, graph)
+        self.count = count
+        self.ambient = ambient.capture()
+        """The settings of the trace, which are those of every call: backward recomputes under them."""
+        self.constants = [data for _, data in trace.constants]
+        read = {trace.tensors[t].value for t in trace.operands}
+        used = read.intersection(v for node in trace.graph.nodes for v in node.inputs)
+        used.update(trace.tensors[t].value for t in trace.outputs)
+        written = {operand for _, operand in trace.versions}
+        self.uses = {i for i, t in enumerate(trace.operands) if i < count or trace.tensors[t].value in used} | written
+        """The operands that matter: all arguments, and the closed-over tensors that the function uses."""
+        self.draws = any(node.random for node in trace.graph.nodes)
+        """Whether it draws random numbers."""
+        self.backward = trace.backward
+        """The backward pass that was planned."""
+        dims = trace.out_dims or (None,) * len(trace.outputs)
+        specs = [(trace.tensors[t], dim) for t, dim in zip(trace.outputs, dims, strict=True)]
+        shapes = [(_without(spec.shape, dim), spec.dtype) for spec, dim in specs]
+        self.ends = (trace.spec, trace.leaves, shapes)
+        """What the function returns: structure, leaves, and its tensors' shapes and dtypes, as the caller sees them."""
+        closed_over = [i for i in range(count, len(trace.operands)) if i in self.uses]
+        self.lifts = [i for i in closed_over if i not in written]
+        """The closed-over tensors that are used and not written: operands of the call."""
+        self.statistics = [i for i in closed_over if i in written]
+        """Those that the forward pass writes."""
+        self.remembered = [
+            i for i in self.statistics if trace.tensors[trace.operands[i]].value in _behind_results(trace)
+        ]
+        """Those of them whose values before the call results or gradients depend on: not so the count of BatchNorm."""
+        late = {t for node in _computed(schedule.backward) for t in graph.nodes[node].inputs}
+        versions = {trace.operands[i]: i for i in self.statistics} | {t: i for t, i in trace.versions if i in written}
+        self.reread = {i for t, i in versions.items() if trace.tensors[t].value in late}
+        """Those that the forward pass writes and the backward pass reads."""
+        self.writes_late = any(graph.nodes[call.node].backward for call in trace.calls if call.node and call.replaced)
+        """Whether the backward pass works in place, which batches of cotangents cannot."""
+        self._taken: dict[tuple[tuple[int, ...], ...], bool] = {}
+        self.casts = _cast(trace)
+        """The operands that autocast casts for operations, and may remember the casts of."""
+        self.complex = [i for i, t in enumerate(trace.operands) if trace.tensors[t].dtype.is_complex]
+
+    @functools.cached_property
+    def functional(self) -> Lowered:
+        """The same, with nothing written over anything: a residual has no room for a batch of results."""
+        return lower(self.trace, self.schedule, self.graph.plain)
+
+    def takes(self, strides: Sequence[tuple[int, ...]]) -> bool:
+        """Whether cotangents with these strides change nothing but where the first operations read them.
+
+        Only such whose elements repeat are asked about: others may be copied on the way, which has its price.
+        """
+        key = tuple(strides)
+        if key not in self._taken:
+            self._taken[key] = _taken(self.trace, key)
+        return self._taken[key]
+
+    def origin(self, operand: int) -> str:
+        """Returns what an operand is to the user."""
+        value = self.graph.values[self.trace.tensors[self.trace.operands[operand]].value]
+        return value.origin or f"a tensor of shape {list(value.shape)}"
+
+    def lifted(self, closure: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the closed-over tensors that are used and not written."""
+        return [closure[i - self.count] for i in self.lifts]
+
+
+def _without(shape: Sequence[int], dim: int | None) -> torch.Size:
+    """A shape without its batch dimension."""
+    return torch.Size(shape if dim is None else (*shape[:dim], *shape[dim + 1 :]))
+
+
+def _taken(trace: Trace, strides: Sequence[tuple[int, ...]]) -> bool:
+    """Runs the operations that read cotangents on fake ones with other strides, to see whether results lie alike."""
+    assert trace.backward.outputs is not None and trace.backward.strides is not None
+    mode = FakeTensorMode()
+    found: dict[int, torch.Tensor] = {}
+
+    def empty(number: int, stride: Sequence[int] | None = None) -> torch.Tensor:
+        spec = trace.tensors[number]
+        return torch.empty_strided(spec.shape, stride or spec.stride, dtype=spec.dtype, device=spec.device)
+
+    def sent(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return found[value.tensor] if value.tensor in found else empty(value.tensor)
+        return type(value)(map(sent, value)) if isinstance(value, (list, tuple)) else value
+
+    with temporarily_clear_interpreter_stack(), _disable_current_modes(), mode, torch.no_grad():
+        for output, own, other in zip(trace.backward.outputs, trace.backward.strides, strides, strict=True):
+            number = trace.cotangents[output]
+            assert number is not None
+            if own != other and not is_expanded(trace.tensors[number].shape, other):
+                return False
+            found[number] = empty(number, trace.tensors[number].stride if own == other else other)
+        for call in trace.calls:
+            read = [*indices_of(call.args), *indices_of(tuple(call.kwargs.values()))]
+            if found.keys().isdisjoint(read):
+                continue
+            try:
+                result = call.op(*map(sent, call.args), **{k: sent(v) for k, v in call.kwargs.items()})
+            except (RuntimeError, NotImplementedError):
+                return False
+            results = result if isinstance(result, (list, tuple)) else [result]
+            for number, made in zip(call.outputs, results, strict=True):
+                if number is None or not isinstance(made, torch.Tensor):
+                    continue
+                if call.node is None:
+                    found[number] = made
+                elif strides_of(made.shape, made.stride()) != strides_of(made.shape, trace.tensors[number].stride):
+                    return False
+    return True
+
+
+_NOW: Any = object()
+
+
+def _behind_results(trace: Trace) -> set[int]:
+    """The values that outputs and gradients are computed from, running statistics that are only written apart."""
+    calls = {call.node: call for call in trace.calls if call.node is not None}
+    producers = {v: node for node in trace.graph.nodes for v in node.outputs}
+    ends = [*trace.outputs, *(t for t in trace.gradients if t is not None)]
+    todo = [trace.tensors[t].value for t in ends]
+    seen = set(todo)
+    while todo:
+        node = producers.get(todo.pop())
+        if node is None:
+            continue
+        call = calls[node.id]
+        statistics = {t for i in statistics_of(call.op, call.args) for t in indices_of(call.args[i])}
+        statistics |= {old for old, new in call.replaced if new in statistics}
+        written = {trace.tensors[t].value for t in statistics}
+        new = set(node.inputs) - written - seen
+        seen |= new
+        todo += new
+    return seen
+
+
+def _cast(trace: Trace) -> list[int]:
+    """The operands that are differentiated and converted to another dtype by the first operations that take them."""
+    converted = {t for call in trace.calls if call.op is _CONVERT for t in indices_of(call.args)}
+    pairs = zip(trace.operands, trace.gradients, strict=True)
+    return [i for i, (t, grad) in enumerate(pairs) if grad is not None and t in converted]
+
+
+_CONVERT = torch.ops.aten._to_copy.default
+
+
+NOT_AGAIN = (
+    "the forward pass of a planned function would have to run again (for a second backward pass, a second derivative, "
+    "or a backward pass of other outputs than before), but it changed a buffer that its results depend on, and plans "
+    "keep no copies of buffers. Run forward again as well, or return the new value of the buffer instead."
+)
+
+
+def _computed(steps: Sequence[Step]) -> set[int]:
+    return {step.node for step in steps if isinstance(step, Compute)}
+
+
+class Execution:
+    """One call of a `Program`."""
+
+    def __init__(
+        self,
+        program: Program,
+        closure: Sequence[torch.Tensor],
+        replan: Callable[[Backward], Program],
+        gives_up: Callable[[str], None],
+        certain: bool,
+        seen: Callable[[], None],
+        level: int = 0,
+        *,
+        retraceable: bool = True,
+    ):
+        """Prepares a call.
+
+        Args:
+            program: what runs, unless backward turns out to be of other outputs than it was planned for.
+            closure: the closed-over tensors, in the order of the trace.
+            replan: returns the program for a backward pass.
+            gives_up: told why a backward pass cannot be that of a plan.
+            seen: told when a backward pass has run.
+            level: of the `vmap` under which the program was traced, if it was.
+            retraceable: whether `replan` can trace the function again.
+            certain: whether a backward pass like the planned one has been seen. Until then the forward pass may have
+                to run again, for which buffers that it changes are copied first.
+        """
+        self.program = program
+        self.level = level
+        self.retraceable = retraceable
+        self.lifts = program.lifts
+        self.replan = replan
+        self.gives_up = gives_up
+        self.seen = seen
+        self.statistics = [(i, self._batch(closure[i - program.count])[0]) for i in program.statistics]
+        """The operands of the trace that are none of the call."""
+        known = dict(self.statistics)
+        self.before = {i: None if certain else known[i].detach().clone() for i in program.remembered}
+        """What they held before the call, where that matters and is known."""
+        self.residuals: list[Any] | None = None
+        self.shared: list[tuple[torch.Tensor, int]] = []
+        """Outputs that are residuals too, and their versions: the caller may change them."""
+        self.written: list[tuple[torch.Tensor, int]] = []
+        """Closed-over tensors that the forward pass wrote and the backward pass reads, and their versions."""
+        self.has_run = False
+        self.over = False
+        """Whether a backward pass has run."""
+        self.lock = threading.Lock()
+        self.restored: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        """Puts the conditions of the forward pass back, for running it again."""
+
+    def forward(self, operands: Sequence[torch.Tensor]) -> list[Any] | None:
+        """Runs the forward pass, the first time; None after that."""
+        with self.lock:
+            if self.has_run:
+                return None
+            self.has_run = True
+        with self._below_level(), _below_autograd():
+            operands = [t for t, _ in map(self._batch, operands)]
+            outputs, self.residuals = self.program.lowered.forward(self._given(self.program, operands, self.statistics))
+            kept = {t.untyped_storage()._cdata for t in self.residuals if isinstance(t, torch.Tensor)}
+            self.shared = [(t, t._version) for t in outputs if t.untyped_storage()._cdata in kept]
+        self.written = [(t, t._version) for i, t in self.statistics if i in self.program.reread]
+        return self._batched(outputs, self.program.trace.out_dims)
+
+    # -- under a vmap
+
+    def _below_level(self) -> contextlib.AbstractContextManager[Any]:
+        """Leaves the level of the `vmap`, if there is one."""
+        if not self.level:
+            return contextlib.nullcontext()
+        top = peek_interpreter_stack()
+        assert top is not None
+        return coerce_cinterpreter(top).lower()
+
+    def _batch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        return _unwrap_batched(tensor, self.level) if self.level else (tensor, None)
+
+    def _batched(self, tensors: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+        if not self.level:
+            return list(tensors)
+        pairs = zip(tensors, dims, strict=True)
+        return [t if t is None or dim is None else _add_batch_dim(t, dim, self.level) for t, dim in pairs]
+
+    def _cotangents(self, given: Sequence[int], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The cotangents with their batches where the trace has them; None if one is batched whose output is not."""
+        found = []
+        for i, ct in zip(given, cotangents, strict=True):
+            value, dim = self._batch(ct)
+            wanted = self.program.trace.out_dims[i]
+            if wanted is None and dim is not None:
+                return None
+            if wanted is not None and dim is None:
+                spec = self.program.trace.tensors[self.program.trace.outputs[i]]
+                value, dim = value.unsqueeze(wanted).expand(spec.shape), wanted
+            moved = dim is not None and wanted is not None and dim != wanted
+            found.append(value.movedim(dim or 0, wanted or 0) if moved else value)
+        return found
+
+    def backward(
+        self, operands: Sequence[torch.Tensor], given: Sequence[int], cotangents: Sequence[torch.Tensor]
+    ) -> list[Any] | None:
+        """Runs the backward pass by a plan; None where that cannot be.
+
+        A backward pass of other outputs, or a second one, finds no residuals: what was kept is let go first, and the
+        forward pass of the right plan runs again.
+        """
+        brought = self._cotangents(given, cotangents)
+        operands = [t for t, _ in map(self._batch, operands)]
+        tensors = (*operands, *(brought or ()))
+        reason = ""
+        if brought is None or any(map(is_functorch_wrapped_tensor, tensors)):
+            reason = "batched backward"
+        elif torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            reason = "second derivative"
+        elif self.program.writes_late and any(map(is_legacy_batchedtensor, tensors)):
+            reason = "batched backward"
+        elif ambient.interfering_mode() is not None:
+            reason = "dispatch mode"
+        if brought is None or reason:
+            self.residuals = None
+            self.gives_up(reason)
+            return None
+        with self._below_level():
+            grads = self._grads(operands, tuple(given), brought)
+        self.over = True
+        self.seen()
+        return self._batched(grads, [self.program.trace.grad_dims[i] for i in self._gradients()])
+
+    def _gradients(self) -> list[int]:
+        """The operands of the trace that are operands of the call."""
+        return [*range(self.program.count), *self.lifts]
+
+    def _grads(
+        self, operands: Sequence[torch.Tensor], given: tuple[int, ...], cotangents: list[torch.Tensor]
+    ) -> list[Any]:
+        with self.lock:
+            residuals, self.residuals = self.residuals, None
+        # Lazy conjugation and negation are views above the operations that were recorded.
+        cotangents = [ct.resolve_conj().resolve_neg() for ct in cotangents]
+        functional = any(map(is_legacy_batchedtensor, cotangents))
+        planned = self.program.backward
+        strides = tuple([strides_of(ct.shape, ct.stride()) for ct in cotangents])
+        backward = Backward(given, ambient.autocast(), strides)
+        if backward != planned and backward._replace(strides=planned.strides) == planned:
+            if not functional and not self.program.takes(strides) and not self.retraceable:
+                self.gives_up("other strides")
+                functional = True  # each operation then gets its operands as they come
+            if functional or self.program.takes(strides):
+                backward = planned
+        if backward != self.program.backward:
+            with ambient.restored(self.program.ambient):
+                program = self.replan(backward)
+            if program.lowered.source != self.program.lowered.source:  # it would have kept something else
+                residuals = None
+                self.shared = []
+            self.program = program
+        program, statistics = self.program, self.statistics
+        if residuals is None:
+            residuals, statistics = self._again(operands)
+        else:
+            self._check_statistics()
+        self._check_outputs()
+        elsewhere = program.ambient != ambient.capture()
+        with ambient.restored(program.ambient) if elsewhere else contextlib.nullcontext(), _below_autograd():
+            lowered = program.functional if functional else program.lowered
+            grads = lowered.backward(self._given(program, operands, statistics), residuals, cotangents)
+        return [grads[i] for i in self._gradients()]
+
+    def _again(self, operands: Sequence[torch.Tensor]) -> tuple[list[Any], list[tuple[int, torch.Tensor]]]:
+        """Runs the forward pass once more, with all side effects on copies; returns what it keeps, and the copies."""
+        program = self.program
+        with self.restored(), torch.no_grad():
+            copies = [(i, self._before(i).clone()) for i in program.statistics]
+            with _below_autograd():
+                return program.lowered.forward(self._given(program, operands, copies))[1], copies
+
+    def _before(self, operand: int) -> torch.Tensor:
+        """A written closed-over tensor as it was before the call, or as it is now if nothing depends on that."""
+        known = self.before.get(operand, _NOW)
+        if known is _NOW:
+            return next(t for i, t in self.statistics if i == operand).detach()
+        if known is None:
+            raise MutationError(NOT_AGAIN)
+        return known
+
+    def _check_outputs(self) -> None:
+        for tensor, then in self.shared:
+            if tensor._version != then:
+                raise MutationError(
+                    f"an output of a rematerialised function (shape {list(tensor.shape)}, {tensor.dtype}) was changed "
+                    f"in place between forward and backward (version {then} -> {tensor._version}), and its plan keeps "
+                    "that output for backward. Change a copy instead."
+                )
+        self.shared = []
+
+    def _check_statistics(self) -> None:
+        for tensor, then in self.written:
+            if tensor._version != then:
+                raise MutationError(
+                    f"a buffer that a planned function writes and its backward pass reads (shape {list(tensor.shape)}, "
+                    f"{tensor.dtype}) was changed in place between forward and backward (version {then} -> "
+                    f"{tensor._version}), by another call of the function, say. Run backward before that."
+                )
+
+    def _given(
+        self, program: Program, operands: Sequence[torch.Tensor], statistics: Sequence[tuple[int, torch.Tensor]]
+    ) -> list[Any]:
+        own: list[Any] = [None] * len(program.trace.operands)
+        own[: program.count] = operands[: program.count]
+        for i, tensor in zip(self.lifts, operands[program.count :], strict=True):
+            own[i] = tensor
+        for i, tensor in statistics:
+            own[i] = tensor
+        for i in program.complex:
+            if own[i] is not None:  # lazy conjugation and negation are views above the operations that were recorded
+                own[i] = own[i].resolve_conj().resolve_neg()
+        return own + program.constants
+
+
+@contextlib.contextmanager
+def _below_autograd() -> Iterator[None]:
+    """Where the trace was made: nothing records, casts or intercepts. Grad mode is on, which some kernels ask."""
+    with (
+        torch._C.DisableTorchFunction(),
+        torch.enable_grad(),
+        torch._C._DisableAutocast(),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._ExcludeDispatchKeyGuard(_LEGACY_VMAP),
+    ):
+        yield
+
+
+# `is_grads_batched` runs backward under the older vmap, which forbids random operations, also those on no batches.
+_LEGACY_VMAP = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))  # type: ignore[call-overload]

@@ -1,0 +1,404 @@
+"""A schedule to two Python functions, forward and backward, that run it.
+
+The functions are straight-line code, one line a step: an operation on local variables, or a variable let go. So a
+tensor lives exactly as long as the schedule says, and there is no interpreter between two operations. Views are
+made when an operation needs them and let go with their base.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fckpt._call.rng import SHARED, RandomState, set_state, state_of
+from fckpt._trace.in_place import writer_of
+from fckpt._trace.operations import Call, Ref, Trace, indices_of, is_random, is_tagged_random, statistics_of
+from fckpt.errors import PlanError, RandomStateError
+from fckpt.graph.graph import Graph
+from fckpt.graph.schedule import Compute, Schedule, Step, with_freed
+
+__all__ = ["Lowered", "lower"]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What runs a schedule."""
+
+    forward: Callable[[list[torch.Tensor]], tuple[list[torch.Tensor], list[Any]]]
+    """From operands and constants to outputs and residuals."""
+    backward: Callable[[list[torch.Tensor], list[Any], list[torch.Tensor]], list[torch.Tensor | None]]
+    """From operands and constants, residuals (a list that it empties) and cotangents to gradients by operand."""
+    source: str
+    """The Python text of both."""
+
+
+def lower(trace: Trace, schedule: Schedule, graph: Graph) -> Lowered:
+    """Writes the two functions. They run in whatever dispatch state the caller sets up.
+
+    Args:
+        trace: what was traced.
+        schedule: a schedule of its graph.
+        graph: says which inputs are overwritten: the trace's, or one with fewer of them.
+
+    Raises:
+        PlanError: the schedule does not belong to the trace.
+    """
+    writer = _Writer(trace, schedule, graph)
+    source = writer.write()
+    scope = dict(writer.scope)
+    exec(compile(source, "<fckpt plan>", "exec"), scope)
+    return Lowered(scope["forward"], scope["backward"], source)
+
+
+def _watch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, RandomState]:
+    """Runs a custom operation; returns its result and the states of the generators that it turned out to draw from."""
+    generators = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
+    state = RandomState.capture([device] if device.type not in ("cpu", "meta") else [], generators)
+    result = op(*args, **kwargs)
+    return result, state.drawn()
+
+
+def _rewatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, state: RandomState) -> Any:
+    """Runs it again, with the numbers that it drew then."""
+    if not state.states:
+        return op(*args, **kwargs)
+    with state.replay(lambda: True):
+        return op(*args, **kwargs)
+
+
+State = tuple[bytes, bytes | None]
+"""A generator's state before a random operation and, where other threads might draw from it, after it."""
+
+
+def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, State]:
+    """Runs a random operation; returns its result and the generator's states around it."""
+    generator = _generator(kwargs, device)
+    before = state_of(generator)
+    result = op(*args, **kwargs)
+    return result, (before, state_of(generator) if threading.active_count() > 1 else None)
+
+
+def _redraw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, state: State) -> Any:
+    """Runs it again, with the numbers that it drew then; the generator is left as it is.
+
+    Raises:
+        RandomStateError: another thread draws from the same generator, then or now.
+    """
+    generator = _generator(kwargs, device)
+    now = state_of(generator)
+    set_state(generator, state[0])
+    try:
+        result = op(*args, **kwargs)
+        if state[1] is not None and state_of(generator) != state[1]:
+            raise RandomStateError(SHARED)
+        return result
+    finally:
+        set_state(generator, now)
+
+
+def _generator(kwargs: dict[str, Any], device: torch.device) -> torch.Generator:
+    if kwargs.get("generator") is not None:
+        return kwargs["generator"]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+class _Writer:
+    def __init__(self, trace: Trace, schedule: Schedule, graph: Graph):
+        self.trace = trace
+        self.graph = graph
+        self.schedule = schedule
+        self.scope: dict[str, Any] = {
+            "copied": _copied,
+            "draw": _draw,
+            "redraw": _redraw,
+            "watch": _watch,
+            "rewatch": _rewatch,
+        }
+        self.names: dict[int, str] = {}  # of objects in the scope
+        self.producers = trace.producers()
+        self.by_node: dict[int, list[Call]] = {}
+        for call in trace.calls:
+            if call.node is not None:
+                self.by_node.setdefault(call.node, []).append(call)
+        given = [*trace.operands, *(t for t, _ in trace.constants)]
+        self.given = [*enumerate(given), *((operand, t) for t, operand in trace.versions)]
+        """Tensors that the functions are given, with their place; what is written over an operand is the operand."""
+        self.ours = {t for _, t in self.given}
+        self.members: dict[int, list[int]] = {}
+        for tensor, spec in enumerate(trace.tensors):
+            self.members.setdefault(spec.value, []).append(tensor)
+        steps = [*schedule.forward, *schedule.backward]
+        computed = [step.node for step in steps if isinstance(step, Compute)]
+        if any(node not in self.by_node for node in computed):
+            raise PlanError("the schedule computes nodes that the traced function does not have.")
+        seen: set[int] = set()
+        self.repeated = {n for n in computed if n in seen or seen.add(n)}
+        self.done: set[int] = set()
+        self.lines: list[str] = []
+        self.used: set[int] = set()
+        self.live: set[int] = set()
+        self.states: set[int] = set()  # nodes whose generator state is held
+
+    # -- the functions
+
+    def write(self) -> str:
+        trace = self.trace
+        self.begin()
+        self.steps(self.schedule.forward)
+        for t in trace.outputs:
+            self.ensure(t)
+            self.used.add(t)
+        forward, forward_used = self.lines, self.used
+        candidates = self.bases()
+        states = sorted(self.states)
+        self.begin(candidates)
+        arriving = [ct for ct in trace.cotangents if ct is not None]
+        self.live.update(arriving)
+        self.steps(self.schedule.backward)
+        for t in trace.gradients:
+            if t is not None:
+                self.ensure(t)
+                self.used.add(t)
+        backward, backward_used = self.lines, self.used
+        # What the backward pass does not use is not kept: an output that the caller lets go, say.
+        residuals = [_var(t) for t in candidates if t in backward_used] + [f"s{node}" for node in states]
+        constants = {t for t, _ in trace.constants}
+        outputs = [f"{_var(t)}.clone()" if self.base(t) in constants else _var(t) for t in trace.outputs]
+        takes = [f"{_var(t)} = given[{i}]" for i, t in self.given if t in forward_used]
+        forward = [*takes, *forward, f"return {_list(outputs)}, {_list(residuals)}"]
+        takes = [f"{_var(t)} = given[{i}]" for i, t in self.given if t in backward_used]
+        if residuals:
+            takes += [f"{', '.join(residuals)}, = residuals", "residuals.clear()"]
+        if arriving:
+            takes.append(f"{', '.join(map(_var, arriving))}, = cotangents")
+        gradients = ["None" if t is None else _var(t) for t in trace.gradients]
+        backward = [*takes, *backward, f"return {_list(gradients)}"]
+        return _function("forward(given)", forward) + _function("backward(given, residuals, cotangents)", backward)
+
+    def begin(self, live: Iterable[int] = ()) -> None:
+        self.lines: list[str] = []
+        self.used = set[int]()
+        self.live = {*self.ours, *live}
+
+    def bases(self) -> list[int]:
+        """The live tensors that are no views and that nobody else holds."""
+        held = self.trace.graph.held
+        return [
+            t
+            for t in sorted(self.live)
+            if self.trace.tensors[t].value not in held and t not in self.ours and self.producers[t].node is not None
+        ]
+
+    def base(self, tensor: int) -> int:
+        """The given tensor that `tensor` is a view of; itself if it is none of those."""
+        while tensor in self.producers and self.producers[tensor].node is None:
+            tensor = indices_first(self.producers[tensor])
+        return tensor
+
+    # -- the steps
+
+    def steps(self, steps: Sequence[Step]) -> None:
+        for step, freed in with_freed(steps):
+            if isinstance(step, Compute):
+                self.compute(step.node, freed)
+            else:
+                self.free(step.value)
+
+    def compute(self, node: int, freed: Collection[int]) -> None:
+        again = node in self.done
+        self.done.add(node)
+        over = self.graph.nodes[node].overwritten(freed)
+        calls = self.by_node[node]
+        made = [t for call in calls for t in (*call.outputs, *_made(call)) if t is not None]
+        if again and made and self.live.issuperset(made):
+            return  # it makes what is there
+        for call in calls:
+            self.run(call, node, over, again)
+        if node in self.repeated and self.trace.graph.nodes[node].random and not again:
+            self.states.add(node)
+
+    def run(self, call: Call, node: int, over: int | None, again: bool) -> None:
+        args, copies = list(call.args), []
+        if again:  # statistics that it wrote the first time, and that are still there, it leaves alone
+            for position in statistics_of(call.op, call.args):
+                written = call.args[position].tensor
+                old = next((old for old, new in call.replaced if new == written), None)
+                if written in self.ours:
+                    args[position] = None
+                elif written in self.live and old is not None:
+                    args[position] = _Copy(f"c{written}_")
+                    self.ensure(old)
+                    self.emit(f"{args[position].name} = copied({self.text(Ref(old))})")
+                    copies.append(args[position].name)
+        spared = {ref.tensor for ref, arg in zip(call.args, args, strict=True) if isinstance(arg, _Copy)}
+        self.replace([pair for pair in call.replaced if pair[1] not in spared], over)
+        for t in (*indices_of(args), *indices_of(list(call.kwargs.values()))):
+            self.ensure(t)
+        fresh = [t for t in call.outputs if t is not None and t not in self.live]
+        own = over is None or bool(call.replaced)
+        text = self.call(call, args, node, again) if own else self.call_over(call, args, over)
+        targets = [_var(t) if t in fresh else "_" for t in call.outputs]
+        if not fresh:
+            self.emit(text)
+        else:
+            self.emit(f"{self.targets(call, targets)} = {text}")
+        copies += ["_"] if "_" in targets and fresh else []
+        if copies:
+            self.emit(f"{' = '.join(copies)} = None")
+        self.live.update(fresh)
+
+    def replace(self, replaced: Sequence[tuple[int, int]], over: int | None) -> None:
+        """Has what a call writes over ready: the memory itself if it goes right after that, else a copy of it."""
+        for old, new in replaced:
+            if new in self.ours:
+                continue
+            if new in self.live:
+                raise PlanError("the schedule writes over a tensor twice; it belongs to another function.")
+            self.ensure(old)
+            self.used.add(old)
+            same = over is not None and self.trace.tensors[old].value == over
+            self.emit(f"{_var(new)} = {_var(old) if same else f'copied({_var(old)})'}")
+            self.live.add(new)
+
+    @staticmethod
+    def targets(call: Call, targets: list[str]) -> str:
+        returns = call.op._schema.returns
+        if len(returns) == 1 and str(returns[0].type) == "Tensor":
+            return targets[0]
+        if len(returns) == 1:  # a list of tensors
+            return f"{', '.join(targets)},"
+        return f"{', '.join(targets)}"
+
+    def call(self, call: Call, args: list[Any], node: int, again: bool) -> str:
+        op = self.object(call.op._op, "op")  # what `call.op(...)` calls, without the way there
+        positional, named = self.sent(args, call.kwargs)
+        if node not in self.repeated or not is_random(call.op):
+            return f"{op}({', '.join(positional + named)})"
+        kwargs = f"dict({', '.join(named)})"
+        device = self.object(self.device(call), "device")
+        sent = f"{op}, ({', '.join(positional)},), {kwargs}, {device}"
+        first, then = ("draw", "redraw") if is_tagged_random(call.op) else ("watch", "rewatch")
+        if again:
+            return f"{then}({sent}, s{node})"
+        # The state goes first into a tuple with the result.
+        self.emit(f"r{node}, s{node} = {first}({sent})")
+        return f"r{node}; r{node} = None"
+
+    def device(self, call: Call) -> torch.device:
+        """Where a call runs."""
+        made = [t for t in (*call.outputs, *indices_of(call.args)) if t is not None]
+        return self.trace.tensors[made[0]].device if made else torch.device("cpu")
+
+    def call_over(self, call: Call, args: list[Any], value: int | None) -> str:
+        """The same call, with its result written over `value`."""
+        op, keyword = writer_of(call.op)
+        positional, named = self.sent(args, call.kwargs)
+        if keyword:
+            out = next(a for a in args if isinstance(a, Ref) and self.trace.tensors[a.tensor].value == value)
+            named.append(f"{keyword}={self.text(out)}")
+        return f"{self.object(op._op, 'op')}({', '.join(positional + named)})"
+
+    def free(self, value: int) -> None:
+        gone = [t for t in self.members.get(value, ()) if t in self.live and t not in self.ours]
+        if gone:
+            self.emit(f"{' = '.join(map(_var, gone))} = None")
+            self.live.difference_update(gone)
+
+    def ensure(self, tensor: int) -> None:
+        """Makes a view, if it is one and not there."""
+        todo = [tensor]
+        while todo:
+            t = todo[-1]
+            if t in self.live:
+                todo.pop()
+                continue
+            call = self.producers.get(t)
+            if call is None or call.node is not None:
+                raise PlanError("the schedule reads a tensor before it is made; it belongs to another function.")
+            missing = [
+                x for x in (*indices_of(call.args), *indices_of(list(call.kwargs.values()))) if x not in self.live
+            ]
+            if missing:
+                todo += missing
+                continue
+            positional, named = self.sent(call.args, call.kwargs)
+            targets = self.targets(call, ["_" if x is None else _var(x) for x in call.outputs])
+            # A cotangent may come with other strides than the traced one had, where only a copy can be viewed so.
+            op = torch.ops.aten.reshape.default if call.op is torch.ops.aten.view.default else call.op
+            self.emit(f"{targets} = {self.object(op._op, 'op')}({', '.join(positional + named)})")
+            self.live.update(x for x in call.outputs if x is not None)
+
+    # -- text
+
+    def emit(self, line: str) -> None:
+        self.lines.append(line)
+
+    def sent(self, args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[str], list[str]]:
+        """What a call is given, by position and by name."""
+        return [self.text(a) for a in args], [f"{k}={self.text(v)}" for k, v in kwargs.items()]
+
+    def text(self, value: Any) -> str:
+        if isinstance(value, Ref):
+            self.used.add(value.tensor)
+            return _var(value.tensor)
+        if isinstance(value, _Copy):
+            return value.name
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        if type(value) is float and value - value == 0:
+            return repr(value)
+        if type(value) is list:
+            return _list(map(self.text, value))
+        if type(value) is tuple:
+            return f"({''.join(self.text(v) + ', ' for v in value)})"
+        return self.object(value, "c")
+
+    def object(self, value: Any, kind: str) -> str:
+        name = self.names.get(id(value))
+        if name is None:
+            name = self.names[id(value)] = f"{kind}{len(self.names)}"
+            self.scope[name] = value
+        return name
+
+
+class _Copy(NamedTuple):
+    """A variable that holds a copy of what a call would write over."""
+
+    name: str
+
+
+def _made(call: Call) -> list[int]:
+    return [new for _, new in call.replaced]
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor on a copy of its whole storage."""
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return copy.set_(tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+
+
+def _function(signature: str, lines: list[str]) -> str:
+    return "\n    ".join([f"def {signature}:", *lines]) + "\n\n"
+
+
+def indices_first(call: Call) -> int:
+    """The first tensor that a call reads: what a view is a view of."""
+    return next(iter(indices_of(call.args)))
+
+
+_RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
+def _var(tensor: int) -> str:
+    return f"t{tensor}_"
+
+
+def _list(items: Iterable[str]) -> str:
+    return f"[{', '.join(items)}]"

@@ -1,0 +1,319 @@
+"""Recompute under torch.func: a differentiable node at every level of the transform stack.
+
+`torch.func.grad`, `vjp`, `jvp` and `vmap` each push a level; a tensor is wrapped once per level that tracks it.
+Saved-tensor hooks do not exist there. So a rematerialised function runs as it stands in the levels at hand,
+with what autograd saves thrown away, and its outputs are then attached, level by level, to a node that holds
+the inputs alone. The node's backward evaluates the function's vector-Jacobian product, which is itself such
+a function (of inputs and cotangents) and is attached in the same way. So every order of derivative is
+rematerialised.
+
+While levels are taken off, a function becomes another one: under vmap `Batched(p)`, under jvp `Dual(p)`, in
+backward `Pullback(p)`. These, and `UserCall` at the bottom, are the file `primitives`.
+
+Reference: R. Frostig, M. Johnson, D. Maclaurin, A. Paszke, A. Radul, "Decomposing reverse-mode automatic
+differentiation" (2021), https://arxiv.org/abs/2105.09469, for transposition as a transform; the level
+structure is functorch's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C._functorch import (
+    TransformType,
+    _add_batch_dim,
+    _unwrap_batched,
+    _unwrap_for_grad,
+    _wrap_for_grad,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+    maybe_get_level,
+    peek_interpreter_stack,
+    unwrap_if_dead,
+)
+from torch._functorch.pyfunctorch import coerce_cinterpreter
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from fckpt._call.arguments import Arguments
+from fckpt._call.casts import remembers_casts_of
+from fckpt._call.conditions import BufferHabits, Conditions, unseen
+from fckpt._recompute.primitives import Batched, Dual, Flat, Primitive, Pullback, UserCall
+from fckpt.errors import MutationError
+
+__all__ = ["run_nodes", "run_planned"]
+
+
+def run_nodes(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits, *, discard: bool = True) -> Any:
+    """Calls `fn` on `arguments` and attaches the outputs to nodes that recompute, at all levels.
+
+    Args:
+        fn: the user's function.
+        arguments: its arguments.
+        habits: kept from call to call, see `conditions`.
+        discard: whether what autograd saves in the forward can be thrown away as it is saved. It cannot when
+            `fn` differentiates inside; then it lives to the end of the forward.
+
+    Raises:
+        HooksUnavailable: `discard` was asked for and is impossible; all is as if `fn` had not been called.
+        ClosureError: `fn` uses a differentiated tensor that the recompute could not replace.
+        OpaqueOutputError: `fn` returned tensors inside an object that is no pytree.
+    """
+    call = UserCall(fn, arguments, habits)
+    outputs = call.first(discard)
+    operands = call.inputs + call.lifted
+    with unseen():
+        attached = attach(call, [unwrap_if_dead(x) for x in operands], outputs)
+    result = call.assemble(attached, arguments.tensors)
+    call.inputs = []
+    arguments.release()
+    return result
+
+
+def run_planned(call: UserCall, flags: Sequence[bool], conditions: Callable[[], Conditions], floor: int = 0) -> Any:
+    """Evaluates a call that has a plan below all levels, which must be those of reverse mode, and attaches it.
+
+    Args:
+        call: what `UserCall.plan` has made ready.
+        flags: whether each output requires grad.
+        conditions: returns those of the forward run, after it.
+        floor: the level of the `vmap` under which it is evaluated; 0 if it is evaluated below all levels.
+    """
+    with unseen():
+        operands = [unwrap_if_dead(x) for x in (*call.inputs, *call.lifted)]
+        call.view_inputs(call.arguments.tensors)
+        attached = _descend(call, operands, None, floor)
+        call.settle(conditions())
+        attached = [x if flag else x.detach() for x, flag in zip(attached, flags, strict=True)]
+    result = call.assemble(attached, call.arguments.tensors)
+    call.inputs = []
+    call.arguments.release()
+    return result
+
+
+# -- levels ----------------------------------------------------------------------------------------------
+
+
+def bind(primitive: Primitive, operands: Sequence[torch.Tensor], floor: int) -> Flat:
+    """Evaluates `primitive` and attaches its outputs.
+
+    Levels above `floor` are newer than the forward that `primitive` belongs to. It is evaluated below them.
+    """
+    return _descend(primitive, operands, None, floor)
+
+
+_FORWARD = sys.maxsize  # a floor above all levels: of the forward itself, no level is new
+
+
+def attach(primitive: Primitive, operands: Sequence[torch.Tensor], outputs: Flat) -> Flat:
+    """Returns `outputs`, which `primitive` made of `operands`, with a node behind them at every level."""
+    return _descend(primitive, operands, outputs, _FORWARD)
+
+
+def _descend(primitive: Primitive, operands: Sequence[torch.Tensor], outputs: Flat | None, floor: int) -> Flat:
+    if outputs is None and any(is_legacy_batchedtensor(x) for x in operands):
+        # `is_grads_batched` uses the older vmap, whose batches carry no history of their own: recorded as it runs.
+        return primitive(*operands)
+    top = peek_interpreter_stack()
+    if outputs is None and (top is None or top.level() <= floor):
+        outputs = _evaluate(primitive, operands)
+    if outputs is not None and not any(_tracked(x) for x in operands):
+        return outputs
+    if top is None:
+        assert outputs is not None
+        flags = [x is not None and x.requires_grad for x in outputs] if floor == _FORWARD else None
+        return _node(primitive, operands, _map(torch.Tensor.detach, outputs), flags, 0, floor)
+    interpreter = coerce_cinterpreter(top)
+    descend = {
+        TransformType.Grad: _descend_grad,
+        TransformType.Vmap: _descend_vmap,
+        TransformType.Jvp: _descend_jvp,
+    }[interpreter.key()]
+    return descend(interpreter, primitive, operands, outputs, floor)
+
+
+def _evaluate(primitive: Primitive, operands: Sequence[torch.Tensor]) -> Flat:
+    """Evaluates `primitive` in the present levels, unrecorded."""
+    # Grad mode alone does not keep a pullback unrecorded: in backward, autograd sets it as it needs. Detached
+    # operands do, but lose their tangents, so under jvp the record is made and dropped.
+    if all(c.key() != TransformType.Jvp for c in get_interpreter_stack() or ()):
+        with unseen():
+            operands = [x.detach() for x in operands]
+    with torch.no_grad():
+        return primitive(*operands)
+
+
+def _tracked(tensor: torch.Tensor) -> bool:
+    while not tensor.requires_grad:
+        if not is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = get_unwrapped(tensor)
+    return True
+
+
+def _map(fn: Callable[[torch.Tensor], Any], flat: Sequence[Any]) -> Flat:
+    return [None if x is None else fn(x) for x in flat]
+
+
+def _descend_grad(
+    interpreter: Any, primitive: Primitive, operands: Sequence[torch.Tensor], outputs: Flat | None, floor: int
+) -> Flat:
+    level = interpreter.level()
+    flags = None
+    if outputs is not None:
+        if floor == _FORWARD:
+            flags = [x is not None and maybe_get_level(x) == level and x.requires_grad for x in outputs]
+        outputs = _map(lambda x: _unwrap_for_grad(x, level), outputs)
+    inner = [_unwrap_for_grad(x, level) for x in operands]
+    with interpreter.lower():
+        below = _descend(primitive, inner, outputs, floor)
+    return _node(primitive, operands, _map(lambda x: _wrap_for_grad(x, level), below), flags, level, floor)
+
+
+def _descend_vmap(
+    interpreter: Any, primitive: Primitive, operands: Sequence[torch.Tensor], outputs: Flat | None, floor: int
+) -> Flat:
+    level, size, randomness = interpreter.level(), interpreter.batch_size(), interpreter.randomness()
+    values, dims = _unbatch(operands, level)
+    layered = None
+    if level > floor:
+        # The forward was not under this vmap: what it drew, it drew once.
+        randomness = "same"
+        if isinstance(primitive, Pullback):
+            layered = primitive.layered(dims, size, randomness)
+    batched = layered or Batched(primitive, dims, size, randomness)
+    out_dims: Sequence[int | None] | None = None
+    if outputs is not None:
+        outputs, out_dims = _unbatch(outputs, level)
+    with interpreter.lower():
+        below = _descend(batched, values, outputs, floor)
+    if out_dims is None:
+        out_dims = batched.out_dims
+    return [x if d is None else _add_batch_dim(x, d, level) for x, d in zip(below, out_dims, strict=True)]
+
+
+def _unbatch(flat: Sequence[Any], level: int) -> tuple[Flat, list[int | None]]:
+    pairs = [(None, None) if x is None else _unwrap_batched(x, level) for x in flat]
+    return [value for value, _ in pairs], [dim for _, dim in pairs]
+
+
+def _descend_jvp(
+    interpreter: Any, primitive: Primitive, operands: Sequence[torch.Tensor], outputs: Flat | None, floor: int
+) -> Flat:
+    level = interpreter.level()
+    primals, tangents = _undual(operands, level)
+    moving = [i for i, t in enumerate(tangents) if t is not None]
+    if moving:
+        primitive = Dual(primitive, len(primals), moving)
+    if outputs is not None:
+        values, derivatives = _undual(outputs, level)
+        outputs = values + derivatives if moving else values
+    with interpreter.lower():
+        below = _descend(primitive, primals + [tangents[i] for i in moving], outputs, floor)
+    count = len(below) // 2 if moving else len(below)
+    values = _map(lambda x: _wrap_for_grad(x, level), below[:count])
+    for i, tangent in enumerate(below[count:]):
+        if tangent is not None:
+            with unseen():
+                values[i] = forward_ad.make_dual(values[i], _wrap_for_grad(tangent, level))
+    return values
+
+
+def _undual(flat: Sequence[Any], level: int) -> tuple[Flat, Flat]:
+    primals: Flat = []
+    tangents: Flat = []
+    for x in flat:
+        primal, tangent = x, None
+        if x is not None and maybe_get_level(x) == level:
+            with unseen():
+                primal, tangent = forward_ad.unpack_dual(x)
+        primals.append(None if primal is None else _unwrap_for_grad(primal, level))
+        tangents.append(None if tangent is None else _unwrap_for_grad(tangent, level))
+    return primals, tangents
+
+
+# -- the node --------------------------------------------------------------------------------------------
+
+
+def _node(
+    primitive: Primitive,
+    operands: Sequence[torch.Tensor],
+    outputs: Flat,
+    flags: list[bool] | None,
+    level: int,
+    floor: int,
+) -> Flat:
+    if not torch.is_grad_enabled():
+        return outputs
+    if level:
+        # What is not of this level is a constant here, whether or not a lower level tracks it.
+        operands = [x if maybe_get_level(x) == level else _wrap_for_grad(x, level) for x in operands]
+    if not any(x.requires_grad for x in operands):
+        return outputs
+    with enable_single_level_autograd_function():
+        return list(_Recompute.apply(primitive, level, floor, outputs, flags, *operands))
+
+
+class _Recompute(_SingleLevelFunction):
+    """The node: saves its operands, and evaluates the pullback of its primitive on them."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        primitive: Primitive,
+        level: int,
+        floor: int,
+        outputs: Flat,
+        flags: list[bool] | None,
+        *operands: torch.Tensor,
+    ) -> tuple[Any, ...]:
+        ctx.primitive = primitive
+        ctx.level = level
+        ctx.floor = floor
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*operands)
+        if flags is not None:
+            ctx.mark_non_differentiable(
+                *(x for x, flag in zip(outputs, flags, strict=True) if x is not None and not flag)
+            )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        saved = _saved_tensors(ctx)
+        needs = ctx.needs_input_grad[5:]
+        given = [i for i, ct in enumerate(cotangents) if ct is not None]
+        grads: Flat = [None] * len(saved)
+        if given:
+            level = ctx.level
+            alive = level == 0 or any(maybe_get_level(x) == level for x in saved)
+            pullback = Pullback(
+                ctx.primitive,
+                given,
+                needs,
+                plain=level == 0,
+                create_graph=torch.is_grad_enabled(),
+                computed=[x.requires_grad and not remembers_casts_of(x) for x in saved],
+            )
+            operands = [unwrap_if_dead(x) for x in (*saved, *(ct for ct in cotangents if ct is not None))]
+            found = iter(bind(pullback, operands, min(ctx.floor, level if alive else level - 1)))
+            grads = [next(found) if need else None for need in needs]
+        return (None, None, None, None, None, *grads)
+
+
+def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise MutationError(
+            "an argument of a rematerialised function was changed in place between forward and backward: its "
+            "recompute would see other values. Run backward before changing it, or change a copy."
+        ) from error

@@ -1,0 +1,547 @@
+"""`remat`: where the stages meet."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar, overload
+
+import torch
+from torch import nn
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._functorch.pyfunctorch import coerce_cinterpreter
+from torch.autograd import forward_ad
+
+from fckpt._call import ambient, casts
+from fckpt._call.arguments import Arguments, StaticArguments
+from fckpt._call.closure import closure_of
+from fckpt._call.conditions import BufferHabits, Conditions, Observation, Written, unwrapped, version
+from fckpt._call.rng import RandomState
+from fckpt._capture import marks
+from fckpt._capture.function import BatchedGraph
+from fckpt._module import check_plannable, remat_module
+from fckpt._planned.batched import NOT_BATCHED, Batching, run_batched
+from fckpt._planned.execution import NOT_AGAIN, Execution, Program
+from fckpt._planned.plan import Budget, Plan, check_budget
+from fckpt._planned.planner import TRACING, Planner, Programs, Reached, graph_tracer
+from fckpt._recompute.attached import run_nodes, run_planned
+from fckpt._recompute.hooked import HooksUnavailable, run_segment
+from fckpt._recompute.primitives import UserCall
+from fckpt._repeats import repeated_blocks, replace_modules
+from fckpt._trace.layouts import layouts_below
+from fckpt._trace.operations import Batch, Layout
+from fckpt._trace.trace import inlined, is_followed, is_tracing
+from fckpt._trace.vmap_of_grad import batch_dim
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError
+from fckpt.policies.named import PolicyLike, reductions_saveable
+
+__all__ = ["remat"]
+
+Untraceable = Literal["raise", "remat"]
+P = ParamSpec("P")
+R = TypeVar("R")
+M = TypeVar("M", bound=nn.Module)
+
+
+@overload
+def remat(
+    fn: M,
+    *,
+    policy: PolicyLike | None = ...,
+    budget: Budget | None = ...,
+    plan: Plan | None = ...,
+    solver: str = ...,
+    untraceable: Untraceable = ...,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Sequence[str] = ...,
+    name: str | None = ...,
+) -> M: ...
+@overload
+def remat(
+    fn: Callable[P, R],
+    *,
+    policy: PolicyLike | None = ...,
+    budget: Budget | None = ...,
+    plan: Plan | None = ...,
+    solver: str = ...,
+    untraceable: Untraceable = ...,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Sequence[str] = ...,
+    name: str | None = ...,
+) -> Callable[P, R]: ...
+@overload
+def remat(
+    fn: None = None,
+    *,
+    policy: PolicyLike | None = ...,
+    budget: Budget | None = ...,
+    plan: Plan | None = ...,
+    solver: str = ...,
+    untraceable: Untraceable = ...,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Sequence[str] = ...,
+    name: str | None = ...,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def remat(
+    fn: Callable[..., Any] | None = None,
+    *,
+    policy: PolicyLike | None = None,
+    budget: Budget | None = None,
+    plan: Plan | None = None,
+    solver: str = "auto",
+    untraceable: Untraceable = "raise",
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    name: str | None = None,
+) -> Any:
+    """Rematerialises `fn`: same values, same gradients, and backward keeps less of its inside, or nothing.
+
+    Without `policy`, `budget` and `plan`, what `fn` computes between its arguments and its results is not kept for
+    backward but computed again when backward needs it. Nothing is traced: any Python function will do,
+    data-dependent control flow included, if it is pure (its result depends on its arguments alone). Random
+    numbers, autocast, buffers such as BatchNorm's statistics, and closed-over tensors are taken care of: the
+    recompute sees what the forward saw and changes nothing a second time.
+
+    With one of them, `fn` is traced once per signature (structure, shapes, dtypes, devices, static leaves, autocast
+    state), and planned: a policy says what is kept; a budget says how many bytes forward and backward may hold at
+    once, above what is held at the call, and a solver finds what to compute again in the least time. Within
+    another region, under forward mode, with a `vmap` around the transform that differentiates, and in second
+    derivatives, a planned function is rematerialised as a whole.
+
+    Composes with `.backward()` and all of `torch.func`, in any order and nesting. Whether an argument requires
+    grad changes nothing for the others. Under `torch.compile` the region becomes `torch.utils.checkpoint`'s
+    (whose recompute the compiler plans itself); under `make_fx` it is inlined.
+
+    Args:
+        fn: a function from pytrees to pytrees, or an `nn.Module`. Leaves that are no tensors are static. Left
+            out, `remat` is a decorator with options.
+        policy: one of `fckpt.policies`, or a function of an operation that says whether its results are kept.
+        budget: the most bytes that forward and backward may hold at once: an int, a text like "4GiB", or a float
+            for a fraction of the plain function's peak.
+        plan: what `fckpt.plan` made for these arguments.
+        solver: which solver looks for the plan; see `fckpt.solve.names()`.
+        untraceable: what to do with a function that cannot be traced into a graph: "raise" a `TraceError`, or "remat",
+            which rematerialises its repeated blocks (the whole function if it has none) without a plan, and warns
+            once that no budget is kept.
+        static_argnums: positions of arguments that are passed whole, without a look inside. Tensors within are
+            treated like closed-over ones.
+        static_argnames: the same for keyword arguments.
+        name: what warnings call the function; its own name if left out.
+
+    Returns:
+        A function like `fn`; or, for a module, a module of the same class that shares parameters, buffers,
+        hooks, submodules and `state_dict` keys with it.
+
+    Raises:
+        ArgumentTypeError: `fn` is not callable; `static_argnums` or `static_argnames` are of a wrong type.
+        ArgumentValueError: `static_argnums` is out of range; `budget` is no size; a `solver` without a budget.
+
+    With a budget or a policy, the first call may raise `TraceError` (the function's course depends on data),
+    `BudgetError` (nothing fits; it says what would) or `PlanError` (the plan is another function's). Later the result
+    raises `MutationError`, `ImpureFunctionError` or `RandomStateError` when a recompute
+    cannot be what the forward was.
+
+    Example:
+        >>> import torch, fckpt
+        >>> def block(params, x):
+        ...     return torch.tanh(torch.tanh(x @ params["w1"]) @ params["w2"])
+        >>> params = {"w1": torch.randn(4, 8), "w2": torch.randn(8, 4)}
+        >>> x = torch.randn(2, 4)
+        >>> loss = lambda f: lambda p: f(p, x).sum()
+        >>> plain = torch.func.grad(loss(block))(params)
+        >>> less = torch.func.grad(loss(fckpt.remat(block)))(params)
+        >>> all(torch.equal(plain[k], less[k]) for k in params)
+        True
+
+    References:
+        A. Griewank, "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
+        differentiation" (1992), https://doi.org/10.1080/10556789208805505; T. Chen, B. Xu, C. Zhang, C. Guestrin,
+        "Training deep nets with sublinear memory cost" (2016), https://arxiv.org/abs/1604.06174. The interface is
+        `jax.checkpoint`'s.
+    """
+    if fn is None:
+        return functools.partial(
+            remat,
+            policy=policy,
+            budget=budget,
+            plan=plan,
+            solver=solver,
+            untraceable=untraceable,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            name=name,
+        )
+    if torch.compiler.is_compiling():
+        from fckpt import compiled  # imports Dynamo, which takes a second
+
+        plain = policy is None and budget is None and plan is None
+        return compiled.made(fn, reductions_saveable if plain else policy, remat)
+    _check_function(fn)
+    static = StaticArguments(fn.forward if isinstance(fn, nn.Module) else fn, static_argnums, static_argnames)
+    make = functools.partial(_Region, static)
+    if solver != "auto" and budget is None:
+        raise ArgumentValueError(
+            f"solver={solver!r} looks for a plan within a budget, and there is none: give budget=..."
+        )
+    if name is not None and not isinstance(name, str):
+        raise ArgumentTypeError(f"name is a text, not {type(name).__name__}: {name!r}.")
+    if untraceable not in ("raise", "remat"):
+        raise ArgumentValueError(f'untraceable is "raise" or "remat", not {untraceable!r}.')
+    if policy is not None or budget is not None or plan is not None:
+        if isinstance(fn, nn.Module):
+            check_plannable(fn)
+        budget = None if budget is None else check_budget(budget)
+        named = name_of(fn) if name is None else name
+        make = functools.partial(_PlannedRegion, static, policy, budget, plan, solver, untraceable, named)
+    if isinstance(fn, nn.Module):
+        return remat_module(fn, make)
+    region = make()
+
+    @functools.wraps(fn)
+    def rematerialised(*args: Any, **kwargs: Any) -> Any:
+        return region(fn, args, kwargs)
+
+    rematerialised._fckpt_region = region  # type: ignore[attr-defined]
+    return rematerialised
+
+
+def name_of(fn: Any) -> str:
+    """What warnings call a function or a module."""
+    name = getattr(fn, "__qualname__", None) or type(fn).__name__
+    return name.rpartition("<locals>.")[2] if name != "<lambda>" and not name.endswith(".<lambda>") else "a lambda"
+
+
+def _check_function(fn: Any) -> None:
+    if isinstance(fn, type) and issubclass(fn, nn.Module):
+        raise ArgumentTypeError(f"remat got the class {fn.__name__}; it takes an instance: remat({fn.__name__}(...)).")
+    if not callable(fn):
+        hint = ""
+        if isinstance(fn, torch.Tensor):
+            hint = " Apply remat to the function first, then call the result: remat(fn)(x), not remat(fn(x))."
+        raise ArgumentTypeError(f"remat takes a function or an nn.Module, not {type(fn).__name__}.{hint}")
+
+
+class _Region:
+    """What was learnt about one rematerialised function from call to call."""
+
+    __slots__ = ("__weakref__", "differentiates", "habits", "key", "policy", "static")
+
+    def __init__(self, static: StaticArguments, policy: PolicyLike | None = reductions_saveable):
+        self.key = marks.register(self)
+        self.policy = policy
+        """What it lets an enclosing plan keep of its inside."""
+        self.static = static if static else None
+        self.habits: BufferHabits = {}
+        self.differentiates = False
+        """Whether `fn` was seen to use a reverse-mode transform inside."""
+
+    def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            from fckpt import compiled  # imports Dynamo, which takes a second
+
+            return compiled.call(self, fn, args, kwargs)
+        if is_tracing():
+            return inlined(fn, args, kwargs, self.policy)
+        if not torch.is_grad_enabled() or _is_traced() or is_followed():
+            return fn(*args, **kwargs)
+        return self.run(fn, args, kwargs)
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs `fn` as it stands; it will run again in backward."""
+        arguments = Arguments(args, kwargs, self.static)
+        if not self.differentiates:
+            try:
+                if torch._C._are_functorch_transforms_active():
+                    return run_nodes(fn, arguments, self.habits)
+                return run_segment(fn, arguments, self.habits)
+            except HooksUnavailable:
+                self.differentiates = True
+        return run_nodes(fn, arguments, self.habits, discard=False)
+
+
+class _PlannedRegion(_Region):
+    """A function that is captured, traced and planned, once per signature."""
+
+    __slots__ = ("planner", "untraceable", "without_plan")
+
+    def __init__(
+        self,
+        static: StaticArguments,
+        policy: PolicyLike | None,
+        budget: Budget | None,
+        plan: Plan | None,
+        solver: str,
+        untraceable: Untraceable,
+        name: str,
+    ):
+        super().__init__(static, policy)
+        self.untraceable = untraceable
+        self.without_plan: Callable[..., Any] | None = None
+        """What runs in the place of a function that cannot be traced, once that is known."""
+        self.planner = Planner(policy, budget, plan, solver)
+        self.planner.ledger.name = name
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ledger = self.planner.ledger
+        ledger.count("calls")
+        reason = _why_not_planned()
+        if reason:
+            ledger.falls_back(reason)
+            return super().run(fn, args, kwargs)
+        if self.without_plan is not None:
+            ledger.falls_back("untraceable")
+            return self.without_plan(fn, args, kwargs)
+        before = ledger.stats
+        try:
+            result = self._run_planned_or_raise(fn, args, kwargs)
+        except TraceError as error:
+            if self.untraceable == "raise":
+                raise
+            ledger.falls_back("untraceable", detail=str(error).partition(". ")[0])
+            blocks = _rematerialised_blocks(fn)
+            self.without_plan = (lambda fn, args, kwargs: fn(*args, **kwargs)) if blocks else super().run
+            return self.without_plan(fn, args, kwargs)
+        if before.captures == ledger.stats.captures and before.programs == ledger.stats.programs:
+            ledger.count("hits")
+        return result
+
+    def _run_planned_or_raise(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = self.planner.captured(fn, args, kwargs)
+        if found is not None:
+            captured, programs = found
+            try:
+                return captured.call(lambda inputs: self.run_captured(captured, programs, inputs), fn, args, kwargs)
+            except TraceError as error:  # to trace the Python code may do, or else tells the line where it cannot
+                self.planner.refuse(captured, str(error))
+        try:
+            return self.run_traced(fn, Arguments(args, kwargs, self.static))
+        except TraceError as error:
+            reasons = self.planner.refused()
+            self.planner.refusals.clear()  # what stands in the way may be gone at the next call
+            if not reasons or "looks at the data" in str(error):  # which is the same reason
+                raise
+            raise TraceError(f"{error}{reasons}") from error
+
+    def run_captured(self, captured: Any, known: dict[Any, Programs], inputs: tuple[Any, ...]) -> list[Any]:
+        """Runs a captured graph by its plan: from its inputs to its outputs."""
+        function = captured.function(inputs)
+        key = (tuple(inputs[i] for i in captured.graph.decisive), ambient.capture())
+        finished = function.finished(self._run_graph(captured, known, function, key, ()))
+        function.release()
+        return finished
+
+    def _run_graph(
+        self, captured: Any, known: dict[Any, Programs], function: Any, key: tuple[Any, ...], sizes: tuple[int, ...]
+    ) -> list[Any]:
+        """Runs a captured graph below the `vmap`s of these sizes, which were taken off it."""
+        closure = list(function.held.values())
+        operands = [*function.arguments, *closure]
+        layouts = layouts_below(operands)
+        if not any(layout.requires_grad for layout in layouts):
+            # Inference keeps nothing anyway; what takes gradients inside might hold any amount.
+            self.planner.ledger.falls_back("nothing to differentiate", quiet=not captured.graph.differentiates)
+            return function(*function.arguments)
+        if _innermost() == TransformType.Vmap:
+            interpreter = coerce_cinterpreter(_levels()[-1])
+            level, size = interpreter.level(), interpreter.batch_size()
+            below = BatchedGraph(function, level, size, interpreter.randomness())
+            with interpreter.lower():
+                results = self._run_graph(captured, known, below, (*key, below.key), (*sizes, size))
+            return BatchedGraph.wrapped(results, level)
+        level, batch = _outer_batch(operands)
+        names = [i.name for i in captured.inputs]
+        programs = self.planner.programs_of(
+            known,
+            (*key, tuple(layouts), batch),
+            lambda: graph_tracer(function, names, layouts, batch),
+            len(function.arguments),
+            (*sizes, *(() if batch is None else (batch.size,))),
+        )
+        program = programs.likely()
+        call = UserCall(function, Arguments(tuple(function.arguments), {}), self.habits)
+        conditions = _GraphConditions(call, program, function, closure, layouts, key[1])
+        return self._run_planned(call, programs, program, closure, conditions, level)
+
+    def run_traced(self, fn: Callable[..., Any], arguments: Arguments, batching: Batching = NOT_BATCHED) -> Any:
+        """Runs a call of a function whose Python code is traced, below the `vmap`s of `batching`."""
+        if _outer_vmap() is not None:
+            self.planner.ledger.falls_back("vmap")
+            return super().run(fn, *arguments.rebuild(arguments.tensors))
+        call = UserCall(fn, arguments, self.habits)
+        with TRACING:
+            observation = Observation(call.fn, arguments.statics, call.inputs, self.habits, facts=True)
+            reached = Reached(observation, call.inputs, batching.passed)
+            layouts = layouts_below((*call.inputs, *reached.tensors))
+            tracked = any(layout.requires_grad for layout in layouts)
+            programs = None
+            if tracked and _innermost() != TransformType.Vmap:
+                programs = self.planner.traced_programs(fn, arguments, observation, reached, layouts, batching.sizes)
+        if not tracked:
+            self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
+            args, kwargs = arguments.rebuild(call.inputs)
+            return fn(*args, **kwargs)
+        if programs is None:
+            return run_batched(fn, arguments, reached.tensors, reached.slots, batching, self.run_traced)
+        program = programs.likely()
+        conditions = lambda: observation.conditions(program.draws)
+        return self._run_planned(call, programs, program, reached.tensors, conditions)
+
+    def _run_planned(
+        self,
+        call: UserCall,
+        programs: Programs,
+        program: Program,
+        closure: Sequence[torch.Tensor],
+        conditions: Callable[[], Conditions],
+        level: int = 0,
+    ) -> Any:
+        call.plan(program.lifted(closure), program.ends)
+
+        execution = Execution(
+            program,
+            closure,
+            programs.differentiating,
+            self.planner.ledger.falls_back,
+            programs.certain,
+            programs.seen,
+            level,
+            retraceable=isinstance(conditions, _GraphConditions) and self.planner.given is None,
+        )
+        call.planned = execution
+        if program.casts:
+            operands = [*call.inputs, *closure]
+            again = casts.shared([operands[i] for i in program.casts], execution)
+            if again:
+                self.planner.ledger.shares_casts([program.origin(program.casts[i]) for i in again])
+        result = run_planned(call, program.trace.flags, conditions, level)
+        whose = weakref.ref(call)  # no cycle: what a forward pass kept goes with its results
+        execution.restored = lambda: _conditions(whose).restored(lambda: True)
+        return result
+
+
+def _conditions(call: weakref.ref[UserCall]) -> Conditions:
+    found = call()
+    assert found is not None
+    return found.conditions
+
+
+class _GraphConditions:
+    """The conditions of a call of a captured graph, which reads nothing but its inputs."""
+
+    def __init__(
+        self,
+        call: UserCall,
+        program: Program,
+        function: Any,
+        closure: Sequence[torch.Tensor],
+        layouts: Sequence[Layout],
+        ambient_then: ambient.Ambient,
+    ):
+        self.call, self.function, self.ambient = call, function, ambient_then
+        self.random = RandomState([])
+        if program.draws:
+            devices = {layout.device for layout in layouts if layout.device.type not in ("cpu", "meta")}
+            self.random = RandomState.capture(devices).assumed(True)
+        written = {n - program.count for n in program.statistics}
+        self.kept = [slot for i, slot in enumerate(function.slots) if i not in written]
+        lost = {n - program.count: NOT_AGAIN for n in program.remembered}
+        slots = [(i, *slot) for i, slot in enumerate(function.slots) if i in written]
+        self.written = [Written(held, key, t, t, lost.get(i, "")) for i, held, key, t in slots]
+        bases = (unwrapped(t) for i, t in enumerate(closure) if i not in written)
+        self.watched = [(t, version(t)) for t in bases]
+
+    def __call__(self) -> Conditions:
+        return Conditions(
+            self.function, self.call.fn, (), self.ambient, self.random, self.watched, self.written, self.kept, [], []
+        )
+
+
+def _outer_batch(operands: Sequence[torch.Tensor]) -> tuple[int, Batch | None]:
+    """The level of a `vmap` outside of the transform that differentiates, and what it does to operands; 0 if none."""
+    outer = _outer_vmap()
+    if outer is None:
+        return 0, None
+    level = outer.level()
+    return level, Batch(tuple(batch_dim(t, level) for t in operands), outer.batch_size(), outer.randomness())
+
+
+def _rematerialised_blocks(fn: Callable[..., Any]) -> int:
+    """Rematerialises the repeated blocks of the models that a function reaches, in place; returns how many."""
+    count = 0
+    for model in closure_of([fn]).modules:
+        blocks = [block for block in repeated_blocks(model).values() if planner_of(block) is None]
+        replace_modules(model, {id(block): remat(block) for block in blocks})
+        count += len(blocks)
+    return count
+
+
+def planner_of(fn: Callable[..., Any]) -> Planner | None:
+    """Returns what plans the calls of a rematerialised function or module; None if `fn` is plain."""
+    region = getattr(fn, "_fckpt_region", None)
+    if region is None:
+        return None
+    return region.planner if isinstance(region, _PlannedRegion) else Planner()
+
+
+def plain_of(fn: Callable[..., Any]) -> Any:
+    """Returns the function or module that `remat` made `fn` of; `fn` itself if it is plain."""
+    if not hasattr(fn, "_fckpt_region"):
+        return fn
+    return getattr(fn, "_fckpt_inner", None) or fn.__wrapped__  # type: ignore[attr-defined]  # functools.wraps sets it
+
+
+def _why_not_planned() -> str:
+    """Says why no plan can run here, as `Ledger.falls_back` has it; empty where one can.
+
+    Within another region it cannot: what it keeps, that region would have to keep. Nor under forward mode, or where
+    a `vmap` is around the transform that differentiates. A dispatch mode would see other operations than in the plain
+    function: those that write over their operands, and recomputes.
+    """
+    if forward_ad._current_level > ambient.idle_level:
+        return "forward mode"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "saved-tensor hooks"
+    if ambient.interfering_mode() is not None:
+        return "dispatch mode"
+    levels = [level.key() for level in _levels()]
+    while levels and levels[-1] == TransformType.Vmap:
+        levels.pop()
+    if levels and levels[0] == TransformType.Vmap:
+        return "" if levels[1:] == [TransformType.Grad] == [level.key() for level in _levels()][1:] else "vmap"
+    if all(key == TransformType.Grad for key in levels):
+        return ""
+    return "vmap" if TransformType.Vmap in levels else "forward mode"
+
+
+def _levels() -> Sequence[Any]:
+    """The levels of torch.func in force, outermost first."""
+    return (get_interpreter_stack() or ()) if torch._C._are_functorch_transforms_active() else ()
+
+
+def _outer_vmap() -> Any:
+    """The interpreter of a `vmap` outside of the transform that differentiates; None if there is none."""
+    levels = _levels()
+    outer = len(levels) == 2 and levels[0].key() == TransformType.Vmap and levels[1].key() == TransformType.Grad
+    return coerce_cinterpreter(levels[0]) if outer else None
+
+
+def _innermost() -> Any:
+    levels = _levels()
+    return levels[-1].key() if levels else None
+
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+def _is_traced() -> bool:
+    """Whether a graph is being recorded, which a recompute inside would only confuse.
+
+    `torch.jit.trace` would record both runs. `make_fx` drops the calls that set generators: a recompute of dropout
+    would be traced with other numbers.
+    """
+    if torch._C._get_dispatch_mode(_PROXY) is not None or torch._C._get_tracing_state() is not None:
+        return True
+    return any(level.key() == TransformType.Functionalize for level in _levels())

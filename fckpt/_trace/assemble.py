@@ -1,0 +1,292 @@
+"""From the recorded calls of a function to the graph of what is needed, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fckpt._trace.in_place import overwritable
+from fckpt._trace.operations import (
+    Call,
+    Recorded,
+    TensorSpec,
+    Trace,
+    arguments_of,
+    indices_of,
+    is_expanded,
+    is_random,
+    statistics_of,
+    strides_of,
+)
+from fckpt.graph.graph import Graph, Node, Value
+
+__all__ = ["Assembly"]
+
+aten = torch.ops.aten
+
+
+class Assembly:
+    """From what was recorded to a graph of what is needed."""
+
+    def __init__(self, ends: Any, origins: Sequence[str]):
+        self.ends = ends
+        self.recorder = recorder = ends.recorder
+        self.origins = origins
+        assert recorder.boundary is not None
+        self.recorded: list[Recorded] = recorder.calls
+        self.forward_calls = recorder.boundary
+        self.operand = {recorder.values[t]: i for i, t in enumerate(ends.operand_numbers)}
+        """By version of a storage: the operand that lies there."""
+        for before, after in recorder.written.items():
+            self.operand[after] = self.operand[before]
+        self.rewritten = {*recorder.written, *recorder.written.values()}
+        """Versions of operands that the function writes over."""
+        self.versions: list[tuple[int, int]] = []
+        self.empty: dict[int, Recorded] = {}  # by tensor: what made it, where nothing but a write reads it
+        self.values: list[Value] = []
+        self.known: dict[int, int] = {}  # from the recorder's storages to values
+        self.calls: list[Call] = []
+        self.nodes: list[Node] = []
+        self.late: set[int] = set()
+        self.node_of: dict[int, int] = {}  # by position in what was recorded
+        self.before: list[int] = []  # by the same: how many nodes come before it
+
+    def trace(self) -> Trace:
+        ends, recorder = self.ends, self.recorder
+        kept = self._needed()
+        inputs = self._inputs(kept)
+        late = [ct for ct in ends.cotangents if ct is not None]
+        cotangents = tuple(self._cotangent(ct) for ct in late)
+        self.late.update(cotangents)
+        boundary = 0
+        self._find_empty(kept)
+        for position, recorded in enumerate(self.recorded):
+            self.before.append(len(self.nodes))
+            if position in kept:
+                if not recorded.is_view:
+                    self.node_of[position] = len(self.nodes)
+                self._add(recorded)
+            if position == self.forward_calls - 1:
+                boundary = len(self.nodes)
+        held = {*inputs, *cotangents}
+        outputs = dict.fromkeys(v for t in ends.outputs if (v := self.known[recorder.values[t]]) not in held)
+        gradients = dict.fromkeys(self.known[recorder.values[t]] for t in ends.gradients if t is not None)
+        specs = tuple(self._spec(t, value) for t, value in zip(recorder.tensors, recorder.values, strict=True))
+        plain = {self.known[recorder.values[t]] for t in late if self._is_plain(t)}
+        written = {call.node: arguments_of(call, specs, plain) for call in self.calls}
+        nodes = tuple(dataclasses.replace(node, arguments=written[node.id]) for node in self.nodes)
+        ended = tuple(sorted(outputs)), tuple(sorted(gradients))
+        graph = Graph(nodes, self._lived(), inputs, cotangents, *ended, boundary)
+        return Trace(
+            graph,
+            tuple(self.calls),
+            specs,
+            operands=tuple(ends.operand_numbers),
+            constants=tuple(recorder.constants.items()),
+            spec=ends.spec,
+            leaves=tuple(ends.leaves),
+            outputs=ends.outputs,
+            flags=ends.flags,
+            cotangents=ends.cotangents,
+            gradients=ends.gradients,
+            versions=tuple(self.versions),
+            backward=ends.backward,
+            out_dims=ends.out_dims,
+            grad_dims=ends.grad_dims,
+            regions=tuple((self._inside(calls, returned), policy) for calls, returned, policy in recorder.regions),
+        )
+
+    def _inputs(self, kept: set[int]) -> tuple[int, ...]:
+        """The values of operands and constants that operations or results use, in the order of their first use.
+
+        So the graph does not depend on the order in which a call passes them, nor on what nothing uses.
+        """
+        values = self.recorder.values
+        given = [*self.ends.operand_numbers, *self.recorder.constants]
+        names = [*self.origins, *["a constant"] * len(self.recorder.constants)]
+        first = {values[t]: (t, name) for t, name in reversed(list(zip(given, names, strict=True)))}
+        used: list[int] = []
+        for call in (self.recorded[position] for position in sorted(kept)):
+            used += [*indices_of(call.args), *indices_of(tuple(call.kwargs.values())), *(t for t, _ in call.replaced)]
+        used += [t for t in (*self.ends.outputs, *self.ends.gradients) if t is not None]
+        found = dict.fromkeys(version for t in used if (version := values[t]) in first)
+        return tuple(self._value(first[version][0], None, first[version][1]) for version in found)
+
+    def _cotangent(self, tensor: int) -> int:
+        """The value of a cotangent. One whose elements repeat is planned like any other: an operation may copy it."""
+        value, known = self._value(tensor, None, "a cotangent"), self.recorder.tensors[tensor]
+        if is_expanded(known.shape, known.stride()):
+            self.values[value] = dataclasses.replace(self.values[value], nbytes=known.nbytes)
+        return value
+
+    def _is_plain(self, tensor: int) -> bool:
+        """Whether a cotangent has the strides of its output, or elements that repeat."""
+        known = self.recorder.tensors[tensor]
+        output = self.recorder.tensors[self.ends.outputs[self.ends.cotangents.index(tensor)]]
+        same = strides_of(known.shape, known.stride()) == strides_of(output.shape, output.stride())
+        return same or is_expanded(known.shape, known.stride())
+
+    def _lived(self) -> tuple[Value, ...]:
+        """The values with the times to which the plain function holds them, in nodes instead of recorded calls."""
+        if not self.nodes:
+            return tuple(self.values)
+        nodes = [*self.before, len(self.nodes)]
+        ended = self.recorder.lifetimes.ended
+        last = {v: node.id for node in self.nodes for v in (*node.outputs, *node.inputs)}
+        held_to = {
+            value: max(nodes[ended.get(version, -1)] - 1, last.get(value, 0)) for version, value in self.known.items()
+        }
+        return tuple(dataclasses.replace(v, held_to=held_to[v.id]) for v in self.values)
+
+    def _inside(self, calls: range, returned: set[int]) -> frozenset[int]:
+        """The nodes that were made of these calls and make none of these storages."""
+        outer = {self.known[storage] for storage in returned if storage in self.known}
+        nodes = (self.node_of[i] for i in calls if i in self.node_of)
+        return frozenset(n for n in nodes if outer.isdisjoint(self.nodes[n].outputs))
+
+    def _spec(self, tensor: torch.Tensor, storage: int) -> TensorSpec:
+        return TensorSpec(
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            self.known.get(storage, -1),
+            int(tensor.storage_offset()),
+        )
+
+    def _needed(self) -> set[int]:
+        """The calls that results depend on, and those that draw random numbers, change state or can raise."""
+        ends, values = self.ends, self.recorder.values
+        needed = {*ends.outputs, *(t for t in ends.gradients if t is not None)}
+        versions = {values[t] for t in needed}
+        kept: set[int] = set()
+        for position in range(len(self.recorded) - 1, -1, -1):
+            call = self.recorded[position]
+            writes = any(values[old] in self.recorder.written for old, _ in call.replaced)
+            check = not call.outputs and not call.replaced
+            effect = writes or is_random(call.op) or (check and position < self.forward_calls)
+            # What a write writes to is a view of the next version, which stands before it.
+            made = not versions.isdisjoint(values[new] for _, new in call.replaced)
+            if effect or made or not needed.isdisjoint(call.outputs):
+                kept.add(position)
+                read = {
+                    *indices_of(call.args),
+                    *indices_of(tuple(call.kwargs.values())),
+                    *(o for o, _ in call.replaced),
+                }
+                needed |= read
+                versions.update(values[t] for t in read)
+        return kept
+
+    def _find_empty(self, kept: set[int]) -> None:
+        """Finds memory that an operation asks for in order to write to it: the two become one node."""
+        recorder = self.recorder
+        readers: dict[int, list[int]] = {}
+        for position in sorted(kept):
+            call = self.recorded[position]
+            if not call.is_view:
+                sent = [*indices_of(call.args), *indices_of(tuple(call.kwargs.values()))]
+                for version in {recorder.values[t] for t in (*sent, *(old for old, _ in call.replaced))}:
+                    readers.setdefault(version, []).append(position)
+        ends = {recorder.values[t] for t in (*self.ends.outputs, *self.ends.gradients) if t is not None}
+        for position in sorted(kept):
+            call = self.recorded[position]
+            if call.op is aten.empty_strided.default and call.outputs[0] is not None:
+                version = recorder.values[call.outputs[0]]
+                found = [self.recorded[p] for p in readers.get(version, [])]
+                writes = [old for reader in found[:1] for old, _ in reader.replaced]
+                if len(found) == 1 and call.outputs[0] in writes and version not in ends:
+                    self.empty[call.outputs[0]] = call
+
+    def _value(self, tensor: int, producer: int | None, origin: str) -> int:
+        storage = self.recorder.values[tensor]
+        if storage not in self.known:
+            known = self.recorder.tensors[tensor]
+            self.known[storage] = len(self.values)
+            self.values.append(
+                Value(
+                    id=len(self.values),
+                    nbytes=0 if producer is not None and storage in self.operand else known.untyped_storage().nbytes(),
+                    producer=producer,
+                    origin=origin,
+                    names=tuple(self.recorder.names.get(storage, ())),
+                    shape=tuple(known.shape),
+                    dtype=str(known.dtype).removeprefix("torch."),
+                )
+            )
+        return self.known[storage]
+
+    def _add(self, recorded: Recorded) -> None:
+        op, args, kwargs, outputs = recorded.op, recorded.args, recorded.kwargs, recorded.outputs
+        if any(t in self.empty for t in outputs):
+            return  # it comes with the write
+        if recorded.is_view:
+            self.calls.append(Call(op, args, kwargs, outputs, None))
+            return
+        recorder, node = self.recorder, len(self.nodes)
+        replaced, calls = self._with_memory(recorded.replaced, node)
+        versions = [(recorder.values[old], recorder.values[new]) for old, new in recorded.replaced]
+        own = {new for _, new in versions}
+        statistics = {args[i].tensor for i in statistics_of(op, args)}
+        sent = [t for t in (*indices_of(args), *indices_of(tuple(kwargs.values()))) if recorder.values[t] not in own]
+        # Running statistics of a module are written by the first run alone, and not read by this operation.
+        sent += [old for old, new in replaced if new not in statistics or recorder.values[new] not in self.operand]
+        read = tuple(dict.fromkeys(self.known[recorder.values[t]] for t in sent))
+        made = len(self.values)
+        for t in (*outputs, *(new for _, new in recorded.replaced)):
+            if t is not None:
+                self._value(t, node, str(op))
+        self.versions += [(new, self.operand[v]) for _, new in replaced if (v := recorder.values[new]) in self.operand]
+        new = tuple(range(made, len(self.values)))
+        backward = not self.late.isdisjoint(read)
+        if backward:
+            self.late.update(new)
+        writes = tuple(self.known[old] for old, _ in versions if old in recorder.written)
+        once = any(recorder.values[t] in self.rewritten for t in sent) or not new
+        # Of several results, statistics are small enough to be updated in a copy at every run.
+        once |= len(new) > 1 and any(recorder.values[t] not in self.operand for _, t in replaced if t not in statistics)
+        overwrites = () if once or len(new) > 1 else self._overwrites(recorded, replaced)
+        self.nodes.append(
+            Node(
+                id=node,
+                op=str(op),
+                inputs=read,
+                outputs=new,
+                backward=backward,
+                random=is_random(op),
+                once=once and not backward,
+                source=recorded.source,
+                module=recorded.module,
+                overwrites=overwrites,
+                in_place=bool(replaced) and not once and not writes,
+                writes=writes,
+                accumulates=overwrites[:1] if recorded.accumulates and overwrites[:1] == read[:1] else (),
+            )
+        )
+        self.calls += [*calls, Call(op, args, kwargs, outputs, node, replaced)]
+
+    def _with_memory(
+        self, replaced: tuple[tuple[int, int], ...], node: int
+    ) -> tuple[tuple[tuple[int, int], ...], list[Call]]:
+        """What a write really replaces, and calls that ask for the rest of the memory that it writes to."""
+        calls = []
+        for old, new in replaced:
+            if old in self.empty:
+                empty = self.empty[old]
+                calls.append(Call(empty.op, empty.args, empty.kwargs, (new,), node))
+        return tuple(pair for pair in replaced if pair[0] not in self.empty), calls
+
+    def _overwrites(self, recorded: Recorded, replaced: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+        recorder = self.recorder
+        if replaced:
+            found = [old for old, _ in replaced if recorder.values[old] not in self.operand]
+        elif recorded.replaced or len(recorded.outputs) != 1 or recorded.outputs[0] is None:
+            return ()
+        else:
+            positions = overwritable(recorded.op, recorded.args, recorder.tensors, recorder.values, recorded.outputs[0])
+            found = [recorded.args[i].tensor for i in positions]
+        given = (self.known[recorder.values[t]] for t in found)
+        return tuple(dict.fromkeys(v for v in given if self.values[v].producer is not None))

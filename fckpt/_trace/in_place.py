@@ -1,0 +1,92 @@
+"""Operations that may write their result over an operand that nobody reads any more.
+
+Pointwise operations, whose kernels read an element before they write it: the result is bitwise the same. It saves the
+memory of the result while the operation runs, and the time that fresh memory takes to be mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fckpt._trace.operations import Ref, indices_of, is_dense
+
+__all__ = ["overwritable", "writer_of"]
+
+aten = torch.ops.aten
+
+_OUT = (
+    aten.abs.out, aten.add.out, aten.addcdiv.out, aten.addcmul.out, aten.clamp.out, aten.clamp_max.out,
+    aten.clamp_min.out, aten.cos.out, aten.div.out, aten.elu.out, aten.erf.out, aten.exp.out, aten.gelu.out,
+    aten.gelu_backward.grad_input, aten.hardtanh.out, aten.leaky_relu.out, aten.lerp.Scalar_out, aten.lerp.Tensor_out,
+    aten.log.out, aten.maximum.out, aten.minimum.out, aten.mish.out, aten.mul.out, aten.neg.out,
+    aten.pow.Tensor_Scalar_out, aten.pow.Tensor_Tensor_out, aten.reciprocal.out, aten.rsqrt.out, aten.sigmoid.out,
+    aten.sigmoid_backward.grad_input, aten.silu.out, aten.silu_backward.grad_input, aten.sin.out, aten.softplus.out,
+    aten.sqrt.out, aten.sub.out, aten.tanh.out, aten.tanh_backward.grad_input, aten.threshold.out,
+    aten.threshold_backward.grad_input, aten.where.self_out,
+)  # fmt: skip
+"""Kernels that write where they are told to, an operand allowed."""
+_SELF = {
+    aten.relu.default: aten.relu_.default,
+    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
+    aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
+}
+"""Operations without such a kernel, that can write over their first operand."""
+
+
+def _functional(op: Any) -> Any:
+    """The operation that returns a new tensor instead of writing into its last argument."""
+    takes = [(a.name, str(a.type)) for a in op._schema.arguments[:-1]]
+    packet = op.overloadpacket
+    for name in packet.overloads():
+        schema = getattr(packet, name)._schema
+        if [(a.name, str(a.type)) for a in schema.arguments] == takes:
+            return getattr(packet, name)
+    raise AssertionError(f"{op} has no functional variant")
+
+
+_WRITERS = {_functional(op): (op, op._schema.arguments[-1].name) for op in _OUT}
+_WRITERS |= {op: (writer, "") for op, writer in _SELF.items()}
+
+
+def writer_of(op: Any) -> tuple[Any, str]:
+    """Returns what writes the result of `op` over an operand, and the keyword that names the operand, if any."""
+    return _WRITERS[op]
+
+
+def overwritable(op: Any, args: Sequence[Any], tensors: Sequence[Any], storages: Sequence[int], out: int) -> list[int]:
+    """Returns the positions in `args` of operands that the result may be written over.
+
+    Args:
+        op: an `OpOverload`.
+        args: its arguments; tensors are refs.
+        tensors: by number, anything with the layout of a tensor.
+        storages: by number, which storage it looks at.
+        out: the number of the result.
+    """
+    if op not in _WRITERS:
+        return []
+    result = _layout(tensors[out])
+    if not _is_whole(tensors[out]):
+        return []
+    found = []
+    for position, arg in enumerate(args[:1] if not _WRITERS[op][1] else args):
+        if not isinstance(arg, Ref) or _layout(tensors[arg.tensor]) != result or not _is_whole(tensors[arg.tensor]):
+            continue
+        # Another view of the same memory would be read after it is overwritten.
+        others = [t for t in indices_of(list(args)) if storages[t] == storages[arg.tensor]]
+        if all(_layout(tensors[t]) == result for t in others):
+            found.append(position)
+    return found
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, int(tensor.storage_offset()))
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is all of its memory, without gaps or repetitions."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return tensor.untyped_storage().nbytes() == nbytes > 0 and is_dense(tensor.shape, tensor.stride())

@@ -1,0 +1,59 @@
+"""What the tensors of a call look like below all levels of torch.func, as far as a trace depends on it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
+from fckpt._call.casts import remembers_casts_of
+from fckpt._call.conditions import unseen
+from fckpt._trace.operations import Layout
+
+__all__ = ["layouts_below"]
+
+
+def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
+    """The layouts below all levels of torch.func; a tensor that any level tracks requires grad."""
+    if not torch._C._are_functorch_transforms_active():
+        # There may be a thousand, at every call, and the constructor of a named tuple takes most of the time.
+        new, strided = functools.partial(tuple.__new__, Layout), torch.strided
+        return [
+            new(
+                (
+                    t.shape,
+                    t.stride() if t.layout is strided else (),
+                    t.dtype,
+                    t.device,
+                    tracked := t.requires_grad,
+                    leaf := t.is_leaf,
+                    tracked and (not leaf or t._is_view()),
+                )
+            )
+            for t in tensors
+        ]
+    with unseen():
+        return [_layout_below(t) for t in tensors]
+
+
+def _layout_below(tensor: torch.Tensor) -> Layout:
+    tracked = tensor.requires_grad
+    remembered = remembers_casts_of(tensor)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+        tracked = tracked or tensor.requires_grad
+    return Layout(
+        tensor.shape,
+        _stride(tensor),
+        tensor.dtype,
+        tensor.device,
+        tracked,
+        tensor.is_leaf and tensor.requires_grad,
+        tracked and not remembered,
+    )
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else ()

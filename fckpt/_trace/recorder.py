@@ -1,0 +1,575 @@
+"""The recorder: a dispatch mode below autograd that writes down every operation as plain PyTorch dispatches it.
+
+The tensors of a trace have sizes, strides, a device and a storage, and no memory (`Stand`). A fake tensor behind each
+of them tells what an operation returns. What outlives its trace, in a cache of the user's, say, raises when it is used.
+
+Tensors are known by what they look at (storage, offset, sizes, strides), never by identity, and the recorder holds no
+reference to them, so that autograd sees who owns what, as in a plain run. In-place work is written down as it is: each
+write ends one *version* of a storage and begins the next, and views of the old version are made anew from the new one.
+
+Seen on torch 2.11 and 2.13: `torch._C._construct_storage_from_data_pointer`, `torch._C._set_throw_on_mutable_data_ptr`,
+`torch._C._DisableTorchDispatch`; `aten.native_batch_norm` writes statistics that its schema does not name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from fckpt._call.conditions import unwrapped
+from fckpt._capture.sources import Source, current
+from fckpt._recompute.primitives import View
+from fckpt._trace.lifetimes import Lifetimes, Sums
+from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, statistics_of
+from fckpt.errors import TraceError
+
+__all__ = ["WAY_OUT", "Recorder", "check_dense"]
+
+aten = torch.ops.aten
+WAY_OUT = "fckpt.remat without policy and budget takes any function; nothing is traced then."
+
+
+class Stand(torch.Tensor):
+    """A tensor of a trace: it has no memory, and can be used while it is traced alone."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TraceError(
+            f"{func} is given a tensor that a trace has left behind: a function that was traced for a plan has put it "
+            f"into a cache, a list or an attribute. It has no data. Clear that, and return tensors instead. {WAY_OUT}"
+        )
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        return f"<a tensor of a trace, {self.dtype}{list(self.shape)}>"
+
+
+_TRACEABLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, Stand)
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raises `TraceError` for a tensor that no plan can deal with."""
+    if tensor.layout is not torch.strided or type(tensor) not in _TRACEABLE:
+        raise TraceError(
+            f"a {type(tensor).__name__} with layout {tensor.layout} cannot be traced: budgets and policies know dense "
+            f"torch.Tensors. {WAY_OUT}"
+        )
+    if tensor.device.type == "cuda" and not torch.cuda.is_available():
+        raise TraceError(
+            "fake CUDA tensors cannot be traced where there is no CUDA (autograd would end the process). Use tensors "
+            'on the meta device, and costs=fckpt.cost.Analytic(fckpt.cost.profiles["H100"]), for a plan for a GPU.'
+        )
+
+
+class _Computed(torch.autograd.Function):
+    """Makes a tensor require grad that is no leaf, without an operation."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return tensor[0]
+
+
+_anchor = torch.zeros((), requires_grad=True)
+
+
+class _Block:
+    """A storage, and the tensors that look at its present version."""
+
+    __slots__ = ("base", "current", "held", "reference", "stale")
+
+    def __init__(self, reference: Any, base: int, held: bool):
+        self.reference = reference
+        """What keeps the address of the storage from being used again; not its memory."""
+        self.base = base
+        """The tensor that the allocating operation returned, as of the present version."""
+        self.held = held
+        """Whether it belongs to somebody else: an operand, a cotangent, a constant."""
+        self.current: dict[Any, int] = {}
+        self.stale: dict[Any, int] = {}
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down the operations below autograd, on tensors without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake.cache_enabled = False  # what it keeps may have less storage (aten.copy of a row, torch 2.13)
+        self.calls: list[Recorded] = []
+        self.lifetimes = Lifetimes(self.calls)
+        self.sums = Sums()
+        self.tensors: list[FakeTensor] = []
+        """By tensor: what is known of it, without memory."""
+        self.values: list[int] = []
+        """By tensor: the version of a storage that it looks at. Versions are numbered as they come to be."""
+        self.count = 0
+        """How many versions there are."""
+        self.written: dict[int, int] = {}
+        """By held version that the function writes over: the next one."""
+        self.constants: dict[int, torch.Tensor] = {}
+        self.names: dict[int, list[str]] = {}
+        self.sources: dict[int, Source] = {}
+        self.boundary: int | None = None
+        self.autograd_nodes: list[Any] = []
+        self.regions: list[tuple[range, set[int], Any]] = []
+        """Rematerialised functions inside: their calls, the versions that they return, their policies."""
+        self._open: list[tuple[Any, int]] = []  # the regions that have begun, and the number of calls before each
+        self._refused: dict[int, Callable[[], Exception]] = {}  # by storage that must not be written: the error
+        self._blocks: dict[int, _Block] = {}
+        self._by_fake: dict[int, _Block] = {}
+        self._views: dict[int, int] = {}  # by tensor: the call that made it, if that is a view
+
+    # -- tensors
+
+    def stand_in(self, layout: Layout) -> torch.Tensor:
+        """Returns a tensor without memory in the place of an operand or a cotangent."""
+        with temporarily_clear_interpreter_stack():  # a cotangent is asked for within the levels of a trace
+            with self._faking():
+                fake = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+            tensor = self._fresh(fake, held=True)
+            return (
+                _Computed.apply(_anchor, [tensor]) if layout.computed else tensor.requires_grad_(layout.requires_grad)
+            )
+
+    def refuse_writes(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
+        """Has `error` raised as soon as the storage of a tensor is written."""
+        self._refused[tensor.untyped_storage()._cdata] = error
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Returns the number of a tensor, as of the present version of its storage.
+
+        Raises:
+            TraceError: it is none of this trace.
+        """
+        return self._number_or_refuse(tensor, None)
+
+    def owns(self, tensor: Any) -> bool:
+        """Whether `tensor` was made by this trace, and has no memory."""
+        try:
+            storage = tensor.untyped_storage()._cdata
+        except (RuntimeError, NotImplementedError):
+            return False
+        return storage in self._blocks
+
+    def alive(self) -> set[int]:
+        """The storages without memory that are still referred to: by their addresses."""
+        return {key for key, block in self._blocks.items() if not block.reference.expired()}
+
+    def version(self, tensor: torch.Tensor) -> int:
+        """Returns the present version of the storage of a tensor."""
+        return self.values[self.number(tensor)]
+
+    def steps(self, base: torch.Tensor, view: torch.Tensor) -> tuple[View, ...] | None:
+        """Returns how `view` comes of `base`; None if that is unknown."""
+        first, number = self.number(base), self.number(view)
+        found: list[View] = []
+        while number != first:
+            if number not in self._views:
+                return None
+            call = self.calls[self._views[number]]
+            if not call.args or not isinstance(call.args[0], Ref) or any(indices_of(call.args[1:])):
+                return None
+            found.append(View(self._views[number], call.op, call.args[1:], call.kwargs, call.outputs.index(number)))
+            number = call.args[0].tensor
+        return tuple(reversed(found))
+
+    def name(self, tensor: torch.Tensor, name: str) -> None:
+        """Notes what `checkpoint_name` calls a tensor."""
+        number = self._find(unwrapped(tensor))
+        if number is not None:
+            names = self.names.setdefault(self.values[number], [])
+            if name not in names:
+                names.append(name)
+
+    # -- the marks of a captured graph
+
+    def begin(self, region: Any) -> None:
+        """Notes where a rematerialised function begins."""
+        self._open.append((region, len(self.calls)))
+
+    def end(self, region: Any, outputs: Sequence[torch.Tensor]) -> None:
+        """Notes where a rematerialised function ends, and what it returns."""
+        begun, first = self._open.pop()
+        assert begun is region
+        self.note_region(first, outputs, None if region is None else region.policy)
+
+    def note_region(self, first: int, outputs: Sequence[torch.Tensor], policy: Any) -> None:
+        """Notes what `policy` says of the values inside of a region, which began at call `first`."""
+        if policy is not None and self.boundary is None:
+            returned = {self.version(unwrapped(t)) for t in outputs}
+            self.regions.append((range(first, len(self.calls)), returned, policy))
+
+    def start_backward(self) -> None:
+        self.boundary = len(self.calls)
+
+    def release(self) -> None:
+        """Lets go of autograd's nodes from the outputs on: a long chain at once would exhaust the stack."""
+        self.autograd_nodes.reverse()
+        while self.autograd_nodes:
+            self.autograd_nodes.pop()
+        self.sums.release()
+
+    def _find(self, tensor: torch.Tensor) -> int | None:
+        check_dense(tensor)
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        if block is None:
+            return None
+        return self._at(block, _geometry(tensor))
+
+    def _at(self, block: _Block, geometry: Any) -> int:
+        """The number of what looks at the present version of a storage in a certain way."""
+        found = block.current.get(geometry)
+        if found is not None:
+            return found
+        old = block.stale.get(geometry)
+        if old is not None and old in self._views:
+            self._again(block, self.calls[self._views[old]])
+        if geometry not in block.current:
+            self._strided(block, geometry)
+        return block.current[geometry]
+
+    def _again(self, block: _Block, call: Recorded) -> None:
+        """Makes the views of an older version from the present one."""
+
+        def renewed(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return Ref(self._at(block, _geometry(self.tensors[value.tensor])))
+            if isinstance(value, (list, tuple)):
+                return type(value)(renewed(v) for v in value)
+            return value
+
+        args, kwargs = renewed(call.args), {k: renewed(v) for k, v in call.kwargs.items()}
+        outputs = tuple(None if t is None else self._new(self.tensors[t], block) for t in call.outputs)
+        self._record_view(Recorded(call.op, args, kwargs, outputs, True, call.source))
+
+    def _strided(self, block: _Block, geometry: Any) -> None:
+        """Makes a view that the trace has not seen being made (`x.data`, say)."""
+        offset, shape, stride, dtype, conj, neg = geometry
+        same = [t for g, t in block.current.items() if g[3:] == (dtype, conj, neg)]
+        same = same or [self._at(block, g) for g in list(block.stale) if g[3:] == (dtype, conj, neg)][:1]
+        if not same:
+            raise TraceError(f"{current()}: a view of a tensor came about in a way that is unknown. {WAY_OUT}")
+        with self._faking():
+            fake = self.tensors[same[0]].as_strided(shape, stride, offset)
+        args = (Ref(same[0]), list(shape), list(stride), offset)
+        self._record_view(Recorded(aten.as_strided.default, args, {}, (self._new(fake, block),), True, ""))
+
+    def _record_view(self, call: Recorded) -> None:
+        for t in call.outputs:
+            if t is not None:
+                self._views[t] = len(self.calls)
+        self.calls.append(call)
+
+    def _new(self, fake: Any, block: _Block | None = None) -> int:
+        """Numbers a tensor, which looks at the present version of `block`, or else at a new one."""
+        number = len(self.tensors)
+        self.tensors.append(fake)
+        if block is None:
+            self.values.append(self.count)
+            self.count += 1
+        else:
+            self.values.append(self.values[block.base])
+            block.current.setdefault(_geometry(fake), number)
+        return number
+
+    def _fresh(self, fake: Any, *, held: bool = False) -> torch.Tensor:
+        """A tensor without memory that looks as `fake` does, on a new storage."""
+        storage = _without_memory(fake.untyped_storage().nbytes(), fake.device)
+        tensor = _looking_at(storage, fake)
+        self._adopt(tensor, fake, held)
+        return tensor
+
+    def _adopt(self, tensor: torch.Tensor, fake: Any, held: bool) -> int:
+        number = self._new(fake)
+        storage = tensor.untyped_storage()
+        block = _Block(StorageWeakRef(storage), number, held)
+        block.current[_geometry(fake)] = number
+        self._blocks[storage._cdata] = self._by_fake[fake.untyped_storage()._cdata] = block
+        values = self.values
+        self.lifetimes.watch(storage, lambda: values[block.base])
+        return number
+
+    def _number_or_refuse(self, tensor: torch.Tensor, func: Any) -> int:
+        """The number of a tensor of this trace; a TraceError for any other, which no plan would find again."""
+        found = self._find(tensor)
+        if found is not None:
+            return found
+        check_dense(tensor)
+        if isinstance(tensor, Stand):
+            raise TraceError(f"{current()}: {func or 'the result'} uses a tensor of another trace. {WAY_OUT}")
+        raise TraceError(
+            f"{current()}: {func or 'the result'} uses a tensor of shape {list(tensor.shape)} that is neither "
+            "passed to the function nor found in its closure. Pass it as an argument, or hold it in a variable, a "
+            f"module, or an attribute or container not deeper than four levels. {WAY_OUT}"
+        )
+
+    def _lifted(self, data: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor that the function makes of Python numbers."""
+        with self.fake:
+            fake = aten.lift_fresh.default(data)
+        tensor = self._fresh(fake, held=True)
+        self.constants[len(self.tensors) - 1] = data
+        return tensor
+
+    @contextlib.contextmanager
+    def _faking(self) -> Iterator[None]:
+        with _disable_current_modes(), self.fake:
+            yield
+
+    # -- operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs)
+        if func is aten.lift_fresh.default:
+            return args[0] if self._find(args[0]) is not None else self._lifted(args[0])
+        if func is aten._efficientzerotensor.default:  # a gradient of zeros without memory, which cannot be written
+            func = aten.zeros.default
+        if torch.Tag.inplace_view in func.tags:
+            return self._reshaped(func, args, kwargs)
+        given: dict[int, torch.Tensor] = {}  # by storage of a fake one: a tensor on the same storage
+        numbers: dict[int, int] = {}
+
+        def fake_of(tensor: torch.Tensor) -> Any:
+            number = self._number_or_refuse(tensor, func)
+            numbers[id(tensor)] = number
+            fake = self.tensors[number]
+            given.setdefault(fake.untyped_storage()._cdata, tensor)
+            return fake
+
+        sent = _mapped(args, fake_of), {k: _mapped(v, fake_of) for k, v in kwargs.items()}
+        written = _written(func, args, kwargs)
+        with self.fake:
+            result = func(*sent[0], **sent[1])
+        if any(self._of(t).shape != t.shape for t in written):
+            raise TraceError(f"{current()}: {func} gives a tensor another size in place. {WAY_OUT}")
+        found = _flat(result)
+        if not written and not any(isinstance(t, torch.Tensor) for t in found):
+            if not found or found == [None]:  # it can only raise
+                self._record(func, args, kwargs, numbers, ())
+            return result
+        replaced = self._write(written, func) if written else ()
+        for tensor in written:
+            numbers[id(tensor)] = self._number(tensor)
+        return self._returned(func, args, kwargs, numbers, given, result, written, replaced)
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        number = self._find(tensor)
+        assert number is not None
+        return number
+
+    def _of(self, tensor: torch.Tensor) -> Any:
+        return self.tensors[self._number(tensor)]
+
+    def _returned(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        numbers: dict[int, int],
+        given: dict[int, torch.Tensor],
+        result: Any,
+        written: Sequence[torch.Tensor],
+        replaced: tuple[tuple[int, int], ...],
+    ) -> Any:
+        """Numbers what an operation returned, writes it down, and returns tensors without memory in its place."""
+        outputs: list[int | None] = []
+        fresh, seen = False, {id(self._of(t)): t for t in reversed(written)}
+        made: dict[int, torch.Tensor] = {}
+
+        def tensor_of(fake: Any) -> Any:
+            nonlocal fresh
+            if not isinstance(fake, torch.Tensor):
+                outputs.append(None)
+                return fake
+            if id(fake) in seen:
+                outputs.append(None)
+                return seen[id(fake)]
+            check_dense(fake)
+            key = fake.untyped_storage()._cdata
+            block = self._by_fake.get(key)
+            if block is None:
+                fresh = True
+                tensor = made[key] = self._fresh(fake)
+                outputs.append(len(self.tensors) - 1)
+                return tensor
+            owner = given[key] if key in given else made[key]
+            tensor = _looking_at(owner.untyped_storage(), fake)
+            known = block.current.get(_geometry(fake))
+            outputs.append(None if known is not None and key not in made else self._new(fake, block))
+            return tensor
+
+        known = len(self.tensors)
+        leaves = iter([tensor_of(leaf) for leaf in _flat(result)])
+        tensors = _unflat(result, leaves)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        is_view = not fresh and not replaced and not random
+        if not is_view or len(self.tensors) > known:
+            self._record(func, args, kwargs, numbers, tuple(outputs), is_view, replaced)
+        return tensors
+
+    def _record(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        numbers: dict[int, int],
+        outputs: tuple[int | None, ...],
+        is_view: bool = False,
+        replaced: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        ref = lambda tensor: Ref(numbers[id(tensor)])
+        args, kwargs = _mapped(tuple(args), ref), {k: _mapped(v, ref) for k, v in kwargs.items()}
+        if func in _EMPTY and outputs[0] is not None:  # it reads nothing of its operand
+            fake = self.tensors[outputs[0]]
+            func, args = aten.empty_strided.default, (list(fake.shape), list(fake.stride()))
+            kwargs = {"dtype": fake.dtype, "device": fake.device}
+        module, line = self._source()
+        call = Recorded(func, args, kwargs, outputs, is_view, line, replaced, module, self.sums.is_one(func))
+        if is_view:
+            self._record_view(call)
+        else:
+            self.calls.append(call)
+
+    def _write(self, written: Sequence[torch.Tensor], func: Any) -> tuple[tuple[int, int], ...]:
+        """Begins the next version of each storage that an operation writes: pairs of bases."""
+        replaced = []
+        blocks = {t.untyped_storage()._cdata: self._blocks[t.untyped_storage()._cdata] for t in written}
+        for key, block in blocks.items():
+            if key in self._refused:
+                raise self._refused[key]()
+            if block.held and block.base not in self.constants and self.boundary is not None:
+                raise TraceError(f"the backward pass ({func}) writes over a tensor that it was given. {WAY_OUT}")
+            old = block.base
+            self.lifetimes.end(self.values[old])
+            block.stale.update(block.current)
+            block.current = {}
+            block.base = self._new(self.tensors[old])
+            block.current[_geometry(self.tensors[old])] = block.base
+            if block.held:
+                if old in self.constants:
+                    block.held = False
+                else:
+                    self.written[self.values[old]] = self.values[block.base]
+            replaced.append((old, block.base))
+        return tuple(replaced)
+
+    def _reshaped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor looks at its storage in another way from now on (`x.t_()`, say)."""
+        if func in _RESIZES:
+            raise TraceError(f"{current()}: {func} writes in place in a way that cannot be traced. {WAY_OUT}")
+        tensor = args[0]
+        numbers = {id(tensor): self._number(tensor)}
+        block, fake = self._blocks[tensor.untyped_storage()._cdata], self._of(tensor)
+        functional = getattr(
+            getattr(aten, func.overloadpacket.__name__.removesuffix("_"), None), func._overloadname, None
+        )
+        with torch._C._DisableTorchDispatch():
+            result = func(*args, **kwargs)
+        if functional is not None and _geometry(tensor) not in block.current:
+            with self.fake:
+                view = functional(fake, *args[1:], **kwargs)
+            if _geometry(view) == _geometry(tensor):
+                self._record(functional, args, kwargs, numbers, (self._new(view, block),), True)
+        return result
+
+    def _source(self) -> Source:
+        if self.boundary is None:
+            source = current()
+            # The first operation under a number is that of the node; those after it may have no node of their own.
+            self.sources.setdefault(torch.autograd._get_sequence_nr() - 1, source)
+            return source
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return Source()
+        if not self.autograd_nodes or self.autograd_nodes[-1] is not node:
+            self.autograd_nodes.append(node)
+        return self.sources.get(node._sequence_nr(), Source())
+
+
+_EMPTY = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_permuted.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+_RESIZES = {
+    op for packet in (aten.resize_, aten.resize_as_, aten.set_) for op in map(packet.__getattr__, packet.overloads())
+}
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operation changes in place."""
+    found: list[torch.Tensor] = []
+    schema = func._schema
+    if schema.is_mutable:
+        for position, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                found += [t for t in _flat(value) if isinstance(t, torch.Tensor)]
+    found += [args[i] for i in statistics_of(func, args)]
+    return found
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (
+        int(tensor.storage_offset()),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _without_memory(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    if device.type == "meta":
+        return torch.UntypedStorage(nbytes, device="meta")
+    return torch._C._construct_storage_from_data_pointer(0, device, nbytes)  # type: ignore[attr-defined]
+
+
+def _looking_at(storage: torch.UntypedStorage, fake: torch.Tensor) -> torch.Tensor:
+    """A tensor on `storage` that looks at it as `fake` does."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        tensor = torch.empty(0, dtype=fake.dtype, device=fake.device)
+        tensor.set_(storage, int(fake.storage_offset()), tuple(fake.shape), fake.stride())
+        tensor = torch.Tensor._make_subclass(Stand, tensor)
+    if fake.is_conj():
+        torch._C._set_conj(tensor, True)
+    if fake.is_neg():
+        torch._C._set_neg(tensor, True)
+    if fake.device.type != "meta":
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor
+
+
+def _mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(v, fn) for v in value)
+    return value
+
+
+def _unflat(like: Any, leaves: Iterator[Any]) -> Any:
+    if isinstance(like, (list, tuple)):
+        return type(like)(_unflat(part, leaves) for part in like)
+    return next(leaves)
+
+
+def _flat(result: Any) -> list[Any]:
+    if isinstance(result, (list, tuple)):
+        return [inner for part in result for inner in _flat(part)]
+    return [result]

@@ -1,0 +1,80 @@
+"""Two levels of torch.func in a trace: a `vmap`, and within it the transform that differentiates.
+
+`vmap(grad(f))` is traced as it runs: autograd records at the inner level, on batches that the outer one wraps, and the
+operations that both come to are those of the batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._C._functorch import (
+    _add_batch_dim,
+    _unwrap_batched,
+    _unwrap_for_grad,
+    _wrap_for_grad,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    maybe_get_bdim,
+    maybe_get_level,
+)
+from torch._functorch.eager_transforms import _create_differentiable, grad_increment_nesting
+from torch._functorch.vmap import vmap_increment_nesting
+
+from fckpt._trace.operations import Batch
+
+__all__ = ["Levels", "batch_dim", "under_vmap"]
+
+
+class Levels:
+    """The two levels, while they are in force."""
+
+    def __init__(self, outer: int, inner: int):
+        self.outer = outer
+        self.inner = inner
+        self.dims: Sequence[int | None] = ()
+
+    def wrapped(
+        self, tensors: Sequence[torch.Tensor], tracked: Sequence[bool], computed: Sequence[bool]
+    ) -> list[torch.Tensor]:
+        """Returns batches as the function sees them, differentiated where they are `tracked`; see `Layout.computed`."""
+        found = []
+        for tensor, dim, flag, anew in zip(tensors, self.dims, tracked, computed, strict=True):
+            batched = tensor if dim is None else _add_batch_dim(tensor, dim, self.outer)
+            seen = _wrap_for_grad(batched, self.inner)
+            leaf = _create_differentiable(seen, self.inner) if flag else seen
+            found.append(leaf.view_as(leaf) if anew else leaf)
+        return found
+
+    def batched(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """Returns a cotangent as the inner level takes it."""
+        return _wrap_for_grad(tensor if dim is None else _add_batch_dim(tensor, dim, self.outer), self.inner)
+
+    def below(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        """Returns the batch behind a tensor, and which of its dimensions is that of the batch."""
+        value: Any = tensor
+        if is_functorch_wrapped_tensor(value) and maybe_get_level(value) == self.inner:
+            value = _unwrap_for_grad(value, self.inner)
+        return _unwrap_batched(value, self.outer)
+
+
+@contextlib.contextmanager
+def under_vmap(batch: Batch) -> Iterator[Levels]:
+    """Puts the two levels in force for the body."""
+    with vmap_increment_nesting(batch.size, batch.randomness) as outer, grad_increment_nesting() as inner:
+        levels = Levels(outer, inner)
+        levels.dims = batch.dims
+        yield levels
+
+
+def batch_dim(tensor: torch.Tensor, level: int) -> int | None:
+    """Returns which dimension of a tensor's memory is the batch of the `vmap` of this level."""
+    while is_functorch_wrapped_tensor(tensor):
+        if maybe_get_level(tensor) == level:
+            return maybe_get_bdim(tensor) if is_batchedtensor(tensor) else None
+        tensor = get_unwrapped(tensor)
+    return None

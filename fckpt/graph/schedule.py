@@ -1,0 +1,113 @@
+"""What is computed and freed, in which order: the answer of a solver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fckpt.errors import ArgumentValueError
+from fckpt.graph.graph import Graph
+
+__all__ = ["Compute", "Free", "Schedule", "plain_schedule", "schedule_of", "with_freed"]
+
+
+class Compute(NamedTuple):
+    """Runs a node. Outputs of it that are live already stay, and their new copies are dropped."""
+
+    node: int
+
+
+class Free(NamedTuple):
+    """Lets a value go."""
+
+    value: int
+
+
+Step = Compute | Free
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a forward pass, and those of its backward pass. A node may be computed any number of times."""
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the schedule as plain data: +n computes node n, -(v + 1) frees value v."""
+        return {"forward": [_number(s) for s in self.forward], "backward": [_number(s) for s in self.backward]}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Schedule:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ArgumentValueError: it is no schedule.
+        """
+        try:
+            return Schedule(tuple(map(_step, data["forward"])), tuple(map(_step, data["backward"])))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ArgumentValueError(f"this is no schedule of fckpt: {error!r}.") from error
+
+
+def plain_schedule(graph: Graph) -> Schedule:
+    """Returns what the plain function does: every node once, in program order, and its values held as autograd does.
+
+    It goes with `Graph.eager`.
+    """
+    kept = graph.held.union(graph.outputs, graph.gradients)
+    frees: list[list[Step]] = [[] for _ in graph.nodes]
+    for value in graph.values:
+        if value.producer is not None and value.id not in kept:
+            last = max((value.producer, *graph.consumers[value.id][-1:]))
+            frees[last if value.held_to is None else value.held_to].append(Free(value.id))
+    steps: tuple[list[Step], list[Step]] = ([], [])
+    for node in graph.nodes:
+        steps[node.id >= graph.boundary].extend([Compute(node.id), *frees[node.id]])
+    return Schedule(tuple(steps[0]), tuple(steps[1]))
+
+
+def with_freed(steps: Sequence[Step]) -> Iterator[tuple[Step, frozenset[int]]]:
+    """Yields the steps, and with each the values that are freed right after it."""
+    freed: list[int] = []
+    found: list[tuple[Step, frozenset[int]]] = []
+    for step in reversed(steps):
+        found.append((step, frozenset(freed)))
+        freed = [*freed, step.value] if isinstance(step, Free) else []
+    return reversed(found)
+
+
+def _number(step: Step) -> int:
+    return step.node if isinstance(step, Compute) else -step.value - 1
+
+
+def _step(number: int) -> Step:
+    if type(number) is not int:
+        raise TypeError(f"a step is an int, not {number!r}")
+    return Compute(number) if number >= 0 else Free(-number - 1)
+
+
+def schedule_of(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:
+    """Returns the schedule that computes these nodes in this order and frees every value after its last use.
+
+    Args:
+        graph: the graph.
+        forward: the nodes of the forward pass, in order; a node may come several times.
+        backward: the same for the backward pass.
+
+    A value is freed after its last use before it is made again. Outputs and gradients of the graph are not freed.
+    """
+    sequence = [*forward, *backward]
+    kept = graph.held.union(graph.outputs, graph.gradients)
+    needed: set[int] = set()
+    frees: list[list[int]] = [[] for _ in sequence]
+    for i in range(len(sequence) - 1, -1, -1):  # from the end, to know what is read later
+        node = graph.nodes[sequence[i]]
+        frees[i] = [v for v in (*node.outputs, *node.inputs) if v not in needed and v not in kept]
+        needed.difference_update(node.outputs)
+        needed.update(v for v in node.inputs if v not in kept)
+    steps: list[list[Step]] = [[], []]
+    for i, index in enumerate(sequence):
+        steps[i >= len(forward)] += [Compute(index), *map(Free, frees[i])]
+    return Schedule(tuple(steps[0]), tuple(steps[1]))

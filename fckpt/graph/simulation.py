@@ -1,0 +1,176 @@
+"""The judge of all schedules: how many bytes are live at every step, and what is computed again.
+
+A step that computes holds, while it runs, all that was live before, its outputs and its temporaries; an output that
+is written over an input takes nothing. So the simulated peak is what the allocator sees, as far as the graph's bytes
+are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from fckpt.errors import ScheduleError
+from fckpt.graph.graph import Graph
+from fckpt.graph.schedule import Compute, Schedule, Step, with_freed
+
+__all__ = ["Timeline", "simulate"]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a schedule does to memory and time."""
+
+    live_nbytes: tuple[int, ...]
+    """By step, forward then backward: the bytes held while it runs (frees: after it)."""
+    peak_nbytes: int
+    peak_step: int
+    forward_nbytes: int
+    """What is held between the passes, outputs among it."""
+    seconds: float
+    """The time of all computed nodes."""
+    recomputed_seconds: float
+    """The part of it that is spent on nodes that had been computed before."""
+    recomputed_nodes: int
+    """How many computations were repetitions."""
+
+    @property
+    def overhead(self) -> float:
+        """Time spent on repetitions, as a fraction of the rest."""
+        rest = self.seconds - self.recomputed_seconds
+        return self.recomputed_seconds / rest if rest else 0.0
+
+
+def simulate(graph: Graph, schedule: Schedule) -> Timeline:
+    """Runs `schedule` on paper.
+
+    Raises:
+        ScheduleError: a step reads or frees a value that is not live, or runs a backward node in the forward pass;
+            random nodes run for the first time out of order; a node that must run once does not; a step reads a value
+            after a node has written over it; an output is freed or missing at the end of its pass.
+    """
+    run = _Run(graph)
+    for step, freed in with_freed(schedule.forward):
+        run.step(step, freed, backward=False)
+    run.end_of_forward()
+    forward_nbytes = run.held_nbytes
+    run.held_nbytes += sum(graph.values[v].nbytes for v in graph.cotangents)
+    run.live.update(graph.cotangents)
+    for step, freed in with_freed(schedule.backward):
+        run.step(step, freed, backward=True)
+    run.end()
+    profile = run.profile or [0]
+    peak = max(profile)
+    return Timeline(
+        live_nbytes=tuple(profile),
+        peak_nbytes=peak,
+        peak_step=profile.index(peak),
+        forward_nbytes=forward_nbytes,
+        seconds=run.seconds,
+        recomputed_seconds=run.recomputed_seconds,
+        recomputed_nodes=run.recomputed_nodes,
+    )
+
+
+class _Run:
+    """A schedule half done."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.live = set(graph.inputs)
+        self.made = set(graph.inputs)
+        self.held_nbytes = 0
+        self.overwritten: set[int] = set()
+        """Values that are about to be freed, and whose bytes another has taken over."""
+        self.profile: list[int] = []
+        self.counts = [0] * len(graph.nodes)
+        self.last_random = -1
+        self.seconds = 0.0
+        self.recomputed_seconds = 0.0
+        self.recomputed_nodes = 0
+        self.kept = graph.held.union(graph.outputs, graph.gradients)
+        self.gone: dict[int, int] = {}
+        """Values that a node has written over for good, and the node."""
+
+    def step(self, step: Step, freed: Collection[int], *, backward: bool) -> None:
+        if isinstance(step, Compute):
+            self.compute(step.node, freed, backward)
+        else:
+            self.free(step.value)
+
+    def compute(self, index: int, freed: Collection[int], backward: bool) -> None:
+        graph, position = self.graph, len(self.profile)
+        if not 0 <= index < len(graph.nodes):
+            raise ScheduleError(f"step {position} computes node {index} of {len(graph.nodes)}.")
+        node = graph.nodes[index]
+        writes = node.writes if not self.counts[index] else ()
+        missing = [v for v in node.inputs if v not in self.live]
+        missing += [v for v in writes if v in self.gone or v not in self.made]
+        if missing and missing[0] in self.gone:
+            raise ScheduleError(
+                f"step {position} computes node {index} ({node.op}), but node {self.gone[missing[0]]} has written over "
+                f"value {missing[0]}."
+            )
+        if missing:
+            raise ScheduleError(f"step {position} computes node {index} ({node.op}), but value {missing[0]} is gone.")
+        if not backward and node.backward:
+            raise ScheduleError(f"step {position} computes node {index} ({node.op}) before the backward pass.")
+        self.live.difference_update(writes)
+        self.gone.update(dict.fromkeys(writes, index))
+        new = [v for v in node.outputs if v not in self.live and v not in self.gone]
+        over = node.overwritten(freed) if new else None
+        if over is not None:  # it goes now, as far as bytes are concerned
+            self.held_nbytes -= graph.values[over].nbytes
+            self.overwritten.add(over)
+        made = sum(graph.values[v].nbytes for v in node.outputs)
+        self.profile.append(self.held_nbytes + made + node.temporary_nbytes)
+        self.held_nbytes += sum(graph.values[v].nbytes for v in new)
+        self.live.update(new)
+        self.made.update(new)
+        self.count(index, backward)
+
+    def count(self, index: int, backward: bool) -> None:
+        node = self.graph.nodes[index]
+        self.seconds += node.seconds
+        if self.counts[index]:
+            if node.once:
+                raise ScheduleError(f"node {index} ({node.op}) runs twice, and must run once.")
+            self.recomputed_seconds += node.seconds
+            self.recomputed_nodes += 1
+        elif node.random:
+            if index < self.last_random:
+                raise ScheduleError(f"random node {index} ({node.op}) runs after random node {self.last_random}.")
+            if backward and index < self.graph.boundary:
+                raise ScheduleError(f"random node {index} ({node.op}) of the forward pass first runs in backward.")
+            self.last_random = index
+        self.counts[index] += 1
+
+    def free(self, value: int) -> None:
+        if value in self.gone:  # its bytes went then
+            self.profile.append(self.held_nbytes)
+            return
+        if value not in self.live:
+            raise ScheduleError(f"step {len(self.profile)} frees value {value}, which is not live.")
+        if value in self.kept:
+            raise ScheduleError(f"step {len(self.profile)} frees value {value}, which must be kept.")
+        self.live.discard(value)
+        if value in self.overwritten:
+            self.overwritten.discard(value)
+        else:
+            self.held_nbytes -= self.graph.values[value].nbytes
+        self.profile.append(self.held_nbytes)
+
+    def end_of_forward(self) -> None:
+        for value in self.graph.outputs:
+            if value not in self.live:
+                raise ScheduleError(f"the forward pass ends without the output {value}.")
+        for node in self.graph.nodes:
+            if not self.counts[node.id] and (
+                node.once or node.writes or (node.random and node.id < self.graph.boundary)
+            ):
+                raise ScheduleError(f"node {node.id} ({node.op}) must run in the forward pass.")
+
+    def end(self) -> None:
+        for value in self.graph.gradients:
+            if value not in self.live:
+                raise ScheduleError(f"the backward pass ends without the gradient {value}.")

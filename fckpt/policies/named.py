@@ -1,0 +1,373 @@
+"""Policies: which values of a forward pass may be kept for the backward pass.
+
+A policy is asked once for every operation of the forward pass, with a `PolicyNode`; its answer holds for all that
+the operation makes. It answers with a `Decision`, with `True` or `False`, or with `None` for "no opinion":
+
+| answer                    | without a budget          | with a budget                                |
+|---------------------------|---------------------------|----------------------------------------------|
+| `MUST_SAVE`               | kept                      | kept                                         |
+| `True`, `PREFER_SAVE`     | kept if backward needs it | the solver chooses, and rather keeps it      |
+| `PREFER_RECOMPUTE`        | recomputed                | the solver chooses, and rather recomputes it |
+| `False`, `MUST_RECOMPUTE` | recomputed                | never kept                                   |
+| `None`                    | recomputed                | the solver chooses                           |
+
+A policy is a plain function, or one of the objects of this file. Those are frozen, hashable and printable (as the
+expression that makes them), and combine with `|` (what either keeps), `&` (what both keep) and `~` (the opposite).
+
+Example:
+    >>> from fckpt import policies
+    >>> policy = policies.dots_saveable & ~policies.save_only_these_names("scores")
+    >>> policy
+    dots_saveable & ~save_only_these_names('scores')
+    >>> node = policies.PolicyNode("aten.mm.default", names=("scores",))
+    >>> policies.dots_saveable(node), policy(node)
+    (True, False)
+    >>> small = policies.as_policy(lambda node: node.nbytes <= 2**20)
+    >>> (policy | small)(node)
+    True
+
+References:
+    The names and their meaning are those of JAX's `jax.checkpoint_policies`
+    (https://docs.jax.dev/en/latest/gradient-checkpointing.html), the decisions those of PyTorch's
+    `torch.utils.checkpoint.CheckpointPolicy` (https://docs.pytorch.org/docs/stable/checkpoint.html).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, PolicyWarning, users_stacklevel
+from fckpt.graph.graph import Graph
+from fckpt.policies.decisions import Answer as Answer
+from fckpt.policies.decisions import Decision as Decision
+from fckpt.policies.decisions import Frozen, nested_decision
+from fckpt.policies.decisions import Policy as Policy
+from fckpt.policies.decisions import PolicyLike as PolicyLike
+from fckpt.policies.decisions import PolicyNode as PolicyNode
+from fckpt.policies.decisions import as_policy as as_policy
+from fckpt.policies.decisions import combine_nested as combine_nested
+from fckpt.policies.names import check_name
+from fckpt.policies.names import checkpoint_name as checkpoint_name
+from fckpt.policies.names import names_recorded as names_recorded
+
+__all__ = [
+    "Answer",
+    "Decision",
+    "Policy",
+    "PolicyLike",
+    "PolicyNode",
+    "apply_policy",
+    "as_policy",
+    "checkpoint_dots",
+    "checkpoint_dots_with_no_batch_dims",
+    "checkpoint_name",
+    "combine_nested",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "everything_saveable",
+    "names_recorded",
+    "nothing_saveable",
+    "reductions_saveable",
+    "register_dot",
+    "save_any_names_but_these",
+    "save_anything_except_these_names",
+    "save_from_both_policies",
+    "save_only_these_names",
+]
+
+
+# By operation -----------------------------------------------------------------------------------------------------
+
+# Products of matrices, by packet. As in JAX, convolutions are dots, but not of those without batch dimensions.
+_LINEAR = "mm addmm _addmm_activation linear mv addmv dot vdot _int_mm _scaled_mm mkldnn_linear"
+_BATCHED = "bmm baddbmm addbmm _grouped_mm _scaled_grouped_mm"
+_CONVOLUTION = """
+    convolution _convolution convolution_overrideable cudnn_convolution mkldnn_convolution miopen_convolution
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+"""
+_ATTENTION = """
+    scaled_dot_product_attention _scaled_dot_product_attention_math _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable
+    _flash_attention_forward _efficient_attention_forward _cudnn_attention_forward
+"""
+_DOTS = {f"aten.{op}": op in _LINEAR.split() for op in f"{_LINEAR} {_BATCHED} {_CONVOLUTION} {_ATTENTION}".split()}
+"""Whether it has no batch dimensions, by operation."""
+
+# What `vmap` makes of a product of matrices, and `einsum` of every product.
+_BATCHED_PRODUCTS = frozenset({"aten.bmm", "aten.baddbmm"})
+
+
+_OP = re.compile(r"[A-Za-z_]\w*(\.|::)\w+(\.\w+)?")  # as torch.ops.mylib.gemm and its overloads print
+
+
+def _packet(op: str) -> str:
+    """`aten.mm` for `aten.mm.default` and `aten::mm`."""
+    return ".".join(op.replace("::", ".").split(".")[:2])
+
+
+def register_dot(op: Any, *, batch_dims: bool = False) -> None:
+    """Makes an operation count as a product of matrices, for `dots_saveable` and its like.
+
+    Your own matmul kernel is unknown to fckpt, and such policies would recompute it. Register it where you define
+    it, before plans are made. All overloads count.
+
+    Args:
+        op: the operation, `torch.ops.mylib.gemm` or `"mylib::gemm"`.
+        batch_dims: whether it has batch dimensions, as attention has and a linear layer has not:
+            `dots_with_no_batch_dims_saveable` passes over such operations.
+
+    Raises:
+        ArgumentTypeError: `op` is no operation.
+        ArgumentValueError: it is registered already, the other way.
+
+    Example:
+        >>> from fckpt.policies import PolicyNode, dots_saveable, register_dot
+        >>> register_dot("mylib::gemm")
+        >>> dots_saveable(PolicyNode("mylib.gemm.default"))
+        True
+    """
+    if not _OP.fullmatch(str(op)):
+        raise ArgumentTypeError(f'register_dot takes an operation, torch.ops.mylib.gemm or "mylib::gemm", not {op!r}.')
+    packet = _packet(str(op))
+    if _DOTS.setdefault(packet, not batch_dims) == batch_dims:
+        raise ArgumentValueError(f"{packet} is registered already, with batch_dims={not batch_dims}.")
+
+
+@dataclass(frozen=True, repr=False)
+class _Constant(Frozen):
+    """A policy without parameters, which is its name."""
+
+    rule: Callable[[PolicyNode], bool]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__doc__", self.rule.__doc__)
+
+    def __call__(self, node: PolicyNode) -> bool:
+        return self.rule(node)
+
+    def __repr__(self) -> str:
+        return self.rule.__name__
+
+    def __reduce__(self) -> str:  # so that a copy in another process is the same policy
+        return self.rule.__name__
+
+
+@_Constant
+def everything_saveable(node: PolicyNode) -> bool:
+    """Everything may be kept: as if nothing were rematerialised."""
+    return True
+
+
+@_Constant
+def nothing_saveable(node: PolicyNode) -> bool:
+    """Nothing is kept: everything is computed again, from the arguments."""
+    return False
+
+
+_REDUCTIONS = frozenset({"fckpt.all_reduce", "fckpt.reduce_scatter", "fckpt.all_to_all"})
+
+
+@_Constant
+def reductions_saveable(node: PolicyNode) -> bool:
+    """What came of a reduction over ranks or of an exchange may be kept, so that it is not sent again.
+
+    All else is computed again, gathers of divided parameters among it: what `remat` does without a policy. On one
+    device it is `nothing_saveable`.
+    """
+    return _packet(node.op) in _REDUCTIONS
+
+
+@_Constant
+def dots_saveable(node: PolicyNode) -> bool:
+    """Products of matrices, convolutions and attention may be kept; see `register_dot` for your own kernels."""
+    return _packet(node.op) in _DOTS
+
+
+@_Constant
+def dots_with_no_batch_dims_saveable(node: PolicyNode) -> bool:
+    """Products of matrices without batch dimensions may be kept: linear layers, but not attention scores.
+
+    It means the same under `vmap`: batch dimensions that come from it do not count (`PolicyNode.batch_sizes`), nor
+    does a batch of one, which is how `einsum` computes every product. Convolutions are not kept, as in JAX.
+    """
+    packet = _packet(node.op)
+    if packet in _BATCHED_PRODUCTS:
+        return all(shape[:1] == (math.prod(node.batch_sizes),) for shape in node.shapes) and bool(node.shapes)
+    return _DOTS.get(packet, False)
+
+
+checkpoint_dots = dots_saveable
+checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
+
+
+# By name ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class _Names(Frozen):
+    """A policy that looks at names."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str):
+        for name in names:
+            check_name(type(self).__name__, name)
+        object.__setattr__(self, "names", tuple(sorted(set(names))))
+
+    @property
+    def mentioned(self) -> frozenset[str]:
+        return frozenset(self.names)
+
+    def speaks_of(self, node: PolicyNode) -> bool:
+        """Whether one of the names is one of the node's."""
+        return not self.mentioned.isdisjoint(node.names)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.names))})"
+
+
+class save_only_these_names(_Names):
+    """Values with one of these names may be kept, and no others.
+
+    Example:
+        >>> from fckpt.policies import PolicyNode, save_only_these_names
+        >>> policy = save_only_these_names("attn_out", "mlp_out")
+        >>> policy(PolicyNode("aten.mm.default", names=("mlp_out",))), policy(PolicyNode("aten.mm.default"))
+        (True, False)
+    """
+
+    def __call__(self, node: PolicyNode) -> bool:
+        return self.speaks_of(node)
+
+
+class save_any_names_but_these(_Names):
+    """Values with a name may be kept, but none of these; nor what has no name.
+
+    Example:
+        >>> from fckpt.policies import PolicyNode, save_any_names_but_these
+        >>> policy = save_any_names_but_these("scores")
+        >>> [policy(PolicyNode("aten.mm.default", names=names)) for names in [("out",), ("scores",), ()]]
+        [True, False, False]
+    """
+
+    def __call__(self, node: PolicyNode) -> bool:
+        return bool(node.names) and not self.speaks_of(node)
+
+
+class save_anything_except_these_names(_Names):
+    """Everything may be kept but values with one of these names.
+
+    The value itself is not kept, under whatever name: a name belongs to the memory that the operation fills, so there
+    is nothing else to keep it by. (JAX's policy of this name keeps the value that the name was given to.)
+
+    Example:
+        >>> from fckpt.policies import PolicyNode, save_anything_except_these_names
+        >>> policy = save_anything_except_these_names("scores")
+        >>> [policy(PolicyNode("aten.mm.default", names=names)) for names in [("out",), ("scores",), ()]]
+        [True, False, True]
+    """
+
+    def __call__(self, node: PolicyNode) -> bool:
+        return not self.speaks_of(node)
+
+
+def save_from_both_policies(first: PolicyLike, second: PolicyLike) -> Policy:
+    """Returns the policy that keeps what either of the two keeps: `first | second`, by the name it has in JAX.
+
+    Example:
+        >>> from fckpt.policies import dots_saveable, save_from_both_policies, save_only_these_names
+        >>> save_from_both_policies(dots_saveable, save_only_these_names("probs"))
+        dots_saveable | save_only_these_names('probs')
+    """
+    return as_policy(first) | second
+
+
+# To the graph -----------------------------------------------------------------------------------------------------
+
+
+def apply_policy(
+    graph: Graph,
+    policy: PolicyLike,
+    *,
+    nodes: Collection[int] | None = None,
+    batching: Mapping[int, tuple[int, ...]] | None = None,
+    budgeted: bool = False,
+) -> Graph:
+    """Returns the graph with what `policy` says of its values, as `Value.decision`.
+
+    All operations that need no cotangent are asked for, so also those that the backward pass happened to run.
+    Those that must run exactly once (`Node.once`) are not: the backward pass can have their values in no other way.
+    Decisions that are there already are those of regions inside, and are met as `combine_nested` does.
+
+    Args:
+        graph: the graph.
+        policy: a policy, or a function of a `PolicyNode`.
+        nodes: the ids of the region's nodes; all nodes if left out.
+        batching: by node id, the sizes of the `vmap`s inside the region that batched it.
+        budgeted: whether there is a budget, so that a solver chooses where the policy has no opinion.
+
+    Raises:
+        ArgumentTypeError: `policy` is no policy, or answers something that is no decision.
+
+    Warns:
+        PolicyWarning: the policy mentions names that do not occur, or keeps nothing and is not `nothing_saveable` or
+            `reductions_saveable`.
+    """
+    policy, batching = as_policy(policy), batching or {}
+    region = [n for n in graph.nodes if not n.backward and n.outputs and (nodes is None or n.id in nodes)]
+    asked = [PolicyNode.of(graph, node, batching.get(node.id, ())) for node in region if not node.once]
+    answers = [policy.decide(node) for node in asked]
+    complaints = [*_unknown_names(graph, policy), *_idle(policy, asked, answers, budgeted)]
+    if complaints:
+        warnings.warn(" ".join(complaints), PolicyWarning, stacklevel=users_stacklevel())
+    remaining = iter(answers)
+    decisions: dict[int, Decision | None] = {}
+    for node in region:
+        decisions.update(dict.fromkeys(node.outputs, Decision.PREFER_SAVE if node.once else next(remaining)))
+    values = (dataclasses.replace(v, decision=_met(v.decision, decisions.get(v.id))) for v in graph.values)
+    return dataclasses.replace(graph, values=tuple(values))
+
+
+def _met(inner: str, outer: Decision | None) -> str:
+    decision = nested_decision([Decision(inner) if inner else None, outer])
+    return decision.value if decision else ""
+
+
+def _unknown_names(graph: Graph, policy: Policy) -> list[str]:
+    """What is wrong with the names that `policy` mentions."""
+    occurring = sorted({name for value in graph.values for name in value.names})
+    missing = sorted(policy.mentioned.difference(occurring))
+    if not missing:
+        return []
+    guesses = {name: difflib.get_close_matches(name, occurring, 1) for name in missing}
+    texts = [repr(name) + (f" (did you mean {guess[0]!r}?)" if guess else "") for name, guess in guesses.items()]
+    known = (
+        f"The names are {', '.join(map(repr, occurring))}." if occurring else "No value has one: see checkpoint_name."
+    )
+    return [f"the policy {policy!r} mentions names that no value has: {', '.join(texts)}. {known}"]
+
+
+def _idle(policy: Policy, asked: Sequence[PolicyNode], answers: Sequence[Decision | None], budgeted: bool) -> list[str]:
+    """What is wrong if `policy` makes no difference."""
+    if not asked or policy in (nothing_saveable, reductions_saveable):
+        return []
+    keeping = {Decision.MUST_SAVE, Decision.PREFER_SAVE, *([Decision.PREFER_RECOMPUTE] if budgeted else [])}
+    opinions = set(answers)
+    if opinions == {None}:
+        effect = "has no opinion of any operation"
+    elif opinions & keeping or (budgeted and None in opinions):
+        return []
+    else:
+        effect = "keeps nothing"
+    counts = Counter(_packet(node.op) for node in asked).most_common()
+    kinds = ", ".join([f"{count} {op}" for op, count in counts[:8]] + (["others"] if counts[8:] else []))
+    return [f"the policy {policy!r} {effect}. It was asked for {kinds}. If that is meant, say nothing_saveable."]

@@ -1,0 +1,221 @@
+"""Dynamic Tensor Rematerialization, simulated on the static graph: evict when memory is full, compute again on access.
+
+M. Kirisame, S. Lyubomirsky, A. Haan, J. Brennan, M. He, J. Roesch, T. Chen, Z. Tatlock, "Dynamic Tensor
+Rematerialization", ICLR 2021, https://arxiv.org/abs/2006.09616. An online heuristic: it sees one operation at a time,
+in the recorded order, and knows nothing of those that follow, except that a value goes when the program lets go of it
+(their eager eviction). Where it must make room it evicts the value with the least
+
+    h(t) = (c(t) + sum of c over e*(t)) / (m(t) s(t)),
+
+their h_DTR with the exact evicted neighbourhood, not the approximation h_eq by union-find. Their theorem: a chain of n
+equal layers takes O(n) computations in a memory of Omega(sqrt(n)), like the best plans made ahead. Otherwise nothing is
+guaranteed: an adversary can make any such heuristic slow, and below some budget it thrashes; it is given up then.
+
+    t       value                                c(t)    rules.seconds of its producer
+    m(t)    nbytes                               s(t)    clock - access: staleness, in simulated seconds
+    e*(t)   _Run.around: the evicted values that t needs to be computed again, and those that need t, each through
+            evicted values only; a node of several of them counts once
+
+Values of nodes that never run twice are not evicted and stay to the end. A plan is judged as the others are: freed
+after the last use, in-place writes counted, so its peak is at most what the run here held.
+
+Complexity: a look at all live values per eviction, and a walk through the evicted ones around those whose turn it may
+be: near-quadratic on large graphs at tight budgets. Left out: the overhead of deciding at run time, their random
+sample of candidates (they look at sqrt(n) of them), banishing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from fckpt.graph.graph import Graph
+from fckpt.graph.schedule import Schedule
+from fckpt.solve.core.bisection import fitted
+from fckpt.solve.core.rules import Order, Rules
+from fckpt.solve.core.starts import save_everything
+
+__all__ = ["dtr"]
+
+THRASHING = 4
+"""A run that computes so many times as many nodes as the plain one is given up."""
+
+
+def dtr(graph: Graph, budget: int | None = None) -> Schedule:
+    """Returns what dynamic tensor rematerialisation does when it is allowed to hold `budget` bytes.
+
+    Args:
+        graph: one training step.
+        budget: bytes; None never evicts.
+
+    Raises:
+        BudgetError: at this budget it finds nothing to evict, or it thrashes.
+    """
+    rules = Rules(graph)
+    return fitted(rules, lambda limit: _Run(rules, limit).order(), budget, "dtr")
+
+
+class _Run:
+    """One step of training, half done."""
+
+    def __init__(self, rules: Rules, budget: int | None):
+        graph = rules.graph
+        self.rules, self.graph, self.budget = rules, graph, budget
+        self.nbytes = [v.nbytes for v in graph.values]
+        self.producer = [v.producer for v in graph.values]
+        self.base = Order(save_everything(rules).forward, rules.backward)
+        self.done: list[int] = []
+        self.held_nbytes = 0
+        self.clock = 0.0
+        self.live = np.zeros(len(graph.values), dtype=bool)
+        self.live[list(graph.inputs)] = True
+        self.made = self.live.copy()
+        """By value: whether it was there before. What was and is not live is evicted."""
+        self.locks = np.zeros(len(graph.values), dtype=np.int64)
+        self.evictable = np.array([self._may_go(v.id) for v in graph.values], dtype=bool)
+        self.access = np.zeros(len(graph.values))
+        self.least_staleness = sum(rules.seconds) / max(1, len(rules.seconds)) / 1000 or 1.0
+        own = [0.0 if p is None else rules.seconds[p] for p in self.producer]
+        self.own = np.array(own)
+        self.price = self.own.copy()
+        """By value: c(t) and e*(t) as last looked at; never more than it is now."""
+        self.stale = np.zeros(len(graph.values), dtype=bool)
+        """By value: whether its neighbourhood has changed since."""
+        self.uses = [0] * len(graph.values)
+        """By value: how often the program still reads it."""
+        for index in (*self.base.forward, *self.base.backward):
+            for value in graph.nodes[index].inputs:
+                self.uses[value] += 1
+        for value in graph.gradients:
+            self.uses[value] += 1
+
+    def _may_go(self, value: int) -> bool:
+        producer = self.producer[value]
+        return producer is not None and value not in self.rules.kept and not self.rules.pinned[producer]
+
+    def order(self) -> Order | None:
+        """Returns what was computed; None if there was no room, or no end."""
+        if not all(self.program(index) for index in self.base.forward):
+            return None
+        split = len(self.done)
+        for value in self.rules.unsaved:
+            if self.live[value]:
+                self.drop(value)
+        self.held_nbytes += sum(self.nbytes[v] for v in self.graph.cotangents)
+        self.live[list(self.graph.cotangents)] = self.made[list(self.graph.cotangents)] = True
+        if not all(self.program(index) for index in self.base.backward):
+            return None
+        for value in self.graph.gradients:
+            producer = self.producer[value]
+            if not self.live[value] and not (producer is not None and self.compute(producer)):
+                return None
+        return Order(self.done[:split], self.done[split:])
+
+    def program(self, index: int) -> bool:
+        """Runs a node of the program, after which the program may let values go."""
+        for value in self.graph.nodes[index].inputs:
+            self.uses[value] -= 1
+        if not self.compute(index):
+            return False
+        self.let_go((*self.graph.nodes[index].inputs, *self.graph.nodes[index].outputs))
+        return True
+
+    def compute(self, index: int) -> bool:
+        """Runs a node, and before it what it needs and is not there; returns whether it could."""
+        stack = [index]
+        self.locks[list(self.graph.nodes[index].inputs)] += 1
+        while stack:
+            node = self.graph.nodes[stack[-1]]
+            missing = next((v for v in node.inputs if not self.live[v]), None)
+            if missing is not None:
+                producer = self.producer[missing]
+                assert producer is not None
+                stack.append(producer)
+                self.locks[list(self.graph.nodes[producer].inputs)] += 1
+                continue
+            if not self.run(stack.pop()):
+                return False
+            self.locks[list(node.inputs)] -= 1
+            if stack:
+                self.let_go((*node.inputs, *node.outputs))
+        return True
+
+    def run(self, index: int) -> bool:
+        """Runs a node whose inputs are there; returns whether there was room for it."""
+        node = self.graph.nodes[index]
+        dying = [v for v in node.overwrites if self.evictable[v] and not self.uses[v] and self.locks[v] == 1]
+        over = bool(dying) and not self.live[node.outputs[0]]  # writes its one output there
+        needed = node.temporary_nbytes + (0 if over else sum(self.nbytes[v] for v in node.outputs))
+        while self.budget is not None and self.held_nbytes + needed > self.budget:
+            if (victim := self.victim()) is None:
+                return False
+            self.drop(victim)
+        self.done.append(index)
+        self.clock += self.rules.seconds[index]
+        self.access[[*node.inputs, *node.outputs]] = self.clock
+        for value in node.outputs:
+            if not self.live[value]:
+                self.held_nbytes += self.nbytes[value]
+                self.live[value] = True
+                if self.made[value]:
+                    for other in self.around(value)[1]:
+                        self.price[other], self.stale[other] = self.own[other], True
+                self.made[value] = self.stale[value] = True
+                self.price[value] = self.own[value]
+        return len(self.done) <= THRASHING * (len(self.base.forward) + len(self.base.backward))
+
+    def let_go(self, values: Iterable[int]) -> None:
+        """Frees those of `values` that neither the program nor a computation under way reads any more."""
+        for value in values:
+            if not self.uses[value] and self.live[value] and self.evictable[value] and not self.locks[value]:
+                self.drop(value)
+
+    def drop(self, value: int) -> None:
+        self.live[value] = False
+        self.held_nbytes -= self.nbytes[value]
+        self.stale[list(self.around(value)[1])] = True
+
+    def victim(self) -> int | None:
+        """The live value with the least h; None if all are in use."""
+        candidates = np.flatnonzero(self.live & self.evictable & (self.locks == 0))
+        sizes = np.array([self.nbytes[v] for v in candidates.tolist()], dtype=float)
+        candidates, sizes = candidates[sizes > 0], sizes[sizes > 0]
+        if not len(candidates):
+            return None
+        weight = sizes * np.maximum(self.clock - self.access[candidates], self.least_staleness)
+        scores = self.price[candidates] / weight
+        while True:
+            i = int(scores.argmin())
+            value = int(candidates[i])
+            if not self.stale[value]:
+                return value
+            self.stale[value] = False
+            self.price[value] = self.around(value)[0]
+            scores[i] = self.price[value] / weight[i]
+
+    def around(self, value: int) -> tuple[float, set[int]]:
+        """The price of `value` with its evicted neighbourhood, and the live values around that."""
+        nodes = {self.producer[value]}
+        border: set[int] = set()
+        for step in (self.parents, self.children):
+            seen, stack = {value}, [value]
+            while stack:
+                for other in step(stack.pop()):
+                    if other in seen or not self.made[other]:
+                        continue
+                    seen.add(other)
+                    if self.live[other]:
+                        border.add(other)
+                    else:
+                        stack.append(other)
+                        nodes.add(self.producer[other])
+        return sum(self.rules.seconds[i] for i in sorted(n for n in nodes if n is not None)), border
+
+    def parents(self, value: int) -> tuple[int, ...]:
+        producer = self.producer[value]
+        return () if producer is None else self.graph.nodes[producer].inputs
+
+    def children(self, value: int) -> Iterator[int]:
+        for index in self.graph.consumers[value]:
+            yield from self.graph.nodes[index].outputs

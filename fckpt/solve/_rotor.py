@@ -1,0 +1,285 @@
+"""Optimal persistent schedules for chains of unequal stages, by dynamic programming.
+
+O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for heterogeneous chains: how to
+train deep neural networks with limited memory", 2019, https://inria.hal.science/hal-02352969. A stage is run forward
+keeping nothing, its input, or all that its backward reads; a checkpoint stays until its backward has used it
+("persistent"). That a stage may be saved in several ways is X. Zhao et al., "Rockmate", 2023,
+https://proceedings.mlr.press/v202/zhao23b.html.
+
+    C(s,t,m) = the least time to bring the gradient from behind stage t to before stage s, with m bytes, the input of
+               stage s being there beside them
+    C(s,s,m) = min over options k that fit:  f_k + b_k
+    C(s,t,m) = min of: over s < j <= t    f_s + ... + f_(j-1) + C(j,t,m - x_j) + C(s,j-1,m)     a checkpoint before j
+                       over options k     f_k + C(s+1,t,m - saved_k) + b_k                      stage s is saved
+
+    the paper               here
+    x_j                     `Costs.beside[s, j]`: a value that crosses both cuts lies in memory once
+    x-bar, u_F + .., u_B    `Option`, peaks that were simulated on the stage, temporaries and cotangents among them
+
+Both ports of the paper's code disagree about what the leaf of the recursion needs; here its two halves are simulated,
+so there is nothing to know. Memory is counted in slots, rounded up.
+
+Optimal among persistent schedules, for chains, in its model of memory, up to the slots. On a graph (see `stages`) the
+model is approximate: stages are not split, and values are counted to the end of a stage. So the limit that the table is
+asked for is varied, and the simulated peak decides.
+
+Complexity: O(stages^3 slots) time, O(stages^2 slots) memory; a table holds the plans for all smaller limits. Left out:
+schedules that drop checkpoints and make them again, which may be faster; offloading (POFO, 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fckpt.graph.graph import Graph
+from fckpt.graph.schedule import Schedule, schedule_of
+from fckpt.solve._min_cut import cheapest
+from fckpt.solve.chains.stages import Costs, Option, Stages, Step
+from fckpt.solve.core.rules import Order, Rules, fastest, peak_of
+from fckpt.solve.core.starts import backward_orders
+
+__all__ = ["Curve", "Table", "best", "curves", "rotor", "tables"]
+
+SLOTS = 500
+GRAINS = (12, 24, 60, 100)
+"""Into how many stages a graph is cut, at most. Few have good cuts, many fit where little does: the last for that."""
+PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Of a byte, for the minimum cuts that say what the options of stages save; see `min_cut`."""
+LOW = 0.4
+"""Each chain has a table up to this part of the peak of saving all, and all but the last one up to all of it."""
+POINTS = 20
+"""How many plans of a table are seeds."""
+
+
+class Part(NamedTuple):
+    """The stages from `first` to `last`, with so many slots of memory."""
+
+    first: int
+    last: int
+    limit: int
+
+
+def _seconds(option: Option) -> float:
+    return option.forward_seconds + option.backward_seconds
+
+
+class Table:
+    """The least times for all parts of a chain and all limits of memory."""
+
+    def __init__(self, costs: Costs, top: int, slots: int = SLOTS):
+        """Fills the table.
+
+        Args:
+            costs: the chain.
+            top: bytes, the highest limit.
+            slots: into how many parts they are divided.
+        """
+        self.costs = costs
+        self.unit = max(1, -(-top // slots))
+        self.slots = top // self.unit
+        self.length = len(costs.forward_seconds)
+        self.prefix = np.concatenate([[0.0], np.cumsum(costs.forward_seconds)])
+        self.beside = -(-costs.beside // self.unit)
+        self.arriving = np.array(costs.arriving, dtype=np.int64)
+        reaching = costs.beside + np.array(costs.forward_nbytes, dtype=np.int64)
+        self.sweep = np.maximum.accumulate(np.triu(reaching), axis=1)
+        """[s, j]: the most that is held while stages s, ..., j run, above the input of stage s."""
+        self.best = np.full((self.length, self.length, self.slots + 1), np.inf)
+        """[s, t, m]: C of the paper."""
+        right = np.empty_like(self.best)
+        for first in reversed(range(self.length)):
+            self._fill(first, right)
+
+    def _fill(self, first: int, right: np.ndarray) -> None:
+        """Fills in all parts of the chain that begin with stage `first`; those that begin later are there."""
+        best, end = self.best, self.slots + 1
+        for option in self.costs.leaves[first]:
+            low = self._slots(self._nbytes(first, first, option))
+            best[first, first, low:] = np.minimum(best[first, first, low:], _seconds(option))
+        for option in self.costs.options[first]:
+            shift = self._slots(option.saved_nbytes)
+            for last in range(first + 1, self.length):
+                low = max(shift, self._slots(self._nbytes(first, last, option)))
+                if low < end:
+                    found = best[first + 1, last, low - shift : end - shift] + _seconds(option)
+                    best[first, last, low:] = np.minimum(best[first, last, low:], found)
+        self._start(first, right)
+        for last in range(first + 1, self.length):
+            found = right[first + 1 : last + 1, last] + best[first, first:last]
+            np.minimum(best[first, last], found.min(axis=0), out=best[first, last])
+
+    def _start(self, first: int, right: np.ndarray) -> None:
+        """Makes right[j, t, m] the least time from stage `first` on to a checkpoint before j, and of j, ..., t then."""
+        end = self.slots + 1
+        for split in range(first + 1, self.length):
+            shift = min(end, int(self.beside[first, split]))
+            part = right[split, split:]
+            part[:, :shift] = np.inf
+            np.add(
+                self.best[split, split:, : end - shift], self.prefix[split] - self.prefix[first], out=part[:, shift:]
+            )
+            low = -(-(self.arriving[split:] + self.sweep[first, split - 1]) // self.unit)
+            part[np.arange(end) < low[:, None]] = np.inf
+
+    def _slots(self, nbytes: int) -> int:
+        return -(-nbytes // self.unit)
+
+    def _nbytes(self, first: int, last: int, option: Option) -> int:
+        """What it takes to run the stage `first` both ways, when the gradient is behind stage `last` at the first."""
+        return max(self.costs.arriving[last] + option.forward_nbytes, option.backward_nbytes)
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """The time of the best schedule, by the limit of memory in units of `unit` bytes; infinite where none fits."""
+        return self.best[0, -1]
+
+    def limits(self) -> np.ndarray:
+        """Returns the limits, in units, at which a schedule gets faster, from the least feasible on."""
+        before = np.concatenate([[np.inf], self.seconds[:-1]])
+        return np.flatnonzero(self.seconds < before)
+
+    def steps(self, limit: int) -> list[Step]:
+        """Returns the best schedule for a limit of memory, in units, at which there is one."""
+        found: list[Step] = []
+        stack: list[Step | Part] = [Part(0, self.length - 1, limit)]
+        while stack:
+            item = stack.pop()
+            if isinstance(item, Step):
+                found.append(item)
+            else:
+                stack += reversed(self._split(item))
+        return found
+
+    def _split(self, part: Part) -> list[Step | Part]:
+        """Returns what the best schedule of a part of the chain consists of."""
+        first, last, limit = part
+        leaf = first == last
+        saving = []
+        for option in (self.costs.leaves if leaf else self.costs.options)[first]:
+            left = limit - (0 if leaf else self._slots(option.saved_nbytes))
+            fits = left >= 0 and self._slots(self._nbytes(first, last, option)) <= limit
+            rest = 0.0 if leaf else self.best[first + 1, last, left]
+            saving.append(rest + _seconds(option) if fits else np.inf)
+        k = int(np.argmin(saving))
+        if leaf:
+            return [Step("all", first, k), Step("backward", first, k)]
+        splits = np.arange(first + 1, last + 1)
+        left = limit - self.beside[first, splits]
+        sweep = -(-(self.arriving[last] + self.sweep[first, splits - 1]) // self.unit)
+        seconds = self.best[splits, last, np.maximum(left, 0)] + self.best[first, splits - 1, limit]
+        seconds += self.prefix[splits] - self.prefix[first]
+        seconds[(left < 0) | (sweep > limit)] = np.inf
+        split = int(splits[seconds.argmin()])
+        if saving[k] <= seconds.min():
+            after = Part(first + 1, last, limit - self._slots(self.costs.options[first][k].saved_nbytes))
+            return [Step("all", first, k), after, Step("backward", first, k)]
+        ahead = [Step("none", i) for i in range(first + 1, split)]
+        right = Part(split, last, limit - int(self.beside[first, split]))
+        return [Step("checkpoint", first), *ahead, right, Part(first, split - 1, limit)]
+
+
+class Curve:
+    """The plans of one table for one chain, from the smallest to the fastest."""
+
+    def __init__(self, stages: Stages, table: Table):
+        self.stages = stages
+        self.table = table
+        self.limits: list[int] = table.limits().tolist()
+
+    def order(self, limit: int) -> Order:
+        return self.stages.order(self.table.steps(limit))
+
+    def spread(self) -> list[Order]:
+        """Returns `POINTS` plans that do not depend on any budget."""
+        chosen = np.linspace(0, len(self.limits) - 1, min(POINTS, len(self.limits))).astype(int)
+        return [self.order(self.limits[k]) for k in chosen]
+
+    def around(self, budget: int) -> list[Order]:
+        """Returns the plan with the highest limit that fits and the next one, if peaks rise with limits."""
+        found: dict[int, Order] = {}
+        low, high = -1, len(self.limits)
+        while high - low > 1:
+            middle = (low + high) // 2
+            found[middle] = self.order(self.limits[middle])
+            if peak_of(self.stages.rules, found[middle]) <= budget:
+                low = middle
+            else:
+                high = middle
+        return [found[k] for k in (low, high) if k in found]
+
+
+def rotor(graph: Graph, budget: int | None = None) -> Schedule:
+    """Returns the fastest of the chain schedules that fit, for chains of several grains.
+
+    Args:
+        graph: one training step.
+        budget: bytes; None saves everything.
+
+    Raises:
+        BudgetError: none fits.
+    """
+    rules = Rules(graph)
+    found = curves(rules)
+    if budget is None:
+        return schedule_of(graph, *found[0].order(found[0].limits[-1]))
+    return best(rules, found, budget, "rotor")
+
+
+def best(rules: Rules, found: Sequence[Curve], budget: int, solver: str, others: Sequence[Order] = ()) -> Schedule:
+    """Returns the fastest schedule of some chains that fits.
+
+    Args:
+        rules: of the graph.
+        found: the chains.
+        budget: bytes.
+        solver: who asks.
+        others: plans that count where none of the chains fits.
+
+    Raises:
+        BudgetError: none fits.
+    """
+    plans = [order for curve in found for order in curve.around(budget)]
+    if all(peak_of(rules, order) > budget for order in plans):  # what does not depend on the budget decides
+        plans = [*others, *(order for curve in found for order in curve.spread())]
+    return fastest(rules, plans, budget, solver)
+
+
+def curves(rules: Rules) -> list[Curve]:
+    """Returns the plans of a few tables: for chains of several grains, down to low limits and where nothing binds."""
+    found: list[Curve] = []
+    order = backward_orders(rules)[-1]
+    choices = [_kept(rules.graph, cheapest(rules, price)) for price in PRICES]
+    lengths: set[int] = set()
+    for grain in GRAINS:
+        stages = Stages(rules, order, grain - 1, choices)
+        if len(stages) not in lengths:
+            lengths.add(len(stages))
+            found += tables(stages)[0 if grain < GRAINS[-1] else 1 :]
+    return found
+
+
+def tables(stages: Stages, slots: int = SLOTS) -> list[Curve]:
+    """Returns the plans of two tables for a chain: one for all limits of memory, and one for the low ones."""
+    low = int(LOW * peak_of(stages.rules, stages.whole))
+    return [Curve(stages, Table(stages.costs, top, slots)) for top in (_plain_nbytes(stages.costs, slots), low)]
+
+
+def _plain_nbytes(costs: Costs, slots: int) -> int:
+    """A limit under which every stage is saved as a whole, although slots are rounded up."""
+    whole = [options[0] for options in costs.options]
+    most = max(max(max(costs.arriving) + option.forward_nbytes, option.backward_nbytes) for option in whole)
+    held = sum(option.saved_nbytes for option in whole)
+    return -(-(held + most) * slots // (slots - len(whole) - 1))
+
+
+def _kept(graph: Graph, order: Order) -> set[int]:
+    """The values that a plan keeps for its backward pass."""
+    made: set[int] = set()
+    kept: set[int] = set()
+    for index in order.backward:
+        kept.update(v for v in graph.nodes[index].inputs if v not in made)
+        made.update(graph.nodes[index].outputs)
+    return kept

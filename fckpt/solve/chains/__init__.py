@@ -1,0 +1,1 @@
+"""Chains of stages: what dynamic programs over chains and repeated blocks share."""

@@ -1,0 +1,86 @@
+"""The forward pass as a graph of tensors, for solvers that come from frameworks whose operations are whole modules.
+
+A trace has an operation for every kernel: a residual block of a ResNet is nine of them. What module-level solvers mean
+by a tensor is one that plain training keeps or that several operations read. So an operation whose results one other
+operation alone reads, and no backward one, is made one with its reader: plain training frees these results at once. A
+ReLU that may write over the result of a BatchNorm goes with it, the BatchNorms and the sum at the end of a residual
+block are one operation of two operands, and what an activation's derivative reads stays a tensor of its own.
+
+Operations that read no more than the shape of an operand (`empty_like` in a dropout mask) do not depend on it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fckpt.graph.graph import Graph, Node
+from fckpt.solve.core.rules import Rules, ancestors
+from fckpt.solve.core.starts import save_everything
+
+__all__ = ["Vertex", "vertices_of"]
+
+
+class Vertex(NamedTuple):
+    """Operations that run as one, and what is left of them."""
+
+    nodes: tuple[int, ...]
+    """The operations, in order; the last makes `values`."""
+    reads: tuple[int, ...]
+    """The vertices that it reads, which have lower numbers."""
+    held: tuple[int, ...]
+    """The values that it reads and the caller holds."""
+    values: tuple[int, ...]
+    """What other vertices read: the tensor. At the end of the forward pass, what there is."""
+    late: tuple[int, ...]
+    """What backward operations alone read: statistics, indices."""
+
+
+def vertices_of(rules: Rules) -> list[Vertex]:
+    """Returns the part of the forward pass that the backward pass depends on, in order."""
+    graph = rules.graph
+    made = [v for node in graph.nodes[: graph.boundary] for v in node.outputs]
+    wanted = {v for i in save_everything(rules).backward for v in graph.nodes[i].inputs}
+    producers = {p for v in wanted.intersection(made) if (p := graph.values[v].producer) is not None}
+    nodes = ancestors(graph, producers)
+    readers: dict[int, set[int]] = {}
+    for index in nodes:
+        for value in _operands(graph.nodes[index]):
+            readers.setdefault(value, set()).add(index)
+    home = _homes(rules, nodes, readers, wanted)
+    groups: dict[int, list[int]] = {}
+    for index in nodes:
+        groups.setdefault(home[index], []).append(index)
+    number = {last: k for k, last in enumerate(sorted(groups))}
+    place = {index: number[last] for index, last in home.items()}
+    return [_vertex(graph, groups[last], place, readers, wanted) for last in number]
+
+
+def _homes(rules: Rules, nodes: list[int], readers: dict[int, set[int]], wanted: set[int]) -> dict[int, int]:
+    """By operation: the last one of its vertex."""
+    graph = rules.graph
+    home: dict[int, int] = {}
+    for index in reversed(nodes):
+        read = [v for v in graph.nodes[index].outputs if v in readers]
+        by = {reader for v in read for reader in readers[v]}
+        alone = len(by) == 1 and not rules.pinned[index] and wanted.union(graph.outputs).isdisjoint(read)
+        home[index] = home[by.pop()] if alone else index
+    return home
+
+
+def _vertex(
+    graph: Graph, group: list[int], place: dict[int, int], readers: dict[int, set[int]], wanted: set[int]
+) -> Vertex:
+    operands = dict.fromkeys(v for i in group for v in _operands(graph.nodes[i]))
+    mine = set(group)
+    reads = {place[p] for v in operands if (p := graph.values[v].producer) is not None and p not in mine}
+    last = graph.nodes[group[-1]].outputs
+    values = tuple(v for v in last if v in readers) or last
+    late = tuple(v for i in group for v in graph.nodes[i].outputs if v in wanted and v not in values)
+    held = tuple(v for v in operands if v in graph.held)
+    return Vertex(tuple(group), tuple(sorted(reads)), held, values, late)
+
+
+def _operands(node: Node) -> tuple[int, ...]:
+    """What a node reads, if it reads more than a shape."""
+    _, _, name = node.op.partition(".")
+    return () if name.split(".")[0].endswith("_like") else node.inputs

@@ -1,0 +1,1 @@
+"""What all solvers share: the rules of memory, profiles, starts, minimum cuts, bisection."""

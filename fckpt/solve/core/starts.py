@@ -1,0 +1,125 @@
+"""Plans to start from, and orders of the backward pass.
+
+`segmented` is T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016,
+https://arxiv.org/abs/1604.06174, on graphs: the forward pass is cut where little is live, what crosses a cut is saved,
+and the backward pass computes one segment at a time again. With `leaf` segments are cut again, by halves (section 4.4
+there, with k = 1; Griewank 1992, see `base`): O(log n) memory for O(n log n) time on a chain of n equal layers.
+
+`early` and `small` are list schedules of the backward pass: above all, weight gradients do not wait. B. Steiner,
+M. Elhoushi, J. Kahn, J. Hegarty, "MODeL: Memory Optimizations for Deep Learning", 2023,
+https://proceedings.mlr.press/v202/steiner23a.html, search for an order exactly.
+
+Complexity: near-linear each. Nothing here is optimal; `repair` and `prune` follow.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+from fckpt.solve.core.cuts import Crossing
+from fckpt.solve.core.rules import Order, Rules, peak_of, replay
+
+__all__ = ["backward_orders", "save_everything", "saving", "segmented"]
+
+
+def save_everything(rules: Rules, order: Sequence[int] | None = None) -> Order:
+    """Returns the plan that saves all that may be saved."""
+    graph = rules.graph
+    return replay(rules, [v for node in graph.nodes[: graph.boundary] for v in node.outputs], order)
+
+
+def saving(rules: Rules) -> list[Order]:
+    """Returns the plans that save everything, by the order of the backward pass, that with the lowest peak first."""
+    plans = (save_everything(rules, order) for order in backward_orders(rules))
+    return sorted(plans, key=lambda plan: peak_of(rules, plan))
+
+
+def segmented(rules: Rules, order: Sequence[int] | None = None) -> Iterator[Order]:
+    """Yields plans that keep what crosses the cuts between 1, 2, 3, 4, 6, 8, ... segments, also with nested ones."""
+    crossing = Crossing(rules, save_everything(rules).forward)
+    for leaf in (None, 64, 16, 4):
+        for count in _counts(crossing.length):
+            yield replay(rules, crossing.over(crossing.even(count - 1)), order, leaf)
+
+
+def _counts(most: int) -> list[int]:
+    counts, count = [1], 2.0
+    while count <= most / 2:
+        counts.append(int(count))
+        count = max(count + 1, count * 2**0.5)
+    return counts
+
+
+def backward_orders(rules: Rules) -> list[Sequence[int]]:
+    """Returns orders of the backward pass, the recorded one first, others where they lower the peak of saving all."""
+    orders: list[Sequence[int]] = [rules.backward]
+    least = peak_of(rules, save_everything(rules))
+    for key in (_early, _small):
+        order = _listed(rules, key)
+        peak = peak_of(rules, save_everything(rules, order))
+        if peak < least:
+            orders.append(order)
+            least = peak
+    return orders
+
+
+def _early(change: int, index: int) -> tuple[int, int]:
+    return (0 if change <= 0 else 1, index)
+
+
+def _small(change: int, index: int) -> tuple[int, int]:
+    return (change, index)
+
+
+def _listed(rules: Rules, key: Callable[[int, int], tuple[int, int]]) -> list[int]:
+    """Returns the backward pass in the order in which nodes are ready, the one with the least `key` first.
+
+    Args:
+        rules: of the graph.
+        key: of the bytes by which a node changes what is live, and its number.
+    """
+    graph, kept = rules.graph, rules.kept
+    mine = set(rules.backward)
+    readers: dict[int, list[int]] = {}
+    for index in rules.backward:
+        for value in graph.nodes[index].inputs:
+            readers.setdefault(value, []).append(index)
+    left = {value: len(found) for value, found in readers.items()}
+    waits = {i: sum(graph.values[v].producer in mine for v in graph.nodes[i].inputs) for i in rules.backward}
+    random = [i for i in rules.backward if graph.nodes[i].random]
+    follower = dict(pairwise(random))
+    for index in follower.values():
+        waits[index] += 1
+
+    def change(index: int) -> int:
+        node = graph.nodes[index]
+        made = sum(graph.values[v].nbytes for v in node.outputs if v in left or v in kept)
+        return made - sum(graph.values[v].nbytes for v in node.inputs if left[v] == 1 and v not in kept)
+
+    ready = [(key(change(i), i), i) for i in rules.backward if not waits[i]]
+    heapq.heapify(ready)
+    done: set[int] = set()
+    order = []
+    while ready:
+        _, index = heapq.heappop(ready)
+        if index in done:
+            continue
+        done.add(index)
+        order.append(index)
+        node = graph.nodes[index]
+        woken = [follower[index]] if index in follower else []
+        for value in node.outputs:
+            woken += readers.get(value, ())
+        for other in woken:
+            waits[other] -= 1
+        freeing = []
+        for value in node.inputs:
+            left[value] -= 1
+            if left[value] == 1:  # whoever reads it last frees it, and may be worth more now
+                freeing += [i for i in readers[value] if i not in done]
+        for other in {*woken, *freeing}:
+            if not waits[other] and other not in done:
+                heapq.heappush(ready, (key(change(other), other), other))
+    return order

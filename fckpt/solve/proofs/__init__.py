@@ -1,0 +1,1 @@
+"""Lower bounds and certificates: how good a schedule can be at best."""

@@ -1,0 +1,520 @@
+"""What no schedule can beat: proven lower bounds on the peak, and on the seconds within a budget.
+
+A *moment* is the first run of a node d. By then all that d depends on has run, and nothing that depends on d has. What
+is not in memory then and is read later must run again, and what is in memory must fit. Whatever else a schedule does,
+this binds it, so that the optimum of
+
+    min  sum of T_n R[n]                      over the nodes n
+    S[v] + R[p(v)] >= 1                       v is read by a first run after d, or must be there in the end
+    R[n] <= S[v] + R[p(v)]                    v is read by n
+    sum of M_v S[v] <= room                   room = budget - what is there at d whatever one does
+
+is a lower bound on the time of all repetitions, in any order and with any number of them. S says what is held at d, R
+what runs after d, p(v) is the node that makes v. T_n is the time of n if it is certain to have run by then, and 0 if
+its first run may as well come later. Every node that can bind is a moment of its own; the best bound counts. It is
+found in two ways:
+
+* A price on bytes instead of the last row leaves a minimum cut (H. Everett, "Generalized Lagrange multiplier method for
+  solving problems of optimum allocation of resources", 1963, https://doi.org/10.1287/opre.11.3.399). The bound is
+  concave in the price, and each cut is a line above it; the next price is where two lines meet, as in W. Dinkelbach,
+  "On nonlinear fractional programming", 1967, https://doi.org/10.1287/mnsc.13.7.492. Some five cuts find the best.
+* As an integer program (HiGHS, in `scipy.optimize.milp`), for the best moments of smaller graphs, where rounding
+  matters. Its bound is valid when the search is cut short.
+
+The problem is that of Checkmate (P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor
+Rematerialization", 2020, https://arxiv.org/abs/1910.02653), with a free order, and with all that a `Graph` has:
+temporaries, several outputs, outputs written over inputs, what a policy forbids and obliges.
+
+    above                       here
+    T, M                        `Problem.again`, `Value.nbytes`
+    S                           p(v) is on the source's side of the cut, v is not
+    R                           n is on the sink's side
+
+Complexity: a few maximum flows for each of at most about 150 moments; integer programs with a bounded number of
+branches, for graphs of up to about 1,000 nodes. Left out: that what runs again needs room as well, and that what runs
+again before one moment and after another adds up. Hence a gap at low budgets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+from operator import or_
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fckpt.graph.graph import Graph, Node
+from fckpt.solve.core.flow import Network
+from fckpt.solve.core.rules import Order, Rules, ancestors, profile_of
+from fckpt.solve.core.starts import save_everything
+
+__all__ = ["Bound", "Look", "Moment", "Problem", "Single", "least_peak", "lower_bound", "proven", "single"]
+
+GRID = 100
+"""Moments that are looked at over the whole stretch that is over budget."""
+ZOOM = 16
+"""Moments that are looked at in each closer look around the best."""
+CUTS = 30
+"""The most cuts for one moment. Five is usual."""
+PROGRAMS = 3
+"""The most integer programs."""
+COLUMNS = 2000
+"""The most columns of all of them. Where there are more, whole values are hardly dearer than parts of them."""
+BRANCHES = 20
+"""The most branches of one. A count and not a time, so that bounds do not depend on the machine."""
+GAP = 1e-4
+"""A part of the least time, below which a bound need not be improved."""
+UNIT = 1e6
+"""What the least time becomes in an integer program."""
+TOLERANCE = 1e-6
+"""By how much the bound of an integer program may be wrong per column, in that unit."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """No schedule of a graph within a budget takes less time."""
+
+    seconds: float
+    """Of all computations, repeated or not, by the weights of `Rules.seconds`; infinite if nothing fits."""
+    order: str
+    """For which schedules it holds: "any", or "given" for those whose first runs keep the given order."""
+    method: str
+    """What proves it: "one run each", "least peak", "minimum cut", "integer program", or "several moments"."""
+
+
+def least_peak(graph: Graph) -> int:
+    """Returns a proven lower bound in bytes on the peak of every schedule.
+
+    The largest of three: what is held in the end; what a node reads and makes, with what must be held when it first
+    runs; and what one of the nodes that made what it reads, the one that ran last, reads and makes, with the rest of
+    what the node reads.
+    """
+    peaks = _Peaks(graph)
+    return max((peaks.at_end(), *map(peaks.at, peaks.required), *map(peaks.ahead_of, peaks.required)))
+
+
+def lower_bound(graph: Graph, budget: int, order: Order | None = None) -> Bound:
+    """Returns a proven lower bound on the seconds of every schedule whose peak is at most `budget`.
+
+    Args:
+        graph: one training step.
+        budget: bytes.
+        order: restricts the claim to schedules whose first runs come in this order, which may make the bound higher.
+            None is about all schedules.
+    """
+    return single(Problem(graph, order), budget).bound
+
+
+class Single(NamedTuple):
+    """What single moments prove."""
+
+    bound: Bound
+    look: Look | None
+    """At the moment whose cuts prove most, if repetitions are proven at all."""
+
+
+def single(problem: Problem, budget: int) -> Single:
+    """Returns the bound of `lower_bound`, and the moment to begin with where several are wanted."""
+    name = "any" if problem.order is None else "given"
+    if least_peak(problem.graph) > budget:
+        return Single(Bound(math.inf, name, "least peak"), None)
+    looks = sorted(_looks(problem, budget), key=lambda look: -look.value)
+    found, method = 0.0, "one run each"
+    if looks and looks[0].value > 0.0:
+        found, method = looks[0].value, "minimum cut"
+    columns = 0
+    for look in looks[:PROGRAMS]:
+        columns += look.moment.columns
+        if look.most - found > GAP * problem.least and columns <= COLUMNS:
+            value = _by_program(problem, look.moment, budget)
+            found, method = max((found, method), (value, "integer program"))
+    return Single(Bound(float(problem.least + found), name, method), looks[0] if 0.0 < found < math.inf else None)
+
+
+class _Peaks:
+    """Bytes that are held for certain, at every node's first run.
+
+    What is made before it and what is read after it are sets of values, as the bits of ints: of those values that are
+    never freed, and of those whose nodes run but once, which stay while something will read them.
+    """
+
+    def __init__(self, graph: Graph):
+        self.graph, rules = graph, Rules(graph)
+        forward = set(ancestors(graph, rules.forward_roots))
+        self.required = sorted(forward.union(ancestors(graph, _producers(graph, graph.gradients))))
+        self.kept = rules.kept
+        ends = [v for i in self.required for v in graph.nodes[i].outputs if v in rules.kept]
+        once = [v for i in self.required if rules.pinned[i] for v in graph.nodes[i].outputs if v not in rules.kept]
+        self.bits = {v: 1 << k for k, v in enumerate([*ends, *once])}
+        self.nbytes = np.array([graph.values[v].nbytes for v in self.bits], dtype=np.int64)
+        self.ends = (1 << len(ends)) - 1
+        self.late = [i for i in self.required if graph.nodes[i].backward]
+        self.forward = self._set(v for i in forward for v in graph.nodes[i].outputs)
+        self.cotangents = sum(graph.values[v].nbytes for v in graph.cotangents) if self.late else 0
+        self.made, self.wanted = self._made(), self._wanted(forward)
+
+    def _set(self, values: Iterable[int]) -> int:
+        return reduce(or_, (self.bits.get(v, 0) for v in values), 0)
+
+    def _made(self) -> dict[int, int]:
+        """By node: what is made before it first runs."""
+        made: dict[int, int] = {}
+        drawn = 0  # before the next random node
+        for i in self.required:
+            node = self.graph.nodes[i]
+            sources = _producers(self.graph, node.inputs)
+            made[i] = reduce(or_, (made[p] | self._set(self.graph.nodes[p].outputs) for p in sources), 0)
+            made[i] |= (self.forward if node.backward else 0) | (drawn if node.random else 0)
+            drawn = made[i] | self._set(node.outputs) if node.random else drawn
+        return made
+
+    def _wanted(self, forward: Collection[int]) -> dict[int, int]:
+        """By node: what first runs after its own read."""
+        late = self._set(v for i in self.late for v in self.graph.nodes[i].inputs)
+        wanted = {i: late if i in forward else 0 for i in self.required}
+        drawn = 0  # after the random node before
+        for i in reversed(self.required):
+            node = self.graph.nodes[i]
+            wanted[i] |= drawn if node.random else 0
+            reads = wanted[i] | self._set(node.inputs)
+            for p in _producers(self.graph, node.inputs):
+                wanted[p] |= reads
+            drawn = reads if node.random else drawn
+        return wanted
+
+    def at_end(self) -> int:
+        return self._weight(self.ends) + self.cotangents
+
+    def at(self, index: int) -> int:
+        """Returns what is held for certain when a node first runs."""
+        node = self.graph.nodes[index]
+        held = self.made[index] & (self.ends | self.wanted[index])
+        return self._while(node, (), held, late=node.backward)
+
+    def ahead_of(self, index: int) -> int:
+        """Returns what is held for certain when the last of what a node reads is made, before its first run."""
+        node, graph = self.graph.nodes[index], self.graph
+        held = self.ends | self.wanted[index] | self._set(node.inputs)
+        found = []
+        for p in _producers(graph, node.inputs):
+            rest = [v for v in node.inputs if v not in graph.nodes[p].outputs]
+            late = any(graph.nodes[q].backward for q in (p, *_producers(graph, rest)))
+            made = self.made[p] | (self.forward if late else 0)
+            found.append(self._while(graph.nodes[p], rest, made & held, late=late))
+        return min(found, default=0)
+
+    def _while(self, node: Node, beside: Collection[int], held: int, *, late: bool) -> int:
+        """Returns the bytes while a node runs, with values `beside` it and the set `held`."""
+        values = self.graph.values
+        over = (v for v in node.overwrites if v not in self.kept and v not in beside and not self.bits.get(v, 0) & held)
+        saved = max((values[v].nbytes for v in over), default=0)
+        touched = {v for v in (*node.inputs, *node.outputs, *beside) if values[v].producer is not None}
+        plain = sum(values[v].nbytes for v in touched if v not in self.bits)
+        cotangents = self.cotangents if late else 0
+        return self._weight(held | self._set(touched)) + plain + cotangents + node.temporary_nbytes - saved
+
+    def _weight(self, held: int) -> int:
+        if not held:
+            return 0
+        data = np.frombuffer(held.to_bytes((held.bit_length() + 7) // 8, "little"), dtype=np.uint8)
+        return int(self.nbytes[np.flatnonzero(np.unpackbits(data, bitorder="little"))].sum())
+
+
+class _Certain:
+    """Which first runs come before which in every schedule.
+
+    Besides what reads what: random nodes keep their order. And the backward pass begins, which is a vertex of its own
+    here, when what the forward pass must run has run, and before any node that needs a cotangent.
+    """
+
+    def __init__(self, rules: Rules, order: Order | None):
+        from scipy.sparse import csr_array  # scipy takes 0.4 s to import, which only bounds and cuts need
+
+        graph = rules.graph
+        self.begins = len(graph.nodes)
+        forward = ancestors(graph, rules.forward_roots)
+        required = sorted({*forward, *ancestors(graph, _producers(graph, graph.gradients))})
+        self.forward, self.required = _mask(self.begins, forward), _mask(self.begins, required)
+        pairs = {(p, i) for i in required for p in _producers(graph, graph.nodes[i].inputs)}
+        pairs.update(pairwise(i for i in required if graph.nodes[i].random))
+        pairs.update((i, self.begins) for i in forward)
+        pairs.update((self.begins, i) for i in required if graph.nodes[i].backward)
+        if order is not None:
+            pairs.update(pairwise(i for i in dict.fromkeys((*order.forward, *order.backward)) if self.required[i]))
+        tails, heads = np.array(sorted(pairs), dtype=np.int32).reshape(-1, 2).T
+        ones, shape = np.ones(len(tails), dtype=np.int8), (self.begins + 1, self.begins + 1)
+        self.later: Any = csr_array((ones, (tails, heads)), shape=shape)
+        self.earlier: Any = csr_array((ones, (heads, tails)), shape=shape)
+
+    def after(self, node: int) -> np.ndarray:
+        """By node: whether it runs for the first time after `node` does. The last entry: whether backward begins."""
+        return self._reached(self.later, node)
+
+    def before(self, node: int) -> np.ndarray:
+        """By node: whether it runs for the first time before `node` does. The last entry: whether backward begins."""
+        return self._reached(self.earlier, node)
+
+    def _reached(self, arcs: Any, node: int) -> np.ndarray:
+        from scipy.sparse.csgraph import breadth_first_order
+
+        found = _mask(self.begins + 1, breadth_first_order(arcs, node, return_predecessors=False))
+        found[node] = False
+        return found
+
+
+class Moment(NamedTuple):
+    """What is certain when a node runs for the first time."""
+
+    node: int
+    nbytes: int
+    """What is held then whatever one does."""
+    before: np.ndarray
+    """By node: whether it has run."""
+    runs: np.ndarray
+    """By node: whether it is open if it runs later."""
+    choice: np.ndarray
+    """By value: whether it is open if it is held."""
+    needed: np.ndarray
+    """By value: whether it must be there later, and it is open if it is held."""
+
+    @property
+    def columns(self) -> int:
+        return int(self.choice.sum()) + int(self.runs.sum())
+
+
+class Problem:
+    """A graph as arrays."""
+
+    def __init__(self, graph: Graph, order: Order | None = None):
+        self.graph, self.rules, self.order = graph, Rules(graph), order
+        self.certain = _Certain(self.rules, order)
+        forward, backward = save_everything(self.rules) if order is None else order
+        first = dict.fromkeys(forward)
+        self.base = Order(list(first), [i for i in dict.fromkeys(backward) if i not in first])
+        """Runs everything once."""
+        self.producer = np.array([-1 if v.producer is None else v.producer for v in graph.values], dtype=np.int64)
+        self.nbytes = np.array([v.nbytes for v in graph.values], dtype=np.int64)
+        self.seconds = np.array(self.rules.seconds, dtype=float)
+        self.pinned = np.array(self.rules.pinned, dtype=bool)
+        self.ends = _mask(len(graph.values), self.rules.kept - graph.held)
+        arcs = [(v, n.id) for n in graph.nodes if self.certain.required[n.id] for v in n.inputs]
+        self.read, self.reader = np.array(arcs, dtype=np.int64).reshape(-1, 2).T
+        self.twice = self._twice()
+        """By node: whether it runs in both passes whatever one does, because the policy lets its values vanish."""
+        self.least = math.fsum([*self.seconds[self.certain.required], *self.seconds[self.twice]])
+        """The seconds that every schedule takes."""
+
+    def _twice(self) -> np.ndarray:
+        graph, unsaved = self.graph, self.rules.unsaved
+        stack = [n.id for n in graph.nodes if n.backward and self.certain.required[n.id]]
+        found = set(stack)
+        while stack:
+            again = _producers(graph, unsaved.intersection(graph.nodes[stack.pop()].inputs)) - found
+            found |= again
+            stack += again
+        return _mask(len(graph.nodes), found) & self.certain.forward
+
+    def moment(self, index: int) -> Moment:
+        """Returns what is certain when node `index` runs for the first time."""
+        node, before, after = self.graph.nodes[index], self.certain.before(index), self.certain.after(index)[:-1]
+        late, before = bool(before[-1]), before[:-1]
+        runs = self.certain.required & ~after
+        runs[index] = False
+        made = self.producer >= 0
+        present = self.ends & before[self.producer]
+        over = [v for v in node.overwrites if v not in self.rules.kept]
+        gone = over if len(over) == 1 else []  # it takes no bytes if it is not held; one of several is a discount below
+        present[[v for v in (*node.inputs, *node.outputs) if v not in gone]] = True
+        present &= made
+        choice = made & runs[self.producer] & ~present
+        needed = self.ends.copy()
+        needed[self.read[after[self.reader]]] = True
+        nbytes = int(self.nbytes[present].sum()) + node.temporary_nbytes
+        nbytes -= int(self.nbytes[over[0]]) if len(over) > 1 else 0
+        nbytes += int(self.nbytes[list(self.graph.cotangents)].sum()) if late else 0
+        return Moment(index, nbytes, before, runs, choice, choice & needed)
+
+    def again(self, moment: Moment) -> np.ndarray:
+        """By node: the seconds that it costs to run after the moment; infinite if it may not."""
+        again = np.where(moment.before & ~self.twice, self.seconds, 0.0)
+        again[moment.before & self.pinned] = np.inf
+        return again
+
+
+def _producers(graph: Graph, values: Iterable[int]) -> set[int]:
+    return {p for v in values if (p := graph.values[v].producer) is not None}
+
+
+def _mask(count: int, chosen: Collection[int] | np.ndarray) -> np.ndarray:
+    found = np.zeros(count, dtype=bool)
+    found[np.fromiter(chosen, dtype=np.int64, count=len(chosen))] = True
+    return found
+
+
+class Look(NamedTuple):
+    """What the cuts at a moment say."""
+
+    moment: Moment
+    value: float
+    """A lower bound on the seconds of repetitions; infinite if nothing fits."""
+    most: float
+    """What the moment may prove at most."""
+    price: float | None = None
+    """Of a byte, where the bound was found."""
+
+
+def _looks(problem: Problem, budget: int) -> list[Look]:
+    """Looks at moments at which the plan that saves everything is over budget; others need no repetition."""
+    base = problem.base
+    profile = zip(profile_of(problem.rules, base).tolist(), (*base.forward, *base.backward), strict=True)
+    over = [(nbytes, i) for nbytes, i in profile if nbytes > budget and problem.certain.required[i]]
+    if not over:
+        return []
+    found: dict[int, Look] = {}
+    best = max(range(len(over)), key=lambda k: over[k][0])
+    reach, step = float(len(over)), max(1.0, len(over) / GRID)
+    while True:
+        tries = range(-math.ceil(reach / step), math.ceil(reach / step) + 1)
+        for k in dict.fromkeys([best, *(best + round(t * step) for t in tries)]):
+            if 0 <= k < len(over) and k not in found:
+                look = _priced(problem, problem.moment(over[k][1]), budget, found.get(best))
+                found[k] = look
+                best = k if look.value > found[best].value else best
+        if step == 1.0:
+            return list(found.values())
+        reach, step = step, max(1.0, 2 * step / ZOOM)
+
+
+class _Line(NamedTuple):
+    """What a choice costs and holds, which makes a line over the price of a byte."""
+
+    seconds: float
+    nbytes: int
+
+    def at(self, price: float) -> float:
+        return self.seconds + price * self.nbytes
+
+
+class _Cuts:
+    """The choices at a moment as cuts.
+
+    The network: source -> node (its time), node -> value (the price of its bytes), value -> node that reads it and
+    value -> sink if it must be there later (infinite).
+    """
+
+    def __init__(self, problem: Problem, moment: Moment):
+        nodes = len(problem.graph.nodes)
+        source = nodes + len(problem.graph.values)
+        self.nodes, self.values = np.flatnonzero(moment.runs), np.flatnonzero(moment.choice)
+        needed = np.flatnonzero(moment.needed)
+        reads = moment.choice[problem.read] & moment.runs[problem.reader]
+        self.made, self.vertices = problem.producer[self.values], nodes + self.values
+        tails = [np.full(len(self.nodes), source), self.made, nodes + problem.read[reads], nodes + needed]
+        heads = [self.nodes, self.vertices, problem.reader[reads], np.full(len(needed), source + 1)]
+        self.network = Network(source, np.concatenate(tails), np.concatenate(heads))
+        self.fixed = np.full(len(tails[2]) + len(needed), np.inf)
+        self.again, self.nbytes = problem.again(moment)[self.nodes], problem.nbytes[self.values]
+        self.barred = np.isinf(self.again)
+        self.everything = _Line(0.0, int(problem.nbytes[needed].sum()))
+        self.nothing = _Line(float(self.again[~self.barred].sum()), 0)
+
+    def least(self, price: float, known: float, *, seconds: bool = True) -> tuple[float, _Line]:
+        """Returns at most the least seconds (if they count) plus price times bytes, and a choice that is about there.
+
+        Args:
+            price: of a byte.
+            known: what some choice has, above 0.
+            seconds: whether they count.
+        """
+        again = self.again if seconds else np.where(self.barred, np.inf, 0.0)
+        value, near = self.network.cut(np.concatenate([again, price * self.nbytes, self.fixed]), known)
+        held = near[self.made] & ~near[self.vertices]
+        return value, _Line(float(self.again[~near[self.nodes]].sum()), int(self.nbytes[held].sum()))
+
+
+def _priced(problem: Problem, moment: Moment, budget: int, best: Look | None) -> Look:
+    """Returns what the best price of a byte proves, or less if that is not more than what is known.
+
+    `low` and `high` are choices that hold too much and that fit, from a low and a high price.
+    """
+    room, cuts = budget - moment.nbytes, _Cuts(problem, moment)
+    low, high = cuts.everything, cuts.nothing
+    if room < 0:
+        return Look(moment, math.inf, math.inf)
+    if low.nbytes <= room:
+        return Look(moment, 0.0, 0.0)
+    if cuts.barred.any():
+        least, high = cuts.least(1.0, low.nbytes, seconds=False)
+        if high.nbytes > room:
+            found = math.inf if least > room else 0.0
+            return Look(moment, found, found)
+    found, at, floor = 0.0, None, best.value if best else 0.0
+    price = best.price if best else None
+    for _ in range(CUTS):
+        crossing = (high.seconds - low.seconds) / (low.nbytes - high.nbytes)
+        if crossing <= 0.0 or high.at(crossing) - crossing * room <= floor:
+            break
+        price = crossing if price is None else price
+        value, line = cuts.least(price, min(low.at(price), high.at(price)))
+        if value - price * room > found:
+            found, at = value - price * room, price
+        if price == crossing and line in (low, high):
+            break
+        low, high = (line, high) if line.nbytes > room else (low, line)
+        price = None
+    return Look(moment, found, high.seconds, at)
+
+
+def _by_program(problem: Problem, moment: Moment, budget: int) -> float:
+    """Returns what the integer program of a moment proves about the seconds of repetitions."""
+    import scipy.optimize
+    from scipy.sparse import csr_array
+
+    optimize: Any = scipy.optimize  # its annotations want floats where it takes arrays
+    values, nodes = np.flatnonzero(moment.choice), np.flatnonzero(moment.runs)
+    state, run = np.full(len(problem.producer), -1), np.full(len(problem.pinned), -1)
+    state[values], run[nodes] = np.arange(len(values)), len(values) + np.arange(len(nodes))
+    read = moment.choice[problem.read] & moment.runs[problem.reader]
+    used, reader, needed = problem.read[read], problem.reader[read], np.flatnonzero(moment.needed)
+    there = np.concatenate([used, needed])  # S + R >= R[reader], or 1
+    rows = np.arange(len(there))
+    room = budget - moment.nbytes
+    entries = [
+        (rows, state[there], np.ones(len(there))),
+        (rows, run[problem.producer[there]], np.ones(len(there))),
+        (rows[: len(used)], run[reader], -np.ones(len(used))),
+        (np.full(len(values), len(there)), state[values], problem.nbytes[values] / max(room, 1)),
+    ]
+    row, column, entry = (np.concatenate(parts) for parts in zip(*entries, strict=True))
+    low = np.concatenate([np.zeros(len(used)), np.ones(len(needed)), [-np.inf]])
+    high = np.concatenate([np.full(len(there), np.inf), [room / max(room, 1)]])
+    matrix = csr_array((entry, (row, column)), shape=(len(there) + 1, len(values) + len(nodes)))
+    again = problem.again(moment)[nodes]
+    barred = np.isinf(again)
+    unit = UNIT / problem.least
+    answer = optimize.milp(
+        np.concatenate([np.zeros(len(values)), np.where(barred, 0.0, again * unit)]),
+        integrality=np.concatenate([np.ones(len(values)), np.zeros(len(nodes))]),  # then the others are integers too
+        bounds=optimize.Bounds(0.0, np.concatenate([np.ones(len(values)), 1.0 - barred])),
+        constraints=optimize.LinearConstraint(matrix, low, high),
+        options={"node_limit": BRANCHES, "mip_rel_gap": GAP},
+    )
+    return proven(problem, answer, len(values) + len(nodes))
+
+
+def proven(problem: Problem, answer: Any, columns: int) -> float:
+    """Returns the seconds that HiGHS proves for an integer program, less what rounding may have added.
+
+    Args:
+        problem: whose least time is `UNIT` in the program.
+        answer: of `scipy.optimize.milp`.
+        columns: of the program.
+    """
+    value = answer.mip_dual_bound
+    if value is None or not math.isfinite(value):
+        return 0.0
+    return max(0.0, value - TOLERANCE * (1 + columns + value)) * problem.least / UNIT

@@ -1,0 +1,1 @@
+"""Improving a feasible or infeasible schedule move by move."""
