@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fckpt import _tree as tree
+from fckpt._call.levels import transforms_active
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = ["grad", "grad_and_value", "vjp"]
@@ -115,7 +116,7 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[A
 
 def _differentiated_outside(args: Any, kwargs: Any) -> bool:
     """Whether somebody may ask for the derivative of the result by what is visible in the arguments."""
-    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+    if transforms_active() or torch.compiler.is_compiling():
         return True
     if not torch.is_grad_enabled():
         return False
@@ -217,9 +218,7 @@ class _Recording:
         if create_graph is None:
             # A cotangent may be differentiated too: it requires grad, or belongs to an active transform.
             tracked = any(ct is not None and ct.requires_grad for ct in cotangents)
-            create_graph = torch.is_grad_enabled() and (
-                self.closes_over or tracked or torch._C._are_functorch_transforms_active()
-            )
+            create_graph = torch.is_grad_enabled() and (self.closes_over or tracked or transforms_active())
         pairs = [(y, ct) for y, ct in zip(outputs, cotangents, strict=True) if y.requires_grad]
         if not retain_graph:
             self.outputs = []

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fckpt._call.results import is_number
 from fckpt._planned.ledger import Stats
 from fckpt._planned.plan import Budget, Plan, check_budget, make_plan, plain_plan
 from fckpt._planned.planner import Planner, traced_without_running
-from fckpt._recompute.primitives import is_number
 from fckpt._remat import plain_of, planner_of
 from fckpt._trace.operations import Trace
 from fckpt.cost import Analytic, Measured, profile_of, profiles

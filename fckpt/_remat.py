@@ -9,14 +9,23 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import nn
-from torch._C._functorch import TransformType, get_interpreter_stack
-from torch._functorch.pyfunctorch import coerce_cinterpreter
-from torch.autograd import forward_ad
 
 from fckpt._call import ambient, casts
 from fckpt._call.arguments import Arguments, StaticArguments
 from fckpt._call.closure import closure_of
-from fckpt._call.conditions import BufferHabits, Conditions, Observation, Written, unwrapped, version
+from fckpt._call.conditions import BufferHabits, Conditions, Observation, Written
+from fckpt._call.levels import (
+    has_forward_mode,
+    has_saved_tensor_hooks,
+    innermost,
+    innermost_is_vmap,
+    is_recorded,
+    transforms_active,
+    transforms_in_the_way,
+    unwrapped,
+    version,
+    vmap_around_grad,
+)
 from fckpt._call.rng import RandomState
 from fckpt._capture import marks
 from fckpt._capture.function import BatchedGraph
@@ -245,7 +254,7 @@ class _Region:
             return compiled.call(self, fn, args, kwargs)
         if is_tracing():
             return inlined(fn, args, kwargs, self.policy)
-        if not torch.is_grad_enabled() or _is_traced() or is_followed():
+        if not torch.is_grad_enabled() or is_recorded() or is_followed():
             return fn(*args, **kwargs)
         return self.run(fn, args, kwargs)
 
@@ -254,7 +263,7 @@ class _Region:
         arguments = Arguments(args, kwargs, self.static)
         if not self.differentiates:
             try:
-                if torch._C._are_functorch_transforms_active():
+                if transforms_active():
                     return run_nodes(fn, arguments, self.habits)
                 return run_segment(fn, arguments, self.habits)
             except HooksUnavailable:
@@ -344,8 +353,8 @@ class _PlannedRegion(_Region):
             # Inference keeps nothing anyway; what takes gradients inside might hold any amount.
             self.planner.ledger.falls_back("nothing to differentiate", quiet=not captured.graph.differentiates)
             return function(*function.arguments)
-        if _innermost() == TransformType.Vmap:
-            interpreter = coerce_cinterpreter(_levels()[-1])
+        if innermost_is_vmap():
+            interpreter = innermost()
             level, size = interpreter.level(), interpreter.batch_size()
             below = BatchedGraph(function, level, size, interpreter.randomness())
             with interpreter.lower():
@@ -367,7 +376,7 @@ class _PlannedRegion(_Region):
 
     def run_traced(self, fn: Callable[..., Any], arguments: Arguments, batching: Batching = NOT_BATCHED) -> Any:
         """Runs a call of a function whose Python code is traced, below the `vmap`s of `batching`."""
-        if _outer_vmap() is not None:
+        if vmap_around_grad() is not None:
             self.planner.ledger.falls_back("vmap")
             return super().run(fn, *arguments.rebuild(arguments.tensors))
         call = UserCall(fn, arguments, self.habits)
@@ -377,7 +386,7 @@ class _PlannedRegion(_Region):
             layouts = layouts_below((*call.inputs, *reached.tensors))
             tracked = any(layout.requires_grad for layout in layouts)
             programs = None
-            if tracked and _innermost() != TransformType.Vmap:
+            if tracked and not innermost_is_vmap():
                 programs = self.planner.traced_programs(fn, arguments, observation, reached, layouts, batching.sizes)
         if not tracked:
             self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
@@ -461,7 +470,7 @@ class _GraphConditions:
 
 def _outer_batch(operands: Sequence[torch.Tensor]) -> tuple[int, Batch | None]:
     """The level of a `vmap` outside of the transform that differentiates, and what it does to operands; 0 if none."""
-    outer = _outer_vmap()
+    outer = vmap_around_grad()
     if outer is None:
         return 0, None
     level = outer.level()
@@ -500,48 +509,10 @@ def _why_not_planned() -> str:
     a `vmap` is around the transform that differentiates. A dispatch mode would see other operations than in the plain
     function: those that write over their operands, and recomputes.
     """
-    if forward_ad._current_level > ambient.idle_level:
+    if has_forward_mode():
         return "forward mode"
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if has_saved_tensor_hooks():
         return "saved-tensor hooks"
     if ambient.interfering_mode() is not None:
         return "dispatch mode"
-    levels = [level.key() for level in _levels()]
-    while levels and levels[-1] == TransformType.Vmap:
-        levels.pop()
-    if levels and levels[0] == TransformType.Vmap:
-        return "" if levels[1:] == [TransformType.Grad] == [level.key() for level in _levels()][1:] else "vmap"
-    if all(key == TransformType.Grad for key in levels):
-        return ""
-    return "vmap" if TransformType.Vmap in levels else "forward mode"
-
-
-def _levels() -> Sequence[Any]:
-    """The levels of torch.func in force, outermost first."""
-    return (get_interpreter_stack() or ()) if torch._C._are_functorch_transforms_active() else ()
-
-
-def _outer_vmap() -> Any:
-    """The interpreter of a `vmap` outside of the transform that differentiates; None if there is none."""
-    levels = _levels()
-    outer = len(levels) == 2 and levels[0].key() == TransformType.Vmap and levels[1].key() == TransformType.Grad
-    return coerce_cinterpreter(levels[0]) if outer else None
-
-
-def _innermost() -> Any:
-    levels = _levels()
-    return levels[-1].key() if levels else None
-
-
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
-
-
-def _is_traced() -> bool:
-    """Whether a graph is being recorded, which a recompute inside would only confuse.
-
-    `torch.jit.trace` would record both runs. `make_fx` drops the calls that set generators: a recompute of dropout
-    would be traced with other numbers.
-    """
-    if torch._C._get_dispatch_mode(_PROXY) is not None or torch._C._get_tracing_state() is not None:
-        return True
-    return any(level.key() == TransformType.Functionalize for level in _levels())
+    return transforms_in_the_way()

@@ -22,9 +22,6 @@ __all__ = [
 
 Ambient = tuple[Any, ...]
 
-idle_level = -1
-"""The level of forward mode that is open without anybody using it; see `fckpt.spmd.simulation`."""
-
 
 @lru_cache(maxsize=1)
 def _device_types() -> tuple[str, ...]:

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
+
+from fckpt._call.levels import below_all, transforms_active
 
 __all__ = ["remembers_casts_of", "shared"]
 
@@ -61,8 +62,7 @@ def shared(tensors: Sequence[torch.Tensor], call: Any) -> list[int]:
 
 def _block(device: str) -> Any:
     """Returns a reference to what autocast keeps until its block ends."""
-    levels = torch._C._are_functorch_transforms_active()
-    with temporarily_clear_interpreter_stack() if levels else contextlib.nullcontext(), torch.enable_grad():
+    with below_all() if transforms_active() else contextlib.nullcontext(), torch.enable_grad():
         probe = _probe(device)
         product: Any = torch.mm(probe, probe).grad_fn
         return torch._C._WeakTensorRef(product._saved_self)  # type: ignore[attr-defined]

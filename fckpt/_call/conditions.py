@@ -15,7 +15,8 @@ import torch
 
 from fckpt._call import ambient
 from fckpt._call.closure import Snapshot, closure_of, method_globals
-from fckpt._call.modules import BufferHabits, BufferKey, ModuleState, parts_of, unwrapped, version
+from fckpt._call.levels import transforms_active, unseen, unwrapped, version
+from fckpt._call.modules import BufferHabits, BufferKey, ModuleState, parts_of
 from fckpt._call.places import Slot, frozen, placed, present, replaced, tensors_in
 from fckpt._call.rng import RandomState
 from fckpt._call.shadow import shadow
@@ -28,14 +29,7 @@ __all__ = [
     "Observation",
     "Written",
     "may_be_statistics",
-    "unseen",
-    "unwrapped",
-    "version",
 ]
-
-# Reading an attribute of a tensor, too, calls the torch function modes in force: those of an enclosing region, which
-# notes or refuses it. What fckpt does to tensors itself is none of their business.
-unseen = torch._C.DisableTorchFunction
 
 
 class Observation:
@@ -347,7 +341,7 @@ class Conditions:
             changes += state.changes()
         stand_ins = [(buffer, buffer.stand_in()) for buffer in self.written]
         new = {id(buffer.tensor): t for buffer, t in stand_ins}  # wherever else they lie
-        if self.statistics and not torch._C._are_functorch_transforms_active():
+        if self.statistics and not transforms_active():
             # Within transforms, writing to a captured tensor is an error anyway.
             new |= {id(t): t.detach().clone() for t in self.statistics if id(t) not in new}
         if new:

@@ -13,10 +13,8 @@ from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
-from torch._C._functorch import TransformType, get_interpreter_stack
-from torch.autograd import forward_ad
 
-from fckpt._call import ambient
+from fckpt._call.levels import only_reverse
 
 __all__ = ["Kept", "kept"]
 
@@ -78,15 +76,7 @@ class _Giving:
         self.giver = giver
 
     def __enter__(self) -> None:
-        self.token: Token[Any] = _giver.set(self.giver if _only_reverse() else None)
+        self.token: Token[Any] = _giver.set(self.giver if only_reverse() else None)
 
     def __exit__(self, *error: object) -> None:
         _giver.reset(self.token)
-
-
-def _only_reverse() -> bool:
-    if forward_ad._current_level > ambient.idle_level:
-        return False
-    if not torch._C._are_functorch_transforms_active():
-        return True
-    return all(level.key() == TransformType.Grad for level in get_interpreter_stack() or ())

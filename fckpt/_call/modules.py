@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from fckpt._call.closure import class_attributes, closure_of, fact, method_globals, slot_names
+from fckpt._call.levels import unwrapped, version
 from fckpt._call.places import ABSENT, PLAIN, Slot
 from fckpt._call.rng import generator_types
 
@@ -30,18 +30,11 @@ __all__ = [
     "known_parts",
     "parts_of",
     "storage_of",
-    "unwrapped",
-    "version",
 ]
 
 BufferKey = tuple[int, str, bool, bool]
 BufferHabits = dict[BufferKey, bool]
 """Which buffers a function was seen to write: (id of the buffers dict, name, training, is statistics)."""
-
-
-def version(tensor: torch.Tensor) -> int:
-    """How often `tensor` was changed in place (0 where torch does not count: inference tensors)."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -50,13 +43,6 @@ def storage_of(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):
         return 0
-
-
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without the wrappers of torch.func: in-place work always shows in the version of this one."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor
 
 
 class ModuleParts:

@@ -35,10 +35,10 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.utils import dynamo_timed, get_metrics_context, set_torch_function_mode_stack
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import _get_current_function_mode_stack
 
 from fckpt import _tree as tree
+from fckpt._call.levels import below_all
 from fckpt._capture import marks
 from fckpt._capture.absences import absences_guarded
 from fckpt._capture.certain import certain_comparisons
@@ -325,7 +325,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(get_metrics_context())
         stack.enter_context(dynamo_timed("fckpt_capture"))
-        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(below_all())
         modes = _get_current_function_mode_stack()
         if torch.torch_version.TorchVersion(torch.__version__) >= (2, 12):  # torch 2.11 does so itself, for each frame
             stack.enter_context(torch_function_mode_stack_state_mgr)

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch._C._functorch import _add_batch_dim, _unwrap_batched
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._functorch.vmap import restore_vmap
 
-from fckpt._call.conditions import unseen, unwrapped
+from fckpt._call.levels import below_all, unseen, unwrapped
 from fckpt._call.modules import storage_of
 from fckpt._capture.graphs import FlatGraph
 
@@ -57,7 +56,7 @@ class GraphFunction:
         Tensors that share memory have stand-ins that do.
         """
         bases: dict[int, torch.Tensor] = {}
-        with temporarily_clear_interpreter_stack(), unseen():
+        with below_all(), unseen():
             inputs = [_stand_in(x, bases) if isinstance(x, torch.Tensor) else x for x in self.inputs]
         copy = object.__new__(GraphFunction)
         copy.graph, copy.inputs, copy.passed = self.graph, inputs, self.passed

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._functorch import _add_batch_dim, _unwrap_batched, peek_interpreter_stack
-from torch._functorch.pyfunctorch import coerce_cinterpreter
-from torch._functorch.vmap import restore_vmap
 
 from fckpt import _tree as tree
 from fckpt._call.arguments import Arguments
-from fckpt._call.conditions import unseen
+from fckpt._call.levels import add_batch_dim, innermost, restore_vmap, unbatched, unseen
 from fckpt._call.places import Slot, placed, replaced
 
 __all__ = ["NOT_BATCHED", "Batching", "run_batched"]
@@ -71,13 +68,11 @@ def run_batched(
         batching: the levels that were taken off before.
         run: runs a function on arguments below the level.
     """
-    top = peek_interpreter_stack()
-    assert top is not None
-    interpreter = coerce_cinterpreter(top)
+    interpreter = innermost()
     level = interpreter.level()
     tensors = [*arguments.tensors, *closure]
     with unseen():
-        pairs = [_unwrap_batched(t, level) for t in tensors]
+        pairs = [unbatched(t, level) for t in tensors]
     dims = tuple(dim for _, dim in pairs)
     key = _Key(dims, interpreter.batch_size(), interpreter.randomness(), arguments.signature())
     count = len(arguments.tensors)
@@ -101,7 +96,5 @@ def run_batched(
         below = Arguments((key, *(value for value, _ in pairs)), {})
         taken = Batching((*batching.sizes, key.size), (*batching.passed, *tensors))
         outputs, result = run(batched, below, taken)
-    found = iter(
-        x if dim is None else _add_batch_dim(x, dim, level) for x, dim in zip(outputs, result.dims, strict=True)
-    )
+    found = iter(add_batch_dim(x, dim, level) for x, dim in zip(outputs, result.dims, strict=True))
     return tree.unflatten(result.spec, [next(found) if leaf is None else leaf for leaf in result.leaves])

@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._functorch import (
-    _add_batch_dim,
-    _unwrap_batched,
-    is_functorch_wrapped_tensor,
-    is_legacy_batchedtensor,
-    peek_interpreter_stack,
-)
-from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fckpt._call import ambient
+from fckpt._call.levels import (
+    add_batch_dim,
+    below_all,
+    below_autograd,
+    innermost,
+    is_legacy_batch,
+    is_wrapped,
+    unbatched,
+)
 from fckpt._planned.lower import Lowered, lower
 from fckpt._trace.operations import Backward, Ref, Trace, indices_of, is_expanded, statistics_of, strides_of
 from fckpt.errors import MutationError
@@ -130,7 +131,7 @@ def _taken(trace: Trace, strides: Sequence[tuple[int, ...]]) -> bool:
             return found[value.tensor] if value.tensor in found else empty(value.tensor)
         return type(value)(map(sent, value)) if isinstance(value, (list, tuple)) else value
 
-    with temporarily_clear_interpreter_stack(), _disable_current_modes(), mode, torch.no_grad():
+    with below_all(), _disable_current_modes(), mode, torch.no_grad():
         for output, own, other in zip(trace.backward.outputs, trace.backward.strides, strides, strict=True):
             number = trace.cotangents[output]
             assert number is not None
@@ -259,7 +260,7 @@ class Execution:
             if self.has_run:
                 return None
             self.has_run = True
-        with self._below_level(), _below_autograd():
+        with self._below_level(), below_autograd():
             operands = [t for t, _ in map(self._batch, operands)]
             outputs, self.residuals = self.program.lowered.forward(self._given(self.program, operands, self.statistics))
             kept = {t.untyped_storage()._cdata for t in self.residuals if isinstance(t, torch.Tensor)}
@@ -273,18 +274,16 @@ class Execution:
         """Leaves the level of the `vmap`, if there is one."""
         if not self.level:
             return contextlib.nullcontext()
-        top = peek_interpreter_stack()
-        assert top is not None
-        return coerce_cinterpreter(top).lower()
+        return innermost().lower()
 
     def _batch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-        return _unwrap_batched(tensor, self.level) if self.level else (tensor, None)
+        return unbatched(tensor, self.level) if self.level else (tensor, None)
 
     def _batched(self, tensors: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
         if not self.level:
             return list(tensors)
         pairs = zip(tensors, dims, strict=True)
-        return [t if t is None or dim is None else _add_batch_dim(t, dim, self.level) for t, dim in pairs]
+        return [t if t is None else add_batch_dim(t, dim, self.level) for t, dim in pairs]
 
     def _cotangents(self, given: Sequence[int], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The cotangents with their batches where the trace has them; None if one is batched whose output is not."""
@@ -313,11 +312,11 @@ class Execution:
         operands = [t for t, _ in map(self._batch, operands)]
         tensors = (*operands, *(brought or ()))
         reason = ""
-        if brought is None or any(map(is_functorch_wrapped_tensor, tensors)):
+        if brought is None or any(map(is_wrapped, tensors)):
             reason = "batched backward"
         elif torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             reason = "second derivative"
-        elif self.program.writes_late and any(map(is_legacy_batchedtensor, tensors)):
+        elif self.program.writes_late and any(map(is_legacy_batch, tensors)):
             reason = "batched backward"
         elif ambient.interfering_mode() is not None:
             reason = "dispatch mode"
@@ -342,7 +341,7 @@ class Execution:
             residuals, self.residuals = self.residuals, None
         # Lazy conjugation and negation are views above the operations that were recorded.
         cotangents = [ct.resolve_conj().resolve_neg() for ct in cotangents]
-        functional = any(map(is_legacy_batchedtensor, cotangents))
+        functional = any(map(is_legacy_batch, cotangents))
         planned = self.program.backward
         strides = tuple([strides_of(ct.shape, ct.stride()) for ct in cotangents])
         backward = Backward(given, ambient.autocast(), strides)
@@ -366,7 +365,7 @@ class Execution:
             self._check_statistics()
         self._check_outputs()
         elsewhere = program.ambient != ambient.capture()
-        with ambient.restored(program.ambient) if elsewhere else contextlib.nullcontext(), _below_autograd():
+        with ambient.restored(program.ambient) if elsewhere else contextlib.nullcontext(), below_autograd():
             lowered = program.functional if functional else program.lowered
             grads = lowered.backward(self._given(program, operands, statistics), residuals, cotangents)
         return [grads[i] for i in self._gradients()]
@@ -376,7 +375,7 @@ class Execution:
         program = self.program
         with self.restored(), torch.no_grad():
             copies = [(i, self._before(i).clone()) for i in program.statistics]
-            with _below_autograd():
+            with below_autograd():
                 return program.lowered.forward(self._given(program, operands, copies))[1], copies
 
     def _before(self, operand: int) -> torch.Tensor:
@@ -420,20 +419,3 @@ class Execution:
             if own[i] is not None:  # lazy conjugation and negation are views above the operations that were recorded
                 own[i] = own[i].resolve_conj().resolve_neg()
         return own + program.constants
-
-
-@contextlib.contextmanager
-def _below_autograd() -> Iterator[None]:
-    """Where the trace was made: nothing records, casts or intercepts. Grad mode is on, which some kernels ask."""
-    with (
-        torch._C.DisableTorchFunction(),
-        torch.enable_grad(),
-        torch._C._DisableAutocast(),
-        torch._C._AutoDispatchBelowAutograd(),
-        torch._C._ExcludeDispatchKeyGuard(_LEGACY_VMAP),
-    ):
-        yield
-
-
-# `is_grads_batched` runs backward under the older vmap, which forbids random operations, also those on no batches.
-_LEGACY_VMAP = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))  # type: ignore[call-overload]

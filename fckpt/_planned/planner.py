@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fckpt import solve
 from fckpt._call import ambient
 from fckpt._call.arguments import Arguments, outlived
 from fckpt._call.closure import Snapshot, Unguarded
-from fckpt._call.conditions import Observation, unseen, unwrapped
+from fckpt._call.conditions import Observation
+from fckpt._call.levels import below_all, is_wrapped, transforms_active, unseen, unwrapped
 from fckpt._call.places import Slot, placed, replaced, tensors_in
 from fckpt._call.rng import RandomState
 from fckpt._capture.function import GraphFunction
@@ -185,7 +184,7 @@ class Planner:
     def _captured(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[Any, Programs]] | None:
-        below = torch._C._are_functorch_transforms_active()
+        below = transforms_active()
         found = self._known(fn, args, kwargs, below)
         if found is not None or below in self.refusals:
             return found
@@ -549,8 +548,8 @@ def below_levels(
     observation = Observation([fn], arguments.statics, arguments.tensors, {})
     reached = Reached(observation, arguments.tensors)
     tensors = [*arguments.tensors, *reached.tensors]
-    with temporarily_clear_interpreter_stack(), unseen():
-        new = {id(t): _without_levels(t) for t in tensors if is_functorch_wrapped_tensor(t)}
+    with below_all(), unseen():
+        new = {id(t): _without_levels(t) for t in tensors if is_wrapped(t)}
     placing = [(holder, key, replaced(value, new)) for holder, key, value in reached.slots]
     moved = [slot for slot, (_, _, value) in zip(placing, reached.slots, strict=True) if slot[2] is not value]
     with placed(moved):

@@ -43,8 +43,10 @@ from torch.autograd.function import _SingleLevelFunction
 
 from fckpt._call.arguments import Arguments
 from fckpt._call.casts import remembers_casts_of
-from fckpt._call.conditions import BufferHabits, Conditions, unseen
-from fckpt._recompute.primitives import Batched, Dual, Flat, Primitive, Pullback, UserCall
+from fckpt._call.conditions import BufferHabits, Conditions
+from fckpt._call.levels import unseen
+from fckpt._call.results import Flat
+from fckpt._recompute.primitives import Batched, Dual, Primitive, Pullback, UserCall
 from fckpt.errors import MutationError
 
 __all__ = ["run_nodes", "run_planned"]

@@ -22,6 +22,7 @@ from torch._C._functorch import (
 )
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from fckpt._call.levels import layers
 from fckpt.errors import ClosureError
 
 __all__ = ["Recorder", "Watch", "unwatched"]
@@ -135,7 +136,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, stale: dict[int, weakref.ref[torch.Tensor]], operands: Sequence[torch.Tensor]):
         super().__init__()
-        own = {id(x) for operand in operands for x in _wrapped(operand)}
+        own = {id(x) for operand in operands for x in layers(operand)}
         self.stale = {key: ref for key, ref in stale.items() if key not in own}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,7 +148,7 @@ class Watch(TorchFunctionMode):
     def _check(self, values: Iterable[Any]) -> None:
         for value in values:
             if isinstance(value, torch.Tensor):
-                for tensor in _wrapped(value):
+                for tensor in layers(value):
                     reference = self.stale.get(id(tensor))
                     if reference is not None and reference() is tensor:
                         raise _closure_error(value)
@@ -169,14 +170,6 @@ def unwatched() -> Iterator[None]:
             _pop_mode()
         for mode in modes:
             _push_mode(mode)
-
-
-def _wrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor, and what it wraps, level by level."""
-    yield tensor
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-        yield tensor
 
 
 def _closure_error(tensor: torch.Tensor) -> ClosureError:

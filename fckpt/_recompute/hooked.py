@@ -22,7 +22,8 @@ import torch
 from torch.autograd import forward_ad
 
 from fckpt._call.arguments import Arguments
-from fckpt._call.conditions import BufferHabits, Conditions, Observation, version
+from fckpt._call.conditions import BufferHabits, Conditions, Observation
+from fckpt._call.levels import version
 from fckpt._call.messages import Kept
 from fckpt._call.places import Slot, replaced, tensors_in
 from fckpt._recompute.replay import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, unwrap_if_dead
@@ -17,58 +17,18 @@ from torch._functorch.vmap import restore_vmap
 
 from fckpt import _tree as tree
 from fckpt._call.arguments import Arguments
-from fckpt._call.conditions import BufferHabits, Conditions, Observation, may_be_statistics, unseen, unwrapped, version
+from fckpt._call.conditions import BufferHabits, Conditions, Observation, may_be_statistics
+from fckpt._call.levels import unseen, unwrapped, version
 from fckpt._call.messages import Kept
 from fckpt._call.places import Slot, replaced, tensors_in
+from fckpt._call.results import Ends, Flat, Rebuilt, is_number, numbered
 from fckpt._recompute.closed_over import Recorder, Watch
 from fckpt._recompute.hooked import HooksUnavailable
-from fckpt.errors import ImpureFunctionError, MutationError, OpaqueOutputError
+from fckpt.errors import ImpureFunctionError, MutationError
 
-__all__ = ["Batched", "Dual", "Flat", "Planned", "Primitive", "Pullback", "Rebuilt", "UserCall", "View", "numbered"]
+__all__ = ["Batched", "Dual", "Planned", "Primitive", "Pullback", "UserCall"]
 
-Flat = list[Any]  # tensors, or None where there is none
-Ends = tuple[tree.TreeSpec, Sequence[Any], list[tuple[torch.Size, torch.dtype]]]
-"""What a function returns: its structure, its leaves as in `UserCall.leaves`, its tensors' shapes and dtypes."""
 _autograd = torch._C._autograd
-
-
-class View(NamedTuple):
-    """An operation that makes views, and one of them."""
-
-    number: int
-    """Tells calls apart: views of one call are made together."""
-    op: Any
-    args: tuple[Any, ...]
-    """Without the tensor that it views."""
-    kwargs: dict[str, Any]
-    result: int
-    """Which of its results."""
-
-
-class Rebuilt(NamedTuple):
-    """An output that shares memory with an argument or another output: made from that one again, as a view of it."""
-
-    source: tuple[str, int]
-    """('out', i) or ('in', i)."""
-    tracked: bool
-    """Whether it is differentiated through; else it is detached."""
-    steps: tuple[View, ...]
-    """One after the other."""
-
-    def of(self, tensor: torch.Tensor, made: dict[Any, Any]) -> torch.Tensor:
-        """Makes the view; `made` keeps what views of the same call share."""
-        with nullcontext() if self.tracked else torch.no_grad():
-            if not self.tracked or not self.steps:
-                tensor = tensor.view_as(tensor) if self.tracked else tensor.detach()
-            path: tuple[Any, ...] = (self.source, self.tracked)
-            for number, op, args, kwargs, index in self.steps:
-                path = (*path, number)
-                if path not in made:
-                    made[path] = op(tensor, *args, **kwargs)
-                found = made[path]
-                tensor = found if isinstance(found, torch.Tensor) else found[index]
-                path = (*path, index)
-            return tensor
 
 
 class Primitive(Protocol):
@@ -261,35 +221,6 @@ class UserCall:
             elif is_number(planned) and planned[0] == "out":
                 found[planned[1]] = outputs[leaf[1]]
         return [found[i] for i in range(len(self.shapes))]
-
-
-def numbered(leaves: list[Any], known: dict[int, tuple[str, int]]) -> Flat:
-    """Replaces the tensors in `leaves` by their numbers; returns the distinct new ones."""
-    outputs: Flat = []
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            if id(leaf) not in known:
-                known[id(leaf)] = ("out", len(outputs))
-                outputs.append(leaf)
-            leaves[position] = known[id(leaf)]
-        elif _hides_tensors(leaf):
-            raise OpaqueOutputError(
-                f"a rematerialised function returned a {type(leaf).__name__}, which holds tensors and is no "
-                "pytree, so torch.func cannot differentiate through it. Return a tuple or a dict, or "
-                "register the type with optree.register_pytree_node."
-            )
-    return outputs
-
-
-def is_number(leaf: Any) -> bool:
-    return type(leaf) is tuple and len(leaf) == 2 and leaf[0] in ("out", "in")
-
-
-def _hides_tensors(leaf: Any) -> bool:
-    if isinstance(leaf, (bool, int, float, complex, str, bytes, torch.nn.Module)) or callable(leaf):
-        return False
-    attributes = leaf.values() if isinstance(leaf, dict) else getattr(leaf, "__dict__", {}).values()
-    return any(isinstance(value, torch.Tensor) for value in attributes)
 
 
 class _Discarded(Exception):

@@ -15,12 +15,11 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 from fckpt import _tree as tree
 from fckpt._call.conditions import Again, may_be_statistics
+from fckpt._call.levels import EXCLUDE_LEGACY_VMAP, below_all, is_wrapped, transforms_active
 from fckpt._call.modules import storage_of
 from fckpt._call.rng import SHARED
 from fckpt.errors import ImpureFunctionError, MutationError, RandomStateError
@@ -121,7 +120,7 @@ def _sample(tensor: torch.Tensor, words: int) -> tuple[int, ...]:
     count = tensor.numel() * tensor.element_size() // _WORD
     if not count or tensor.layout is not torch.strided or not (tensor.is_contiguous() or _is_dense(tensor)):
         return ()
-    if is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor():
+    if is_wrapped(tensor) or tensor._is_zerotensor():
         return ()
     address = torch._C._data_address(tensor)
     if not address:  # no memory: a tangent that is zero, say
@@ -339,11 +338,11 @@ class recompute_mode:
 
     def __enter__(self) -> None:
         self.levels = None
-        if torch._C._are_functorch_transforms_active():
-            self.levels = temporarily_clear_interpreter_stack()
+        if transforms_active():
+            self.levels = below_all()
             self.levels.__enter__()
         # `is_grads_batched` runs backward under the older vmap, which forbids random operations.
-        self.legacy = torch._C._ExcludeDispatchKeyGuard(_LEGACY_VMAP)
+        self.legacy = torch._C._ExcludeDispatchKeyGuard(EXCLUDE_LEGACY_VMAP)
         self.legacy.__enter__()
         self.disabled = None
         if not _autograd._saved_tensors_hooks_is_enabled():
@@ -362,5 +361,3 @@ class recompute_mode:
 
 
 _NOTHING = nullcontext()
-_VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
-_LEGACY_VMAP = torch._C.DispatchKeySet(_VMAP_MODE)

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from fckpt._call.modules import storage_of, unwrapped
-from fckpt._recompute.primitives import Rebuilt
+from fckpt._call.levels import unwrapped
+from fckpt._call.modules import storage_of
+from fckpt._call.results import Rebuilt
 from fckpt._trace.recorder import Recorder
 
 __all__ = ["apart"]

@@ -6,10 +6,9 @@ import functools
 from collections.abc import Iterable
 
 import torch
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from fckpt._call.casts import remembers_casts_of
-from fckpt._call.conditions import unseen
+from fckpt._call.levels import layers, transforms_active, unseen
 from fckpt._trace.operations import Layout
 
 __all__ = ["layouts_below"]
@@ -17,7 +16,7 @@ __all__ = ["layouts_below"]
 
 def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
     """The layouts below all levels of torch.func; a tensor that any level tracks requires grad."""
-    if not torch._C._are_functorch_transforms_active():
+    if not transforms_active():
         # There may be a thousand, at every call, and the constructor of a named tuple takes most of the time.
         new, strided = functools.partial(tuple.__new__, Layout), torch.strided
         return [
@@ -41,9 +40,9 @@ def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
 def _layout_below(tensor: torch.Tensor) -> Layout:
     tracked = tensor.requires_grad
     remembered = remembers_casts_of(tensor)
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-        tracked = tracked or tensor.requires_grad
+    for layer in layers(tensor):
+        tracked = tracked or layer.requires_grad
+        tensor = layer
     return Layout(
         tensor.shape,
         _stride(tensor),

@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fckpt._call.conditions import unwrapped
+from fckpt._call.levels import below_all, unwrapped
+from fckpt._call.results import View
 from fckpt._capture.sources import Source, current
-from fckpt._recompute.primitives import View
 from fckpt._trace.lifetimes import Lifetimes, Sums
 from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, statistics_of
 from fckpt.errors import TraceError
@@ -131,7 +130,7 @@ class Recorder(TorchDispatchMode):
 
     def stand_in(self, layout: Layout) -> torch.Tensor:
         """Returns a tensor without memory in the place of an operand or a cotangent."""
-        with temporarily_clear_interpreter_stack():  # a cotangent is asked for within the levels of a trace
+        with below_all():  # a cotangent is asked for within the levels of a trace
             with self._faking():
                 fake = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
             tensor = self._fresh(fake, held=True)

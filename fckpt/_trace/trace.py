@@ -19,21 +19,20 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 from fckpt import _tree as tree
 from fckpt._call import ambient
 from fckpt._call.arguments import Arguments, argument_written
 from fckpt._call.closure import Snapshot
-from fckpt._call.conditions import unwrapped
+from fckpt._call.levels import below_all, unwrapped
 from fckpt._call.modules import storage_of
 from fckpt._call.places import Slot, content, moved, placed, put, replaced
+from fckpt._call.results import is_number, numbered
 from fckpt._capture.function import BatchedGraph, GraphFunction
 from fckpt._capture.marks import marks_answered
 from fckpt._capture.reads import Reads
 from fckpt._capture.sources import current, failing_module, is_users
-from fckpt._recompute.primitives import is_number, numbered
 from fckpt._trace.aliases import apart
 from fckpt._trace.assemble import Assembly
 from fckpt._trace.effects import impure_calls_refused, refuse_what_stays
@@ -261,7 +260,7 @@ def inlined(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 @contextlib.contextmanager
 def _tracing(recorder: Recorder) -> Iterator[None]:
-    with temporarily_clear_interpreter_stack(), _seeds_refused(), recorder, torch.enable_grad(), _NoData(recorder):
+    with below_all(), _seeds_refused(), recorder, torch.enable_grad(), _NoData(recorder):
         yield
 
 

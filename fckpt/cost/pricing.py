@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Sequence
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
 
+from fckpt._call.levels import is_wrapped
 from fckpt._trace.operations import Call, Trace, is_random, is_tagged_random
 from fckpt.cost.calls import CostSource, OpCost
 from fckpt.cost.measured import Measured
@@ -121,7 +121,7 @@ def _held(trace: Trace) -> dict[int, torch.Tensor]:
 
 def _is_real(tensor: torch.Tensor) -> bool:
     """Whether a tensor has numbers: integers are made up, so that what they are used for is the same everywhere."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(tensor)
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not is_wrapped(tensor)
     return plain and not tensor.is_conj() and not tensor.is_neg() and tensor.is_floating_point()
 
 

@@ -10,6 +10,7 @@ from typing import Any, overload
 import torch
 
 from fckpt import _tree as trees
+from fckpt._call.levels import transforms_active
 from fckpt._trace.trace import is_tracing
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, MeshWarning, users_stacklevel
 from fckpt.spmd.collectives import handed_on, received
@@ -205,7 +206,7 @@ def _differentiable(
     So gradients that are taken outside are those of the whole function, the same on all ranks, as in JAX: the transpose
     of what all ranks are given is a sum over them.
     """
-    levels = torch._C._are_functorch_transforms_active()
+    levels = transforms_active()
     leaves, spec = trees.flatten(tree)
     for i, (leaf, p) in enumerate(zip(leaves, specs, strict=True)):
         axes = tuple(name for name in mesh.names if mesh.shape[name] > 1 and name not in p.axes)

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 import torch._functorch.eager_transforms as eager_transforms
-from torch.autograd import forward_ad
 
-from fckpt._call import ambient
+from fckpt._call.levels import share_idle_level
 from fckpt.errors import ArgumentValueError, RankFailure
 from fckpt.spmd.isolated import Isolated
 from fckpt.spmd.links import Link
@@ -110,9 +109,9 @@ def _one_level() -> Iterator[None]:
     if eager_transforms.JVP_NESTING:
         yield
         return
-    with forward_ad.dual_level():
-        eager_transforms.JVP_NESTING, ambient.idle_level = 1, 0
+    with share_idle_level():
+        eager_transforms.JVP_NESTING = 1
         try:
             yield
         finally:
-            eager_transforms.JVP_NESTING, ambient.idle_level = 0, -1
+            eager_transforms.JVP_NESTING = 0

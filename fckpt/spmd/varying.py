@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fckpt import _tree as trees
-from fckpt._call.conditions import unseen, unwrapped
+from fckpt._call.levels import unseen, unwrapped
 from fckpt._recompute.closed_over import unwatched
 from fckpt._recompute.replay import recompute_mode
 from fckpt._trace.operations import is_random, statistics_of

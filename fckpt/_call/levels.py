@@ -1,0 +1,207 @@
+"""Levels of torch.func and of autograd: which are in force, and the values below them.
+
+`grad`, `vjp`, `jvp` and `vmap` each push a level, and each level that tracks a tensor wraps it once. This module
+answers every question about levels that is asked while a call is prepared: which transforms surround the call, what
+lies below their wrappers, how to leave them for a while.
+
+Private in torch 2.11 and 2.13: `torch._C._functorch`, `torch._functorch`, `torch._C.DisableTorchFunction`, guards of
+dispatch keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._C._functorch import (
+    TransformType,
+    _add_batch_dim,
+    _unwrap_batched,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+)
+from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_clear_interpreter_stack
+from torch._functorch.vmap import restore_vmap
+from torch.autograd import forward_ad
+
+__all__ = [
+    "EXCLUDE_LEGACY_VMAP",
+    "add_batch_dim",
+    "below_all",
+    "below_autograd",
+    "has_forward_mode",
+    "has_saved_tensor_hooks",
+    "innermost",
+    "innermost_is_vmap",
+    "is_legacy_batch",
+    "is_recorded",
+    "is_wrapped",
+    "layers",
+    "only_reverse",
+    "restore_vmap",
+    "share_idle_level",
+    "transforms_active",
+    "transforms_in_the_way",
+    "unbatched",
+    "unseen",
+    "unwrapped",
+    "version",
+    "vmap_around_grad",
+]
+
+# Reading an attribute of a tensor, too, calls the torch function modes in force: those of an enclosing region, which
+# note or refuse it. What fckpt does to tensors itself must not reach them.
+unseen = torch._C.DisableTorchFunction
+
+transforms_active = torch._C._are_functorch_transforms_active
+"""Whether any transform of torch.func is in force."""
+below_all = temporarily_clear_interpreter_stack
+"""A context manager whose body runs as if no transform of torch.func were in force."""
+is_wrapped = is_functorch_wrapped_tensor
+"""Whether a level wraps a tensor."""
+is_legacy_batch = is_legacy_batchedtensor
+"""Whether a tensor is a batch of the older vmap, which `torch.autograd.grad(is_grads_batched=True)` uses."""
+
+# The older vmap forbids random operations in its body, those on tensors without a batch among them.
+EXCLUDE_LEGACY_VMAP = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))  # type: ignore[call-overload]
+
+_idle_level = -1
+"""The level of forward mode that is open although no function uses it."""
+
+
+# ---- tensors ------------------------------------------------------------------------------------
+
+
+def layers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields a tensor, and what it wraps, level by level."""
+    yield tensor
+    while is_wrapped(tensor):
+        tensor = get_unwrapped(tensor)
+        yield tensor
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor without the wrappers of torch.func: in-place work always shows in the version of this one."""
+    while is_wrapped(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Returns how often `tensor` was changed in place (0 where torch does not count: inference tensors)."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def unbatched(tensor: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
+    """Returns what the `vmap` of a level wraps, and which of its dimensions is the batch (None: it has no batch)."""
+    return _unwrap_batched(tensor, level)
+
+
+def add_batch_dim(tensor: torch.Tensor, dim: int | None, level: int) -> torch.Tensor:
+    """Returns a tensor as the `vmap` of a level sees it, with its batch in dimension `dim`. The inverse of `unbatched`."""
+    return tensor if dim is None else _add_batch_dim(tensor, dim, level)
+
+
+# ---- transforms ---------------------------------------------------------------------------------
+
+
+def _stack() -> Sequence[Any]:
+    """The levels of torch.func in force, outermost first."""
+    return (get_interpreter_stack() or ()) if transforms_active() else ()
+
+
+def innermost() -> Any:
+    """Returns torch's interpreter of the innermost transform, of which there must be one."""
+    return coerce_cinterpreter(_stack()[-1])
+
+
+def innermost_is_vmap() -> bool:
+    """Whether the innermost transform is a `vmap`."""
+    stack = _stack()
+    return bool(stack) and stack[-1].key() == TransformType.Vmap
+
+
+def vmap_around_grad() -> Any:
+    """Returns the interpreter of a `vmap` whose body is one reverse-mode transform; None for any other stack."""
+    stack = _stack()
+    found = [level.key() for level in stack] == [TransformType.Vmap, TransformType.Grad]
+    return coerce_cinterpreter(stack[0]) if found else None
+
+
+def only_reverse() -> bool:
+    """Whether no transform but those of reverse mode is in force."""
+    return not has_forward_mode() and all(level.key() == TransformType.Grad for level in _stack())
+
+
+def has_forward_mode() -> bool:
+    """Whether plain autograd's forward mode is in use."""
+    return forward_ad._current_level > _idle_level
+
+
+def transforms_in_the_way() -> str:
+    """Names what makes a plan impossible: "forward mode", or a "vmap" around the differentiating transform.
+
+    Empty if a plan can run: under reverse mode alone, under `vmap`s inside of it, and under `vmap` of `grad`.
+    """
+    if has_forward_mode():
+        return "forward mode"
+    keys = [level.key() for level in _stack()]
+    if keys == [TransformType.Vmap, TransformType.Grad]:
+        return ""
+    while keys and keys[-1] == TransformType.Vmap:
+        keys.pop()
+    if all(key == TransformType.Grad for key in keys):
+        return ""
+    return "vmap" if TransformType.Vmap in keys else "forward mode"
+
+
+def is_recorded() -> bool:
+    """Whether a graph is being recorded, which a recompute inside would only confuse.
+
+    `torch.jit.trace` would record both runs. `make_fx` drops the calls that set generators: a recompute of dropout
+    would be traced with other numbers.
+    """
+    proxy = torch._C._TorchDispatchModeKey.PROXY
+    if torch._C._get_dispatch_mode(proxy) is not None or torch._C._get_tracing_state() is not None:
+        return True
+    return any(level.key() == TransformType.Functionalize for level in _stack())
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether saved-tensor hooks are in force: the user's, or those of an enclosing region."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+# ---- leaving them -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Runs the body where graphs are recorded: nothing records, casts or intercepts operations.
+
+    Grad mode is on, which some kernels depend on.
+    """
+    with (
+        torch._C.DisableTorchFunction(),
+        torch.enable_grad(),
+        torch._C._DisableAutocast(),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._ExcludeDispatchKeyGuard(EXCLUDE_LEGACY_VMAP),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def share_idle_level() -> Iterator[None]:
+    """Opens one level of forward mode for all threads that run in the body, and counts it as not in use."""
+    global _idle_level
+    with forward_ad.dual_level():
+        _idle_level = 0
+        try:
+            yield
+        finally:
+            _idle_level = -1
