@@ -1,6 +1,7 @@
 """fckpt: train the same function in less memory. Functional rematerialisation for PyTorch."""
 
 from fckpt import cost as cost
+from fckpt import graph as graph
 from fckpt import policies as policies
 from fckpt import solve as solve
 from fckpt._autodiff import grad as grad
@@ -79,3 +80,89 @@ from fckpt.spmd import unshard as unshard
 from fckpt.spmd import use_mesh as use_mesh
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentTypeError",
+    "ArgumentValueError",
+    "Blocks",
+    "BudgetError",
+    "BudgetWarning",
+    "CacheWarning",
+    "Check",
+    "CheckpointError",
+    "ClosureError",
+    "FckptError",
+    "Functional",
+    "GradientWarning",
+    "ImpureFunctionError",
+    "Link",
+    "Mesh",
+    "MeshWarning",
+    "MutationError",
+    "OpaqueOutputError",
+    "P",
+    "ParetoPoint",
+    "PeakMemory",
+    "Plan",
+    "PlanError",
+    "PlanWarning",
+    "PolicyWarning",
+    "RandomStateError",
+    "RankFailure",
+    "Residual",
+    "Saving",
+    "ScheduleError",
+    "Simulation",
+    "Stats",
+    "TraceError",
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "check",
+    "checkpoint_name",
+    "clip_grad_norm",
+    "cost",
+    "fake_mesh",
+    "fold_in",
+    "from_module",
+    "grad",
+    "grad_and_value",
+    "graph",
+    "init_mesh",
+    "launch",
+    "load",
+    "measure_peak",
+    "pareto",
+    "part_mask",
+    "plan",
+    "pmap",
+    "pmax",
+    "pmean",
+    "pmin",
+    "policies",
+    "ppermute",
+    "print_saved_residuals",
+    "psum",
+    "psum_scatter",
+    "pvary",
+    "remat",
+    "remat_blocks",
+    "save",
+    "saved_residuals",
+    "sequential",
+    "shard",
+    "shard_map",
+    "sim",
+    "solve",
+    "specs_for",
+    "stats",
+    "unshard",
+    "use_mesh",
+    "vjp",
+]
+
+
+def __dir__() -> list[str]:
+    """Lists the public names alone, without the modules that hold them."""
+    return [*__all__, "__version__", "__doc__"]

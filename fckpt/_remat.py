@@ -16,7 +16,6 @@ from fckpt._call.closure import closure_of
 from fckpt._call.conditions import BufferHabits, Conditions, Observation, Written
 from fckpt._call.levels import (
     has_forward_mode,
-    has_saved_tensor_hooks,
     innermost,
     innermost_is_vmap,
     is_recorded,
@@ -34,9 +33,11 @@ from fckpt._planned.batched import NOT_BATCHED, Batching, run_batched
 from fckpt._planned.execution import NOT_AGAIN, Execution, Program
 from fckpt._planned.plan import Budget, Plan, check_budget
 from fckpt._planned.planner import TRACING, Planner, Programs, Reached, graph_tracer
+from fckpt._recompute import saved_tensors
 from fckpt._recompute.attached import run_nodes, run_planned
-from fckpt._recompute.hooked import HooksUnavailable, run_segment
+from fckpt._recompute.hooked import run_segment
 from fckpt._recompute.primitives import UserCall
+from fckpt._recompute.saved_tensors import HooksUnavailable
 from fckpt._repeats import repeated_blocks, replace_modules
 from fckpt._trace.layouts import layouts_below
 from fckpt._trace.operations import Batch, Layout
@@ -511,7 +512,7 @@ def _why_not_planned() -> str:
     """
     if has_forward_mode():
         return "forward mode"
-    if has_saved_tensor_hooks():
+    if saved_tensors.top() is not None:
         return "saved-tensor hooks"
     if ambient.interfering_mode() is not None:
         return "dispatch mode"

@@ -15,12 +15,22 @@ __all__ = [
     "autocast",
     "autocast_as",
     "capture",
+    "has_function_modes",
     "interfering_mode",
     "restored",
     "unobserved",
+    "without_modes",
 ]
 
 Ambient = tuple[Any, ...]
+
+without_modes = _disable_current_modes
+"""A context manager whose body no dispatch mode sees."""
+
+
+def has_function_modes() -> bool:
+    """Whether torch function modes are in force."""
+    return torch._C._len_torch_function_stack() > 0
 
 
 @lru_cache(maxsize=1)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fckpt._call.ambient import without_modes
 from fckpt._call.levels import below_all, transforms_active
 
 __all__ = ["remembers_casts_of", "shared"]
@@ -70,5 +70,5 @@ def _block(device: str) -> Any:
 
 @functools.cache
 def _probe(device: str) -> torch.Tensor:
-    with _disable_current_modes():
+    with without_modes():
         return torch.zeros(1, 1, device=device, requires_grad=True)

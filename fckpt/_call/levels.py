@@ -34,7 +34,6 @@ __all__ = [
     "below_all",
     "below_autograd",
     "has_forward_mode",
-    "has_saved_tensor_hooks",
     "innermost",
     "innermost_is_vmap",
     "is_legacy_batch",
@@ -42,6 +41,7 @@ __all__ = [
     "is_wrapped",
     "layers",
     "only_reverse",
+    "out_of_reach",
     "restore_vmap",
     "share_idle_level",
     "transforms_active",
@@ -102,7 +102,7 @@ def unbatched(tensor: torch.Tensor, level: int) -> tuple[torch.Tensor, int | Non
 
 
 def add_batch_dim(tensor: torch.Tensor, dim: int | None, level: int) -> torch.Tensor:
-    """Returns a tensor as the `vmap` of a level sees it, with its batch in dimension `dim`. The inverse of `unbatched`."""
+    """Returns a tensor as the `vmap` of a level sees it, batched along `dim`. The inverse of `unbatched`."""
     return tensor if dim is None else _add_batch_dim(tensor, dim, level)
 
 
@@ -171,11 +171,6 @@ def is_recorded() -> bool:
     return any(level.key() == TransformType.Functionalize for level in _stack())
 
 
-def has_saved_tensor_hooks() -> bool:
-    """Whether saved-tensor hooks are in force: the user's, or those of an enclosing region."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 # ---- leaving them -------------------------------------------------------------------------------
 
 
@@ -192,6 +187,13 @@ def below_autograd() -> Iterator[None]:
         torch._C._AutoDispatchBelowAutograd(),
         torch._C._ExcludeDispatchKeyGuard(EXCLUDE_LEGACY_VMAP),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def out_of_reach() -> Iterator[None]:
+    """Runs the body where no transform, autocast or torch function mode sees its operations."""
+    with torch._C._DisableFuncTorch(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
         yield
 
 

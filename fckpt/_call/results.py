@@ -1,4 +1,4 @@
-"""What a function returns, taken apart: its distinct tensors, and the leaves of its result with numbers in their places.
+"""What a function returns, taken apart: its distinct tensors, and its leaves with numbers in their places.
 
 An output that shares memory with an argument or with another output is described by the views that make it again.
 """

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fckpt._call import ambient
 from fckpt._call.levels import (
@@ -131,7 +130,7 @@ def _taken(trace: Trace, strides: Sequence[tuple[int, ...]]) -> bool:
             return found[value.tensor] if value.tensor in found else empty(value.tensor)
         return type(value)(map(sent, value)) if isinstance(value, (list, tuple)) else value
 
-    with below_all(), _disable_current_modes(), mode, torch.no_grad():
+    with below_all(), ambient.without_modes(), mode, torch.no_grad():
         for output, own, other in zip(trace.backward.outputs, trace.backward.strides, strides, strict=True):
             number = trace.cotangents[output]
             assert number is not None

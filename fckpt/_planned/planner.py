@@ -176,7 +176,7 @@ class Planner:
         """
         if mesh_in_use() is not None:  # a program of one rank among many: its Python code is traced
             return None
-        if torch._C._len_torch_function_stack():
+        if ambient.has_function_modes():
             with unwatched():
                 return self._captured(fn, args, kwargs)
         return self._captured(fn, args, kwargs)

@@ -39,16 +39,10 @@ from fckpt._recompute.replay import (
     overwritten,
     recompute_mode,
 )
+from fckpt._recompute.saved_tensors import HooksUnavailable, check_hooks_allowed, pop, push, top
 from fckpt.errors import MutationError
 
-__all__ = ["HooksUnavailable", "run_segment"]
-
-_autograd = torch._C._autograd
-_push, _pop = _autograd._push_saved_tensors_default_hooks, _autograd._pop_saved_tensors_default_hooks
-
-
-class HooksUnavailable(Exception):
-    """The function uses a reverse-mode transform of torch.func inside, which forbids saved-tensor hooks."""
+__all__ = ["run_segment"]
 
 
 class _Held:
@@ -77,17 +71,6 @@ def run_segment(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabi
         args, kwargs = arguments.given  # the first call of a lazy module is not rematerialised
         return fn(*args, **kwargs)
     return segment.forward()
-
-
-def _check_hooks_enabled() -> None:
-    if _autograd._saved_tensors_hooks_is_enabled():
-        return
-    message = _autograd._saved_tensors_hooks_get_disabled_error_message()
-    if "torch.func" not in message:
-        raise HooksUnavailable  # the user's `disable_saved_tensors_hooks`
-    # torch.func disables hooks while it differentiates, and nothing does so now: a failed torch.compile has
-    # leaked the setting, for the whole process (seen up to torch 2.13).
-    _autograd._saved_tensors_hooks_enable()
 
 
 class _Segment:
@@ -151,7 +134,7 @@ class _Segment:
             self.tangents = [forward_ad.unpack_dual(t).tangent for t in tensors]
             self.words, self.shared = 0, False  # formulas of forward mode fill in tangents after they are saved
         # Hooks in force outside (an enclosing segment's, or the user's) decide how the inputs are held.
-        self.outer = _autograd._top_saved_tensors_default_hooks(True)
+        self.outer = top()
         self.held: list[Any] = tensors
         if self.outer is not None:
             # Now rather than later: an enclosing replay that ends with this segment need not run it. What
@@ -163,9 +146,9 @@ class _Segment:
 
     def forward(self) -> Any:
         assert self.observation is not None
-        _check_hooks_enabled()
+        check_hooks_allowed()
         args, kwargs = self.arguments.given
-        _push(self.pack, self.unpack)
+        push(self.pack, self.unpack)
         try:
             with self.kept.recorded():
                 result = self.fn(*args, **kwargs)
@@ -175,7 +158,7 @@ class _Segment:
             self.observation.undo()
             raise HooksUnavailable from error
         finally:
-            _pop()
+            pop()
         self._finish(result)
         return result
 

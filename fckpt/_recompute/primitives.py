@@ -23,12 +23,10 @@ from fckpt._call.messages import Kept
 from fckpt._call.places import Slot, replaced, tensors_in
 from fckpt._call.results import Ends, Flat, Rebuilt, is_number, numbered
 from fckpt._recompute.closed_over import Recorder, Watch
-from fckpt._recompute.hooked import HooksUnavailable
+from fckpt._recompute.saved_tensors import HooksUnavailable, allow_hooks, disallow_hooks, pop, push
 from fckpt.errors import ImpureFunctionError, MutationError
 
 __all__ = ["Batched", "Dual", "Planned", "Primitive", "Pullback", "UserCall"]
-
-_autograd = torch._C._autograd
 
 
 class Primitive(Protocol):
@@ -230,21 +228,17 @@ class _Discarded(Exception):
 @contextmanager
 def _discard_saved() -> Any:
     """Autograd records the body (so that it picks the same kernels) and keeps no tensor of it."""
-    message = None
-    if not _autograd._saved_tensors_hooks_is_enabled():
-        message = _autograd._saved_tensors_hooks_get_disabled_error_message()
-        _autograd._saved_tensors_hooks_enable()
+    message = allow_hooks()
 
     def unpack(_: None) -> torch.Tensor:
         raise _Discarded
 
-    _autograd._push_saved_tensors_default_hooks(lambda tensor: None, unpack)
+    push(lambda tensor: None, unpack)
     try:
         yield
     finally:
-        _autograd._pop_saved_tensors_default_hooks()
-        if message is not None:
-            _autograd._saved_tensors_hooks_disable(message)
+        pop()
+        disallow_hooks(message)
 
 
 class Batched:

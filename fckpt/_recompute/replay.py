@@ -22,15 +22,13 @@ from fckpt._call.conditions import Again, may_be_statistics
 from fckpt._call.levels import EXCLUDE_LEGACY_VMAP, below_all, is_wrapped, transforms_active
 from fckpt._call.modules import storage_of
 from fckpt._call.rng import SHARED
+from fckpt._recompute.saved_tensors import allow_hooks, disallow_hooks, pop, push
 from fckpt.errors import ImpureFunctionError, MutationError, RandomStateError
 
 if TYPE_CHECKING:
     from fckpt._call.arguments import Arguments
 
 __all__ = ["FEW", "MANY", "Found", "Inputs", "Replay", "Saved", "as_in_forward", "ends_of", "recompute_mode"]
-
-_autograd = torch._C._autograd
-_push, _pop = _autograd._push_saved_tensors_default_hooks, _autograd._pop_saved_tensors_default_hooks
 
 
 class _Stop(BaseException):
@@ -225,7 +223,7 @@ class Replay:
             self.inputs = Inputs(tensors)
             self.scratch = again.scratch
             args, kwargs = arguments.rebuild(tensors, again.statics)
-            _push(self.pack, _identity)
+            push(self.pack, _identity)
             try:
                 results = ends_of(again.fn(*args, **kwargs))
             except BaseException:
@@ -234,7 +232,7 @@ class Replay:
                     raise
                 return
             finally:
-                _pop()
+                pop()
         if self.results is not None:
             self._compare(results, self.results)
 
@@ -334,7 +332,7 @@ def _as_dual(tensor: torch.Tensor, tangent: torch.Tensor | None) -> torch.Tensor
 class recompute_mode:
     """Autograd recording, as in the forward, whatever transform or mode backward is called under."""
 
-    __slots__ = ("disabled", "grad", "legacy", "levels")
+    __slots__ = ("disallowed", "grad", "legacy", "levels")
 
     def __enter__(self) -> None:
         self.levels = None
@@ -344,17 +342,13 @@ class recompute_mode:
         # `is_grads_batched` runs backward under the older vmap, which forbids random operations.
         self.legacy = torch._C._ExcludeDispatchKeyGuard(EXCLUDE_LEGACY_VMAP)
         self.legacy.__enter__()
-        self.disabled = None
-        if not _autograd._saved_tensors_hooks_is_enabled():
-            self.disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
-            _autograd._saved_tensors_hooks_enable()
+        self.disallowed = allow_hooks()
         self.grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)
 
     def __exit__(self, *error: Any) -> None:
         torch._C._set_grad_enabled(self.grad)
-        if self.disabled is not None:
-            _autograd._saved_tensors_hooks_disable(self.disabled)
+        disallow_hooks(self.disallowed)
         self.legacy.__exit__(*error)
         if self.levels is not None:
             self.levels.__exit__(*error)

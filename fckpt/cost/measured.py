@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from fckpt._call.ambient import without_modes
+from fckpt._call.levels import below_autograd, out_of_reach
 from fckpt._call.rng import RandomState
 from fckpt._memory import _measure_cpu
 from fckpt._trace.operations import Call, TensorSpec, statistics_of
@@ -208,10 +209,8 @@ def _isolated(device: torch.device) -> Iterator[None]:
     others = RandomState.capture()  # Python's and NumPy's: a user's operation may draw from any
     kind = "cuda" if device.type == "cpu" else device.type
     with (
-        torch._C._DisableFuncTorch(),
-        torch._C._DisableAutocast(),
-        torch._C.DisableTorchFunction(),
-        _disable_current_modes(),
+        out_of_reach(),
+        without_modes(),
         torch.no_grad(),
         torch.random.fork_rng(indices, device_type=kind),
         warnings.catch_warnings(),
@@ -230,7 +229,7 @@ def _as_planned(op: Any) -> Iterator[None]:
     if not isinstance(op, torch._ops.OpOverload):
         yield
         return
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         yield
 
 

@@ -26,6 +26,12 @@ from fckpt.solve.core.rules import Solver, from_saved
 
 __all__ = ["Solver", "auto", "from_saved", "get", "names", "register"]
 
+
+def __dir__() -> list[str]:
+    """Lists the public names alone, without the modules that hold them."""
+    return [*__all__, "__doc__"]
+
+
 _SOLVERS: dict[str, Solver] = {}
 
 

@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fckpt import _tree as trees
+from fckpt._call.ambient import without_modes
 from fckpt._call.levels import unseen, unwrapped
 from fckpt._recompute.closed_over import unwatched
 from fckpt._recompute.replay import recompute_mode
+from fckpt._recompute.saved_tensors import without_hooks
 from fckpt._trace.operations import is_random, statistics_of
 from fckpt._trace.trace import followed
 from fckpt.errors import TraceError
@@ -38,7 +40,6 @@ from fckpt.spmd.specs import P
 __all__ = ["Varying", "varying", "violations"]
 
 Axes = frozenset[str]
-_autograd = torch._C._autograd
 
 
 class Varying(NamedTuple):
@@ -74,7 +75,7 @@ def varying(
     flat, spec = trees.flatten((tuple(args), kwargs))
     with _apart(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _Follower(mesh, about) as follower:
         fakes = [_without_data(x, mode) if isinstance(x, torch.Tensor) else x for x in flat]
-        with unseen(), _disable_current_modes():
+        with unseen(), without_modes():
             rehearsal = Rehearsal(fn, functools.partial(_without_data, mode=mode))
             captured = [*rehearsal.tensors.values()]
             *differing, drawn = _differing(about, mesh, [_digest(x) for x, _ in captured])
@@ -103,16 +104,9 @@ def varying(
 def _apart() -> Iterator[None]:
     """Takes the body out of all that surrounds it: transforms of torch.func, hooks for saved tensors, modes."""
     grad = torch.is_grad_enabled()
-    with recompute_mode(), torch.set_grad_enabled(grad), _disable_current_modes(), unwatched(), followed():
-        hooks: list[Any] = []  # a region around the mapped function is not to keep what the body saves
-        while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
-            _autograd._pop_saved_tensors_default_hooks()
-            hooks.append(top)
-        try:
-            yield
-        finally:
-            for pack, unpack in reversed(hooks):
-                _autograd._push_saved_tensors_default_hooks(pack, unpack)
+    # A region around the mapped function must not keep what the body saves.
+    with recompute_mode(), torch.set_grad_enabled(grad), without_modes(), unwatched(), followed(), without_hooks():
+        yield
 
 
 def _without_data(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
@@ -184,7 +178,7 @@ class _Follower(TorchDispatchMode):
         for generator in generators:
             if id(generator) not in self.generators:
                 about = f"{self.about}, generator {len(self.generators)}"
-                with _disable_current_modes():
+                with without_modes():
                     axes, _ = _differing(about, self.mesh, [_digest(generator.get_state())])
                 self.generators[id(generator)] = generator, axes
         return frozenset().union(*(self.generators[id(g)][1] for g in generators)) if generators else self.drawn
