@@ -185,7 +185,7 @@ def remat(
             name=name,
         )
     if torch.compiler.is_compiling():
-        from fckpt import compiled  # imports Dynamo, which takes a second
+        from fckpt._recompute import compiled  # imports Dynamo, which takes a second
 
         plain = policy is None and budget is None and plan is None
         return compiled.made(fn, reductions_saveable if plain else policy, remat)
@@ -250,7 +250,7 @@ class _Region:
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
-            from fckpt import compiled  # imports Dynamo, which takes a second
+            from fckpt._recompute import compiled  # imports Dynamo, which takes a second
 
             return compiled.call(self, fn, args, kwargs)
         if is_tracing():
