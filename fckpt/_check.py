@@ -115,7 +115,7 @@ class _Comparison:
         if not self.wanted:
             raise ArgumentValueError("nothing to check: no argument and no closed-over tensor requires grad.")
 
-    def _ends(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def _differentiated(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
         if self.chosen is None:
             return [t for _, t in named]
         try:
@@ -131,10 +131,14 @@ class _Comparison:
             leaves, spec = tree.flatten(fn(*self.args, **self.kwargs))
             named = [(n, t) for n, t in zip(spec.names(), leaves, strict=True) if isinstance(t, torch.Tensor)]
             found.update({f"output {i}": t.detach() for i, (_, t) in enumerate(named)})
-            ends = [t for t in self._ends(named) if t.requires_grad]
-            cotangents = [torch.linspace(1, 2, t.numel(), device=t.device).to(t.dtype).reshape(t.shape) for t in ends]
+            outputs = [t for t in self._differentiated(named) if t.requires_grad]
+            cotangents = [
+                torch.linspace(1, 2, t.numel(), device=t.device).to(t.dtype).reshape(t.shape) for t in outputs
+            ]
             inputs = [t for _, t in self.wanted]
-            grads = torch.autograd.grad(ends, inputs, cotangents, allow_unused=True) if ends else [None] * len(inputs)
+            grads = (
+                torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True) if outputs else [None] * len(inputs)
+            )
             found.update({f"the gradient of {path}": g for (path, _), g in zip(self.wanted, grads, strict=True)})
 
         self.generators.rewind()

@@ -13,7 +13,7 @@ from torch import nn
 from fckpt._call import ambient, casts
 from fckpt._call.arguments import Arguments, StaticArguments
 from fckpt._call.closure import closure_of
-from fckpt._call.conditions import BufferHabits, Conditions, Observation, Written
+from fckpt._call.conditions import BufferWrites, Conditions, Observation, Written
 from fckpt._call.levels import (
     has_forward_mode,
     innermost,
@@ -185,7 +185,7 @@ def remat(
             name=name,
         )
     if torch.compiler.is_compiling():
-        from fckpt import compiled  # imports Dynamo, which takes a second
+        from fckpt._recompute import compiled  # imports Dynamo, which takes a second
 
         plain = policy is None and budget is None and plan is None
         return compiled.made(fn, reductions_saveable if plain else policy, remat)
@@ -237,20 +237,20 @@ def _check_function(fn: Any) -> None:
 class _Region:
     """What was learnt about one rematerialised function from call to call."""
 
-    __slots__ = ("__weakref__", "differentiates", "habits", "key", "policy", "static")
+    __slots__ = ("__weakref__", "buffer_writes", "differentiates", "key", "policy", "static")
 
     def __init__(self, static: StaticArguments, policy: PolicyLike | None = reductions_saveable):
         self.key = marks.register(self)
         self.policy = policy
         """What it lets an enclosing plan keep of its inside."""
         self.static = static if static else None
-        self.habits: BufferHabits = {}
+        self.buffer_writes: BufferWrites = {}
         self.differentiates = False
         """Whether `fn` was seen to use a reverse-mode transform inside."""
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
-            from fckpt import compiled  # imports Dynamo, which takes a second
+            from fckpt._recompute import compiled  # imports Dynamo, which takes a second
 
             return compiled.call(self, fn, args, kwargs)
         if is_tracing():
@@ -265,11 +265,11 @@ class _Region:
         if not self.differentiates:
             try:
                 if transforms_active():
-                    return run_nodes(fn, arguments, self.habits)
-                return run_segment(fn, arguments, self.habits)
+                    return run_nodes(fn, arguments, self.buffer_writes)
+                return run_segment(fn, arguments, self.buffer_writes)
             except HooksUnavailable:
                 self.differentiates = True
-        return run_nodes(fn, arguments, self.habits, discard=False)
+        return run_nodes(fn, arguments, self.buffer_writes, discard=False)
 
 
 class _PlannedRegion(_Region):
@@ -371,7 +371,7 @@ class _PlannedRegion(_Region):
             (*sizes, *(() if batch is None else (batch.size,))),
         )
         program = programs.likely()
-        call = UserCall(function, Arguments(tuple(function.arguments), {}), self.habits)
+        call = UserCall(function, Arguments(tuple(function.arguments), {}), self.buffer_writes)
         conditions = _GraphConditions(call, program, function, closure, layouts, key[1])
         return self._run_planned(call, programs, program, closure, conditions, level)
 
@@ -380,9 +380,9 @@ class _PlannedRegion(_Region):
         if vmap_around_grad() is not None:
             self.planner.ledger.falls_back("vmap")
             return super().run(fn, *arguments.rebuild(arguments.tensors))
-        call = UserCall(fn, arguments, self.habits)
+        call = UserCall(fn, arguments, self.buffer_writes)
         with TRACING:
-            observation = Observation(call.fn, arguments.statics, call.inputs, self.habits, facts=True)
+            observation = Observation(call.fn, arguments.statics, call.inputs, self.buffer_writes, facts=True)
             reached = Reached(observation, call.inputs, batching.passed)
             layouts = layouts_below((*call.inputs, *reached.tensors))
             tracked = any(layout.requires_grad for layout in layouts)
@@ -408,7 +408,7 @@ class _PlannedRegion(_Region):
         conditions: Callable[[], Conditions],
         level: int = 0,
     ) -> Any:
-        call.plan(program.lifted(closure), program.ends)
+        call.plan(program.closed_over(closure), program.returned)
 
         execution = Execution(
             program,
@@ -456,7 +456,7 @@ class _GraphConditions:
             devices = {layout.device for layout in layouts if layout.device.type not in ("cpu", "meta")}
             self.random = RandomState.capture(devices).assumed(True)
         written = {n - program.count for n in program.statistics}
-        self.kept = [slot for i, slot in enumerate(function.slots) if i not in written]
+        self.slots = [slot for i, slot in enumerate(function.slots) if i not in written]
         lost = {n - program.count: NOT_AGAIN for n in program.remembered}
         slots = [(i, *slot) for i, slot in enumerate(function.slots) if i in written]
         self.written = [Written(held, key, t, t, lost.get(i, "")) for i, held, key, t in slots]
@@ -465,7 +465,7 @@ class _GraphConditions:
 
     def __call__(self) -> Conditions:
         return Conditions(
-            self.function, self.call.fn, (), self.ambient, self.random, self.watched, self.written, self.kept, [], []
+            self.function, self.call.fn, (), self.ambient, self.random, self.watched, self.written, self.slots, [], []
         )
 
 

@@ -80,13 +80,13 @@ def argument_written(path: str) -> MutationError:
 class Arguments:
     """The arguments of one call, taken apart: `tensors` and what puts other tensors in their places."""
 
-    __slots__ = ("_kept", "_rest", "_spec", "_where", "given", "tensors")
+    __slots__ = ("_rest", "_spec", "_static", "_where", "given", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: StaticArguments | None = None):
         """Takes a call's arguments apart."""
         self.given: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)
         """The arguments as they came: what a forward gets, so that what it puts into a list is there after it."""
-        self._kept: tuple[dict[int, Any], dict[str, Any]] | None = None
+        self._static: tuple[dict[int, Any], dict[str, Any]] | None = None
         if static:
             args, kwargs = self._set_aside(args, kwargs, static)
         leaves, self._spec = tree.flatten((args, kwargs))
@@ -110,15 +110,15 @@ class Arguments:
         nums = static.positions(len(args))
         by_num = {n: args[n] for n in nums}
         by_name = {k: v for k, v in kwargs.items() if k in static.names}
-        self._kept = (by_num, by_name)
+        self._static = (by_num, by_name)
         rest = {k: v for k, v in kwargs.items() if k not in by_name}
         return tuple(a for i, a in enumerate(args) if i not in nums), rest
 
     @property
     def statics(self) -> list[Any]:
         """The leaves that are no tensors, and the arguments that were set aside whole."""
-        kept = [] if self._kept is None else [*self._kept[0].values(), *self._kept[1].values()]
-        return [leaf for leaf in self._rest if leaf is not None] + kept
+        static = [] if self._static is None else [*self._static[0].values(), *self._static[1].values()]
+        return [leaf for leaf in self._rest if leaf is not None] + static
 
     def signature(self) -> Any:
         """What a trace of the call depends on besides the tensors' layouts: structure, repetitions, static leaves.
@@ -133,34 +133,34 @@ class Arguments:
             if type(leaf) not in _HASHABLE:
                 _check_hashable(leaf, lambda position=position: self._path(position))
         rest = tuple(_key(leaf) for leaf in self._rest)
-        kept: tuple[Any, ...] = ()
-        if self._kept is not None:
-            by_num, by_name = self._kept
+        static: tuple[Any, ...] = ()
+        if self._static is not None:
+            by_num, by_name = self._static
             named = {
                 **{f"args[{n}]": v for n, v in by_num.items()},
                 **{f"kwargs[{k!r}]": v for k, v in by_name.items()},
             }
             for name, value in named.items():
                 _check_hashable(value, lambda name=name: name)
-            kept = tuple((name, _key(value)) for name, value in named.items())
-        return (self._spec, tuple(self._where), rest, kept)
+            static = tuple((name, _key(value)) for name, value in named.items())
+        return (self._spec, tuple(self._where), rest, static)
 
     def rebuild(
         self, tensors: Sequence[Any], statics: Sequence[Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) with `tensors` in the places of `self.tensors`, `statics` in those of `statics`."""
         leaves = list(self._rest)
-        kept = self._kept
+        static = self._static
         if statics is not None:
             others = iter(statics)
             leaves = [leaf if leaf is None else next(others) for leaf in leaves]
-            if kept is not None:
-                kept = ({n: next(others) for n in kept[0]}, {k: next(others) for k in kept[1]})
+            if static is not None:
+                static = ({n: next(others) for n in static[0]}, {k: next(others) for k in static[1]})
         for position, index in self._where:
             leaves[position] = tensors[index]
         args, kwargs = tree.unflatten(self._spec, leaves)
-        if kept is not None:
-            by_num, by_name = kept
+        if static is not None:
+            by_num, by_name = static
             positional = list(args)
             for n in sorted(by_num):
                 positional.insert(n, by_num[n])

@@ -272,7 +272,8 @@ class _Walk:
         """Visits what lies in a place that is no entry of a dict or a list."""
         if self.state is not None:
             self.state.places.append(slot)
-        self.visit(slot, slot[2], depth)
+        _, _, value = slot
+        self.visit(slot, value, depth)
 
     def container(self, value: Any, kind: type, depth: int) -> None:
         """Looks into a dict, a list, a deque or a set, and at what a subclass of these adds."""
@@ -304,11 +305,12 @@ class _Walk:
     def items_of(self, holder: Any, depth: int) -> None:
         if len(holder) > self.most:
             return
-        slot = (holder, None, content(holder, None))
+        held = content(holder, None)
+        slot = (holder, None, held)
         if self.state is not None:
             self.state.lists.append(slot)
         if len(holder) <= _LARGE:
-            for item in slot[2]:
+            for item in held:
                 self.visit(slot, item, depth)
 
     def items(self, holder: dict[Any, Any], depth: int) -> None:

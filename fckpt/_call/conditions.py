@@ -16,7 +16,7 @@ import torch
 from fckpt._call import ambient
 from fckpt._call.closure import Snapshot, closure_of, method_globals
 from fckpt._call.levels import transforms_active, unseen, unwrapped, version
-from fckpt._call.modules import BufferHabits, BufferKey, ModuleState, parts_of
+from fckpt._call.modules import BufferKey, BufferWrites, ModuleState, parts_of
 from fckpt._call.places import Slot, frozen, placed, present, replaced, tensors_in
 from fckpt._call.rng import RandomState
 from fckpt._call.shadow import shadow
@@ -24,7 +24,7 @@ from fckpt.errors import MutationError
 
 __all__ = [
     "Again",
-    "BufferHabits",
+    "BufferWrites",
     "Conditions",
     "Observation",
     "Written",
@@ -37,11 +37,11 @@ class Observation:
 
     __slots__ = (
         "ambient",
+        "buffer_writes",
         "buffers",
         "copies",
         "facts",
         "fn",
-        "habits",
         "installed",
         "modules",
         "parts",
@@ -57,25 +57,25 @@ class Observation:
         fn: list[Callable[..., Any]],
         statics: Sequence[Any],
         inputs: Sequence[torch.Tensor],
-        habits: BufferHabits,
+        buffer_writes: BufferWrites,
         *,
         facts: bool = False,
     ):
-        """Observes the function in the list `fn`, about to run; `habits` is kept from call to call.
+        """Observes the function in the list `fn`, about to run; `buffer_writes` is kept from call to call.
 
         With `facts`, what it closes over besides tensors is noted for `settings`.
         """
         self.facts: list[Any] = []
         self.ambient = ambient.capture()
         with unseen():
-            self._observe(fn, statics, inputs, habits, self.facts if facts else None)
+            self._observe(fn, statics, inputs, buffer_writes, self.facts if facts else None)
 
     def _observe(
         self,
         fn: list[Callable[..., Any]],
         statics: Sequence[Any],
         inputs: Sequence[torch.Tensor],
-        habits: BufferHabits,
+        buffer_writes: BufferWrites,
         facts: list[Any] | None,
     ) -> None:
         self.fn = fn
@@ -111,13 +111,13 @@ class Observation:
             for name, p in parameters.items()
             if p is not None
         ]
-        held = [t for slot in self.slots for t in tensors_in(slot[2])]
+        held = [t for _, _, value in self.slots for t in tensors_in(value)]
         self.versions = [(t, version(t)) for t in map(unwrapped, held)]
-        tensors = (*inputs, *held, *[slot[2] for slot in self.installed])
+        tensors = (*inputs, *held, *[tensor for _, _, tensor in self.installed])
         devices = {device for device in {t.device for t in tensors} if device.type not in ("cpu", "meta")}
-        self.habits = habits
+        self.buffer_writes = buffer_writes
         self.buffers = [] if self.lazy else [buffer for part in parts for buffer in part.buffers()]
-        self.copies = [self._copy(buffer[2], buffer[3]) for buffer in self.buffers]
+        self.copies = [self._copy(key, tensor) for _, _, key, tensor, _ in self.buffers]
         self.random = RandomState.capture(devices, generators)
 
     def _observe_classes(self, closure: Any) -> None:
@@ -136,9 +136,10 @@ class Observation:
 
     def _copy(self, key: BufferKey, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value before the run, of a buffer that is written and read, or not yet known not to be."""
-        written = self.habits.get(key)
+        written = self.buffer_writes.get(key)
         # A torch normalisation layer in training writes its statistics and never reads them.
-        if written is False or (written and key[3]):
+        _, _, _, statistics = key
+        if written is False or (written and statistics):
             return None
         return tensor.detach().clone()
 
@@ -149,12 +150,12 @@ class Observation:
 
     def reachable(self) -> dict[int, torch.Tensor]:
         """The closed-over tensors that were found, by id."""
-        found = {id(t): t for slot in (*self.slots, *self.installed) for t in tensors_in(slot[2])}
-        return found | {id(buffer[3]): buffer[3] for buffer in self.buffers}
+        found = {id(t): t for _, _, value in (*self.slots, *self.installed) for t in tensors_in(value)}
+        return found | {id(tensor): tensor for _, _, _, tensor, _ in self.buffers}
 
     def settings(self) -> tuple[Any, ...]:
         """What decides, besides tensors, what the function does: found in its closure, and set on its modules."""
-        places = tuple(slot[1] for slot in (*self.slots, *self.installed, *self.buffers))
+        places = tuple(key for _, key, *_ in (*self.slots, *self.installed, *self.buffers))
         return (tuple(self.facts), tuple(part.settings() for part in self.parts), places)
 
     def conditions(self, draws: bool | None = None) -> Conditions:
@@ -168,7 +169,7 @@ class Observation:
 
     def _conditions(self, random: RandomState) -> Conditions:
         slots = [slot for slot in self.slots if present(slot)]
-        buffers = {id(unwrapped(buffer[3])) for buffer in self.buffers}
+        buffers = {id(unwrapped(tensor)) for _, _, _, tensor, _ in self.buffers}
         for tensor, then in self.versions:
             if version(tensor) != then and id(tensor) not in buffers:
                 raise MutationError(
@@ -176,25 +177,26 @@ class Observation:
                     f"{list(tensor.shape)}, {tensor.dtype}): its recompute would change it again. Return the new "
                     "value, or register the tensor as a buffer of a module."
                 )
-        held = [t for slot in slots for t in tensors_in(slot[2])] + [slot[2] for slot in self.installed]
+        held = [t for _, _, value in slots for t in tensors_in(value)] + [tensor for _, _, tensor in self.installed]
         watched = [(t, version(t)) for t in map(unwrapped, held) if id(t) not in buffers]
         written: list[Written] = []
-        for (buffers, name, key, tensor, before), copy in zip(self.buffers, self.copies, strict=True):
+        for (holder, name, key, tensor, before), copy in zip(self.buffers, self.copies, strict=True):
+            _, _, _, statistics = key
             # Batch normalisation writes without counting a version, so values are compared, where known.
             changed = (
-                key[3]
-                or self.habits.get(key, False)
-                or buffers.get(name) is not tensor
+                statistics
+                or self.buffer_writes.get(key, False)
+                or holder.get(name) is not tensor
                 or version(unwrapped(tensor)) != before
                 or (copy is not None and not torch.equal(copy, tensor))
             )
-            unforeseen = changed and copy is None and not key[3]
-            self.habits[key] = changed
+            unforeseen = changed and copy is None and not statistics
+            self.buffer_writes[key] = changed
             if changed:
                 lost = _unforeseen(name) if unforeseen else ""
-                written.append(Written(buffers, name, tensor, tensor if copy is None else copy, lost))
+                written.append(Written(holder, name, tensor, tensor if copy is None else copy, lost))
             else:
-                self.installed.append((buffers, name, tensor))
+                self.installed.append((holder, name, tensor))
                 watched.append((unwrapped(tensor), before))
         own = self.state[0]
         assert isinstance(own, Snapshot)
@@ -210,10 +212,10 @@ class Observation:
         """Takes back what an aborted run did to generators and buffers."""
         self.random.rewind()
         with torch.no_grad():
-            for (buffers, name, key, tensor, _), copy in zip(self.buffers, self.copies, strict=True):
+            for (holder, name, (_, _, _, statistics), tensor, _), copy in zip(self.buffers, self.copies, strict=True):
                 if copy is not None:
-                    buffers[name] = tensor.copy_(copy)
-                elif key[3]:
+                    holder[name] = tensor.copy_(copy)
+                elif statistics:
                     raise MutationError(
                         f"a rematerialised function used a reverse-mode transform of torch.func for the first time, "
                         f"after its buffer {name!r} had been written; it cannot start over. Call it again."
@@ -277,7 +279,7 @@ class Conditions:
     ):
         self.fn = fn
         """The function, with cells of its own."""
-        self.root = next((slot[0] for slot in slots if slot[0] is root), None)
+        self.root = next((holder for holder, _, _ in slots if holder is root), None)
         """The list in which the function lay: a place like others where it holds tensors (is a method of one)."""
         self.statics = statics
         self.ambient = ambient_then
@@ -322,7 +324,9 @@ class Conditions:
             fn = next((value[0] for holder, _, value in changes if holder is self.root), self.fn)
             roots, left = [fn, *self.statics], []
             if changes:
-                roots, left = shadow(roots, [slot for slot in changes if slot[0] is not self.root])
+                roots, left = shadow(
+                    roots, [(holder, key, value) for holder, key, value in changes if holder is not self.root]
+                )
         with contextlib.ExitStack() as stack:
             if self.ambient != ambient.capture():
                 stack.enter_context(ambient.restored(self.ambient))
@@ -345,8 +349,10 @@ class Conditions:
             # Within transforms, writing to a captured tensor is an error anyway.
             new |= {id(t): t.detach().clone() for t in self.statistics if id(t) not in new}
         if new:
-            pairs = [(slot, replaced(slot[2], new)) for slot in self.slots]
-            changes += [(slot[0], slot[1], value) for slot, value in pairs if value is not slot[2]]
+            for holder, key, value in self.slots:
+                other = replaced(value, new)
+                if other is not value:
+                    changes.append((holder, key, other))
         changes += placing
         changes += [(buffer.buffers, buffer.name, t) for buffer, t in stand_ins]
         return changes, frozenset(id(t) for _, t in stand_ins)

@@ -16,24 +16,24 @@ import torch
 
 from fckpt._call.levels import only_reverse
 
-__all__ = ["Kept", "kept"]
+__all__ = ["Messages", "reuse_message"]
 
 Make = Callable[[], torch.Tensor]
-_giver: ContextVar[Callable[[Hashable, Make], torch.Tensor] | None] = ContextVar("giver", default=None)
+_answer: ContextVar[Callable[[Hashable, Make], torch.Tensor] | None] = ContextVar("answer", default=None)
 
 
-def kept(key: Hashable, make: Make) -> torch.Tensor:
+def reuse_message(key: Hashable, make: Make) -> torch.Tensor:
     """Returns what `make` returns, or did in the first run of the function that is running again.
 
     Args:
         key: what is asked for; the same only if the results have the same shape and dtype.
         make: makes it, as a tensor that nothing tracks.
     """
-    giver = _giver.get()
-    return make() if giver is None else giver(key, make)
+    answer = _answer.get()
+    return make() if answer is None else answer(key, make)
 
 
-class Kept:
+class Messages:
     """What was kept of one call."""
 
     __slots__ = ("results",)
@@ -42,41 +42,41 @@ class Kept:
         self.results: list[tuple[Hashable, torch.Tensor, int]] = []
         """Key, result and its version, in order."""
 
-    def recorded(self) -> _Giving:
+    def recording(self) -> _Answering:
         """The body is the first run."""
-        self.results, outer = [], _giver.get()
+        self.results, outer = [], _answer.get()
 
-        def giver(key: Hashable, make: Make) -> torch.Tensor:
+        def answer(key: Hashable, make: Make) -> torch.Tensor:
             result = outer(key, make) if outer else make()
             alias = result.detach()
             self.results.append((key, alias, alias._version))
             return result
 
-        return _Giving(giver)
+        return _Answering(answer)
 
-    def repeated(self) -> _Giving:
+    def reusing(self) -> _Answering:
         """The body is a later run."""
-        remaining, outer = iter(self.results), _giver.get()
+        remaining, outer = iter(self.results), _answer.get()
 
-        def giver(key: Hashable, make: Make) -> torch.Tensor:
+        def answer(key: Hashable, make: Make) -> torch.Tensor:
             known, alias, version = next(remaining, (None, None, 0))
             if alias is not None and known == key and alias._version == version:
                 return alias.detach()
             return outer(key, make) if outer else make()
 
-        return _Giving(giver)
+        return _Answering(answer)
 
 
-class _Giving:
-    """Has a giver asked in its body, if the levels in force are those of reverse mode."""
+class _Answering:
+    """Has a answer asked in its body, if the levels in force are those of reverse mode."""
 
-    __slots__ = ("giver", "token")
+    __slots__ = ("answer", "token")
 
-    def __init__(self, giver: Callable[[Hashable, Make], torch.Tensor]):
-        self.giver = giver
+    def __init__(self, answer: Callable[[Hashable, Make], torch.Tensor]):
+        self.answer = answer
 
     def __enter__(self) -> None:
-        self.token: Token[Any] = _giver.set(self.giver if only_reverse() else None)
+        self.token: Token[Any] = _answer.set(self.answer if only_reverse() else None)
 
     def __exit__(self, *error: object) -> None:
-        _giver.reset(self.token)
+        _answer.reset(self.token)

@@ -21,8 +21,8 @@ from fckpt._call.rng import generator_types
 
 __all__ = [
     "INTERNAL",
-    "BufferHabits",
     "BufferKey",
+    "BufferWrites",
     "ModuleParts",
     "ModuleState",
     "facts_of",
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 BufferKey = tuple[int, str, bool, bool]
-BufferHabits = dict[BufferKey, bool]
+BufferWrites = dict[BufferKey, bool]
 """Which buffers a function was seen to write: (id of the buffers dict, name, training, is statistics)."""
 
 

@@ -14,11 +14,19 @@ import torch
 from fckpt import _tree as tree
 from fckpt.errors import OpaqueOutputError
 
-__all__ = ["Ends", "Flat", "Rebuilt", "View", "is_number", "numbered"]
+__all__ = ["Flat", "Rebuilt", "Returned", "View", "is_number", "numbered"]
 
 Flat = list[Any]  # tensors, or None where there is none
-Ends = tuple[tree.TreeSpec, Sequence[Any], list[tuple[torch.Size, torch.dtype]]]
-"""What a function returns: its structure, its leaves as in `UserCall.leaves`, its tensors' shapes and dtypes."""
+
+
+class Returned(NamedTuple):
+    """The result of a function without its tensors."""
+
+    spec: tree.TreeSpec
+    leaves: Sequence[Any]
+    """The leaves, as in `UserCall.leaves`."""
+    shapes: list[tuple[torch.Size, torch.dtype]]
+    """The shape and dtype of each tensor."""
 
 
 class View(NamedTuple):

@@ -287,8 +287,9 @@ class _Graph:
                 todo += self.below.get(key, ())
         left = []
         for change in self.changes:
-            key = id(change[0])
-            if key in fixed or key not in self.nodes or (key, change[1]) in self.live:
+            holder, name, _ = change
+            key = id(holder)
+            if key in fixed or key not in self.nodes or (key, name) in self.live:
                 left.append(change)
             else:
                 todo.append(key)

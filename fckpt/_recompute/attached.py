@@ -43,7 +43,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from fckpt._call.arguments import Arguments
 from fckpt._call.casts import remembers_casts_of
-from fckpt._call.conditions import BufferHabits, Conditions
+from fckpt._call.conditions import BufferWrites, Conditions
 from fckpt._call.levels import unseen
 from fckpt._call.results import Flat
 from fckpt._recompute.primitives import Batched, Dual, Primitive, Pullback, UserCall
@@ -52,13 +52,15 @@ from fckpt.errors import MutationError
 __all__ = ["run_nodes", "run_planned"]
 
 
-def run_nodes(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits, *, discard: bool = True) -> Any:
+def run_nodes(
+    fn: Callable[..., Any], arguments: Arguments, buffer_writes: BufferWrites, *, discard: bool = True
+) -> Any:
     """Calls `fn` on `arguments` and attaches the outputs to nodes that recompute, at all levels.
 
     Args:
         fn: the user's function.
         arguments: its arguments.
-        habits: kept from call to call, see `conditions`.
+        buffer_writes: kept from call to call, see `conditions`.
         discard: whether what autograd saves in the forward can be thrown away as it is saved. It cannot when
             `fn` differentiates inside; then it lives to the end of the forward.
 
@@ -67,9 +69,9 @@ def run_nodes(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits
         ClosureError: `fn` uses a differentiated tensor that the recompute could not replace.
         OpaqueOutputError: `fn` returned tensors inside an object that is no pytree.
     """
-    call = UserCall(fn, arguments, habits)
+    call = UserCall(fn, arguments, buffer_writes)
     outputs = call.first(discard)
-    operands = call.inputs + call.lifted
+    operands = call.inputs + call.closed_over
     with unseen():
         attached = attach(call, [unwrap_if_dead(x) for x in operands], outputs)
     result = call.assemble(attached, arguments.tensors)
@@ -88,7 +90,7 @@ def run_planned(call: UserCall, flags: Sequence[bool], conditions: Callable[[], 
         floor: the level of the `vmap` under which it is evaluated; 0 if it is evaluated below all levels.
     """
     with unseen():
-        operands = [unwrap_if_dead(x) for x in (*call.inputs, *call.lifted)]
+        operands = [unwrap_if_dead(x) for x in (*call.inputs, *call.closed_over)]
         call.view_inputs(call.arguments.tensors)
         attached = _descend(call, operands, None, floor)
         call.settle(conditions())

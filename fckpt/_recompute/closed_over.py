@@ -99,10 +99,10 @@ class Recorder(TorchFunctionMode):
             elif type(value) is dict:
                 self.visit(value.values())
 
-    def check_lifted(self, lifted: Container[int]) -> None:
+    def check_closed_over(self, closed_over: Container[int]) -> None:
         """Raises `ClosureError` for a differentiated tensor that was used and has since left its place."""
         for key, tensor in self.used.items():
-            if key not in lifted and self._is_foreign(tensor):
+            if key not in closed_over and self._is_foreign(tensor):
                 raise _closure_error(tensor)
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:

@@ -22,20 +22,20 @@ import torch
 from torch.autograd import forward_ad
 
 from fckpt._call.arguments import Arguments
-from fckpt._call.conditions import BufferHabits, Conditions, Observation
+from fckpt._call.conditions import BufferWrites, Conditions, Observation
 from fckpt._call.levels import version
-from fckpt._call.messages import Kept
+from fckpt._call.messages import Messages
 from fckpt._call.places import Slot, replaced, tensors_in
 from fckpt._recompute.replay import (
     FEW,
     MANY,
-    Ends,
     Found,
     Inputs,
+    LeafKinds,
     Replay,
     Saved,
     as_in_forward,
-    ends_of,
+    leaf_kinds_of,
     overwritten,
     recompute_mode,
 )
@@ -56,7 +56,7 @@ class _Held:
         self.version = version
 
 
-def run_segment(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits) -> Any:
+def run_segment(fn: Callable[..., Any], arguments: Arguments, buffer_writes: BufferWrites) -> Any:
     """Calls `fn` on `arguments`; what autograd would save of its inside is recomputed in backward.
 
     Returns:
@@ -66,7 +66,7 @@ def run_segment(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabi
         HooksUnavailable: see there. Generators and buffers are then as if `fn` had not been called.
         MutationError: `fn` changed an argument in place that its recompute needs.
     """
-    segment = _Segment(fn, arguments, habits)
+    segment = _Segment(fn, arguments, buffer_writes)
     if segment.observation is not None and segment.observation.lazy:
         args, kwargs = arguments.given  # the first call of a lazy module is not rematerialised
         return fn(*args, **kwargs)
@@ -84,8 +84,8 @@ class _Segment:
         "fn",
         "held",
         "inputs",
-        "kept",
         "lock",
+        "messages",
         "needs_grad",
         "observation",
         "operation",
@@ -102,7 +102,7 @@ class _Segment:
         "words",
     )
 
-    def __init__(self, fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits):
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments, buffer_writes: BufferWrites):
         self.fn = fn
         self.arguments = arguments
         tensors = arguments.tensors
@@ -122,8 +122,8 @@ class _Segment:
         """What tells, until the forward has ended, how often the saved values were changed in place."""
         self.stale: dict[int, int] = {}
         """Which of them had been changed in place by then, and how often."""
-        self.results: Ends = []
-        self.kept = Kept()
+        self.results: LeafKinds = []
+        self.messages = Messages()
         self.conditions: Conditions | None = None
         self.closed: list[tuple[Slot, dict[int, int]]] = []
         """The places where the function closes over inputs, and which inputs: by the id of the tensor."""
@@ -142,7 +142,7 @@ class _Segment:
             self.held = [None] * len(tensors)
             for i in sorted(range(len(tensors)), key=lambda i: tensors[i].requires_grad):
                 self.held[i] = self.outer[0](tensors[i])
-        self.observation: Observation | None = Observation([fn], arguments.statics, tensors, habits)
+        self.observation: Observation | None = Observation([fn], arguments.statics, tensors, buffer_writes)
 
     def forward(self) -> Any:
         assert self.observation is not None
@@ -150,7 +150,7 @@ class _Segment:
         args, kwargs = self.arguments.given
         push(self.pack, self.unpack)
         try:
-            with self.kept.recorded():
+            with self.messages.recording():
                 result = self.fn(*args, **kwargs)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error) or "torch.func" not in str(error):
@@ -173,11 +173,11 @@ class _Segment:
                     raise self.arguments.written(i)
             self.conditions = self.observation.conditions()
             self.fn = self.conditions.fn
-            self.closed = _closed_over(self.conditions.slots, self.inputs.index)
-            self.results = ends_of(result)
+            self.closed = _closed_over_inputs(self.conditions.slots, self.inputs.index)
+            self.results = leaf_kinds_of(result)
             self._note_stale()
         else:
-            del self.fn, self.kept  # nothing will be replayed
+            del self.fn, self.messages  # nothing will be replayed
         self.held = [held if i in needed else None for i, held in enumerate(self.held)]
         self.arguments.release()
         self.inputs = self.observation = None
@@ -191,7 +191,7 @@ class _Segment:
         if index is not None:
             self.used.add(index)
             return _Held(index, None, tensor._version)
-        if not inputs.kept(tensor):
+        if not inputs.provides(tensor):
             number = len(self.saved)
             self._note_operation(number, tensor)
             words = self._words(tensor) if self.shared else self.words
@@ -323,7 +323,7 @@ class _Segment:
                 for i, (then, needs) in enumerate(zip(self.versions, self.needs_grad, strict=True))
             ]
             placing = self._inputs_placed(tensors) if self.closed else ()
-            with conditions.restored(lambda: not replay.stopped, placing) as again, self.kept.repeated():
+            with conditions.restored(lambda: not replay.stopped, placing) as again, self.messages.reusing():
                 replay.run(again, self.arguments, tensors, self.tangents)
         return replay.found
 
@@ -344,9 +344,14 @@ def _counter(tensor: torch.Tensor) -> torch.Tensor | None:
     return alias
 
 
-def _closed_over(slots: list[Slot], inputs: dict[int, int]) -> list[tuple[Slot, dict[int, int]]]:
-    pairs = [(slot, {id(t): inputs[id(t)] for t in tensors_in(slot[2]) if id(t) in inputs}) for slot in slots]
-    return [(slot, indices) for slot, indices in pairs if indices]
+def _closed_over_inputs(slots: list[Slot], inputs: dict[int, int]) -> list[tuple[Slot, dict[int, int]]]:
+    found = []
+    for slot in slots:
+        _, _, value = slot
+        indices = {id(t): inputs[id(t)] for t in tensors_in(value) if id(t) in inputs}
+        if indices:
+            found.append((slot, indices))
+    return found
 
 
 _NO_MEMORY = torch.empty(0)

@@ -17,11 +17,11 @@ from torch._functorch.vmap import restore_vmap
 
 from fckpt import _tree as tree
 from fckpt._call.arguments import Arguments
-from fckpt._call.conditions import BufferHabits, Conditions, Observation, may_be_statistics
+from fckpt._call.conditions import BufferWrites, Conditions, Observation, may_be_statistics
 from fckpt._call.levels import unseen, unwrapped, version
-from fckpt._call.messages import Kept
+from fckpt._call.messages import Messages
 from fckpt._call.places import Slot, replaced, tensors_in
-from fckpt._call.results import Ends, Flat, Rebuilt, is_number, numbered
+from fckpt._call.results import Flat, Rebuilt, Returned, is_number, numbered
 from fckpt._recompute.closed_over import Recorder, Watch
 from fckpt._recompute.saved_tensors import HooksUnavailable, allow_hooks, disallow_hooks, pop, push
 from fckpt.errors import ImpureFunctionError, MutationError
@@ -48,7 +48,7 @@ class Planned(Protocol):
 class UserCall:
     """One call of the user's function. Its operands are the distinct input tensors, then those closed over."""
 
-    def __init__(self, fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits):
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments, buffer_writes: BufferWrites):
         self.fn = [fn]
         """A list, so that the function lies in a place like others: it may be a method of a tensor."""
         self.arguments = arguments
@@ -56,14 +56,14 @@ class UserCall:
         with unseen():
             self.versions = [(weakref.ref(base), version(base)) for base in map(unwrapped, self.inputs)]
         self.count = len(self.inputs)
-        self.habits = habits
-        self.kept = Kept()
+        self.buffer_writes = buffer_writes
+        self.messages = Messages()
         self.views: dict[int, torch.Tensor] = {}
         """Outputs that were made already, by the id of what says how."""
-        self.lifted: list[torch.Tensor] = []
+        self.closed_over: list[torch.Tensor] = []
         """The closed-over tensors that the function uses."""
         self.slots: list[Slot] = []
-        """The places of inputs and lifted tensors in the closure."""
+        """The places of inputs and of these tensors in the closure."""
         self.numbers: dict[int, int] = {}
         """Which operand lies there, by the id of the tensor; the slots keep it alive."""
         self.planned: Planned | None = None
@@ -78,11 +78,11 @@ class UserCall:
 
     def first(self, discard: bool) -> Flat:
         """The forward run, in the present levels: returns the outputs, still tracked."""
-        observation = Observation(self.fn, self.arguments.statics, self.inputs, self.habits)
+        observation = Observation(self.fn, self.arguments.statics, self.inputs, self.buffer_writes)
         args, kwargs = self.arguments.given
         recorder = Recorder(self.inputs, observation.reachable())
         try:
-            with _discard_saved() if discard else nullcontext(), recorder, self.kept.recorded():
+            with _discard_saved() if discard else nullcontext(), recorder, self.messages.recording():
                 result = self.fn[0](*args, **kwargs)
         except _Discarded:
             observation.undo()
@@ -98,10 +98,10 @@ class UserCall:
         leaves, self.spec = tree.flatten(result)
         recorder.visit(leaves)
         with unseen():
-            places = {id(x) for slot in conditions.slots for x in tensors_in(slot[2])}
-            self.lifted = [x for key, x in recorder.used.items() if key in places]
+            places = {id(x) for _, _, value in conditions.slots for x in tensors_in(value)}
+            self.closed_over = [x for key, x in recorder.used.items() if key in places]
             self.settle(conditions)
-            recorder.check_lifted(self.numbers)
+            recorder.check_closed_over(self.numbers)
             self.stale |= recorder.others
         known = {id(x): ("in", i) for i, x in enumerate(self.inputs)}
         outputs = numbered(leaves, known)
@@ -109,25 +109,25 @@ class UserCall:
         self.shapes = [(x.shape, x.dtype) for x in outputs]
         return outputs
 
-    def plan(self, lifted: list[torch.Tensor], ends: Ends) -> None:
+    def plan(self, closed_over: list[torch.Tensor], returned: Returned) -> None:
         """Takes what `first` finds out from somebody else, who computes the outputs and sets `planned`.
 
         Args:
-            lifted: the closed-over tensors that the function uses and does not write.
-            ends: what it returns.
+            closed_over: the closed-over tensors that the function uses and does not write.
+            returned: what it returns.
         """
-        self.lifted = lifted
-        self.spec, leaves, self.shapes = ends
+        self.closed_over = closed_over
+        self.spec, leaves, self.shapes = returned
         self.leaves = list(leaves)
 
     def settle(self, conditions: Conditions) -> None:
         """Takes the conditions of the forward run, once it has ended."""
         self.conditions = conditions
         self.fn[0] = conditions.fn
-        operands = [*self.inputs, *self.lifted]
+        operands = [*self.inputs, *self.closed_over]
         numbers = {id(x): i for i, x in enumerate(operands)}
         for slot in conditions.slots:
-            value = slot[2]
+            _, _, value = slot
             found = (value,) if isinstance(value, torch.Tensor) else tensors_in(value)
             if keys := [id(x) for x in found if id(x) in numbers]:
                 self.slots.append(slot)
@@ -160,7 +160,7 @@ class UserCall:
         new = {key: present[number] for key, number in self.numbers.items()}
         closed = [(holder, key, replaced(value, new)) for holder, key, value in self.slots]
         watch = Watch(self.stale, [*operands, *present])
-        with self.conditions.restored(lambda: True, closed) as again, watch, self.kept.repeated():
+        with self.conditions.restored(lambda: True, closed) as again, watch, self.messages.reusing():
             args, kwargs = self.arguments.rebuild(inputs, again.statics)
             result = again.fn(*args, **kwargs)
         leaves, spec = tree.flatten(result)

@@ -28,7 +28,7 @@ from fckpt.errors import ImpureFunctionError, MutationError, RandomStateError
 if TYPE_CHECKING:
     from fckpt._call.arguments import Arguments
 
-__all__ = ["FEW", "MANY", "Found", "Inputs", "Replay", "Saved", "as_in_forward", "ends_of", "recompute_mode"]
+__all__ = ["FEW", "MANY", "Found", "Inputs", "Replay", "Saved", "as_in_forward", "leaf_kinds_of", "recompute_mode"]
 
 
 class _Stop(BaseException):
@@ -45,7 +45,7 @@ class Inputs:
         self.index = {id(t): i for i, t in enumerate(tensors)}
         self.storages: set[int] | None = None
 
-    def kept(self, tensor: torch.Tensor) -> bool:
+    def provides(self, tensor: torch.Tensor) -> bool:
         """Whether backward has `tensor` at hand without a replay (other than as an input itself)."""
         if tensor.requires_grad and tensor.is_leaf:
             return True
@@ -59,7 +59,8 @@ class Inputs:
         return storage_of(tensor) in self.storages
 
 
-Ends = list[Any]
+LeafKinds = list[Any]
+"""For each leaf of a result, in order: (shape, dtype) of a tensor, otherwise its type."""
 
 FEW, MANY = 16, 512
 """How many words of a value are compared; many where other threads may have drawn from the same generator."""
@@ -184,7 +185,7 @@ class Replay:
     def __init__(
         self,
         expected: list[Saved],
-        results: Ends | None,
+        results: LeafKinds | None,
         *,
         unfilled: set[int],
         may_stop: bool,
@@ -225,7 +226,7 @@ class Replay:
             args, kwargs = arguments.rebuild(tensors, again.statics)
             push(self.pack, _identity)
             try:
-                results = ends_of(again.fn(*args, **kwargs))
+                results = leaf_kinds_of(again.fn(*args, **kwargs))
             except BaseException:
                 # Whatever surfaces after the stop is its echo: TorchScript, for one, rewraps exceptions.
                 if not self.stopped:
@@ -238,7 +239,7 @@ class Replay:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         inputs = self.inputs
-        if id(tensor) in inputs.index or inputs.kept(tensor):
+        if id(tensor) in inputs.index or inputs.provides(tensor):
             return tensor
         number = self.count
         self.count += 1
@@ -273,15 +274,15 @@ class Replay:
         base = tensor if tensor._base is None else tensor._base
         return now[:2] == then[:2] and (id(base) in self.scratch or (now[2] == then[2] and number in self.unfilled))
 
-    def _compare(self, results: Ends, then: Ends) -> None:
+    def _compare(self, results: LeafKinds, then: LeafKinds) -> None:
         if len(results) != len(then):
             what = f"returned {len(then)} leaves in forward and {len(results)}"
             raise ImpureFunctionError(f"a rematerialised function {what} in its recompute: {_NOT_PURE}")
         for i, (before, now) in enumerate(zip(then, results, strict=True)):
             if before != now:
                 raise ImpureFunctionError(
-                    f"output {i} of a rematerialised function was {_describe_end(before)} in forward and is "
-                    f"{_describe_end(now)} in its recompute: {_NOT_PURE}"
+                    f"output {i} of a rematerialised function was {_describe_leaf(before)} in forward and is "
+                    f"{_describe_leaf(now)} in its recompute: {_NOT_PURE}"
                 )
         if self.count != len(self.expected):
             what = f"saved {len(self.expected)} values in forward and {self.count}"
@@ -305,14 +306,17 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def ends_of(result: Any) -> Ends:
+def leaf_kinds_of(result: Any) -> LeafKinds:
     """What the leaves of a result are, in order: (shape, dtype) of a tensor, else the type."""
     leaves = [result] if isinstance(result, torch.Tensor) else tree.flatten(result)[0]
     return [(_shape(x), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in leaves]
 
 
-def _describe_end(end: Any) -> str:
-    return end.__name__ if isinstance(end, type) else f"{str(end[1]).removeprefix('torch.')}{list(end[0])}"
+def _describe_leaf(kind: Any) -> str:
+    if isinstance(kind, type):
+        return kind.__name__
+    shape, dtype = kind
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def as_in_forward(tensor: torch.Tensor, needs_grad: bool) -> torch.Tensor:
