@@ -1,8 +1,8 @@
-"""The conditions of a call: all that decides what a function computes, besides its arguments.
+"""The conditions of a call: everything besides its arguments that determines its result.
 
-Random generators, autocast and determinism settings, the buffers of modules, and the closed-over tensors.
-They are observed around the forward run. A recompute runs on copies that hold them (see `shadow`), so that it sees what
-the forward saw and leaves no trace: generators end, and buffers stand, where the plain function leaves them.
+These are generator states, ambient settings, module buffers and captured tensors. They are observed before and after
+the forward. A recompute runs on copies that hold them (see `shadow`), so it sees what the forward saw and has no side
+effects: generators and buffers end where the plain function leaves them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Observation:
-    """What is read right before a function runs; `conditions` completes it right after."""
+    """The state that is read right before a function runs; `conditions` completes it right after."""
 
     __slots__ = (
         "ambient",
@@ -61,9 +61,9 @@ class Observation:
         *,
         facts: bool = False,
     ):
-        """Observes the function in the list `fn`, about to run; `buffer_writes` is kept from call to call.
+        """Observes the function in the list `fn`, which is about to run; `buffer_writes` persists between calls.
 
-        With `facts`, what it closes over besides tensors is noted for `settings`.
+        With `facts`, values in the closure other than tensors are recorded for `settings`.
         """
         self.facts: list[Any] = []
         self.ambient = ambient.capture()
@@ -83,7 +83,7 @@ class Observation:
         closure = closure_of(fn, statics, facts=facts)
         parts = self.parts = [parts_of(module) for module in closure.modules]
         self.state: list[Snapshot | ModuleState] = [closure.own, closure.given]
-        """What lies in the closure besides tensors: in the function's cells and the like, in arguments, in modules."""
+        """Values in the closure other than tensors: in the function's cells, in static arguments, in modules."""
         attributes = [(m, k) for part in parts for m, k in part.open]
         if attributes:
             further = closure_of([], attributes=attributes, facts=facts)
@@ -102,7 +102,7 @@ class Observation:
         generators = closure.generators + [g for part in parts for g in part.generators]
         self.modules = [(m, m["training"]) for part in parts for m in part.modules]
         self.slots: list[Slot] = closure.slots
-        """Where tensors lie that the function closes over, those in modules apart."""
+        """The places of captured tensors, except those inside modules."""
         self.installed: list[Slot] = [
             (parameters, name, p)
             for part in parts
@@ -121,7 +121,7 @@ class Observation:
         self.random = RandomState.capture(devices, generators)
 
     def _observe_classes(self, closure: Any) -> None:
-        """Notes the globals that methods name, and the attributes of the modules' classes."""
+        """Records the globals that methods refer to, and the class attributes of the modules."""
         named, known = [place for part in self.parts for place in part.named], set[type]()
         while named or closure.kinds.keys() - known:
             named += [place for kind in closure.kinds.keys() - known for place in method_globals(kind)]
@@ -135,9 +135,9 @@ class Observation:
         closure.own.places += [(c, name, vars(c).get(name)) for part in self.parts for c, name in part.constants]
 
     def _copy(self, key: BufferKey, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value before the run, of a buffer that is written and read, or not yet known not to be."""
+        """Copies a buffer, if the function writes and reads it or may do so; otherwise returns None."""
         written = self.buffer_writes.get(key)
-        # A torch normalisation layer in training writes its statistics and never reads them.
+        # A normalisation layer of torch in training mode writes its statistics but never reads them.
         _, _, _, statistics = key
         if written is False or (written and statistics):
             return None
@@ -145,24 +145,26 @@ class Observation:
 
     @property
     def lazy(self) -> bool:
-        """Whether the call is the first of a lazy module, which makes its parameters."""
+        """Whether this is the first call of a lazy module, which creates its parameters."""
         return any(part.lazy() for part in self.parts if part._lazy)
 
     def reachable(self) -> dict[int, torch.Tensor]:
-        """The closed-over tensors that were found, by id."""
+        """Returns the captured tensors that were found, by id."""
         found = {id(t): t for _, _, value in (*self.slots, *self.installed) for t in tensors_in(value)}
         return found | {id(tensor): tensor for _, _, _, tensor, _ in self.buffers}
 
     def settings(self) -> tuple[Any, ...]:
-        """What decides, besides tensors, what the function does: found in its closure, and set on its modules."""
+        """Returns everything but tensors that determines what the function does: facts about its closure and its
+        modules.
+        """
         places = tuple(key for _, key, *_ in (*self.slots, *self.installed, *self.buffers))
         return (tuple(self.facts), tuple(part.settings() for part in self.parts), places)
 
     def conditions(self, draws: bool | None = None) -> Conditions:
-        """Returns the conditions of the run that has just ended, without what it turned out not to use.
+        """Returns the conditions of the run that has just ended, without what the run did not use.
 
         Args:
-            draws: whether it drew random numbers, if that is known.
+            draws: whether the run drew random numbers, if that is known.
         """
         with unseen():
             return self._conditions(self.random.drawn() if draws is None else self.random.assumed(draws))
@@ -182,7 +184,7 @@ class Observation:
         written: list[Written] = []
         for (holder, name, key, tensor, before), copy in zip(self.buffers, self.copies, strict=True):
             _, _, _, statistics = key
-            # Batch normalisation writes without counting a version, so values are compared, where known.
+            # Batch normalisation writes without incrementing the version, so values are compared, if they are known.
             changed = (
                 statistics
                 or self.buffer_writes.get(key, False)
@@ -200,7 +202,7 @@ class Observation:
                 watched.append((unwrapped(tensor), before))
         own = self.state[0]
         assert isinstance(own, Snapshot)
-        own.forget_changes()  # what the function itself puts elsewhere (a counter, a log) is left to it
+        own.forget_changes()  # the recompute leaves alone what the function itself changes (a counter, a log)
         fn, slots = frozen(self.fn[0], slots)
         statistics = [t for t, _ in self.versions if may_be_statistics(t)]
         slots += self.installed
@@ -209,7 +211,7 @@ class Observation:
         )
 
     def undo(self) -> None:
-        """Takes back what an aborted run did to generators and buffers."""
+        """Undoes the changes of an aborted run to generators and buffers."""
         self.random.rewind()
         with torch.no_grad():
             for (holder, name, (_, _, _, statistics), tensor, _), copy in zip(self.buffers, self.copies, strict=True):
@@ -230,35 +232,35 @@ def _unforeseen(name: str) -> str:
 
 
 class Written(NamedTuple):
-    """A buffer that a run wrote."""
+    """A buffer that the forward wrote."""
 
     buffers: dict[str, Any]
     name: str
     tensor: torch.Tensor
     before: torch.Tensor
-    """Its value before the run."""
+    """Its value before the forward."""
     lost: str = ""
-    """Why that value is not known, where it is needed; empty if it is known."""
+    """The error message if that value is needed but not known; empty if it is known."""
 
     def stand_in(self) -> torch.Tensor:
-        """Returns a copy of the value before the run, for a recompute to write into."""
+        """Returns a copy of the value before the forward, for a recompute to write into."""
         if self.lost:
             raise MutationError(self.lost)
         return self.before.detach().clone()
 
 
 class Again(NamedTuple):
-    """What a recompute calls."""
+    """The function that a recompute calls, with its static arguments."""
 
     fn: Callable[..., Any]
     statics: Sequence[Any]
-    """The static arguments."""
+    """The static arguments, copied where they have to differ."""
     scratch: frozenset[int]
-    """The ids of what stands in for the buffers that the function writes."""
+    """The ids of the copies of buffers that the function writes."""
 
 
 class Conditions:
-    """What surrounded one run of a function: see the module's docstring."""
+    """The conditions of one run of a function; see the docstring of this module."""
 
     __slots__ = (
         "ambient", "fn", "random", "root", "slots", "state", "statics", "statistics", "watched", "written",
@@ -278,25 +280,25 @@ class Conditions:
         statistics: list[torch.Tensor],
     ):
         self.fn = fn
-        """The function, with cells of its own."""
+        """The function, copied onto new cells."""
         self.root = next((holder for holder, _, _ in slots if holder is root), None)
-        """The list in which the function lay: a place like others where it holds tensors (is a method of one)."""
+        """The list that held the function, if it is a place of tensors (the function may be a method of a tensor)."""
         self.statics = statics
         self.ambient = ambient_then
         self.random = random
         self.statistics = statistics
-        """Closed-over tensors, those of modules apart, into which the function may write without a trace."""
+        """Captured tensors outside modules that the function may write without incrementing their version."""
         self.watched = watched
-        """Closed-over tensors and their versions."""
+        """Captured tensors and their versions."""
         self.written = written
-        """The buffers that the run wrote."""
+        """The buffers that the forward wrote."""
         self.slots = slots
-        """Where the run found other tensors: its cells and the like, parameters, the other buffers."""
+        """The places of all other captured tensors: cells, parameters, buffers that are not written."""
         self.state = state
-        """What else it found there."""
+        """The other values in the closure."""
 
     def check(self) -> None:
-        """Raises `MutationError` when a closed-over tensor has changed in place since the run."""
+        """Raises `MutationError` if a captured tensor has been changed in place since the run."""
         with unseen():
             changed = [(t, then) for t, then in self.watched if version(t) != then]
         for tensor, then in changed:
@@ -309,14 +311,14 @@ class Conditions:
 
     @contextlib.contextmanager
     def restored(self, completed: Callable[[], bool], placing: Sequence[Slot] = ()) -> Iterator[Again]:
-        """Puts the conditions back for a recompute, and the present ones after it.
+        """Restores the conditions of the forward for a recompute, and the present ones after it.
 
         Args:
-            completed: tells, after the body, whether the recompute ran to its end.
+            completed: called after the body; returns whether the recompute ran to its end.
             placing: places in which the recompute is to find other tensors.
 
         Yields:
-            The function and its static arguments, copied as far as they have to differ.
+            The function and its static arguments, copied where they have to differ.
         """
         self.check()
         with unseen():
@@ -337,14 +339,14 @@ class Conditions:
             yield Again(roots[0], roots[1:], scratch)
 
     def _changes(self, placing: Sequence[Slot]) -> tuple[list[Slot], frozenset[int]]:
-        """Where a recompute must find something else than what lies there now, and the ids of scratch buffers."""
-        # `functional_call` puts other tensors into a module for the time of a call, which may be over; the variable of
-        # a loop has moved on; a flag has been switched.
+        """Returns the places whose values must differ for a recompute, and the ids of the buffer copies."""
+        # `functional_call` replaces the tensors of a module during a call that may be over by now; a loop variable may
+        # have moved on; a flag may have been switched.
         changes = [slot for slot in self.slots if not present(slot)]
         for state in self.state:
             changes += state.changes()
         stand_ins = [(buffer, buffer.stand_in()) for buffer in self.written]
-        new = {id(buffer.tensor): t for buffer, t in stand_ins}  # wherever else they lie
+        new = {id(buffer.tensor): t for buffer, t in stand_ins}  # replaced in every other place, too
         if self.statistics and not transforms_active():
             # Within transforms, writing to a captured tensor is an error anyway.
             new |= {id(t): t.detach().clone() for t in self.statistics if id(t) not in new}
@@ -359,5 +361,5 @@ class Conditions:
 
 
 def may_be_statistics(tensor: torch.Tensor) -> bool:
-    """Whether batch normalisation could write into `tensor`, which it does without counting a version."""
+    """Whether `tensor` may hold statistics that batch normalisation writes without incrementing the version."""
     return tensor.dim() == 1 and not tensor.requires_grad and tensor.is_floating_point()

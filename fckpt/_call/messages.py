@@ -1,9 +1,10 @@
-"""Results that a rematerialised function keeps, though all else is computed again: those that took a message.
+"""Results of cross-rank communication. A recompute reuses them instead of sending the messages again.
 
-A function that runs again asks for the same results in the same order. So the first run writes down what came of a
-reduction over other ranks, and a later one is handed it in place of another message. That holds while both runs do the
-same, operation by operation: under reverse mode. Batched, or with tangents beside it, a function sends again; so it
-does where a result was changed in place since. All ranks run the same program, and decide alike.
+A recompute asks for the same results in the same order as the forward. So the forward records the result of each
+reduction or exchange over other ranks, and the recompute receives the recorded result. This is valid only if both runs
+execute the same operations, which is so under reverse mode. Under `vmap` and in forward mode a recompute sends its
+messages again, and so it does for a result that has been changed in place since. All ranks run the same program, so all
+ranks decide the same way.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ _answer: ContextVar[Callable[[Hashable, Make], torch.Tensor] | None] = ContextVa
 
 
 def reuse_message(key: Hashable, make: Make) -> torch.Tensor:
-    """Returns what `make` returns, or did in the first run of the function that is running again.
+    """Calls `make`; during a recompute, returns the result that the forward recorded instead.
 
     Args:
-        key: what is asked for; the same only if the results have the same shape and dtype.
-        make: makes it, as a tensor that nothing tracks.
+        key: identifies the message. Messages with equal keys have results of the same shape and dtype.
+        make: sends the message; returns its result as a tensor that neither autograd nor torch.func tracks.
     """
     answer = _answer.get()
     return make() if answer is None else answer(key, make)
 
 
 class Messages:
-    """What was kept of one call."""
+    """The results of the messages that one call has sent."""
 
     __slots__ = ("results",)
 
     def __init__(self) -> None:
         self.results: list[tuple[Hashable, torch.Tensor, int]] = []
-        """Key, result and its version, in order."""
+        """(key, result, version of the result) of each message, in order."""
 
     def recording(self) -> _Answering:
-        """The body is the first run."""
+        """Returns a context manager for the forward, which records the results."""
         self.results, outer = [], _answer.get()
 
         def answer(key: Hashable, make: Make) -> torch.Tensor:
@@ -55,7 +56,7 @@ class Messages:
         return _Answering(answer)
 
     def reusing(self) -> _Answering:
-        """The body is a later run."""
+        """Returns a context manager for a recompute, which reuses the recorded results."""
         remaining, outer = iter(self.results), _answer.get()
 
         def answer(key: Hashable, make: Make) -> torch.Tensor:
@@ -68,7 +69,9 @@ class Messages:
 
 
 class _Answering:
-    """Has a answer asked in its body, if the levels in force are those of reverse mode."""
+    """Context manager whose body gets the results of `reuse_message` from `answer`, if only reverse-mode levels are
+    active.
+    """
 
     __slots__ = ("answer", "token")
 
