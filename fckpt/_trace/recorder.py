@@ -310,7 +310,7 @@ class Recorder(TorchDispatchMode):
             f"module, or an attribute or container not deeper than four levels. {WAY_OUT}"
         )
 
-    def _lifted(self, data: torch.Tensor) -> torch.Tensor:
+    def _constant(self, data: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor that the function makes of Python numbers."""
         with self.fake:
             fake = aten.lift_fresh.default(data)
@@ -331,7 +331,7 @@ class Recorder(TorchDispatchMode):
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
         if func is aten.lift_fresh.default:
-            return args[0] if self._find(args[0]) is not None else self._lifted(args[0])
+            return args[0] if self._find(args[0]) is not None else self._constant(args[0])
         if func is aten._efficientzerotensor.default:  # a gradient of zeros without memory, which cannot be written
             func = aten.zeros.default
         if torch.Tag.inplace_view in func.tags:

@@ -149,7 +149,7 @@ def _traced(
             with contextlib.nullcontext() if graph else impure_calls_refused(reads):
                 result = fn(*args, **kwargs)
             _check_places(closed, before, recorder)
-        finished = _Ends(result, operands, numbers, layouts, count, recorder, levels)
+        finished = _Finished(result, operands, numbers, layouts, count, recorder, levels)
         _check_updates(operands, numbers, recorder, tensors)
         recorder.start_backward()
         with contextlib.nullcontext() if graph else impure_calls_refused(reads):
@@ -374,7 +374,7 @@ def likely_differentiated(results: Sequence[torch.Tensor]) -> list[int]:
     return numbers if len(numbers) == 1 else tracked
 
 
-class _Ends:
+class _Finished:
     """What comes out of the forward run, and what backward makes of it."""
 
     def __init__(

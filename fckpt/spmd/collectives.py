@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fckpt import _tree as trees
-from fckpt._call.messages import kept
+from fckpt._call.messages import reuse_message
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.spmd.mesh import Along, Axes, Mesh, current_mesh, transport_of
 from fckpt.spmd.packing import divided, joined, packed, with_padding, without_padding
@@ -136,7 +136,7 @@ class Linear(NamedTuple):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Sends `x`. What adds up over ranks, or is exchanged, is not sent again where a function is rematerialised."""
         if self.kind in ("sum", "total", "mean", "scatter", "exchange"):
-            return kept((self, x.shape, x.dtype), lambda: self._sent(x))
+            return reuse_message((self, x.shape, x.dtype), lambda: self._sent(x))
         return self._sent(x)
 
     def _sent(self, x: torch.Tensor) -> torch.Tensor:
@@ -202,7 +202,7 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def forward(x: torch.Tensor, reduction: str, along: str, mesh: str) -> torch.Tensor:
         key = (reduction, along, mesh, x.shape, x.dtype)
-        return kept(key, lambda: _all_reduce(x, reduction, along, mesh))
+        return reuse_message(key, lambda: _all_reduce(x, reduction, along, mesh))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -170,7 +170,7 @@ def _slots(found: Closure) -> list[Slot]:
         slots += [(held, None, then) for held, then in state.values if not isinstance(held, frozenset)]
         for held, then in state.dicts:
             slots += [(held, _WHOLE, ABSENT), *((held, key, value) for key, value in then.items())]
-        slots += [slot for slot in state.places if not isinstance(slot[0], type) and _is_there(slot)]
+        slots += [slot for slot in state.places if _is_there(slot)]
     return slots
 
 
@@ -192,7 +192,8 @@ _WHOLE = _Whole()
 
 def _is_there(slot: Slot) -> bool:
     """Whether something lies in a place: a name of Python's own does not lie among the globals of a program."""
-    return not isinstance(slot[0], dict) or slot[1] in slot[0]
+    holder, name, _ = slot
+    return not isinstance(holder, (type, dict)) or (isinstance(holder, dict) and name in holder)
 
 
 def _own_tensor(x: torch.Tensor, memory: dict[int, Any]) -> torch.Tensor | None:
