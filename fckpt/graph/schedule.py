@@ -56,10 +56,10 @@ def plain_schedule(graph: Graph) -> Schedule:
 
     It goes with `Graph.eager`.
     """
-    kept = graph.held.union(graph.outputs, graph.gradients)
+    permanent = graph.held.union(graph.outputs, graph.gradients)
     frees: list[list[Step]] = [[] for _ in graph.nodes]
     for value in graph.values:
-        if value.producer is not None and value.id not in kept:
+        if value.producer is not None and value.id not in permanent:
             last = max((value.producer, *graph.consumers[value.id][-1:]))
             frees[last if value.held_to is None else value.held_to].append(Free(value.id))
     steps: tuple[list[Step], list[Step]] = ([], [])
@@ -99,14 +99,14 @@ def schedule_of(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -
     A value is freed after its last use before it is made again. Outputs and gradients of the graph are not freed.
     """
     sequence = [*forward, *backward]
-    kept = graph.held.union(graph.outputs, graph.gradients)
+    permanent = graph.held.union(graph.outputs, graph.gradients)
     needed: set[int] = set()
     frees: list[list[int]] = [[] for _ in sequence]
     for i in range(len(sequence) - 1, -1, -1):  # from the end, to know what is read later
         node = graph.nodes[sequence[i]]
-        frees[i] = [v for v in (*node.outputs, *node.inputs) if v not in needed and v not in kept]
+        frees[i] = [v for v in (*node.outputs, *node.inputs) if v not in needed and v not in permanent]
         needed.difference_update(node.outputs)
-        needed.update(v for v in node.inputs if v not in kept)
+        needed.update(v for v in node.inputs if v not in permanent)
     steps: list[list[Step]] = [[], []]
     for i, index in enumerate(sequence):
         steps[i >= len(forward)] += [Compute(index), *map(Free, frees[i])]

@@ -88,7 +88,7 @@ class _Run:
         self.seconds = 0.0
         self.recomputed_seconds = 0.0
         self.recomputed_nodes = 0
-        self.kept = graph.held.union(graph.outputs, graph.gradients)
+        self.permanent = graph.held.union(graph.outputs, graph.gradients)
         self.gone: dict[int, int] = {}
         """Values that a node has written over for good, and the node."""
 
@@ -151,7 +151,7 @@ class _Run:
             return
         if value not in self.live:
             raise ScheduleError(f"step {len(self.profile)} frees value {value}, which is not live.")
-        if value in self.kept:
+        if value in self.permanent:
             raise ScheduleError(f"step {len(self.profile)} frees value {value}, which must be kept.")
         self.live.discard(value)
         if value in self.overwritten:

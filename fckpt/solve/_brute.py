@@ -108,7 +108,7 @@ class _Search:
             fresh = not state.live & _mask(node.outputs)
             live, done = state.live | _mask(node.outputs), state.done | 1 << node.id
             # a value may as well go right after its last use
-            touched = [v for v in (*node.inputs, *node.outputs) if v not in self.rules.kept]
+            touched = [v for v in (*node.inputs, *node.outputs) if v not in self.rules.permanent]
             for count in range(len(touched) + 1):
                 for freed in combinations(touched, count):
                     over = node.overwritten(freed) if fresh else None

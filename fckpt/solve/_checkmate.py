@@ -10,7 +10,7 @@ budget, S held where its column is at least a threshold, R from S in closed form
 `checkmate` takes the integer program if it is small, and rounds otherwise.
 
     T, C_i, M_i             len(frontier.sequence), prices, bytes of values
-    R[t,i], S[t,i]          runs[i, t]; kept[v, t], by value, as a node may make several
+    R[t,i], S[t,i]          runs[i, t]; held[v, t], by value, as a node may make several
     U[t,k]                  the row of `_step` that holds `peak` against `held` and what stands anyway
     FREE[t,i,k]             what `state` of a value loses at the step of k
     R <= R + S of parents   `_read`
@@ -19,7 +19,7 @@ budget, S held where its column is at least a threshold, R from S in closed form
 The paper bounds FREE by each later reader in turn. Here the state of a value between two steps is a column, at least
 what its next reader takes and the state after it; FREE is a difference. The integer optimum is the same, and the
 relaxation is tighter, with fewer rows. Each stage's own step is written out over the values once more, which tells
-HiGHS that it is a knapsack. Beyond the paper: several values per node, temporaries, what must be kept or must not cross
+HiGHS that it is a knapsack. Beyond the paper: several values per node, temporaries, what must be held or must not cross
 into the backward pass, outputs written over inputs; all of it exact.
 
 Complexity: exponential; O(nodes * (nodes + reads)) columns and rows. The nodes of the search tree bound the search,
@@ -97,7 +97,7 @@ def _planned(graph: Graph, budget: int | None, solver: str, small: int) -> Sched
             f"the solver {solver!r} takes programs of about {LARGE} variables at most, and that of this graph of "
             f"{len(graph.nodes)} nodes has {size}. Take 'auto' or 'moments'."
         )
-    program = _Program(frontier, peak_of(rules, plain))
+    program = _IntegerProgram(frontier, peak_of(rules, plain))
     ways = [program.exact, program.rounded] if size <= small else [program.rounded]
     found = next((fits for way in ways if (fits := _fitting(rules, way(budget), budget))), [])
     if not found:  # what is known to be small does not depend on the budget, and so neither does the least of it
@@ -113,7 +113,7 @@ def _fitting(rules: Rules, orders: Iterable[Order], budget: int) -> list[Order]:
     return [order for order in orders if peak_of(rules, order) <= budget]
 
 
-class _Program:
+class _IntegerProgram:
     """The program of one graph. Bytes are counted in units, so that numbers are about one."""
 
     def __init__(self, frontier: Frontier, unit: int):
@@ -127,10 +127,10 @@ class _Program:
         self.low: list[float] = []
         self.high: list[float] = []
         self.entries: tuple[list[int], list[int], list[float]] = ([], [], [])
-        self.zero, self.one, self.peak, self.held = (self._column() for _ in range(4))
+        self.zero, self.one, self.peak, self.held_bytes = (self._column() for _ in range(4))
         self.runs: dict[tuple[int, int], int] = {}
         """By position and stage: whether the node runs again."""
-        self.kept: dict[tuple[int, int], int] = {}
+        self.held_at: dict[tuple[int, int], int] = {}
         """By value and stage: whether it is held at its beginning."""
         self.state: dict[int, int] = {}
         """By value: whether it is held, at the step that is being built."""
@@ -161,7 +161,7 @@ class _Program:
             self.runs[k, stage] = self._column(self.prices[k])
         present = {*again, stage}
         came = [v for v in frontier.choices if frontier.made(v) <= stage]
-        self.state = {v: self.kept.get((v, stage), self.zero) for v in came}
+        self.state = {v: self.held_at.get((v, stage), self.zero) for v in came}
         self.steps = {v: sum(k in present for k in (frontier.made(v), *frontier.reads[v])) for v in came}
         idle = [v for v in came if not self.steps[v] and self.state[v] != self.zero]
         for k in (*again, stage):
@@ -175,9 +175,9 @@ class _Program:
 
     def _end(self, value: int, stage: int) -> int:
         """The state at the end of a stage."""
-        if not self.frontier.may_cross(value, stage + 1):
+        if not self.frontier.may_hold(value, stage + 1):
             return self.zero
-        column = self.kept[value, stage + 1] = self._column()
+        column = self.held_at[value, stage + 1] = self._column()
         return column
 
     def _step(self, k: int, stage: int) -> None:
@@ -195,7 +195,7 @@ class _Program:
         if (over := self._overwriting(node, before, run, k == stage)) is not None:
             limit.append((over, self._nbytes(node.outputs[0])))
         standing = self.frontier.standing[stage] / self.unit
-        self._row([*limit, (self.held, -1.0)], standing)
+        self._row([*limit, (self.held_bytes, -1.0)], standing)
         if k == stage:  # once more, as a knapsack
             self._row([*limit, *((c, -self._nbytes(v)) for v, c in before.items() if c != self.zero)], standing)
         changes = [(self.state[v], self._nbytes(v)) for v in touched] + [(before[v], -self._nbytes(v)) for v in touched]
@@ -220,8 +220,8 @@ class _Program:
         return column
 
     def _change(self, changes: list[tuple[int, float]]) -> None:
-        before, self.held = self.held, self._column()
-        self._row([(before, 1.0), *changes, (self.held, -1.0)], 0.0, 0.0)
+        before, self.held_bytes = self.held_bytes, self._column()
+        self._row([(before, 1.0), *changes, (self.held_bytes, -1.0)], 0.0, 0.0)
 
     def _solved(self, budget: float | None, *, whole: bool) -> np.ndarray | None:
         """The columns with the least time within `budget` bytes, or with the least peak; None if none are found."""
@@ -240,7 +240,7 @@ class _Program:
             cost[self.peak] = 1.0
         integrality = np.zeros(count)
         if whole:
-            integrality[[*self.runs.values(), *self.kept.values()]] = 1.0
+            integrality[[*self.runs.values(), *self.held_at.values()]] = 1.0
         found = optimize.milp(
             cost,
             integrality=integrality,
@@ -255,7 +255,7 @@ class _Program:
         order = None
         for part in (1.0, 1.0 - TOLERANCE):  # a second time if it used what numbers of floating point leave open
             found = self._solved(None if budget is None else part * budget, whole=True)
-            order = None if found is None else self._holding(found, 0.5)
+            order = None if found is None else self._order_holding(found, 0.5)
             if order is None or budget is None or peak_of(self.frontier.rules, order) <= budget:
                 break
         return [] if order is None else [order]
@@ -264,11 +264,11 @@ class _Program:
         """Returns what the relaxation is rounded to, at several allowances and thresholds."""
         limits = [None] if budget is None else [allowance * budget for allowance in ALLOWANCES]
         solved = [found for limit in limits if (found := self._solved(limit, whole=False)) is not None]
-        return [self._holding(found, threshold) for found in solved for threshold in THRESHOLDS]
+        return [self._order_holding(found, threshold) for found in solved for threshold in THRESHOLDS]
 
-    def _holding(self, found: np.ndarray, threshold: float) -> Order:
-        kept: list[set[int]] = [set() for _ in self.frontier.sequence]
-        for (value, stage), column in self.kept.items():
+    def _order_holding(self, found: np.ndarray, threshold: float) -> Order:
+        held: list[set[int]] = [set() for _ in self.frontier.sequence]
+        for (value, stage), column in self.held_at.items():
             if found[column] >= threshold:
-                kept[stage - 1].add(value)
-        return self.frontier.holding(kept)
+                held[stage - 1].add(value)
+        return self.frontier.holding(held)

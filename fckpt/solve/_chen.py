@@ -14,7 +14,7 @@ cuts with little live as well.
 On a chain of n equal layers sqrt(n) segments take O(sqrt(n)) memory and less than one more forward pass; nothing is
 optimal elsewhere. The last segment is not computed again: it is saved, because its backward follows at once.
 
-Complexity: linear in the graph, for each b. Left out: the recursion of section 4.4 (`segmented` in `seeds` has it), and
+Complexity: linear in the graph, for each b. Left out: the recursion of section 4.4 (`segmented` in `segment_orders` has it), and
 the sweep by in-place and sharing plans, which `schedule_of` does by liveness.
 """
 
@@ -26,11 +26,11 @@ import numpy as np
 
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule, schedule_of
-from fckpt.solve.core.cuts import Crossing
+from fckpt.solve.core.cuts import CutPoints
 from fckpt.solve.core.rules import Order, Rules, fastest, replay
 from fckpt.solve.core.starts import backward_orders, save_everything
 
-__all__ = ["chen", "seeds"]
+__all__ = ["chen", "segment_orders"]
 
 POINTS = 24
 """How many b are tried, between the largest output and all of them."""
@@ -50,32 +50,32 @@ def chen(graph: Graph, budget: int | None = None) -> Schedule:
     """
     rules = Rules(graph)
     if budget is None:
-        return schedule_of(graph, *next(seeds(rules)))
-    return fastest(rules, seeds(rules), budget, "chen")
+        return schedule_of(graph, *next(segment_orders(rules)))
+    return fastest(rules, segment_orders(rules), budget, "chen")
 
 
-def seeds(rules: Rules) -> Iterator[Order]:
+def segment_orders(rules: Rules) -> Iterator[Order]:
     """Yields plans of segments: sqrt(n) of them first, then for rising b."""
     order = backward_orders(rules)[-1]
-    crossing = Crossing(rules, save_everything(rules, order).forward)
-    points, low = _articulations(crossing), crossing.low(LOW)
-    chosen = points or low
+    points = CutPoints(rules, save_everything(rules, order).forward)
+    alone, low = _articulations(points), points.low(LOW)
+    chosen = alone or low
     step = max(1, round(len(chosen) ** 0.5))
     plans = {tuple(chosen[step - 1 :: step]): None}
-    largest = np.diff(crossing.made, prepend=0).max(initial=1)
-    for nbytes in np.geomspace(largest, crossing.made.max(initial=1), POINTS).tolist():
-        plans |= {_greedy(crossing.made, places, nbytes): None for places in (points, low)}
+    largest = np.diff(points.made, prepend=0).max(initial=1)
+    for nbytes in np.geomspace(largest, points.made.max(initial=1), POINTS).tolist():
+        plans |= {_greedy(points.made, places, nbytes): None for places in (alone, low)}
     for cuts in plans:
-        last = crossing.nodes[cuts[-1] + 1 if cuts else 0 :]
+        last = points.nodes[cuts[-1] + 1 if cuts else 0 :]
         rest = [value for index in last for value in rules.graph.nodes[index].outputs]
-        yield replay(rules, [*crossing.over(cuts), *rest], order)
+        yield replay(rules, [*points.values_across(cuts), *rest], order)
 
 
-def _articulations(crossing: Crossing) -> list[int]:
+def _articulations(points: CutPoints) -> list[int]:
     """Returns the places that one value crosses, besides those that more than half of the forward pass can read."""
-    count = crossing.count.copy()
-    for first, last, _ in crossing.spans:
-        count[first:last] -= last - first > crossing.length / 2
+    count = points.count.copy()
+    for first, last, _ in points.spans:
+        count[first:last] -= last - first > points.length / 2
     return np.flatnonzero(count[:-1] <= 1).tolist()
 
 

@@ -32,7 +32,7 @@ import numpy as np
 
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule
-from fckpt.solve.core.bisection import fitted
+from fckpt.solve.core.bisection import bisected
 from fckpt.solve.core.rules import Order, Rules
 from fckpt.solve.core.starts import save_everything
 
@@ -53,7 +53,7 @@ def dtr(graph: Graph, budget: int | None = None) -> Schedule:
         BudgetError: at this budget it finds nothing to evict, or it thrashes.
     """
     rules = Rules(graph)
-    return fitted(rules, lambda limit: _Run(rules, limit).order(), budget, "dtr")
+    return bisected(rules, lambda limit: _Run(rules, limit).order(), budget, "dtr")
 
 
 class _Run:
@@ -64,7 +64,7 @@ class _Run:
         self.rules, self.graph, self.budget = rules, graph, budget
         self.nbytes = [v.nbytes for v in graph.values]
         self.producer = [v.producer for v in graph.values]
-        self.base = Order(save_everything(rules).forward, rules.backward)
+        self.plain = Order(save_everything(rules).forward, rules.backward)
         self.done: list[int] = []
         self.held_nbytes = 0
         self.clock = 0.0
@@ -73,7 +73,7 @@ class _Run:
         self.made = self.live.copy()
         """By value: whether it was there before. What was and is not live is evicted."""
         self.locks = np.zeros(len(graph.values), dtype=np.int64)
-        self.evictable = np.array([self._may_go(v.id) for v in graph.values], dtype=bool)
+        self.evictable = np.array([self._may_evict(v.id) for v in graph.values], dtype=bool)
         self.access = np.zeros(len(graph.values))
         self.least_staleness = sum(rules.seconds) / max(1, len(rules.seconds)) / 1000 or 1.0
         own = [0.0 if p is None else rules.seconds[p] for p in self.producer]
@@ -84,19 +84,19 @@ class _Run:
         """By value: whether its neighbourhood has changed since."""
         self.uses = [0] * len(graph.values)
         """By value: how often the program still reads it."""
-        for index in (*self.base.forward, *self.base.backward):
+        for index in (*self.plain.forward, *self.plain.backward):
             for value in graph.nodes[index].inputs:
                 self.uses[value] += 1
         for value in graph.gradients:
             self.uses[value] += 1
 
-    def _may_go(self, value: int) -> bool:
+    def _may_evict(self, value: int) -> bool:
         producer = self.producer[value]
-        return producer is not None and value not in self.rules.kept and not self.rules.pinned[producer]
+        return producer is not None and value not in self.rules.permanent and not self.rules.pinned[producer]
 
     def order(self) -> Order | None:
         """Returns what was computed; None if there was no room, or no end."""
-        if not all(self.program(index) for index in self.base.forward):
+        if not all(self.run_recorded(index) for index in self.plain.forward):
             return None
         split = len(self.done)
         for value in self.rules.unsaved:
@@ -104,7 +104,7 @@ class _Run:
                 self.drop(value)
         self.held_nbytes += sum(self.nbytes[v] for v in self.graph.cotangents)
         self.live[list(self.graph.cotangents)] = self.made[list(self.graph.cotangents)] = True
-        if not all(self.program(index) for index in self.base.backward):
+        if not all(self.run_recorded(index) for index in self.plain.backward):
             return None
         for value in self.graph.gradients:
             producer = self.producer[value]
@@ -112,7 +112,7 @@ class _Run:
                 return None
         return Order(self.done[:split], self.done[split:])
 
-    def program(self, index: int) -> bool:
+    def run_recorded(self, index: int) -> bool:
         """Runs a node of the program, after which the program may let values go."""
         for value in self.graph.nodes[index].inputs:
             self.uses[value] -= 1
@@ -163,7 +163,7 @@ class _Run:
                         self.price[other], self.stale[other] = self.own[other], True
                 self.made[value] = self.stale[value] = True
                 self.price[value] = self.own[value]
-        return len(self.done) <= THRASHING * (len(self.base.forward) + len(self.base.backward))
+        return len(self.done) <= THRASHING * (len(self.plain.forward) + len(self.plain.backward))
 
     def let_go(self, values: Iterable[int]) -> None:
         """Frees those of `values` that neither the program nor a computation under way reads any more."""

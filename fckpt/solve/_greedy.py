@@ -1,7 +1,7 @@
 """The workhorse: from saving everything down to the budget, and from what is known to be small up to it.
 
 Of three ways the one that takes the least time wins: (1) save everything and `repair` the profile where it is over
-budget; (2) cut the forward pass into segments, as Chen et al. do (see `seeds`), nested ones too, and `prune` what fits;
+budget; (2) cut the forward pass into segments, as Chen et al. do (see `starts`), nested ones too, and `prune` what fits;
 (3) `repair` the smallest of these. All of them end with `prune`. The backward pass keeps its recorded order unless
 another one has a lower peak.
 
@@ -19,15 +19,15 @@ from collections.abc import Iterable, Iterator
 
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule, schedule_of
-from fckpt.solve.core.rules import Order, Rules, over_budget, peak_of, seconds_of, within
+from fckpt.solve.core.rules import Order, Rules, over_budget, peak_of, seconds_of, within_budget
 from fckpt.solve.core.starts import backward_orders, save_everything, segmented
-from fckpt.solve.repair.editable import Tape
+from fckpt.solve.repair.editable import EditableSchedule
 from fckpt.solve.repair.repair import Repair, prune
 
 __all__ = ["fit", "greedy", "lowered", "smallest"]
 
 NEIGHBOURS = 2
-"""How many seeds on each side of the budget are repaired; one for graphs of more than `LARGE` nodes."""
+"""How many starts on each side of the budget are repaired; one for graphs of more than `LARGE` nodes."""
 LARGE = 4000
 DESCENTS = 6
 """How many lower budgets are tried to find the least."""
@@ -46,16 +46,16 @@ def greedy(graph: Graph, budget: int | None = None) -> Schedule:
     rules = Rules(graph)
     if budget is None:
         return schedule_of(graph, *save_everything(rules))
-    seeds = _front(rules, segmented(rules))
+    starts = _front(rules, segmented(rules))
     first = [save_everything(rules, order) for order in backward_orders(rules)]
-    if all(peak_of(rules, order) > budget for order in (*first, *(seed for _, seed in seeds))):
-        # Below all seeds the smallest plan decides whether anything fits, so that the least budget is one number.
+    if all(peak_of(rules, order) > budget for order in (*first, *(start for _, start in starts))):
+        # Below all starts the smallest plan decides whether anything fits, so that the least budget is one number.
         least = smallest(rules)
         if peak_of(rules, least) > budget:
             raise over_budget(graph, schedule_of(graph, *least), budget, "greedy")
         first = [least]
     best = None
-    for order in (*first, *_nearest(seeds, budget, 1 if len(graph.nodes) > LARGE else NEIGHBOURS)):
+    for order in (*first, *_nearest(starts, budget, 1 if len(graph.nodes) > LARGE else NEIGHBOURS)):
         # A repair adds time, so what takes longer than the best before it is repaired will not win.
         if best is not None and peak_of(rules, order) > budget and seconds_of(rules, order) >= seconds_of(rules, best):
             continue
@@ -63,13 +63,13 @@ def greedy(graph: Graph, budget: int | None = None) -> Schedule:
         if plan is not None and (best is None or seconds_of(rules, plan) < seconds_of(rules, best)):
             best = plan
     assert best is not None  # one of them fitted as it was
-    return within(graph, schedule_of(graph, *best), budget, "greedy")
+    return within_budget(graph, schedule_of(graph, *best), budget, "greedy")
 
 
-def _nearest(seeds: list[tuple[int, Order]], budget: int, count: int) -> list[Order]:
-    """Returns the `count` seeds with peaks next to the budget, on either side."""
-    inside = [order for peak, order in seeds if peak <= budget]
-    outside = [order for peak, order in seeds if peak > budget]
+def _nearest(starts: list[tuple[int, Order]], budget: int, count: int) -> list[Order]:
+    """Returns the `count` starts with peaks next to the budget, on either side."""
+    inside = [order for peak, order in starts if peak <= budget]
+    outside = [order for peak, order in starts if peak > budget]
     return [*inside[-count:], *outside[:count]]
 
 
@@ -100,12 +100,12 @@ def fit(
     Returns:
         The plan, None if it does not fit; and how many moves have been weighed for it.
     """
-    tape = Tape(rules, order)
-    repair = Repair(tape, budget)
+    schedule = EditableSchedule(rules, order)
+    repair = Repair(schedule, budget)
     if not repair.run(limit, effort):
         return None, repair.effort
-    prune(tape, budget)
-    return tape.order(), repair.effort
+    prune(schedule, budget)
+    return schedule.order(), repair.effort
 
 
 def smallest(rules: Rules) -> Order:
@@ -120,13 +120,13 @@ def lowered(rules: Rules, best: Order) -> tuple[Order, int]:
         target = (low + high) // 2
         if target >= high:
             break
-        tape = Tape(rules, best)
-        repair = Repair(tape, target)
+        schedule = EditableSchedule(rules, best)
+        repair = Repair(schedule, target)
         repair.run()
         moves += repair.effort
-        peak = int(tape.memory.max())
+        peak = int(schedule.profile.max())
         if peak < high:
-            best, high = tape.order(), peak
+            best, high = schedule.order(), peak
         if peak > target:
             low = target
     return best, moves

@@ -28,12 +28,12 @@ from fckpt.graph.schedule import Schedule, schedule_of
 from fckpt.solve._greedy import fit, lowered
 from fckpt.solve._min_cut import cheapest
 from fckpt.solve._rotor import PRICES, Curve, best, tables
-from fckpt.solve.chains.blocks import amid, cut_out, places, without_rest
+from fckpt.solve.chains.blocks import cut_out, cut_positions, with_rest, without_rest
 from fckpt.solve.chains.stages import Stages
 from fckpt.solve.core.rules import Order, Rules, peak_of, profile_of, seconds_of
-from fckpt.solve.core.starts import backward_orders, save_everything, saving, segmented
+from fckpt.solve.core.starts import backward_orders, save_everything, save_everything_orders, segmented
 
-__all__ = ["Chain", "Planner", "hierarchy"]
+__all__ = ["Chain", "ChainSolver", "hierarchy"]
 
 STAGES = 60
 """Of the chain on each level, at most."""
@@ -56,7 +56,7 @@ class Chain:
     """A graph as a chain of blocks."""
 
     def __init__(self, rules: Rules):
-        cuts = places(rules, save_everything(rules).forward, STAGES - 1)
+        cuts = cut_positions(rules, save_everything(rules).forward, STAGES - 1)
         self.stages = Stages(rules, backward_orders(rules)[-1], cuts)
         self.blocks = [cut_out(self.stages, i) for i in range(len(self.stages))]
         first: dict[tuple[Graph, tuple[tuple[int, ...], ...]], int] = {}
@@ -77,7 +77,7 @@ class Chain:
         return self.divides and sum(len(graph.nodes) for graph in self.count) <= (1 - REPEATED) * every
 
 
-class Planner:
+class ChainSolver:
     """Plans chains, and each distinct block once for all of them."""
 
     def __init__(self) -> None:
@@ -97,10 +97,10 @@ class Planner:
         """Finds plans of a block that hold little, or need little memory or time, and some between."""
         if block in self._known:
             return
-        rules = Rules(amid(block, 0))
+        rules = Rules(with_rest(block, 0))
         found = [cheapest(rules, price) for price in PRICES]
         within = self._within(rules)
-        starts = [*saving(rules), *(within or segmented(rules))]
+        starts = [*save_everything_orders(rules), *(within or segmented(rules))]
         least = min(starts, key=lambda order: peak_of(rules, order))
         if len(block.nodes) <= self._left:
             self._left -= len(block.nodes)
@@ -135,7 +135,7 @@ def _pairs(block: Graph, rules: Rules, starts: Sequence[Order], low: int) -> Ite
         for held in (int(fewest + part * (most - fewest)) for part in HELD):
             if held <= budget:
                 rest = budget - held
-                inner = Rules(amid(block, rest))
+                inner = Rules(with_rest(block, rest))
                 peaks = ((max(peak, between + rest), seconds, order) for peak, between, seconds, order in known)
                 plans = (fit(inner, start, budget)[0] for start in _near(whole, list(peaks), budget))
                 found = [plan for plan in plans if plan is not None]
@@ -168,7 +168,7 @@ def hierarchy(graph: Graph, budget: int | None = None) -> Schedule:
         BudgetError: none fits.
     """
     rules = Rules(graph)
-    whole = saving(rules)[0]
+    whole = save_everything_orders(rules)[0]
     if budget is None or peak_of(rules, whole) <= budget:
         return schedule_of(graph, *whole)
-    return best(rules, Planner().curves(Chain(rules)), budget, "hierarchy", [whole])
+    return best(rules, ChainSolver().curves(Chain(rules)), budget, "hierarchy", [whole])

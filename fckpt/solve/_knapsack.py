@@ -60,7 +60,7 @@ def choices(rules: Rules) -> list[int]:
         for node in graph.nodes[: graph.boundary]
         if not rules.pinned[node.id]
         for v in node.outputs
-        if v in read and v not in rules.kept and v not in rules.unsaved
+        if v in read and v not in rules.permanent and v not in rules.unsaved
     ]
 
 

@@ -45,7 +45,7 @@ import numpy as np
 
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule, schedule_of
-from fckpt.solve.chains.tensors import Vertex, vertices_of
+from fckpt.solve.chains.tensors import TensorVertex, tensor_graph
 from fckpt.solve.core.rules import Rules, fastest, replay
 
 __all__ = ["Blocks", "all_lower_sets", "ancestor_sets", "lower_sets", "ticks_of"]
@@ -73,16 +73,16 @@ def lower_sets(graph: Graph, budget: int | None = None) -> Schedule:
         BudgetError: the peaks of all are over the budget.
     """
     rules = Rules(graph)
-    vertices = vertices_of(rules)
+    vertices = tensor_graph(rules)
     strategies = _strategies(_blocks_of(rules, vertices), BUDGETS if budget is not None else 0) if vertices else [[]]
     whole = [(*vertex.values, *vertex.late) for vertex in vertices]
-    plans = [replay(rules, [v for i in kept for v in whole[i]]) for kept in strategies]
+    plans = [replay(rules, [v for i in saved for v in whole[i]]) for saved in strategies]
     if budget is None:
         return schedule_of(graph, *plans[0])
     return fastest(rules, plans, budget, "lower_sets")
 
 
-def _blocks_of(rules: Rules, vertices: list[Vertex]) -> Blocks:
+def _blocks_of(rules: Rules, vertices: list[TensorVertex]) -> Blocks:
     values = rules.graph.values
     nbytes = [sum(values[v].nbytes for v in (*vertex.values, *vertex.late)) for vertex in vertices]
     ticks = ticks_of([sum(rules.seconds[i] for i in vertex.nodes) for vertex in vertices])
@@ -291,8 +291,8 @@ class Blocks:
 
     def saved(self, sequence: Sequence[int]) -> list[int]:
         """Returns the vertices that a sequence keeps: what its blocks cache, and the last block."""
-        kept = self.boundary[:, sequence].any(axis=1) | ~self.members[:, sequence[-2]]
-        return np.flatnonzero(kept).tolist()
+        saved = self.boundary[:, sequence].any(axis=1) | ~self.members[:, sequence[-2]]
+        return np.flatnonzero(saved).tolist()
 
 
 def _between(weight: np.ndarray, members: np.ndarray, part: np.ndarray) -> np.ndarray:

@@ -26,11 +26,11 @@ import numpy as np
 
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule, schedule_of
-from fckpt.solve.core.flow import Network
+from fckpt.solve.core.flow import FlowNetwork
 from fckpt.solve.core.rules import Order, Rules, fastest, peak_of, replay
 from fckpt.solve.core.starts import save_everything
 
-__all__ = ["PRICES", "between", "cheapest", "min_cut"]
+__all__ = ["PRICES", "cheapest", "min_cut", "near_budget"]
 
 PRICES = tuple(10.0 ** (k / 4) for k in range(-12, 13))
 """Prices of a byte that are always tried, in units of the mean: all seconds per all bytes."""
@@ -52,10 +52,10 @@ def min_cut(graph: Graph, budget: int | None = None) -> Schedule:
         return schedule_of(graph, *replay(rules, _saved(rules, *_as_torch(rules))))
     priced = [cheapest(rules, price) for price in PRICES]
     ends = (cheapest(rules, 0.0), cheapest(rules, float("inf")))
-    return fastest(rules, [*ends, *priced, *between(rules, priced, budget)], budget, "min_cut")
+    return fastest(rules, [*ends, *priced, *near_budget(rules, priced, budget)], budget, "min_cut")
 
 
-def between(rules: Rules, priced: Sequence[Order], budget: int) -> list[Order]:
+def near_budget(rules: Rules, priced: Sequence[Order], budget: int) -> list[Order]:
     """Returns plans at prices between the last one with a peak over budget and the next one.
 
     Args:
@@ -137,9 +137,9 @@ def _saved(rules: Rules, cost: np.ndarray, price: np.ndarray) -> list[int]:
                 arcs.append((node.id, count + value, price[value] if may_save else np.inf))
                 if value in needed:
                     arcs.append((count + value, sink, np.inf))
-        arcs += [(count + v, node.id, np.inf) for v in node.inputs if v not in rules.kept]
+        arcs += [(count + v, node.id, np.inf) for v in node.inputs if v not in rules.permanent]
     tails, heads, prices = (np.array(column) for column in zip(*arcs, strict=True))
     known = float(prices[np.isfinite(prices)].sum()) or 1.0
     # from the sink backwards: of equal cuts the one that computes the least again
-    again = Network(sink, heads, tails).cut(prices, known).near
+    again = FlowNetwork(sink, heads, tails).cut(prices, known).near
     return [v for n in nodes if not again[n.id] for v in n.outputs if again[count + v]]

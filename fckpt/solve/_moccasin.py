@@ -110,7 +110,7 @@ def _fastest(graph: Graph, budget: int | None, most: int, solver: str) -> Schedu
     frontier = Frontier(rules)
     least = plain
     for target in (budget, 0):  # what is found for 0 does not depend on the budget, and so neither does the least
-        program = _Program(library, frontier, most)
+        program = _ConstraintProgram(library, frontier, most)
         least = program.smallest(target) or plain
         if peak_of(rules, least) <= budget:
             found = [order for order in (program.fastest(budget), least) if order and peak_of(rules, order) <= budget]
@@ -118,7 +118,7 @@ def _fastest(graph: Graph, budget: int | None, most: int, solver: str) -> Schedu
     raise over_budget(graph, schedule_of(graph, *least), budget, solver)
 
 
-class _Program:
+class _ConstraintProgram:
     """The constraint program of one graph. A run is a position (see `frontier`) and how many came before it."""
 
     def __init__(self, library: Any, frontier: Frontier, most: int):
@@ -154,19 +154,19 @@ class _Program:
         self.footprint = self._within(0, sum(self.demands))
         self.model.add_cumulative(self.intervals, self.demands, self.footprint)
 
-    def _kept(self, variable: Any) -> Any:
+    def _hinted(self, variable: Any) -> Any:
         self.variables.append(variable)
         return variable
 
     def _flag(self) -> Any:
-        return self._kept(self.model.new_bool_var(""))
+        return self._hinted(self.model.new_bool_var(""))
 
     def _within(self, low: int, high: int) -> Any:
-        return self._kept(self.model.new_int_var(low, high, ""))
+        return self._hinted(self.model.new_int_var(low, high, ""))
 
     def _among(self, events: Iterable[int]) -> Any:
         domain = self.library.Domain.from_values(sorted(set(events)))
-        return self._kept(self.model.new_int_var_from_domain(domain, ""))
+        return self._hinted(self.model.new_int_var_from_domain(domain, ""))
 
     def _at(self, number: int) -> Any:
         return self.model.new_constant(number)

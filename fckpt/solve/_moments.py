@@ -1,4 +1,4 @@
-"""Lazy moment generation: integer programs about a few moments, scheduled lazily; where that overflows, more moments.
+"""Lazy moment generation: integer programs about a few moments, scheduled lazy_order; where that overflows, more moments.
 
 What the program of some moments (`windows`) holds at them leads to a plan: what is missing is computed right before it
 is read. The plan is simulated, and where it overflows most there are moments as well. If it overflows nowhere, nothing
@@ -20,12 +20,12 @@ import numpy as np
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule, schedule_of
 from fckpt.solve._greedy import fit, smallest
-from fckpt.solve.core.rules import Order, Rules, ancestors, peak_of, profile_of, seconds_of, within
-from fckpt.solve.core.starts import saving
-from fckpt.solve.proofs.bounds import Moment, Problem, proven, single
-from fckpt.solve.proofs.program import Cut, Program
+from fckpt.solve.core.rules import Order, Rules, ancestors, peak_of, profile_of, seconds_of, within_budget
+from fckpt.solve.core.starts import save_everything_orders
+from fckpt.solve.proofs.bounds import Moment, Problem, proven_seconds, single_moments
+from fckpt.solve.proofs.moment_program import CuttingPlane, MomentProgram
 
-__all__ = ["Effort", "Round", "generated", "moments", "retained", "usual"]
+__all__ = ["ProgramEffort", "ProgramRound", "moment_orders", "moments", "program_rounds", "usual_effort"]
 
 ROWS, ROWS_PER_NODE = 9_500, 20
 """The most rows of all programs together that lead to plans: some seconds."""
@@ -37,7 +37,7 @@ NEAR = 0.02
 """A part of the graph, within which one moment stands for all."""
 
 
-class Effort(NamedTuple):
+class ProgramEffort(NamedTuple):
     """What programs may cost. Counts and not times, so that plans and bounds do not depend on the machine."""
 
     rows: int
@@ -62,81 +62,83 @@ def moments(graph: Graph, budget: int | None = None) -> Schedule:
         BudgetError: neither they nor the smallest plan of `greedy` fit.
     """
     rules = Rules(graph)
-    bases = saving(rules)
-    if budget is None or peak_of(rules, bases[0]) <= budget:
-        return schedule_of(graph, *bases[0])
-    orders = retained(rules, bases, budget, usual(graph))
+    starts = save_everything_orders(rules)
+    if budget is None or peak_of(rules, starts[0]) <= budget:
+        return schedule_of(graph, *starts[0])
+    orders = moment_orders(rules, starts, budget, usual_effort(graph))
     found = [plan for order in orders if (plan := fit(rules, order, budget)[0]) is not None]
     if not found:
         least = smallest(rules)
         found = [fit(rules, least, budget)[0] or least]
     best = min(found, key=lambda order: seconds_of(rules, order))
-    return within(graph, schedule_of(graph, *best), budget, "moments")
+    return within_budget(graph, schedule_of(graph, *best), budget, "moments")
 
 
-def usual(graph: Graph, factor: float = 1.0) -> Effort:
+def usual_effort(graph: Graph, factor: float = 1.0) -> ProgramEffort:
     """Returns what `moments` spends on a graph, or a multiple of it."""
-    return Effort(round(factor * min(ROWS, ROWS_PER_NODE * len(graph.nodes))))
+    return ProgramEffort(round(factor * min(ROWS, ROWS_PER_NODE * len(graph.nodes))))
 
 
-def retained(rules: Rules, bases: Sequence[Order], budget: int, effort: Effort) -> Iterator[Order]:
+def moment_orders(rules: Rules, starts: Sequence[Order], budget: int, effort: ProgramEffort) -> Iterator[Order]:
     """Yields plans round by round: the first respects the budget at one moment, later ones at more.
 
     The last one overflows nowhere, or the effort is spent, or no plan is faster for what is known.
 
     Args:
         rules: of the graph.
-        bases: plans that compute everything once. All first runs are in the order of that for which single moments
+        starts: plans that compute everything once. All first runs are in the order of that for which single moments
             prove the least time; the peak of an order says little about what it costs to come below it.
         budget: bytes.
         effort: what may be spent.
     """
-    problems = (Problem(rules.graph, base) for base in bases)
-    looked = ((problem, single(problem, budget)) for problem in problems)
-    problem, (_, look) = min(looked, key=lambda found: found[1].bound.seconds)
-    if look is not None:
-        yield from (found.plan for found in generated(problem, look.moment, budget, effort) if found.plan is not None)
+    problems = (Problem(rules.graph, first_runs) for first_runs in starts)
+    proved = ((problem, single_moments(problem, budget)) for problem in problems)
+    problem, (_, strongest) = min(proved, key=lambda found: found[1].bound.seconds)
+    if strongest is not None:
+        yield from (
+            found.plan for found in program_rounds(problem, strongest.moment, budget, effort) if found.plan is not None
+        )
 
 
-class Round(NamedTuple):
+class ProgramRound(NamedTuple):
     """What comes of one program."""
 
     seconds: float
     """Repetitions take so long at least, in every schedule that the program is about."""
     plan: Order | None
-    """What the program holds, scheduled lazily; None where it holds nothing that is known."""
+    """What the program holds, scheduled lazy_order; None where it holds nothing that is known."""
 
 
-def generated(problem: Problem, first: Moment, budget: int, effort: Effort) -> Iterator[Round]:
-    """Yields what comes of the first moment, then of more, and so on; see `retained`."""
-    chain, rows = _Chain(problem, budget), effort.rows
-    program: Program | None = chain.program([first.node])
+def program_rounds(problem: Problem, first: Moment, budget: int, effort: ProgramEffort) -> Iterator[ProgramRound]:
+    """Yields what comes of the first moment, then of more, and so on; see `moment_orders`."""
+    chain, rows = _MomentChain(problem, budget), effort.rows
+    program: MomentProgram | None = chain.program([first.node])
     while program is not None:
         rows -= program.rows
         answer = program.solve(effort.branches, effort.gap)
         plan, worst = (None, []) if answer.x is None else chain.planned(program, answer.x)
-        yield Round(proven(problem, answer, program.columns), plan)
+        yield ProgramRound(proven_seconds(problem, answer, program.columns), plan)
         program = (chain.best if effort.careful else chain.longer)(program, worst, rows)
 
 
-class _Chain:
+class _MomentChain:
     """Looks for moments."""
 
     def __init__(self, problem: Problem, budget: int):
         self.problem, self.budget = problem, budget
-        self.sequence = [*problem.base.forward, *problem.base.backward]
+        self.sequence = [*problem.first_runs.forward, *problem.first_runs.backward]
         self.place = {index: i for i, index in enumerate(self.sequence)}
         self.moments: dict[int, Moment] = {}
 
-    def planned(self, program: Program, x: np.ndarray) -> tuple[Order, list[int]]:
+    def planned(self, program: MomentProgram, x: np.ndarray) -> tuple[Order, list[int]]:
         """Returns the plan that holds what the columns `x` say, and the nodes where it overflows."""
         chain = [moment.node for moment in program.moments]
         held = [set(np.flatnonzero((row >= 0) & (x[np.maximum(row, 0)] > 0.5)).tolist()) for row in program.held]
         retention = dict(zip((self.place[index] for index in chain), held, strict=True))
-        plan, stages = lazily(self.problem.rules, self.problem.base, retention)
+        plan, stages = lazy_order(self.problem.rules, self.problem.first_runs, retention)
         return plan, self.overflow(plan, stages, chain)
 
-    def longer(self, program: Program, worst: Sequence[int], rows: int) -> Program | None:
+    def longer(self, program: MomentProgram, worst: Sequence[int], rows: int) -> MomentProgram | None:
         """Returns the program of as many moments more as `rows` allow."""
         chain = [moment.node for moment in program.moments]
         more: list[int] = []
@@ -144,23 +146,23 @@ class _Chain:
             if len(more) < MORE and all(self.ordered(index, other) for other in (*chain, *more)):
                 more.append(index)
         for count in range(len(more), 0, -1):
-            longer = self.program([*chain, *more[:count]], program.cuts)
+            longer = self.program([*chain, *more[:count]], program.planes)
             if longer.rows <= rows:
                 return longer
         return None
 
-    def best(self, program: Program, worst: Sequence[int], rows: int) -> Program | None:
+    def best(self, program: MomentProgram, worst: Sequence[int], rows: int) -> MomentProgram | None:
         """Returns the program with one moment more that promises most, without those that have no order with it."""
         chain = [moment.node for moment in program.moments]
         tries = [
-            self.program([*(other for other in chain if self.ordered(index, other)), index], program.cuts)
+            self.program([*(other for other in chain if self.ordered(index, other)), index], program.planes)
             for index in worst[:CANDIDATES]
         ]
-        return max((longer for longer in tries if longer.rows <= rows), key=Program.promise, default=None)
+        return max((longer for longer in tries if longer.rows <= rows), key=MomentProgram.promise, default=None)
 
-    def program(self, chain: Iterable[int], cuts: Iterable[Cut] = ()) -> Program:
+    def program(self, chain: Iterable[int], planes: Iterable[CuttingPlane] = ()) -> MomentProgram:
         ordered = sorted(chain, key=self.place.__getitem__)
-        return Program(self.problem, [self.moment(index) for index in ordered], self.budget, cuts)
+        return MomentProgram(self.problem, [self.moment(index) for index in ordered], self.budget, planes)
 
     def moment(self, index: int) -> Moment:
         if index not in self.moments:
@@ -187,24 +189,24 @@ class _Chain:
         return bool(self.moment(other).before[one] or self.moment(one).before[other])
 
 
-def lazily(rules: Rules, base: Order, held: Mapping[int, set[int]]) -> tuple[Order, list[int]]:
+def lazy_order(rules: Rules, first_runs: Order, held: Mapping[int, set[int]]) -> tuple[Order, list[int]]:
     """Returns the plan that computes right before it is read, or is to be held, what is not in memory.
 
     Args:
         rules: of the graph.
-        base: computes everything once.
-        held: by position in `base`, what stays in memory after it; after others everything does, and so does always
+        first_runs: computes everything once.
+        held: by position in `first_runs`, what stays in memory after it; after others everything does, and so does always
             what comes of nodes that never run twice.
 
     Returns:
-        The plan; and for each computation the position in `base` of the first run that it is, or is made for.
+        The plan; and for each computation the position in `first_runs` of the first run that it is, or is made for.
     """
-    graph, split = rules.graph, len(base.forward)
-    stays = {*rules.kept, *(v for n in graph.nodes if rules.pinned[n.id] for v in n.outputs)}
+    graph, split = rules.graph, len(first_runs.forward)
+    stays = {*rules.permanent, *(v for n in graph.nodes if rules.pinned[n.id] for v in n.outputs)}
     live, ran = {*graph.inputs}, set[int]()
     runs: list[int] = []
     stages: list[int] = []
-    for position, index in enumerate((*base.forward, *base.backward)):
+    for position, index in enumerate((*first_runs.forward, *first_runs.backward)):
         if position == split:
             live.update(graph.cotangents)
             live.difference_update(rules.unsaved)
@@ -219,9 +221,9 @@ def lazily(rules: Rules, base: Order, held: Mapping[int, set[int]]) -> tuple[Ord
         if position in held:
             live.intersection_update({*held[position], *stays, *node.inputs, *node.outputs})
     boundary = sum(stage < split for stage in stages)
-    kept = _used(rules, runs, boundary)
-    forward = [runs[i] for i in kept if i < boundary]
-    return Order(forward, [runs[i] for i in kept if i >= boundary]), [stages[i] for i in kept]
+    used = _used(rules, runs, boundary)
+    forward = [runs[i] for i in used if i < boundary]
+    return Order(forward, [runs[i] for i in used if i >= boundary]), [stages[i] for i in used]
 
 
 def _used(rules: Rules, runs: Sequence[int], boundary: int) -> list[int]:

@@ -15,7 +15,7 @@ fewer bytes in the largest segment never need fewer in checkpoints. Ties go to t
     paper                              here
     cost of a vertex                   `nbytes`
     max term (their code)              `limit`
-    accessibility graph                the `window` in `_along`
+    accessibility graph                the `reachable` in `_along`
     GC cost                            the bytes of `chosen`
 
 Their graphs are those of modules, with one input and one output; they come from the text of TorchScript or are written
@@ -47,8 +47,8 @@ import numpy as np
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule, schedule_of
 from fckpt.solve.chains.division_tree import Edge, Part, divide
-from fckpt.solve.chains.tensors import Vertex, vertices_of
-from fckpt.solve.core.rules import Rules, replay, within
+from fckpt.solve.chains.tensors import TensorVertex, tensor_graph
+from fckpt.solve.core.rules import Rules, replay, within_budget
 
 __all__ = ["Checkpoints", "best_checkpoints", "between_ends", "ogc"]
 
@@ -78,20 +78,20 @@ def ogc(graph: Graph, budget: int | None = None) -> Schedule:
         BudgetError: the plan does not fit.
     """
     rules = Rules(graph)
-    vertices, edges = between_ends(graph, vertices_of(rules))
+    vertices, edges = between_ends(graph, tensor_graph(rules))
     nbytes = [_tensor_nbytes(graph, vertex) for vertex in vertices]
     saved: list[int] = []
     if vertices:
         best = best_checkpoints([0, *nbytes, 0], edges)
         saved = [v for i in best.chosen for v in vertices[i - 1].values]
-    return within(graph, schedule_of(graph, *replay(rules, saved)), budget, "ogc")
+    return within_budget(graph, schedule_of(graph, *replay(rules, saved)), budget, "ogc")
 
 
-def _tensor_nbytes(graph: Graph, vertex: Vertex) -> int:
+def _tensor_nbytes(graph: Graph, vertex: TensorVertex) -> int:
     return sum(graph.values[v].nbytes for v in vertex.values if v not in graph.outputs)
 
 
-def between_ends(graph: Graph, vertices: list[Vertex]) -> tuple[list[Vertex], list[Edge]]:
+def between_ends(graph: Graph, vertices: list[TensorVertex]) -> tuple[list[TensorVertex], list[Edge]]:
     """Returns the vertices on the way from the data to the ends, and the edges.
 
     In the edges 0 is the source, the vertices are numbered from 1, and the target comes last.
@@ -110,12 +110,12 @@ def between_ends(graph: Graph, vertices: list[Vertex]) -> tuple[list[Vertex], li
     depends = inputs[data].any(axis=0)
     last = np.flatnonzero(depends & (below.sum(axis=1) == 1))
     ends = last[_covering(below[:, last].T, weight * depends)].tolist()
-    kept = np.flatnonzero(below[:, ends].any(axis=1) & depends).tolist()
-    number = {i: k for k, i in enumerate(kept, start=1)}
+    inside = np.flatnonzero(below[:, ends].any(axis=1) & depends).tolist()
+    number = {i: k for k, i in enumerate(inside, start=1)}
     first = {i for k, mine in enumerate(users.values()) if k in data for i in mine}
-    edges = {(number[j], number[i]) for i in kept for j in vertices[i].reads if j in number}
-    edges |= {(0, number[i]) for i in kept if i in first} | {(number[i], len(kept) + 1) for i in ends}
-    return [vertices[i] for i in kept], sorted(edges)
+    edges = {(number[j], number[i]) for i in inside for j in vertices[i].reads if j in number}
+    edges |= {(0, number[i]) for i in inside if i in first} | {(number[i], len(inside) + 1) for i in ends}
+    return [vertices[i] for i in inside], sorted(edges)
 
 
 def _covering(rows: np.ndarray, weight: np.ndarray) -> list[int]:
@@ -136,7 +136,7 @@ def best_checkpoints(nbytes: Sequence[int], edges: Sequence[Edge]) -> Checkpoint
     """Returns the checkpoints for which their bytes plus the interior of the largest segment are fewest.
 
     Args:
-        nbytes: by vertex. Vertex 0 is the source, the last one the target, and every one lies on a path between them.
+        nbytes: by vertex. TensorVertex 0 is the source, the last one the target, and every one lies on a path between them.
         edges: from lower to higher vertices.
     """
     tree = divide(nbytes, edges)
@@ -201,21 +201,21 @@ def _along(part: Part, limit: int, nbytes: Sequence[int], within: dict[int, list
     """
     cuts, before = _cuts(part), _before(part, nbytes)
     spent, came = [0], [0]
-    window: deque[int] = deque()  # cuts from which a segment may come, the cheapest first
+    reachable: deque[int] = deque()  # cuts from which a segment may come, the cheapest first
     for k in range(1, len(cuts)):
         own = nbytes[cuts[k]]
         if k - 1 in within:  # only from its other end
-            window.clear()
+            reachable.clear()
             came.append(k - 1)
             spent.append(spent[-1] + own + sum(nbytes[v] for v in within[k - 1]))
             continue
-        while window and spent[window[-1]] >= spent[k - 1]:
-            window.pop()
-        window.append(k - 1)
-        while before[k] - own - before[window[0]] > limit:
-            window.popleft()
-        came.append(window[0])
-        spent.append(spent[window[0]] + own)
+        while reachable and spent[reachable[-1]] >= spent[k - 1]:
+            reachable.pop()
+        reachable.append(k - 1)
+        while before[k] - own - before[reachable[0]] > limit:
+            reachable.popleft()
+        came.append(reachable[0])
+        spent.append(spent[reachable[0]] + own)
     chosen = [v for inside in within.values() for v in inside]
     k = came[-1]
     while k:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule
-from fckpt.solve.core.rules import from_saved, within
+from fckpt.solve.core.rules import from_saved, within_budget
 
 __all__ = ["policy"]
 
@@ -23,4 +23,4 @@ def policy(graph: Graph, budget: int | None = None) -> Schedule:
     """
     made = [graph.values[v] for node in graph.nodes[: graph.boundary] for v in node.outputs]
     saved = [value.id for value in made if value.decision in SAVED]
-    return within(graph, from_saved(graph, saved), budget, "policy")
+    return within_budget(graph, from_saved(graph, saved), budget, "policy")

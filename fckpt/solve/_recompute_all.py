@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule
-from fckpt.solve.core.rules import from_saved, within
+from fckpt.solve.core.rules import from_saved, within_budget
 
 __all__ = ["recompute_all"]
 
@@ -20,4 +20,4 @@ def recompute_all(graph: Graph, budget: int | None = None) -> Schedule:
     Raises:
         BudgetError: it needs more than `budget` bytes.
     """
-    return within(graph, from_saved(graph, ()), budget, "recompute_all")
+    return within_budget(graph, from_saved(graph, ()), budget, "recompute_all")

@@ -29,7 +29,7 @@ from fckpt.solve.chains.stages import Stages, Step
 from fckpt.solve.core.rules import Order, Rules, fastest
 from fckpt.solve.core.starts import backward_orders
 
-__all__ = ["binomial", "revolve", "seeds"]
+__all__ = ["binomial", "binomial_orders", "revolve"]
 
 POINTS = 24
 """How many numbers of snapshots are tried, at most."""
@@ -45,10 +45,10 @@ def revolve(graph: Graph, budget: int | None = None) -> Schedule:
     Raises:
         BudgetError: no number of snapshots leads to a peak that fits.
     """
-    return fastest(rules := Rules(graph), seeds(rules), budget, "revolve")
+    return fastest(rules := Rules(graph), binomial_orders(rules), budget, "revolve")
 
 
-def seeds(rules: Rules) -> Iterator[Order]:
+def binomial_orders(rules: Rules) -> Iterator[Order]:
     """Yields binomial schedules, from one snapshot to one for each stage."""
     stages = Stages(rules, backward_orders(rules)[-1])
     length = len(stages)

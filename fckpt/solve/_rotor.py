@@ -251,7 +251,7 @@ def curves(rules: Rules) -> list[Curve]:
     """Returns the plans of a few tables: for chains of several grains, down to low limits and where nothing binds."""
     found: list[Curve] = []
     order = backward_orders(rules)[-1]
-    choices = [_kept(rules.graph, cheapest(rules, price)) for price in PRICES]
+    choices = [_saved_by(rules.graph, cheapest(rules, price)) for price in PRICES]
     lengths: set[int] = set()
     for grain in GRAINS:
         stages = Stages(rules, order, grain - 1, choices)
@@ -275,11 +275,11 @@ def _plain_nbytes(costs: Costs, slots: int) -> int:
     return -(-(held + most) * slots // (slots - len(whole) - 1))
 
 
-def _kept(graph: Graph, order: Order) -> set[int]:
+def _saved_by(graph: Graph, order: Order) -> set[int]:
     """The values that a plan keeps for its backward pass."""
     made: set[int] = set()
-    kept: set[int] = set()
+    saved: set[int] = set()
     for index in order.backward:
-        kept.update(v for v in graph.nodes[index].inputs if v not in made)
+        saved.update(v for v in graph.nodes[index].inputs if v not in made)
         made.update(graph.nodes[index].outputs)
-    return kept
+    return saved

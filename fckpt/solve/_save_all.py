@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule
-from fckpt.solve.core.rules import from_saved, within
+from fckpt.solve.core.rules import from_saved, within_budget
 
 __all__ = ["save_all"]
 
@@ -19,4 +19,4 @@ def save_all(graph: Graph, budget: int | None = None) -> Schedule:
         BudgetError: it needs more than `budget` bytes.
     """
     saved = [v for node in graph.nodes[: graph.boundary] for v in node.outputs]
-    return within(graph, from_saved(graph, saved), budget, "save_all")
+    return within_budget(graph, from_saved(graph, saved), budget, "save_all")

@@ -32,10 +32,10 @@ import numpy as np
 
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule
-from fckpt.solve.core.bisection import fitted
+from fckpt.solve.core.bisection import bisected
 from fckpt.solve.core.rules import Order, Rules, seconds_of
 from fckpt.solve.core.starts import save_everything
-from fckpt.solve.repair.editable import Tape
+from fckpt.solve.repair.editable import EditableSchedule
 from fckpt.solve.repair.repair import Gaps
 
 __all__ = ["xla"]
@@ -55,7 +55,7 @@ def xla(graph: Graph, budget: int | None = None) -> Schedule:
         BudgetError: it cannot reduce the peak so far.
     """
     rules = Rules(graph)
-    return fitted(rules, lambda limit: _faster(rules, limit), budget, "xla")
+    return bisected(rules, lambda limit: _faster(rules, limit), budget, "xla")
 
 
 def _faster(rules: Rules, limit: int | None) -> Order | None:
@@ -71,7 +71,7 @@ class _Block(NamedTuple):
 
     cost: int
     start: int
-    moments: list[int]
+    runs: list[int]
 
 
 class _Pass:
@@ -79,8 +79,8 @@ class _Pass:
 
     def __init__(self, rules: Rules, order: Order, limit: int):
         self.rules, self.limit = rules, limit
-        self.tape = Tape(rules, order)
-        self.gaps = Gaps(self.tape)
+        self.schedule = EditableSchedule(rules, order)
+        self.gaps = Gaps(self.schedule)
         self.moved: set[int] = set()
         """Moments that took the place of others."""
         self.fixed: set[int] = set()
@@ -89,21 +89,21 @@ class _Pass:
     def walk(self) -> Order | None:
         """Brings one point after the other under the limit."""
         position = 0
-        while (over := self.tape.memory[position:] > self.limit).any():
+        while (over := self.schedule.profile[position:] > self.limit).any():
             position += int(over.argmax())
             if not self.attack(position):
                 return None
         # What lived on for what runs again may have raised points that had been passed.
-        return self.tape.order() if self.tape.memory.max(initial=0) <= self.limit else None
+        return self.schedule.order() if self.schedule.profile.max(initial=0) <= self.limit else None
 
     def climb(self) -> Order | None:
         """Brings the highest point down until it is under the limit."""
-        while self.tape.memory.max(initial=0) > self.limit:
-            known = len(self.tape.node)
-            if not self.attack(int(self.tape.memory.argmax())):
+        while self.schedule.profile.max(initial=0) > self.limit:
+            known = len(self.schedule.node)
+            if not self.attack(int(self.schedule.profile.argmax())):
                 return None
-            self.fixed.update(range(known, len(self.tape.node)))
-        return self.tape.order()
+            self.fixed.update(range(known, len(self.schedule.node)))
+        return self.schedule.order()
 
     def attack(self, position: int) -> bool:
         """Runs the best block before `position` again behind it; returns whether that took bytes off it."""
@@ -111,32 +111,30 @@ class _Pass:
         while size <= BLOCK:
             block = self.best(position, least, size)
             if block is not None:
-                before = int(self.tape.memory[position])
-                self.repeat(block.moments, position)
-                return bool(self.tape.memory[position] < before)
+                before = int(self.schedule.profile[position])
+                self.repeat(block.runs, position)
+                return bool(self.schedule.profile[position] < before)
             least, size = size + 1, 2 * size
         return False
 
     def best(self, position: int, least: int, most: int) -> _Block | None:
         """The block of `least` to `most` computations before `position` with the least cost."""
-        tape = self.tape
-        moments = [m for m in tape.at[:position].tolist() if tape.node[m] >= 0]
+        schedule = self.schedule
+        runs = [r for r in schedule.at[:position].tolist() if schedule.node[r] >= 0]
         live, movable = self.live(position)
-        nbytes = np.array([live.get(m, 0) for m in moments], dtype=np.int64)
-        barred = np.array([m in self.fixed or self.rules.pinned[tape.node[m]] for m in moments], dtype=np.int64)
+        nbytes = np.array([live.get(r, 0) for r in runs], dtype=np.int64)
+        barred = np.array([r in self.fixed or self.rules.pinned[schedule.node[r]] for r in runs], dtype=np.int64)
         sums, bars = (np.concatenate([[0], np.cumsum(a)]) for a in (nbytes, barred))
         hopes: list[tuple[int, int, int]] = []  # no block costs less than its live bytes say
-        for size in range(least, min(most, len(moments)) + 1):
+        for size in range(least, min(most, len(runs)) + 1):
             bound = sums[size:] - sums[:-size]
             starts = np.flatnonzero((bound > 0) & (bars[size:] == bars[:-size])).tolist()
-            hopes += [
-                (0 if size == 1 and moments[i] in movable else self.limit // int(bound[i]), i, size) for i in starts
-            ]
+            hopes += [(0 if size == 1 and runs[i] in movable else self.limit // int(bound[i]), i, size) for i in starts]
         found: _Block | None = None
         for hope, start, size in sorted(hopes):
             if found is not None and (hope, start) >= found[:2]:
                 break
-            block = moments[start : start + size]
+            block = runs[start : start + size]
             reduced = self.reduced(block, live, position)
             if reduced > 0:
                 cost = hope if hope == 0 else self.limit // reduced
@@ -145,68 +143,68 @@ class _Pass:
         return found
 
     def live(self, position: int) -> tuple[dict[int, int], set[int]]:
-        """By moment: the bytes that it made and that lie idle at `position`. And moments of which nothing was read."""
-        tape = self.tape
+        """By run: the bytes that it made and that lie idle at `position`. And runs of which nothing was read."""
+        schedule = self.schedule
         nbytes: dict[int, int] = {}
         read: set[int] = set()
-        for row in self.gaps.crossing(position).tolist():
+        for row in self.gaps.rows_around(position).tolist():
             value, first = int(self.gaps.value[row]), int(self.gaps.first[row])
             maker = first
-            if not tape.makes(first, value):
-                runs = tape.runs[tape.producer[value] or 0]
-                maker = runs[bisect_left(runs, position, key=tape.places.__getitem__) - 1]
+            if not schedule.makes(first, value):
+                runs = schedule.runs[schedule.producer[value] or 0]
+                maker = runs[bisect_left(runs, position, key=schedule.places.__getitem__) - 1]
                 read.add(maker)
-            nbytes[maker] = nbytes.get(maker, 0) + tape.nbytes[value]
-        return nbytes, {m for m in nbytes if m not in read and self.is_unread(m, position)}
+            nbytes[maker] = nbytes.get(maker, 0) + schedule.nbytes[value]
+        return nbytes, {r for r in nbytes if r not in read and self.is_unread(r, position)}
 
-    def is_unread(self, moment: int, position: int) -> bool:
-        tape = self.tape
-        outputs = self.rules.graph.nodes[tape.node[moment]].outputs
-        return all(tape.index(v, position + 1) - tape.index(v, tape.places[moment]) == 1 for v in outputs)
+    def is_unread(self, run: int, position: int) -> bool:
+        schedule = self.schedule
+        outputs = self.rules.graph.nodes[schedule.node[run]].outputs
+        return all(schedule.index(v, position + 1) - schedule.index(v, schedule.places[run]) == 1 for v in outputs)
 
     def reduced(self, block: list[int], live: dict[int, int], position: int) -> int:
         """The bytes that go at `position` if `block` runs again behind it; 0 if it may not."""
-        tape, graph = self.tape, self.rules.graph
-        nodes = [tape.node[m] for m in block]
+        schedule, graph = self.schedule, self.rules.graph
+        nodes = [schedule.node[r] for r in block]
         mine = {v for index in nodes for v in graph.nodes[index].outputs}
-        uses = [m for index in nodes if (m := self.next_use(index, position)) is not None]
-        target = min(tape.places[m] for m in uses)
-        reduced = sum(live.get(m, 0) for m in block)
+        uses = [r for index in nodes if (r := self.next_use(index, position)) is not None]
+        target = min(schedule.places[r] for r in uses)
+        reduced = sum(live.get(r, 0) for r in block)
         for value in {v for index in nodes for v in graph.nodes[index].inputs}.difference(mine):
-            if tape.is_live(value, target):
+            if schedule.is_live(value, target):
                 continue
-            i = tape.index(value, target)
-            end = tape.places[tape.events[value][i - 1]] if i else -1  # where its last copy goes
-            if end < 0 or (value in self.rules.unsaved and end < tape.split <= target):
+            i = schedule.index(value, target)
+            end = schedule.places[schedule.events[value][i - 1]] if i else -1  # where its last copy goes
+            if end < 0 or (value in self.rules.unsaved and end < schedule.split <= target):
                 return 0
             if end < position:
-                reduced -= tape.nbytes[value]
+                reduced -= schedule.nbytes[value]
         return reduced
 
     def next_use(self, index: int, position: int) -> int | None:
-        """The first moment behind `position` that reads what node `index` made before it."""
-        tape = self.tape
+        """The first run behind `position` that reads what node `index` made before it."""
+        schedule = self.schedule
         found = []
         for value in self.rules.graph.nodes[index].outputs:
-            events = tape.events[value]
-            i = tape.index(value, position + 1)
-            if i < len(events) and not tape.makes(events[i], value):
+            events = schedule.events[value]
+            i = schedule.index(value, position + 1)
+            if i < len(events) and not schedule.makes(events[i], value):
                 found.append(events[i])
-        return min(found, key=lambda m: tape.places[m], default=None)
+        return min(found, key=lambda r: schedule.places[r], default=None)
 
     def repeat(self, block: list[int], position: int) -> None:
         """Runs `block` again, each computation before the first use of its results behind `position`."""
-        tape = self.tape
+        schedule = self.schedule
         changed: set[int] = set()
-        for moment in reversed(block):
-            index = tape.node[moment]
+        for run in reversed(block):
+            index = schedule.node[run]
             use = self.next_use(index, position)
             if use is None:
                 continue
-            new = tape.insert([index], use)[0]
-            changed.update(tape.touched([index]))
-            for useless in tape.useless(self.rules.graph.nodes[index].outputs, tape.places[new]):
-                changed.update(tape.touched(tape.remove(useless)))
-            if tape.node[moment] < 0:
-                (self.fixed if moment in self.moved else self.moved).add(new)
+            new = schedule.insert([index], use)[0]
+            changed.update(schedule.touched([index]))
+            for useless in schedule.useless(self.rules.graph.nodes[index].outputs, schedule.places[new]):
+                changed.update(schedule.touched(schedule.remove(useless)))
+            if schedule.node[run] < 0:
+                (self.fixed if run in self.moved else self.moved).add(new)
         self.gaps.refresh(sorted(changed))

@@ -10,7 +10,7 @@ are alike, and a plan of one is a plan of all.
     what later stages read, or earlier ones in backward       outputs
     cotangents, and what later stages leave in backward       cotangents, which are there to the end
     gradients, and what earlier stages read of its backward   gradients
-    what runs between its two passes                          a node that needs so many bytes (`amid`)
+    what runs between its two passes                          a node that needs so many bytes (`with_rest`)
 
 Layers that are planned once are those of X. Zhao et al., "Rockmate", 2023,
 https://proceedings.mlr.press/v202/zhao23b.html. Blocks lie between single tensors there; here any set of values may
@@ -31,10 +31,10 @@ import numpy as np
 
 from fckpt.graph.graph import Graph, Node, Value
 from fckpt.solve.chains.stages import Stages
-from fckpt.solve.core.cuts import Crossing
+from fckpt.solve.core.cuts import CutPoints
 from fckpt.solve.core.rules import Order, Rules
 
-__all__ = ["Block", "Repeat", "amid", "cut_out", "places", "repeats", "without_rest"]
+__all__ = ["Block", "Repeat", "cut_out", "cut_positions", "repeats", "with_rest", "without_rest"]
 
 LONGEST = 2048
 """Operations of the longest period that is looked for."""
@@ -90,7 +90,7 @@ def _longest(labels: np.ndarray) -> Repeat | None:
     return found
 
 
-def places(rules: Rules, forward: Sequence[int], most: int) -> list[int]:
+def cut_positions(rules: Rules, forward: Sequence[int], most: int) -> list[int]:
     """Returns at most `most` places to cut a forward pass: once a period of it, or else where little is live.
 
     Args:
@@ -99,31 +99,31 @@ def places(rules: Rules, forward: Sequence[int], most: int) -> list[int]:
         most: how many. Where there are more periods, several of them stay together.
 
     Returns:
-        Places as in `Crossing`, in order.
+        Places as in `CutPoints`, in order.
     """
-    crossing = Crossing(rules, forward)
+    points = CutPoints(rules, forward)
     found = repeats([_label(rules, index) for index in forward], most)  # each makes a cut at least
     if not found or sum(repeat.end - repeat.first for repeat in found) < COVERED * len(forward):
-        return crossing.low(most)
+        return points.low(most)
     longest = max(repeat.period for repeat in found)
     step = 1
     while True:
-        cuts = sorted(cut for repeat in found for cut in _cuts(crossing, repeat, step))
-        cuts = _refined(crossing, cuts, step * longest)
+        cuts = sorted(cut for repeat in found for cut in _cuts(points, repeat, step))
+        cuts = _refined(points, cuts, step * longest)
         if len(cuts) <= most:
             return cuts
         step += 1
 
 
-def _refined(crossing: Crossing, cuts: list[int], length: int) -> list[int]:
+def _refined(points: CutPoints, cuts: list[int], length: int) -> list[int]:
     """Cuts stages of more than one and a half times `length` again, where the least is live."""
-    stack = [*pairwise([-1, *cuts, crossing.length - 1])]
+    stack = [*pairwise([-1, *cuts, points.length - 1])]
     found = [*cuts]
     while stack:
         low, high = stack.pop()
         if 2 * (high - low) > 3 * length:
             margin = length // 4 + 1
-            middle = low + margin + int(crossing.live[low + margin : high - margin + 1].argmin())
+            middle = low + margin + int(points.live[low + margin : high - margin + 1].argmin())
             found.append(middle)
             stack += [(low, middle), (middle, high)]
     return sorted(found)
@@ -136,12 +136,12 @@ def _label(rules: Rules, index: int) -> Hashable:
     return (node.op, *read, None, *made)
 
 
-def _cuts(crossing: Crossing, repeat: Repeat, step: int) -> list[int]:
+def _cuts(points: CutPoints, repeat: Repeat, step: int) -> list[int]:
     """Returns a place in every `step`th period of a stretch, the same in all."""
-    live = crossing.live[repeat.first : repeat.end].reshape(repeat.times, repeat.period)[:-1].sum(axis=0)
+    live = points.live[repeat.first : repeat.end].reshape(repeat.times, repeat.period)[:-1].sum(axis=0)
     shift = repeat.period - 1 - int(live[::-1].argmin())  # the last of the best
     cuts = range(repeat.first + shift, repeat.end, step * repeat.period)
-    return [cut for cut in cuts if cut < crossing.length - 1]
+    return [cut for cut in cuts if cut < points.length - 1]
 
 
 class Block(NamedTuple):
@@ -201,14 +201,14 @@ def cut_out(stages: Stages, stage: int) -> Block:
         inputs=renumbered(v for v in outside if v not in arrives),
         cotangents=renumbered(v for v in outside if v in arrives),
         outputs=tuple(sorted(renumbered(onward | fixed | stages.awaited(stage)))),
-        gradients=tuple(sorted(renumbered(makes & (rules.kept | after)))),
+        gradients=tuple(sorted(renumbered(makes & (rules.permanent | after)))),
         boundary=len(stages.forward[stage]),
     )
-    edges = (onward, stages.awaited(stage), fixed, after.intersection(outside), rules.kept.intersection(outside))
+    edges = (onward, stages.awaited(stage), fixed, after.intersection(outside), rules.permanent.intersection(outside))
     return Block(block, indices, tuple(tuple(sorted(renumbered(values))) for values in edges))
 
 
-def amid(block: Graph, nbytes: int) -> Graph:
+def with_rest(block: Graph, nbytes: int) -> Graph:
     """Returns a block with one more node between its passes, which needs `nbytes` while it runs."""
     boundary = block.boundary
     rest = Node(boundary, "rest", (), (), once=True, temporary_nbytes=nbytes)
@@ -220,6 +220,6 @@ def amid(block: Graph, nbytes: int) -> Graph:
 
 
 def without_rest(block: Graph, plan: Order) -> Order:
-    """Returns a plan of what `amid` made of a block, as a plan of the block."""
+    """Returns a plan of what `with_rest` made of a block, as a plan of the block."""
     forward, backward = ([i - (i > block.boundary) for i in part if i != block.boundary] for part in plan)
     return Order(forward, backward)

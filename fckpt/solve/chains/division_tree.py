@@ -65,7 +65,7 @@ def divide(nbytes: Sequence[int], edges: Iterable[Edge]) -> Part:
     """Returns the division tree of a graph.
 
     Args:
-        nbytes: by vertex. Vertex 0 is the source, the last one the target, and every one lies on a path between them.
+        nbytes: by vertex. TensorVertex 0 is the source, the last one the target, and every one lies on a path between them.
         edges: from lower to higher vertices.
     """
     return _part(nbytes, Piece(0, len(nbytes) - 1, sorted(edges)), "")

@@ -10,7 +10,7 @@ leaves out what nothing reads, and leaves the rest to `schedule_of`, which frees
 steps, the order is legal; what it holds is what the steps said, or less.
 
     Beaumont et al. 2019, Griewank & Walther 2000     here
-    F with nothing kept, F_ck, F_all, B               Step: "none", "checkpoint", "all", "backward"
+    F with nothing permanent, F_ck, F_all, B               Step: "none", "checkpoint", "all", "backward"
     x_s                                               Costs.beside[:, s]: what crosses into stage s
     x-bar, u_F, u_B of F_all and B                    Option, by stage: there are several ways to save a stage
     delta_t, the gradients' cotangents                Costs.arriving[t]: what is held when backward comes to stage t
@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from fckpt.solve.core.cuts import Crossing
+from fckpt.solve.core.cuts import CutPoints
 from fckpt.solve.core.rules import Order, Rules, ancestors
 from fckpt.solve.core.starts import save_everything
 
@@ -93,20 +93,20 @@ class Stages:
 
         Args:
             rules: of the graph.
-            order: the nodes of the backward pass; None for the recorded order. Within a stage it is kept.
-            cuts: how many there may be, where little is live; or at which places, as in `Crossing`.
+            order: the nodes of the backward pass; None for the recorded order. Within a stage it is permanent.
+            cuts: how many there may be, where little is live; or at which places, as in `CutPoints`.
             choices: sets of values to save where a stage is saved; what its backward reads besides is computed again
                 within it. A stage has an option for each, after the one that saves all that its backward reads.
         """
         graph = self.graph = rules.graph
         self.rules = rules
         whole = self.whole = save_everything(rules, order)
-        crossing = Crossing(rules, whole.forward)
-        ends = [*(crossing.low(cuts) if isinstance(cuts, int) else cuts), len(whole.forward) - 1]
+        points = CutPoints(rules, whole.forward)
+        ends = [*(points.low(cuts) if isinstance(cuts, int) else cuts), len(whole.forward) - 1]
         self.forward = [whole.forward[a + 1 : b + 1] for a, b in pairwise([-1, *ends])]
         """By stage: its nodes of the forward pass."""
         outputs = [(v, i) for i, part in enumerate(self.forward) for j in part for v in graph.nodes[j].outputs]
-        self.fixed = {v for v, _ in outputs if v in crossing.fixed}
+        self.fixed = {v for v, _ in outputs if v in points.fixed}
         """Values of the forward pass that are there to the end once they are made, whatever the plan."""
         self.made = {v: i for v, i in outputs if v not in self.fixed}
         """By value of the forward pass, unless it is fixed: the stage that makes it."""
@@ -166,11 +166,11 @@ class Stages:
         return [part[::-1] for part in found]
 
     def _arriving(self) -> list[set[int]]:
-        graph, kept = self.graph, self.rules.kept
+        graph, permanent = self.graph, self.rules.permanent
         home = self.made | {v: i for i, part in enumerate(self.backward) for j in part for v in graph.nodes[j].outputs}
         found: list[set[int]] = [set(graph.cotangents) for _ in self.forward]
         for value, i in home.items():
-            end = 0 if value in kept else self.end.get(value, i)
+            end = 0 if value in permanent else self.end.get(value, i)
             for stage in range(end, i):
                 found[stage].add(value)
         return found
@@ -305,7 +305,7 @@ class Stages:
 
         What is made several times goes with its last use before it is made again.
         """
-        graph, kept, nbytes = self.graph, self.rules.kept, self.rules.nbytes
+        graph, permanent, nbytes = self.graph, self.rules.permanent, self.rules.nbytes
         ends: list[list[int]] = []
         """By place, from the last: what is read or made there, and not read later before it is made again."""
         wanted = set(stays)
@@ -320,7 +320,7 @@ class Stages:
             node = graph.nodes[index]
             new = [v for v in node.outputs if v not in live and v not in self.fixed]
             live.update(new)
-            gone = {v for v in ends.pop() if v in live and v not in kept}
+            gone = {v for v in ends.pop() if v in live and v not in permanent}
             over = node.overwritten(gone) if new and node.overwrites else None
             saved = 0 if over is None else nbytes[over]
             peak = max(peak, held + self._nbytes(node.outputs) + node.temporary_nbytes - saved)
@@ -347,14 +347,14 @@ class Stages:
     def must(self) -> set[int]:
         """Nodes that run once whatever is read."""
         nodes, rules = self.graph.nodes, self.rules
-        ends = (i for i in rules.backward if nodes[i].random or not rules.kept.isdisjoint(nodes[i].outputs))
+        ends = (i for i in rules.backward if nodes[i].random or not rules.permanent.isdisjoint(nodes[i].outputs))
         return {*rules.forward_roots, *ends}
 
     @functools.cached_property
     def repeated(self) -> list[list[int]]:
         """By node: the results for which it may run again."""
-        pinned, kept = self.rules.pinned, self.rules.kept
-        return [[] if pinned[n.id] else [v for v in n.outputs if v not in kept] for n in self.graph.nodes]
+        pinned, permanent = self.rules.pinned, self.rules.permanent
+        return [[] if pinned[n.id] else [v for v in n.outputs if v not in permanent] for n in self.graph.nodes]
 
     def _fetched(self, backward: list[int]) -> list[int]:
         """Adds to the backward pass what makes again the values that must not be saved, where it reads them."""

@@ -17,10 +17,10 @@ from fckpt.graph.graph import Graph, Node
 from fckpt.solve.core.rules import Rules, ancestors
 from fckpt.solve.core.starts import save_everything
 
-__all__ = ["Vertex", "vertices_of"]
+__all__ = ["TensorVertex", "tensor_graph"]
 
 
-class Vertex(NamedTuple):
+class TensorVertex(NamedTuple):
     """Operations that run as one, and what is left of them."""
 
     nodes: tuple[int, ...]
@@ -35,7 +35,7 @@ class Vertex(NamedTuple):
     """What backward operations alone read: statistics, indices."""
 
 
-def vertices_of(rules: Rules) -> list[Vertex]:
+def tensor_graph(rules: Rules) -> list[TensorVertex]:
     """Returns the part of the forward pass that the backward pass depends on, in order."""
     graph = rules.graph
     made = [v for node in graph.nodes[: graph.boundary] for v in node.outputs]
@@ -69,7 +69,7 @@ def _homes(rules: Rules, nodes: list[int], readers: dict[int, set[int]], wanted:
 
 def _vertex(
     graph: Graph, group: list[int], place: dict[int, int], readers: dict[int, set[int]], wanted: set[int]
-) -> Vertex:
+) -> TensorVertex:
     operands = dict.fromkeys(v for i in group for v in _operands(graph.nodes[i]))
     mine = set(group)
     reads = {place[p] for v in operands if (p := graph.values[v].producer) is not None and p not in mine}
@@ -77,7 +77,7 @@ def _vertex(
     values = tuple(v for v in last if v in readers) or last
     late = tuple(v for i in group for v in graph.nodes[i].outputs if v in wanted and v not in values)
     held = tuple(v for v in operands if v in graph.held)
-    return Vertex(tuple(group), tuple(sorted(reads)), held, values, late)
+    return TensorVertex(tuple(group), tuple(sorted(reads)), held, values, late)
 
 
 def _operands(node: Node) -> tuple[int, ...]:

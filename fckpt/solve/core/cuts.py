@@ -16,17 +16,17 @@ import numpy as np
 
 from fckpt.solve.core.rules import Rules
 
-__all__ = ["Crossing"]
+__all__ = ["CutPoints"]
 
 
-class Crossing:
+class CutPoints:
     """Which values the forward pass reads across each of its places; place i lies right after its i-th node."""
 
     def __init__(self, rules: Rules, forward: Sequence[int]):
         graph = self.graph = rules.graph
         self.nodes = forward
         self.length = len(forward)
-        self.fixed = rules.kept.union(v for n in graph.nodes if rules.pinned[n.id] for v in n.outputs)
+        self.fixed = rules.permanent.union(v for n in graph.nodes if rules.pinned[n.id] for v in n.outputs)
         """Values that are there throughout once they are made, whatever the plan."""
         place = {index: i for i, index in enumerate(forward)}
         self.spans: list[tuple[int, int, int]] = []
@@ -37,14 +37,14 @@ class Crossing:
                 if last > i and value not in self.fixed:
                     self.spans.append((i, last, value))
         nbytes = [graph.values[value].nbytes for _, _, value in self.spans]
-        self.live = self._across(nbytes)
+        self.live = self._totals(nbytes)
         """By place: the bytes that cross it."""
-        self.count = self._across([1] * len(self.spans))
+        self.count = self._totals([1] * len(self.spans))
         """By place: how many values do."""
         self.made = np.cumsum([sum(graph.values[v].nbytes for v in graph.nodes[i].outputs) for i in forward])
         """By place: the bytes that have been made before it."""
 
-    def _across(self, weights: Sequence[int]) -> np.ndarray:
+    def _totals(self, weights: Sequence[int]) -> np.ndarray:
         """Returns, by place, the weight of what crosses it; `weights` are by span."""
         change = np.zeros(self.length + 1, dtype=np.int64)
         for (first, last, _), weight in zip(self.spans, weights, strict=True):
@@ -60,7 +60,7 @@ class Crossing:
         graph = self.graph
         read = [any(graph.nodes[c].backward for c in graph.consumers[value]) for _, _, value in self.spans]
         pairs = zip(self.spans, read, strict=True)
-        live = self._across([graph.values[value].nbytes * (1 if late else 2) for (_, _, value), late in pairs])
+        live = self._totals([graph.values[value].nbytes * (1 if late else 2) for (_, _, value), late in pairs])
         ranking = np.argsort(live[:-1], kind="stable").tolist()
         apart = 1
         while most > 0:
@@ -82,7 +82,7 @@ class Crossing:
             found.add(low + int(self.live[low : max(high, low + 1)].argmin()))
         return sorted(found)
 
-    def over(self, cuts: Sequence[int]) -> list[int]:
+    def values_across(self, cuts: Sequence[int]) -> list[int]:
         """Returns what crosses any of `cuts`, which are in order."""
         at = np.array([*cuts, self.length], dtype=np.int64)
         following = at[np.searchsorted(at, [first for first, _, _ in self.spans])]

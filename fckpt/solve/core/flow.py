@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Cut", "Network"]
+__all__ = ["FlowNetwork", "MinimumCut"]
 
 WHOLE = 2**30 - 1
 """What the price of the known cut becomes."""
 
 
-class Cut(NamedTuple):
+class MinimumCut(NamedTuple):
     """A cut that is least up to rounding."""
 
     price: float
@@ -29,7 +29,7 @@ class Cut(NamedTuple):
     """By vertex: whether it is on the source's side."""
 
 
-class Network:
+class FlowNetwork:
     """Arcs between vertices, from the vertex `count` (the source) to the vertex `count + 1` (the sink)."""
 
     def __init__(self, count: int, tails: np.ndarray, heads: np.ndarray):
@@ -47,7 +47,7 @@ class Network:
         self.matrix: Any = csr_array((numbers, (tails, heads)), shape=(count + 2, count + 2))
         self.place = self.matrix.data - 1
 
-    def cut(self, prices: np.ndarray, known: float) -> Cut:
+    def cut(self, prices: np.ndarray, known: float) -> MinimumCut:
         """Returns a cut that is least up to rounding.
 
         Args:
@@ -64,4 +64,4 @@ class Network:
         left.eliminate_zeros()
         near = np.zeros(self.count + 2, dtype=bool)
         near[breadth_first_order(left, self.count, return_predecessors=False)] = True
-        return Cut(found.flow_value / scale, near)
+        return MinimumCut(found.flow_value / scale, near)

@@ -24,15 +24,17 @@ class Frontier:
     """The stages of one graph. A node's *position* is the number of the stage that it ends."""
 
     def __init__(self, rules: Rules):
-        graph, base = rules.graph, save_everything(rules)
+        graph, plain = rules.graph, save_everything(rules)
         self.rules = rules
-        self.sequence = list(dict.fromkeys((*base.forward, *base.backward)))
+        self.sequence = list(dict.fromkeys((*plain.forward, *plain.backward)))
         """By position: the node that the stage ends with."""
-        self.split = len(base.forward)
+        self.split = len(plain.forward)
         """The first stage of the backward pass."""
         self.position = {index: t for t, index in enumerate(self.sequence)}
         made = {v for index in self.sequence for v in graph.nodes[index].outputs}
-        self.choices = sorted(v for v in made if v not in rules.kept and (graph.values[v].nbytes or v in rules.unsaved))
+        self.choices = sorted(
+            v for v in made if v not in rules.permanent and (graph.values[v].nbytes or v in rules.unsaved)
+        )
         """Values that may be let go and made again. Others stay once they are made: they must, or take no bytes."""
         self.reads: dict[int, list[int]] = {v: [] for v in self.choices}
         """By choice: the positions of the nodes that read it."""
@@ -56,7 +58,7 @@ class Frontier:
             if t == self.split:
                 held += sum(graph.values[v].nbytes for v in graph.cotangents)
             found.append(held)
-            held += sum(graph.values[v].nbytes for v in graph.nodes[index].outputs if v in self.rules.kept)
+            held += sum(graph.values[v].nbytes for v in graph.nodes[index].outputs if v in self.rules.permanent)
         return found
 
     def made(self, value: int) -> int:
@@ -65,7 +67,7 @@ class Frontier:
         assert producer is not None
         return self.position[producer]
 
-    def may_cross(self, value: int, stage: int) -> bool:
+    def may_hold(self, value: int, stage: int) -> bool:
         """Whether `value` may be held, to some end, from the end of the stage before `stage` into it."""
         barred = stage == self.split and value in self.rules.unsaved
         until = max((self.last[t] for t in self.reads[value]), default=-1)
@@ -95,11 +97,11 @@ class Frontier:
             order[t >= self.split].extend(self.sequence[k] for k in (*sorted(positions), t))
         return order
 
-    def holding(self, kept: Sequence[Collection[int]]) -> Order:
-        """Returns the plan that holds what `kept` says, and of all such plans repeats the least.
+    def holding(self, held: Sequence[Collection[int]]) -> Order:
+        """Returns the plan that holds what `held` says, and of all such plans repeats the least.
 
         Args:
-            kept: by stage: the choices that are held at its end.
+            held: by stage: the choices that are held at its end.
 
         This is the paper's closed form for R when S is given: what is to be held at the end of a stage and was not at
         its start is made in it, and so is all that is missing for that and for the stage's own node. What pinned nodes
@@ -109,10 +111,10 @@ class Frontier:
         live: set[int] = set()
         stays: set[int] = set()
         for t, index in enumerate(self.sequence):
-            fresh = {self.made(v) for v in kept[t] if v not in live and v not in stays and self.made(v) < t}
+            fresh = {self.made(v) for v in held[t] if v not in live and v not in stays and self.made(v) < t}
             needed = ancestors(graph, [index, *(self.sequence[k] for k in fresh)], live | stays)
             again.append({self.position[i] for i in needed if i != index})
             pinned = self.rules.pinned[index]
             stays.update(v for v in graph.nodes[index].outputs if pinned or v not in self.reads)
-            live = set(kept[t])
+            live = set(held[t])
         return self.order(again)

@@ -1,7 +1,7 @@
-"""What a sequence of computations holds, moment by moment: the rules of `simulate`, as columns of numbers.
+"""What a sequence of computations holds, position by position: the rules of `simulate`, as columns of numbers.
 
-A *copy* of a value lives from the moment that makes it to its last read before it is made again, or to the end if it is
-an output or a gradient. Events that make values, sorted by value and moment, are the copies; each read finds its copy
+A *copy* of a value lives from the position that makes it to its last read before it is made again, or to the end if it is
+an output or a gradient. Events that make values, sorted by value and position, are the copies; each read finds its copy
 among them by bisection. The profile is the sum of where copies begin and end.
 
 Complexity: O(n log n) for n events; some ten milliseconds for 50,000 computations.
@@ -15,22 +15,22 @@ import numpy as np
 
 from fckpt.graph.graph import Graph
 
-__all__ = ["Memory"]
+__all__ = ["Profiler"]
 
 
-class Memory:
+class Profiler:
     """The columns of one graph."""
 
-    def __init__(self, graph: Graph, kept: Collection[int]):
+    def __init__(self, graph: Graph, permanent: Collection[int]):
         """Takes down what the profiles of all sequences have in common.
 
         Args:
             graph: one training step.
-            kept: values that are not freed once they are made.
+            permanent: values that are not freed once they are made.
         """
         self.nbytes = np.array([v.nbytes for v in graph.values], dtype=np.int64)
-        self.kept = np.zeros(len(graph.values), dtype=bool)
-        self.kept[list(kept)] = True
+        self.permanent = np.zeros(len(graph.values), dtype=bool)
+        self.permanent[list(permanent)] = True
         self.temporary = np.array([n.temporary_nbytes for n in graph.nodes], dtype=np.int64)
         self.arriving = int(self.nbytes[list(graph.cotangents)].sum())
         """Bytes that come with the backward pass."""
@@ -51,7 +51,7 @@ class Memory:
         sequence = np.array([*forward, *backward], dtype=np.int64)
         count = len(sequence)
         values, made = _sorted(*self.makes.of(sequence))
-        is_second = self.kept[values]
+        is_second = self.permanent[values]
         is_second[:1] = False
         is_second[1:] &= values[1:] == values[:-1]
         own = self.temporary[sequence]
@@ -62,7 +62,7 @@ class Memory:
         change = np.zeros(count + 1, dtype=np.int64)
         change[len(forward)] = self.arriving
         np.add.at(change, first, self.nbytes[values])
-        freed = ~self.kept[values]
+        freed = ~self.permanent[values]
         values, last = values[freed], last[freed]
         np.subtract.at(change, last + 1, self.nbytes[values])
         over = (self.overwrites[sequence[last]] == values[:, None]).any(axis=1)
@@ -83,32 +83,32 @@ class _Events:
         self.values = np.array([value for part in values for value in part], dtype=np.int64)
 
     def of(self, sequence: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the values that a sequence makes, or reads, and the moment of each event, which rise."""
+        """Returns the values that a sequence makes, or reads, and the position of each event, which rise."""
         count = self.count[sequence]
-        moments = np.repeat(np.arange(len(sequence)), count)
+        positions = np.repeat(np.arange(len(sequence)), count)
         shift = self.start[sequence] - (np.cumsum(count) - count)
-        return self.values[np.repeat(shift, count) + np.arange(len(moments))], moments
+        return self.values[np.repeat(shift, count) + np.arange(len(positions))], positions
 
 
-def _sorted(values: np.ndarray, moments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns events by value, and by moment."""
+def _sorted(values: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns events by value, and by position."""
     ranks = np.argsort(values, kind="stable")
-    return values[ranks], moments[ranks]
+    return values[ranks], positions[ranks]
 
 
-def _last(values: np.ndarray, first: np.ndarray, read: np.ndarray, moments: np.ndarray) -> np.ndarray:
-    """Returns the last moment of each copy: that of its last read, or that which makes it.
+def _last(values: np.ndarray, first: np.ndarray, read: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Returns the last position of each copy: that of its last read, or that which makes it.
 
     Args:
         values: by copy, rising.
-        first: by copy: the moment that makes it, rising for each value.
+        first: by copy: the position that makes it, rising for each value.
         read: by read: the value.
-        moments: by read: the moment, rising.
+        positions: by read: the position, rising.
     """
     last = first.copy()
     if len(values):
-        most = 1 + max(int(first.max()), int(moments.max(initial=0)))
-        copies = np.searchsorted(values * most + first, read * most + moments) - 1
+        most = 1 + max(int(first.max()), int(positions.max(initial=0)))
+        copies = np.searchsorted(values * most + first, read * most + positions) - 1
         found = (copies >= 0) & (values[copies] == read)
-        last[copies[found]] = moments[found]  # of several the last one stays
+        last[copies[found]] = positions[found]  # of several the last one stays
     return last

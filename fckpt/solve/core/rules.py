@@ -1,4 +1,4 @@
-"""What all solvers share: what must run and what may be kept, and how a set of saved values becomes a schedule.
+"""What all solvers share: what must run and what may be permanent, and how a set of saved values becomes a schedule.
 
 `replay` is the schedule that M. Kusumoto, T. Inoue, G. Watanabe, T. Akiba, M. Koyama, "A Graph Theoretic Framework of
 Recomputation Algorithms for Memory-Efficient Backpropagation", NeurIPS 2019, https://arxiv.org/abs/1905.11722, call
@@ -22,7 +22,7 @@ from fckpt.errors import BudgetError
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Compute, Schedule, schedule_of
 from fckpt.graph.simulation import Timeline, simulate
-from fckpt.solve.core.profile import Memory
+from fckpt.solve.core.profile import Profiler
 
 __all__ = [
     "Order",
@@ -36,7 +36,7 @@ __all__ = [
     "profile_of",
     "replay",
     "seconds_of",
-    "within",
+    "within_budget",
 ]
 
 
@@ -68,7 +68,7 @@ class Rules:
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        self.kept = graph.held.union(graph.outputs, graph.gradients)
+        self.permanent = graph.held.union(graph.outputs, graph.gradients)
         """Values that are not freed once they are made."""
         self.pinned = [_is_pinned(graph, i) for i in range(len(graph.nodes))]
         """By node: whether it never runs twice. What the backward pass needs of it is therefore saved."""
@@ -88,12 +88,12 @@ class Rules:
         """By node: what it costs to run."""
         self.nbytes = [v.nbytes for v in graph.values]
         """By value."""
-        self.memory = Memory(graph, self.kept)
+        self.profiler = Profiler(graph, self.permanent)
         """Tells the profile of any sequence."""
 
     def _may_vanish(self, value: int) -> bool:
         producer = self.graph.values[value].producer
-        return producer is not None and value not in self.kept and not self.pinned[producer]
+        return producer is not None and value not in self.permanent and not self.pinned[producer]
 
 
 def _is_pinned(graph: Graph, index: int) -> bool:
@@ -135,22 +135,22 @@ def from_saved(graph: Graph, saved: Collection[int]) -> Schedule:
 
     Args:
         graph: one training step.
-        saved: values. Those that nothing needs in the backward pass are not kept; outputs, and what must be saved
-            by its decision or because its node runs once, are kept whether they are named or not; what must be
-            recomputed is not kept.
+        saved: values. Those that nothing needs in the backward pass are not permanent; outputs, and what must be saved
+            by its decision or because its node runs once, are permanent whether they are named or not; what must be
+            recomputed is not permanent.
     """
     return schedule_of(graph, *replay(Rules(graph), saved))
 
 
 def replay(rules: Rules, saved: Collection[int], order: Sequence[int] | None = None, leaf: int | None = None) -> Order:
-    """Returns what is computed when `saved` is kept, and everything else is computed again just in time.
+    """Returns what is computed when `saved` is permanent, and everything else is computed again just in time.
 
     Args:
         rules: of the graph.
         saved: the values to keep, as in `from_saved`.
         order: the nodes of the backward pass, in an order that respects what they read; None for the recorded one.
         leaf: after more than so many computations in a row, only the results of about the last `leaf` and of points
-            that halve the way before them are kept for later: less memory, more time. None keeps all.
+            that halve the way before them are permanent for later: less memory, more time. None keeps all.
     """
     graph = rules.graph
     live = _live_at_boundary(rules, saved)
@@ -237,10 +237,10 @@ def seconds_of(rules: Rules, order: Order) -> float:
 
 def profile_of(rules: Rules, order: Order) -> np.ndarray:
     """Returns the bytes held while each computation of `order` runs: int64, one per computation."""
-    return rules.memory.profile(order.forward, order.backward)
+    return rules.profiler.profile(order.forward, order.backward)
 
 
-def within(graph: Graph, schedule: Schedule, budget: int | None, solver: str) -> Schedule:
+def within_budget(graph: Graph, schedule: Schedule, budget: int | None, solver: str) -> Schedule:
     """Returns `schedule` if its simulated peak is at most `budget`; for solvers that know but one schedule.
 
     Raises:
@@ -273,7 +273,7 @@ def over_budget(
     budget: int,
     solver: str,
     timeline: Timeline | None = None,
-    floor: int | None = None,
+    least_peak: int | None = None,
 ) -> BudgetError:
     """Returns the error that says that `schedule` is the smallest that `solver` knows, and what binds it.
 
@@ -283,13 +283,17 @@ def over_budget(
         budget: the bytes that were asked for.
         solver: its name.
         timeline: what `simulate` makes of the schedule, if it is known.
-        floor: the bytes that every plan needs, if they are known.
+        least_peak: the bytes that every plan needs, if they are known.
     """
     timeline = timeline or simulate(graph, schedule)
     step = (*schedule.forward, *schedule.backward)[timeline.peak_step]
     node = graph.nodes[step.node if isinstance(step, Compute) else graph.values[step.value].producer or 0]
     least = timeline.peak_nbytes
-    proven = "" if floor is None else f" No plan at all needs less than {format_bytes(floor)} ({floor} bytes)."
+    proven = (
+        ""
+        if least_peak is None
+        else f" No plan at all needs less than {format_bytes(least_peak)} ({least_peak} bytes)."
+    )
     return BudgetError(
         f"no plan fits {format_bytes(budget)} ({budget} bytes): the least that the solver {solver!r} finds is "
         f"{format_bytes(least)} ({least} bytes), which node {node.id} ({node.op}{node.place}) needs while it runs. "

@@ -18,10 +18,10 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from fckpt.solve.core.cuts import Crossing
+from fckpt.solve.core.cuts import CutPoints
 from fckpt.solve.core.rules import Order, Rules, peak_of, replay
 
-__all__ = ["backward_orders", "save_everything", "saving", "segmented"]
+__all__ = ["backward_orders", "save_everything", "save_everything_orders", "segmented"]
 
 
 def save_everything(rules: Rules, order: Sequence[int] | None = None) -> Order:
@@ -30,7 +30,7 @@ def save_everything(rules: Rules, order: Sequence[int] | None = None) -> Order:
     return replay(rules, [v for node in graph.nodes[: graph.boundary] for v in node.outputs], order)
 
 
-def saving(rules: Rules) -> list[Order]:
+def save_everything_orders(rules: Rules) -> list[Order]:
     """Returns the plans that save everything, by the order of the backward pass, that with the lowest peak first."""
     plans = (save_everything(rules, order) for order in backward_orders(rules))
     return sorted(plans, key=lambda plan: peak_of(rules, plan))
@@ -38,10 +38,10 @@ def saving(rules: Rules) -> list[Order]:
 
 def segmented(rules: Rules, order: Sequence[int] | None = None) -> Iterator[Order]:
     """Yields plans that keep what crosses the cuts between 1, 2, 3, 4, 6, 8, ... segments, also with nested ones."""
-    crossing = Crossing(rules, save_everything(rules).forward)
+    points = CutPoints(rules, save_everything(rules).forward)
     for leaf in (None, 64, 16, 4):
-        for count in _counts(crossing.length):
-            yield replay(rules, crossing.over(crossing.even(count - 1)), order, leaf)
+        for count in _counts(points.length):
+            yield replay(rules, points.values_across(points.even(count - 1)), order, leaf)
 
 
 def _counts(most: int) -> list[int]:
@@ -80,7 +80,7 @@ def _listed(rules: Rules, key: Callable[[int, int], tuple[int, int]]) -> list[in
         rules: of the graph.
         key: of the bytes by which a node changes what is live, and its number.
     """
-    graph, kept = rules.graph, rules.kept
+    graph, permanent = rules.graph, rules.permanent
     mine = set(rules.backward)
     readers: dict[int, list[int]] = {}
     for index in rules.backward:
@@ -95,8 +95,8 @@ def _listed(rules: Rules, key: Callable[[int, int], tuple[int, int]]) -> list[in
 
     def change(index: int) -> int:
         node = graph.nodes[index]
-        made = sum(graph.values[v].nbytes for v in node.outputs if v in left or v in kept)
-        return made - sum(graph.values[v].nbytes for v in node.inputs if left[v] == 1 and v not in kept)
+        made = sum(graph.values[v].nbytes for v in node.outputs if v in left or v in permanent)
+        return made - sum(graph.values[v].nbytes for v in node.inputs if left[v] == 1 and v not in permanent)
 
     ready = [(key(change(i), i), i) for i in rules.backward if not waits[i]]
     heapq.heapify(ready)

@@ -48,17 +48,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fckpt.graph.graph import Graph, Node
-from fckpt.solve.core.flow import Network
+from fckpt.solve.core.flow import FlowNetwork
 from fckpt.solve.core.rules import Order, Rules, ancestors, profile_of
 from fckpt.solve.core.starts import save_everything
 
-__all__ = ["Bound", "Look", "Moment", "Problem", "Single", "least_peak", "lower_bound", "proven", "single"]
+__all__ = [
+    "Bound",
+    "Moment",
+    "MomentBound",
+    "Problem",
+    "SingleMoments",
+    "least_peak",
+    "lower_bound",
+    "proven_seconds",
+    "single_moments",
+]
 
 GRID = 100
-"""Moments that are looked at over the whole stretch that is over budget."""
+"""Moments that are proved at over the whole stretch that is over budget."""
 ZOOM = 16
-"""Moments that are looked at in each closer look around the best."""
-CUTS = 30
+"""Moments that are proved at in each closer strongest around the best."""
+MINIMUM_CUTS = 30
 """The most cuts for one moment. Five is usual."""
 PROGRAMS = 3
 """The most integer programs."""
@@ -80,7 +90,7 @@ class Bound:
 
     seconds: float
     """Of all computations, repeated or not, by the weights of `Rules.seconds`; infinite if nothing fits."""
-    order: str
+    scope: str
     """For which schedules it holds: "any", or "given" for those whose first runs keep the given order."""
     method: str
     """What proves it: "one run each", "least peak", "minimum cut", "integer program", or "several moments"."""
@@ -106,33 +116,35 @@ def lower_bound(graph: Graph, budget: int, order: Order | None = None) -> Bound:
         order: restricts the claim to schedules whose first runs come in this order, which may make the bound higher.
             None is about all schedules.
     """
-    return single(Problem(graph, order), budget).bound
+    return single_moments(Problem(graph, order), budget).bound
 
 
-class Single(NamedTuple):
+class SingleMoments(NamedTuple):
     """What single moments prove."""
 
     bound: Bound
-    look: Look | None
+    strongest: MomentBound | None
     """At the moment whose cuts prove most, if repetitions are proven at all."""
 
 
-def single(problem: Problem, budget: int) -> Single:
+def single_moments(problem: Problem, budget: int) -> SingleMoments:
     """Returns the bound of `lower_bound`, and the moment to begin with where several are wanted."""
     name = "any" if problem.order is None else "given"
     if least_peak(problem.graph) > budget:
-        return Single(Bound(math.inf, name, "least peak"), None)
-    looks = sorted(_looks(problem, budget), key=lambda look: -look.value)
+        return SingleMoments(Bound(math.inf, name, "least peak"), None)
+    bounds = sorted(_moment_bounds(problem, budget), key=lambda strongest: -strongest.value)
     found, method = 0.0, "one run each"
-    if looks and looks[0].value > 0.0:
-        found, method = looks[0].value, "minimum cut"
+    if bounds and bounds[0].value > 0.0:
+        found, method = bounds[0].value, "minimum cut"
     columns = 0
-    for look in looks[:PROGRAMS]:
-        columns += look.moment.columns
-        if look.most - found > GAP * problem.least and columns <= COLUMNS:
-            value = _by_program(problem, look.moment, budget)
+    for strongest in bounds[:PROGRAMS]:
+        columns += strongest.moment.columns
+        if strongest.most - found > GAP * problem.least and columns <= COLUMNS:
+            value = _by_program(problem, strongest.moment, budget)
             found, method = max((found, method), (value, "integer program"))
-    return Single(Bound(float(problem.least + found), name, method), looks[0] if 0.0 < found < math.inf else None)
+    return SingleMoments(
+        Bound(float(problem.least + found), name, method), bounds[0] if 0.0 < found < math.inf else None
+    )
 
 
 class _Peaks:
@@ -146,9 +158,9 @@ class _Peaks:
         self.graph, rules = graph, Rules(graph)
         forward = set(ancestors(graph, rules.forward_roots))
         self.required = sorted(forward.union(ancestors(graph, _producers(graph, graph.gradients))))
-        self.kept = rules.kept
-        ends = [v for i in self.required for v in graph.nodes[i].outputs if v in rules.kept]
-        once = [v for i in self.required if rules.pinned[i] for v in graph.nodes[i].outputs if v not in rules.kept]
+        self.permanent = rules.permanent
+        ends = [v for i in self.required for v in graph.nodes[i].outputs if v in rules.permanent]
+        once = [v for i in self.required if rules.pinned[i] for v in graph.nodes[i].outputs if v not in rules.permanent]
         self.bits = {v: 1 << k for k, v in enumerate([*ends, *once])}
         self.nbytes = np.array([graph.values[v].nbytes for v in self.bits], dtype=np.int64)
         self.ends = (1 << len(ends)) - 1
@@ -210,7 +222,9 @@ class _Peaks:
     def _while(self, node: Node, beside: Collection[int], held: int, *, late: bool) -> int:
         """Returns the bytes while a node runs, with values `beside` it and the set `held`."""
         values = self.graph.values
-        over = (v for v in node.overwrites if v not in self.kept and v not in beside and not self.bits.get(v, 0) & held)
+        over = (
+            v for v in node.overwrites if v not in self.permanent and v not in beside and not self.bits.get(v, 0) & held
+        )
         saved = max((values[v].nbytes for v in over), default=0)
         touched = {v for v in (*node.inputs, *node.outputs, *beside) if values[v].producer is not None}
         plain = sum(values[v].nbytes for v in touched if v not in self.bits)
@@ -294,13 +308,13 @@ class Problem:
         self.certain = _Certain(self.rules, order)
         forward, backward = save_everything(self.rules) if order is None else order
         first = dict.fromkeys(forward)
-        self.base = Order(list(first), [i for i in dict.fromkeys(backward) if i not in first])
+        self.first_runs = Order(list(first), [i for i in dict.fromkeys(backward) if i not in first])
         """Runs everything once."""
         self.producer = np.array([-1 if v.producer is None else v.producer for v in graph.values], dtype=np.int64)
         self.nbytes = np.array([v.nbytes for v in graph.values], dtype=np.int64)
         self.seconds = np.array(self.rules.seconds, dtype=float)
         self.pinned = np.array(self.rules.pinned, dtype=bool)
-        self.ends = _mask(len(graph.values), self.rules.kept - graph.held)
+        self.ends = _mask(len(graph.values), self.rules.permanent - graph.held)
         arcs = [(v, n.id) for n in graph.nodes if self.certain.required[n.id] for v in n.inputs]
         self.read, self.reader = np.array(arcs, dtype=np.int64).reshape(-1, 2).T
         self.twice = self._twice()
@@ -326,7 +340,7 @@ class Problem:
         runs[index] = False
         made = self.producer >= 0
         present = self.ends & before[self.producer]
-        over = [v for v in node.overwrites if v not in self.rules.kept]
+        over = [v for v in node.overwrites if v not in self.rules.permanent]
         gone = over if len(over) == 1 else []  # it takes no bytes if it is not held; one of several is a discount below
         present[[v for v in (*node.inputs, *node.outputs) if v not in gone]] = True
         present &= made
@@ -355,7 +369,7 @@ def _mask(count: int, chosen: Collection[int] | np.ndarray) -> np.ndarray:
     return found
 
 
-class Look(NamedTuple):
+class MomentBound(NamedTuple):
     """What the cuts at a moment say."""
 
     moment: Moment
@@ -367,23 +381,23 @@ class Look(NamedTuple):
     """Of a byte, where the bound was found."""
 
 
-def _looks(problem: Problem, budget: int) -> list[Look]:
+def _moment_bounds(problem: Problem, budget: int) -> list[MomentBound]:
     """Looks at moments at which the plan that saves everything is over budget; others need no repetition."""
-    base = problem.base
+    base = problem.first_runs
     profile = zip(profile_of(problem.rules, base).tolist(), (*base.forward, *base.backward), strict=True)
     over = [(nbytes, i) for nbytes, i in profile if nbytes > budget and problem.certain.required[i]]
     if not over:
         return []
-    found: dict[int, Look] = {}
+    found: dict[int, MomentBound] = {}
     best = max(range(len(over)), key=lambda k: over[k][0])
     reach, step = float(len(over)), max(1.0, len(over) / GRID)
     while True:
         tries = range(-math.ceil(reach / step), math.ceil(reach / step) + 1)
         for k in dict.fromkeys([best, *(best + round(t * step) for t in tries)]):
             if 0 <= k < len(over) and k not in found:
-                look = _priced(problem, problem.moment(over[k][1]), budget, found.get(best))
-                found[k] = look
-                best = k if look.value > found[best].value else best
+                strongest = _priced(problem, problem.moment(over[k][1]), budget, found.get(best))
+                found[k] = strongest
+                best = k if strongest.value > found[best].value else best
         if step == 1.0:
             return list(found.values())
         reach, step = step, max(1.0, 2 * step / ZOOM)
@@ -399,7 +413,7 @@ class _Line(NamedTuple):
         return self.seconds + price * self.nbytes
 
 
-class _Cuts:
+class _MinimumCuts:
     """The choices at a moment as cuts.
 
     The network: source -> node (its time), node -> value (the price of its bytes), value -> node that reads it and
@@ -412,10 +426,10 @@ class _Cuts:
         self.nodes, self.values = np.flatnonzero(moment.runs), np.flatnonzero(moment.choice)
         needed = np.flatnonzero(moment.needed)
         reads = moment.choice[problem.read] & moment.runs[problem.reader]
-        self.made, self.vertices = problem.producer[self.values], nodes + self.values
+        self.made, self.value_numbers = problem.producer[self.values], nodes + self.values
         tails = [np.full(len(self.nodes), source), self.made, nodes + problem.read[reads], nodes + needed]
-        heads = [self.nodes, self.vertices, problem.reader[reads], np.full(len(needed), source + 1)]
-        self.network = Network(source, np.concatenate(tails), np.concatenate(heads))
+        heads = [self.nodes, self.value_numbers, problem.reader[reads], np.full(len(needed), source + 1)]
+        self.network = FlowNetwork(source, np.concatenate(tails), np.concatenate(heads))
         self.fixed = np.full(len(tails[2]) + len(needed), np.inf)
         self.again, self.nbytes = problem.again(moment)[self.nodes], problem.nbytes[self.values]
         self.barred = np.isinf(self.again)
@@ -432,41 +446,41 @@ class _Cuts:
         """
         again = self.again if seconds else np.where(self.barred, np.inf, 0.0)
         value, near = self.network.cut(np.concatenate([again, price * self.nbytes, self.fixed]), known)
-        held = near[self.made] & ~near[self.vertices]
+        held = near[self.made] & ~near[self.value_numbers]
         return value, _Line(float(self.again[~near[self.nodes]].sum()), int(self.nbytes[held].sum()))
 
 
-def _priced(problem: Problem, moment: Moment, budget: int, best: Look | None) -> Look:
+def _priced(problem: Problem, moment: Moment, budget: int, best: MomentBound | None) -> MomentBound:
     """Returns what the best price of a byte proves, or less if that is not more than what is known.
 
     `low` and `high` are choices that hold too much and that fit, from a low and a high price.
     """
-    room, cuts = budget - moment.nbytes, _Cuts(problem, moment)
+    room, cuts = budget - moment.nbytes, _MinimumCuts(problem, moment)
     low, high = cuts.everything, cuts.nothing
     if room < 0:
-        return Look(moment, math.inf, math.inf)
+        return MomentBound(moment, math.inf, math.inf)
     if low.nbytes <= room:
-        return Look(moment, 0.0, 0.0)
+        return MomentBound(moment, 0.0, 0.0)
     if cuts.barred.any():
         least, high = cuts.least(1.0, low.nbytes, seconds=False)
         if high.nbytes > room:
             found = math.inf if least > room else 0.0
-            return Look(moment, found, found)
+            return MomentBound(moment, found, found)
     found, at, floor = 0.0, None, best.value if best else 0.0
     price = best.price if best else None
-    for _ in range(CUTS):
-        crossing = (high.seconds - low.seconds) / (low.nbytes - high.nbytes)
-        if crossing <= 0.0 or high.at(crossing) - crossing * room <= floor:
+    for _ in range(MINIMUM_CUTS):
+        meeting = (high.seconds - low.seconds) / (low.nbytes - high.nbytes)
+        if meeting <= 0.0 or high.at(meeting) - meeting * room <= floor:
             break
-        price = crossing if price is None else price
+        price = meeting if price is None else price
         value, line = cuts.least(price, min(low.at(price), high.at(price)))
         if value - price * room > found:
             found, at = value - price * room, price
-        if price == crossing and line in (low, high):
+        if price == meeting and line in (low, high):
             break
         low, high = (line, high) if line.nbytes > room else (low, line)
         price = None
-    return Look(moment, found, high.seconds, at)
+    return MomentBound(moment, found, high.seconds, at)
 
 
 def _by_program(problem: Problem, moment: Moment, budget: int) -> float:
@@ -503,10 +517,10 @@ def _by_program(problem: Problem, moment: Moment, budget: int) -> float:
         constraints=optimize.LinearConstraint(matrix, low, high),
         options={"node_limit": BRANCHES, "mip_rel_gap": GAP},
     )
-    return proven(problem, answer, len(values) + len(nodes))
+    return proven_seconds(problem, answer, len(values) + len(nodes))
 
 
-def proven(problem: Problem, answer: Any, columns: int) -> float:
+def proven_seconds(problem: Problem, answer: Any, columns: int) -> float:
     """Returns the seconds that HiGHS proves for an integer program, less what rounding may have added.
 
     Args:

@@ -12,17 +12,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fckpt.graph.graph import Graph
-from fckpt.solve._moments import Effort, generated, usual
+from fckpt.solve._moments import ProgramEffort, program_rounds, usual_effort
 from fckpt.solve.core.rules import Order
-from fckpt.solve.proofs.bounds import Bound, Problem, single
+from fckpt.solve.proofs.bounds import Bound, Problem, single_moments
 
 __all__ = ["PROOF", "Certificate", "certified", "quick", "tighter"]
 
 ROUNDING = 1e-6
 """A part of the repetitions' time: more than that has to be gained to be worth a name."""
-PROOF = Effort(rows=25_000, branches=20, gap=5e-4, careful=True)
+PROOF = ProgramEffort(rows=25_000, branches=20, gap=5e-4, careful=True)
 """Half a minute now and then."""
-QUICK = Effort(rows=3_000, careful=True)
+QUICK = ProgramEffort(rows=3_000, careful=True)
 """The same for every plan: a second."""
 
 
@@ -34,17 +34,17 @@ class Certificate(NamedTuple):
     """Good to start from, but they need not be within the budget."""
 
 
-def tighter(graph: Graph, budget: int, order: Order | None = None, effort: Effort = PROOF) -> Bound:
+def tighter(graph: Graph, budget: int, order: Order | None = None, effort: ProgramEffort = PROOF) -> Bound:
     """Returns what `certified` proves."""
     return certified(graph, budget, order, effort).bound
 
 
-def quick(graph: Graph) -> Effort:
+def quick(graph: Graph) -> ProgramEffort:
     """Returns the effort for a bound that takes a second."""
-    return QUICK._replace(rows=min(QUICK.rows, usual(graph).rows))
+    return QUICK._replace(rows=min(QUICK.rows, usual_effort(graph).rows))
 
 
-def certified(graph: Graph, budget: int, order: Order | None = None, effort: Effort = PROOF) -> Certificate:
+def certified(graph: Graph, budget: int, order: Order | None = None, effort: ProgramEffort = PROOF) -> Certificate:
     """Returns a proven lower bound on the seconds of every schedule whose peak is at most `budget`.
 
     Args:
@@ -57,11 +57,11 @@ def certified(graph: Graph, budget: int, order: Order | None = None, effort: Eff
         The bound of several moments, or that of `lower_bound`, where they prove no more.
     """
     problem = Problem(graph, order)
-    bound, look = single(problem, budget)
-    if look is None or 3 * look.moment.columns > effort.rows:  # a second moment has about twice as many again
+    bound, strongest = single_moments(problem, budget)
+    if strongest is None or 3 * strongest.moment.columns > effort.rows:  # a second moment has about twice as many again
         return Certificate(bound, [])
-    rounds = [*generated(problem, look.moment, budget, effort)]
+    rounds = [*program_rounds(problem, strongest.moment, budget, effort)]
     repeated = max(found.seconds for found in rounds)
     if repeated > (1 + ROUNDING) * (bound.seconds - problem.least):
-        bound = Bound(float(problem.least + repeated), bound.order, "several moments")
+        bound = Bound(float(problem.least + repeated), bound.scope, "several moments")
     return Certificate(bound, [found.plan for found in rounds if found.plan is not None])

@@ -1,4 +1,4 @@
-"""The integer program of what is held at some moments and what runs again between them, with cuts.
+"""The integer program of what is held at some moments and what runs again between them, with planes.
 
 A *moment* is the first run of a node (`bounds`). Each moment here comes before the next in every schedule that the
 program is about: all, or those with a given order of first runs. Between two moments is a window. What is thrown away
@@ -25,15 +25,15 @@ q runs in between:
 
     S[j,v1] + ... + S[j,vm] + R[j,q] + ... + R[k,q] >= 1
 
-and the same with S[k+1,w] on the right, for a path to a value w. There are far too many of these cuts for all of them.
+and the same with S[k+1,w] on the right, for a path to a value w. There are far too many of these planes for all of them.
 Those that the fractions violate are found by going backwards from what is certain, a maximum along paths, and only they
 are added; then the fractions are found anew.
 
     above                       here
-    S, R                        `Program.held`, `Program.runs`
+    S, R                        `MomentProgram.held`, `MomentProgram.runs`
     M, T, p                     as in `bounds`
 
-Complexity: rows and columns grow with nodes times moments; looking for cuts takes nodes times moments squared.
+Complexity: rows and columns grow with nodes times moments; looking for planes takes nodes times moments squared.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ import numpy as np
 
 from fckpt.solve.proofs.bounds import UNIT, Moment, Problem
 
-__all__ = ["Cut", "Program"]
+__all__ = ["CuttingPlane", "MomentProgram"]
 
-LOOKS = 25
-"""How often cuts are looked for."""
-CUTS, CUTS_PER_PAIR = 400, 10
-"""The most cuts of one look, and of one pair of moments in it."""
+SEARCHES = 25
+"""How often planes are looked for."""
+PLANES, PLANES_PER_PAIR = 400, 10
+"""The most planes of one look, and of one pair of moments in it."""
 VIOLATED = 0.01
-"""By how much a cut has to be violated."""
+"""By how much a plane has to be violated."""
 GAIN = 1e-4
 """A part of the optimum in fractions, by which it must rise for another look."""
 ZERO, ONE = -1, -2
 """Stand for a column where something is certain."""
 
 
-class Cut(NamedTuple):
+class CuttingPlane(NamedTuple):
     """Somewhere between two moments a node runs, unless one of some values is held at the first."""
 
     first: int
@@ -74,17 +74,17 @@ class Cut(NamedTuple):
     """Only if this value is held at the second moment; None if it is certain."""
 
 
-class Program:
+class MomentProgram:
     """The integer program of some moments."""
 
-    def __init__(self, problem: Problem, moments: Sequence[Moment], budget: int, cuts: Iterable[Cut] = ()):
+    def __init__(self, problem: Problem, moments: Sequence[Moment], budget: int, planes: Iterable[CuttingPlane] = ()):
         """Prepares it.
 
         Args:
             problem: the graph.
             moments: in order.
             budget: bytes.
-            cuts: known from a program of some of the moments.
+            planes: known from a program of some of the moments.
         """
         self.problem, self.moments = problem, moments
         self.place = {moment.node: k for k, moment in enumerate(moments)}
@@ -103,10 +103,10 @@ class Program:
         self.runs = [self._runs(k) for k in range(len(moments))]
         """By moment and node: the column that says whether it runs after it, before what follows the next."""
         for k in range(len(moments)):
-            self._limit(k, budget)
-            self._window(k)
-        self.cuts: dict[Cut, None] = {}
-        self._take(cuts)
+            self._memory_row(k, budget)
+            self._interval_rows(k)
+        self.planes: dict[CuttingPlane, None] = {}
+        self._add_planes(planes)
 
     def _held(self, k: int) -> np.ndarray:
         choice = self.moments[k].choice
@@ -136,7 +136,7 @@ class Program:
         self.columns += len(costs)
         return np.arange(self.columns - len(costs), self.columns)
 
-    def _limit(self, k: int, budget: int) -> None:
+    def _memory_row(self, k: int, budget: int) -> None:
         """Adds the row of the bytes at a moment."""
         choice, room = np.flatnonzero(self.moments[k].choice), budget - self.moments[k].nbytes
         unit = max(room, 1)
@@ -145,7 +145,7 @@ class Program:
         self.low.append(np.array([-room / unit]))
         self.rows += 1
 
-    def _window(self, k: int) -> None:
+    def _interval_rows(self, k: int) -> None:
         """Adds the rows of what may run from one moment to the next."""
         problem, held, runs = self.problem, self.held[k], self.runs[k]
         made = problem.producer[problem.read] >= 0
@@ -167,18 +167,18 @@ class Program:
         self.low.append((least[says] == ONE).astype(float))
         self.rows += len(number)
 
-    def _take(self, cuts: Iterable[Cut]) -> None:
-        """Adds the rows of cuts that are not there, where both their moments are."""
-        for cut in cuts:
-            end = len(self.moments) if cut.last is None else self.place.get(cut.last)
-            if cut in self.cuts or cut.first not in self.place or end is None:
+    def _add_planes(self, planes: Iterable[CuttingPlane]) -> None:
+        """Adds the rows of planes that are not there, where both their moments are."""
+        for plane in planes:
+            end = len(self.moments) if plane.last is None else self.place.get(plane.last)
+            if plane in self.planes or plane.first not in self.place or end is None:
                 continue
-            start = self.place[cut.first]
-            enough = [*(runs[cut.node] for runs in self.runs[start:end]), *(self.held[start][v] for v in cut.held)]
-            wanted = ONE if cut.wanted is None else self.held[end][cut.wanted]
+            start = self.place[plane.first]
+            enough = [*(runs[plane.node] for runs in self.runs[start:end]), *(self.held[start][v] for v in plane.held)]
+            wanted = ONE if plane.wanted is None else self.held[end][plane.wanted]
             if ONE in enough or wanted == ZERO:
                 continue
-            self.cuts[cut] = None
+            self.planes[plane] = None
             columns = np.array([c for c in (*enough, wanted) if c >= 0], dtype=np.int64)
             signs = np.ones(len(columns))
             if wanted >= 0:
@@ -195,13 +195,13 @@ class Program:
             gap: a part of the repetitions' time, below which it need not be improved.
         """
         least = -np.inf
-        for _ in range(LOOKS if len(self.moments) > 1 else 0):
+        for _ in range(SEARCHES if len(self.moments) > 1 else 0):
             answer = self._answer(whole=False, options={})
             if answer.x is None or answer.fun <= least + GAIN * abs(least):
                 break
-            least, known = answer.fun, len(self.cuts)
-            self._take(self._violated(answer.x))
-            if len(self.cuts) == known:
+            least, known = answer.fun, len(self.planes)
+            self._add_planes(self._violated(answer.x))
+            if len(self.planes) == known:
                 break
         return self._answer(whole=True, options={"node_limit": branches, "mip_rel_gap": gap})
 
@@ -225,18 +225,18 @@ class Program:
             options=options,
         )
 
-    def _violated(self, x: np.ndarray) -> list[Cut]:
-        """Returns the cuts that are violated most, at most one through each node for each pair of moments."""
+    def _violated(self, x: np.ndarray) -> list[CuttingPlane]:
+        """Returns the planes that are violated most, at most one through each node for each pair of moments."""
         held, runs = (np.stack([_fractions(row, x) for row in rows]) for rows in (self.held, self.runs))
         first, last = np.triu_indices(len(self.moments), 1)
         paths = self._paths(held, first, last)
         cumulated = np.concatenate([np.zeros((1, runs.shape[1])), np.cumsum(runs, axis=0)])
         lack = paths.need - (cumulated[last + 1] - cumulated[first])
-        found: list[tuple[float, Cut]] = []
+        found: list[tuple[float, CuttingPlane]] = []
         for pair, (j, k) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
             lacking = np.flatnonzero(lack[pair] > VIOLATED)
             taken: set[int] = set()
-            left = CUTS_PER_PAIR
+            left = PLANES_PER_PAIR
             for node in lacking[np.argsort(-lack[pair, lacking], kind="stable")].tolist():
                 if not left:
                     break
@@ -244,12 +244,12 @@ class Program:
                 if taken.isdisjoint(nodes):
                     end = k + 1 < len(self.moments)
                     ends = (self.moments[k + 1].node, wanted) if end else (None, None)
-                    cut = Cut(self.moments[j].node, ends[0], node, tuple(values), ends[1])
-                    found.append((float(lack[pair, node]), cut))
+                    plane = CuttingPlane(self.moments[j].node, ends[0], node, tuple(values), ends[1])
+                    found.append((float(lack[pair, node]), plane))
                     taken.update(nodes)
                     left -= 1
         found.sort(key=lambda violated: -violated[0])
-        return [cut for _, cut in found[:CUTS]]
+        return [plane for _, plane in found[:PLANES]]
 
     def _paths(self, held: np.ndarray, first: np.ndarray, last: np.ndarray) -> _Paths:
         problem, count = self.problem, len(self.moments)
@@ -259,7 +259,7 @@ class Program:
         need = np.stack([self._certain(j, k) for j, k in zip(first, last, strict=True)]).astype(float).T.copy()
         through, reader = (np.full(need.shape, -1, dtype=np.int64) for _ in range(2))
         graph, there, wanted = problem.graph, there.T.copy(), wanted.T.copy()
-        for index in reversed((*problem.base.forward, *problem.base.backward)):
+        for index in reversed((*problem.first_runs.forward, *problem.first_runs.backward)):
             for value in graph.nodes[index].outputs:
                 more = wanted[value] > need[index]
                 need[index, more] = wanted[value, more]
