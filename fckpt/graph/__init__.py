@@ -1,4 +1,4 @@
-"""Computation graphs, schedules of them, and the simulator that judges schedules. No torch."""
+"""Computation graphs, schedules, and the simulator that computes a schedule's peak and time. Independent of torch."""
 
 from __future__ import annotations
 

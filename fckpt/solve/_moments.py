@@ -1,13 +1,15 @@
-"""Lazy moment generation: integer programs about a few moments, scheduled lazy_order; where that overflows, more moments.
+"""Integer programs over a few moments, turned into plans by lazy recomputation; more moments where a plan exceeds the
+budget.
 
-What the program of some moments (`windows`) holds at them leads to a plan: what is missing is computed right before it
-is read. The plan is simulated, and where it overflows most there are moments as well. If it overflows nowhere, nothing
-with its order of first runs is faster, up to the gap that the program may have. `repair` and `prune` take care of the
-rest, without a guarantee. What a program proves is a bound on all schedules that it is about (`certificate`).
+The solution of the integer program (`moment_program`) says which values are held at each moment. It becomes a plan in
+which missing values are recomputed directly before they are read. The plan is simulated, and the positions at which it
+exceeds the budget most become moments of the next program. If it exceeds the budget nowhere, no plan with its order of
+first runs is faster, up to the program's gap. `repair` and `prune` make the other plans feasible, without a guarantee.
+The bound that a program proves holds for all schedules that the program covers (`certificate`).
 
-Complexity: that of the programs. Their rows are bounded in sum, and so is the number of branches. Left out: a choice of
-the order of what runs again; that it needs room while it does; that what a policy sends through both passes may have to
-run more often.
+Complexity: the time of the programs. The sum of their rows is bounded, and so is the number of branches of each. Left
+out: choosing the order of recomputations; the memory that recomputations need while they run; that values which a
+policy recomputes in both passes may have to be recomputed more often.
 """
 
 from __future__ import annotations
@@ -28,38 +30,40 @@ from fckpt.solve.proofs.moment_program import CuttingPlane, MomentProgram
 __all__ = ["ProgramEffort", "ProgramRound", "moment_orders", "moments", "program_rounds", "usual_effort"]
 
 ROWS, ROWS_PER_NODE = 9_500, 20
-"""The most rows of all programs together that lead to plans: some seconds."""
+"""The largest total number of rows of the programs that lead to plans: a few seconds."""
 MORE = 4
-"""How many moments are added at once."""
+"""The number of moments added per round."""
 CANDIDATES = 6
-"""How many are tried where one is added."""
+"""The number of moments tried when one moment is added per round."""
 NEAR = 0.02
-"""A part of the graph, within which one moment stands for all."""
+"""One moment stands for all positions within this fraction of the sequence."""
 
 
 class ProgramEffort(NamedTuple):
-    """What programs may cost. Counts and not times, so that plans and bounds do not depend on the machine."""
+    """Limits for integer programs. They are counts, not times, so that plans and bounds do not depend on the machine.
+    """
 
     rows: int
-    """The most of all programs together but the first."""
+    """The largest total number of rows of all programs after the first."""
     branches: int = 1
-    """The most of each. Without any HiGHS has good plans already, from its heuristics, and proves a little less."""
+    """The largest number of branches of one program. Even with one branch, HiGHS has good plans from its heuristics,
+    but proves a little less."""
     gap: float = 0.05
-    """A part of the repetitions' time, below which an optimum need not be improved."""
+    """The relative gap, as a fraction of the recomputation time, at which a program may stop."""
     careful: bool = False
-    """One moment more at a time, that which raises the optimum in fractions most, in place of those that may as well
-    come after it as before it; or several at once, that have a certain order."""
+    """Whether to add one moment per round, the one that most raises the optimum of the linear relaxation, and to drop
+    moments that have no certain order with it. Otherwise several moments with a certain order are added per round."""
 
 
 def moments(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the fastest of the plans that moments lead to and that repairs make fit.
+    """Returns the fastest schedule that repairs make from the plans of integer programs over moments.
 
     Args:
         graph: one training step.
         budget: bytes; None saves everything.
 
     Raises:
-        BudgetError: neither they nor the smallest plan of `greedy` fit.
+        BudgetError: neither these plans nor the smallest plan of `greedy` fits.
     """
     rules = Rules(graph)
     starts = save_everything_orders(rules)
@@ -75,21 +79,21 @@ def moments(graph: Graph, budget: int | None = None) -> Schedule:
 
 
 def usual_effort(graph: Graph, factor: float = 1.0) -> ProgramEffort:
-    """Returns what `moments` spends on a graph, or a multiple of it."""
+    """Returns the effort that `moments` spends on a graph, multiplied by `factor`."""
     return ProgramEffort(round(factor * min(ROWS, ROWS_PER_NODE * len(graph.nodes))))
 
 
 def moment_orders(rules: Rules, starts: Sequence[Order], budget: int, effort: ProgramEffort) -> Iterator[Order]:
-    """Yields plans round by round: the first respects the budget at one moment, later ones at more.
+    """Yields one order per round: the first respects the budget at one moment, later ones at more moments.
 
-    The last one overflows nowhere, or the effort is spent, or no plan is faster for what is known.
+    The last order exceeds the budget nowhere, or the effort is spent, or further moments do not lead to a faster order.
 
     Args:
-        rules: of the graph.
-        starts: plans that compute everything once. All first runs are in the order of that for which single moments
-            prove the least time; the peak of an order says little about what it costs to come below it.
+        rules: the rules of the graph.
+        starts: orders that compute every node once. All first runs follow the start for which single moments prove the
+            least time; the peak of a start says little about the cost of lowering the peak.
         budget: bytes.
-        effort: what may be spent.
+        effort: the limits of the programs.
     """
     problems = (Problem(rules.graph, first_runs) for first_runs in starts)
     proved = ((problem, single_moments(problem, budget)) for problem in problems)
@@ -101,16 +105,17 @@ def moment_orders(rules: Rules, starts: Sequence[Order], budget: int, effort: Pr
 
 
 class ProgramRound(NamedTuple):
-    """What comes of one program."""
+    """The result of one integer program."""
 
     seconds: float
-    """Repetitions take so long at least, in every schedule that the program is about."""
+    """A lower bound on the recomputation time of every schedule that the program covers."""
     plan: Order | None
-    """What the program holds, scheduled lazy_order; None where it holds nothing that is known."""
+    """The order made from the program's solution; None if HiGHS finds no solution."""
 
 
 def program_rounds(problem: Problem, first: Moment, budget: int, effort: ProgramEffort) -> Iterator[ProgramRound]:
-    """Yields what comes of the first moment, then of more, and so on; see `moment_orders`."""
+    """Yields the results of the program with the first moment, then of programs with more moments; see `moment_orders`.
+    """
     chain, rows = _MomentChain(problem, budget), effort.rows
     program: MomentProgram | None = chain.program([first.node])
     while program is not None:
@@ -122,7 +127,7 @@ def program_rounds(problem: Problem, first: Moment, budget: int, effort: Program
 
 
 class _MomentChain:
-    """Looks for moments."""
+    """Chooses moments for the next program."""
 
     def __init__(self, problem: Problem, budget: int):
         self.problem, self.budget = problem, budget
@@ -131,7 +136,7 @@ class _MomentChain:
         self.moments: dict[int, Moment] = {}
 
     def planned(self, program: MomentProgram, x: np.ndarray) -> tuple[Order, list[int]]:
-        """Returns the plan that holds what the columns `x` say, and the nodes where it overflows."""
+        """Returns the order that holds the values of the solution `x`, and the nodes at which it exceeds the budget."""
         chain = [moment.node for moment in program.moments]
         held = [set(np.flatnonzero((row >= 0) & (x[np.maximum(row, 0)] > 0.5)).tolist()) for row in program.held]
         retention = dict(zip((self.place[index] for index in chain), held, strict=True))
@@ -139,7 +144,7 @@ class _MomentChain:
         return plan, self.overflow(plan, stages, chain)
 
     def longer(self, program: MomentProgram, worst: Sequence[int], rows: int) -> MomentProgram | None:
-        """Returns the program of as many moments more as `rows` allow."""
+        """Returns the program with as many additional moments as `rows` allow."""
         chain = [moment.node for moment in program.moments]
         more: list[int] = []
         for index in worst:
@@ -152,7 +157,9 @@ class _MomentChain:
         return None
 
     def best(self, program: MomentProgram, worst: Sequence[int], rows: int) -> MomentProgram | None:
-        """Returns the program with one moment more that promises most, without those that have no order with it."""
+        """Returns the most promising program with one more moment, without the moments that have no certain order with
+        it.
+        """
         chain = [moment.node for moment in program.moments]
         tries = [
             self.program([*(other for other in chain if self.ordered(index, other)), index], program.planes)
@@ -170,7 +177,9 @@ class _MomentChain:
         return self.moments[index]
 
     def overflow(self, plan: Order, stages: Sequence[int], chain: Sequence[int]) -> list[int]:
-        """Returns nodes during or for whose first runs there is too much, the worst first, some way apart."""
+        """Returns nodes during or before whose first runs the budget is exceeded, the worst first, with a distance
+        between them.
+        """
         problem = self.problem
         worst: dict[int, int] = {}
         for nbytes, stage in zip(profile_of(problem.rules, plan).tolist(), stages, strict=True):
@@ -185,21 +194,21 @@ class _MomentChain:
         return found
 
     def ordered(self, one: int, other: int) -> bool:
-        """Whether one of two nodes certainly runs first."""
+        """Whether it is certain which of two nodes runs first."""
         return bool(self.moment(other).before[one] or self.moment(one).before[other])
 
 
 def lazy_order(rules: Rules, first_runs: Order, held: Mapping[int, set[int]]) -> tuple[Order, list[int]]:
-    """Returns the plan that computes right before it is read, or is to be held, what is not in memory.
+    """Returns the order that recomputes missing values directly before they are read, or before they are to be held.
 
     Args:
-        rules: of the graph.
-        first_runs: computes everything once.
-        held: by position in `first_runs`, what stays in memory after it; after others everything does, and so does always
-            what comes of nodes that never run twice.
+        rules: the rules of the graph.
+        first_runs: an order that computes every node once.
+        held: by position in `first_runs`, the values that stay in memory after that position. After all other positions
+            everything stays. Outputs of nodes that never run twice always stay.
 
     Returns:
-        The plan; and for each computation the position in `first_runs` of the first run that it is, or is made for.
+        The order; and for each computation, the position in `first_runs` of the first run that it is or serves.
     """
     graph, split = rules.graph, len(first_runs.forward)
     stays = {*rules.permanent, *(v for n in graph.nodes if rules.pinned[n.id] for v in n.outputs)}
@@ -227,7 +236,7 @@ def lazy_order(rules: Rules, first_runs: Order, held: Mapping[int, set[int]]) ->
 
 
 def _used(rules: Rules, runs: Sequence[int], boundary: int) -> list[int]:
-    """The computations among `runs` that something comes of, in order."""
+    """Returns the indices of the computations among `runs` whose results are used, in order."""
     graph = rules.graph
     musts = {n.id for n in graph.nodes if n.once or n.random or n.writes}
     first = {index: i for i, index in reversed([*enumerate(runs)])}

@@ -1,26 +1,26 @@
-"""Recomputation as XLA has it: greedy by bytes alone.
+"""XLA's rematerialisation: a greedy heuristic that considers bytes only.
 
 HloRematerialization, https://github.com/openxla/xla, xla/hlo/transforms/simplifiers/hlo_rematerialization.cc (read in
-2026; as a planner for JAX it has no paper). Where more than the limit is live, run something again: of all blocks of
-up to `BLOCK` consecutive computations before that point, the one with the least
+2026; there is no paper about it as JAX's rematerialisation). Where more bytes than the limit are live, run something
+again: of all blocks of at most `BLOCK` consecutive computations before that position, the block with the least
 
-    cost = memory limit / bytes reduced         in whole numbers, the first of several; 0 if it is but moved
+    cost = memory limit / bytes reduced         in integers, the first of equals; 0 if the block is only moved
 
-whose results are then computed again before their next use, for all later uses. What it takes in time has no part in
-the choice. Nothing is optimal, and nothing says that a limit is met that could be: "Can't reduce memory use below".
+whose results are then recomputed before their next use, for all later uses. Time has no influence on the choice.
+Nothing is optimal, and a limit that could be met may be missed: "Can't reduce memory use below".
 
-    bytes reduced       `_Pass.reduced`: results that are live at the point and not in use there, less inputs that are
-                        not live, and would have to be kept for it
+    bytes reduced       `_Pass.reduced`: results that are live and not in use at the position, minus inputs that are not
+                        live, and would have to be held for it
     kAlwaysRemat        `_Pass.walk`: through the schedule from its beginning, wherever the limit is exceeded
-    kPeakPriority       `_Pass.climb`: the highest point, always; what was computed again is not a candidate any more
+    kPeakPriority       `_Pass.climb`: always the highest position; recomputed blocks are no longer candidates
     denylist            `_Pass.fixed`: a computation that was moved twice
 
-XLA leaves the choice between the two to its users; here the faster plan that fits is taken. Unlike there an input may
-be read from a copy that is made later, and a point that stays over the limit ends the search, for what comes out must
-fit.
+XLA leaves the choice between the two to its users; here the faster plan that fits is returned. Unlike in XLA, an input
+may be read from a copy that is made later, and a position that stays over the limit ends the search, because the plan
+must fit.
 
-Complexity: per computation that runs again, a look at what is live at the point; where single computations do not help,
-at all blocks before it. Left out: compression (other layouts), offloading to the host, called computations.
+Complexity: per recomputation, one pass over the live values; if single computations do not help, one pass over all
+blocks before the position. Left out: compression (other layouts), offloading to the host, called computations.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from fckpt.solve.repair.repair import Gaps
 __all__ = ["xla"]
 
 BLOCK = 8
-"""The block size limit."""
+"""XLA's block size limit."""
 
 
 def xla(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the plan of XLA's greedy for a limit of `budget` bytes.
+    """Returns the plan of XLA's heuristic for a limit of `budget` bytes.
 
     Args:
         graph: one training step.
         budget: bytes; None saves everything.
 
     Raises:
-        BudgetError: it cannot reduce the peak so far.
+        BudgetError: the heuristic cannot reduce the peak to the budget.
     """
     rules = Rules(graph)
     return bisected(rules, lambda limit: _faster(rules, limit), budget, "xla")
@@ -67,7 +67,7 @@ def _faster(rules: Rules, limit: int | None) -> Order | None:
 
 
 class _Block(NamedTuple):
-    """Consecutive computations, and how good it is to run them again."""
+    """Consecutive computations, and the cost of running them again."""
 
     cost: int
     start: int
@@ -75,29 +75,29 @@ class _Block(NamedTuple):
 
 
 class _Pass:
-    """A schedule that is being reduced."""
+    """A schedule whose memory is being reduced."""
 
     def __init__(self, rules: Rules, order: Order, limit: int):
         self.rules, self.limit = rules, limit
         self.schedule = EditableSchedule(rules, order)
         self.gaps = Gaps(self.schedule)
         self.moved: set[int] = set()
-        """Moments that took the place of others."""
+        """Runs that replaced an earlier run."""
         self.fixed: set[int] = set()
-        """Moments that are not to run again."""
+        """Runs that must not be repeated."""
 
     def walk(self) -> Order | None:
-        """Brings one point after the other under the limit."""
+        """Reduces one position after another to the limit."""
         position = 0
         while (over := self.schedule.profile[position:] > self.limit).any():
             position += int(over.argmax())
             if not self.attack(position):
                 return None
-        # What lived on for what runs again may have raised points that had been passed.
+        # Inputs that live longer for the recomputations may have raised positions that had been passed.
         return self.schedule.order() if self.schedule.profile.max(initial=0) <= self.limit else None
 
     def climb(self) -> Order | None:
-        """Brings the highest point down until it is under the limit."""
+        """Reduces the highest position until no position exceeds the limit."""
         while self.schedule.profile.max(initial=0) > self.limit:
             known = len(self.schedule.node)
             if not self.attack(int(self.schedule.profile.argmax())):
@@ -106,7 +106,7 @@ class _Pass:
         return self.schedule.order()
 
     def attack(self, position: int) -> bool:
-        """Runs the best block before `position` again behind it; returns whether that took bytes off it."""
+        """Runs the best block before `position` again after it; returns whether that reduced the bytes held there."""
         least = size = 1
         while size <= BLOCK:
             block = self.best(position, least, size)
@@ -118,14 +118,14 @@ class _Pass:
         return False
 
     def best(self, position: int, least: int, most: int) -> _Block | None:
-        """The block of `least` to `most` computations before `position` with the least cost."""
+        """Returns the block of `least` to `most` computations before `position` with the least cost."""
         schedule = self.schedule
         runs = [r for r in schedule.at[:position].tolist() if schedule.node[r] >= 0]
         live, movable = self.live(position)
         nbytes = np.array([live.get(r, 0) for r in runs], dtype=np.int64)
         barred = np.array([r in self.fixed or self.rules.pinned[schedule.node[r]] for r in runs], dtype=np.int64)
         sums, bars = (np.concatenate([[0], np.cumsum(a)]) for a in (nbytes, barred))
-        hopes: list[tuple[int, int, int]] = []  # no block costs less than its live bytes say
+        hopes: list[tuple[int, int, int]] = []  # lower bounds: a block reduces at most its live bytes
         for size in range(least, min(most, len(runs)) + 1):
             bound = sums[size:] - sums[:-size]
             starts = np.flatnonzero((bound > 0) & (bars[size:] == bars[:-size])).tolist()
@@ -143,7 +143,9 @@ class _Pass:
         return found
 
     def live(self, position: int) -> tuple[dict[int, int], set[int]]:
-        """By run: the bytes that it made and that lie idle at `position`. And runs of which nothing was read."""
+        """Returns, by run, the bytes that it made and that are idle at `position`; and the runs whose outputs nothing
+        has read yet.
+        """
         schedule = self.schedule
         nbytes: dict[int, int] = {}
         read: set[int] = set()
@@ -163,7 +165,7 @@ class _Pass:
         return all(schedule.index(v, position + 1) - schedule.index(v, schedule.places[run]) == 1 for v in outputs)
 
     def reduced(self, block: list[int], live: dict[int, int], position: int) -> int:
-        """The bytes that go at `position` if `block` runs again behind it; 0 if it may not."""
+        """Returns the bytes freed at `position` if `block` runs again after it; 0 if it may not run again."""
         schedule, graph = self.schedule, self.rules.graph
         nodes = [schedule.node[r] for r in block]
         mine = {v for index in nodes for v in graph.nodes[index].outputs}
@@ -174,7 +176,7 @@ class _Pass:
             if schedule.is_live(value, target):
                 continue
             i = schedule.index(value, target)
-            end = schedule.places[schedule.events[value][i - 1]] if i else -1  # where its last copy goes
+            end = schedule.places[schedule.events[value][i - 1]] if i else -1  # where its last copy is freed
             if end < 0 or (value in self.rules.unsaved and end < schedule.split <= target):
                 return 0
             if end < position:
@@ -182,7 +184,7 @@ class _Pass:
         return reduced
 
     def next_use(self, index: int, position: int) -> int | None:
-        """The first run behind `position` that reads what node `index` made before it."""
+        """Returns the first run after `position` that reads what node `index` made before it."""
         schedule = self.schedule
         found = []
         for value in self.rules.graph.nodes[index].outputs:
@@ -193,7 +195,7 @@ class _Pass:
         return min(found, key=lambda r: schedule.places[r], default=None)
 
     def repeat(self, block: list[int], position: int) -> None:
-        """Runs `block` again, each computation before the first use of its results behind `position`."""
+        """Runs `block` again: each computation directly before the first use of its results after `position`."""
         schedule = self.schedule
         changed: set[int] = set()
         for run in reversed(block):

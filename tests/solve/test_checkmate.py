@@ -86,8 +86,8 @@ def test_a_program_that_is_too_large_is_refused(solver: Solver):
     with pytest.raises(ArgumentValueError) as error:
         solver(graph, plain_peak(graph) // 2)
     assert str(error.value) == (
-        f"the solver {solver.__name__!r} takes programs of about 100000 variables at most, and that of this graph of "
-        f"{len(graph.nodes)} nodes has {size}. Take 'auto' or 'moments'."
+        f"the solver {solver.__name__!r} takes integer programs of at most about 100000 variables; this graph "
+        f"of {len(graph.nodes)} nodes needs {size}. Take 'auto' or 'moments'."
     )
 
 

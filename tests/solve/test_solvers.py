@@ -171,8 +171,10 @@ def test_the_registry():
         "min_cut", "moccasin", "moccasin3", "moments", "ogc", "policy", "recompute_all", "revolve", "rotor", "save_all",
         "xla",
     )  # fmt: skip
-    with pytest.raises(ArgumentValueError, match=r"no solver 'magic'\. Take one of auto, brute, checkmate"):
+    with pytest.raises(ArgumentValueError, match=r"no solver 'magic'\. The solvers are auto, brute, checkmate"):
         solve.get("magic")
+    with pytest.raises(ArgumentValueError, match=r"no solver 'gredy'\. Did you mean 'greedy'\? The solvers are auto"):
+        solve.get("gredy")
 
 
 @examples(200)

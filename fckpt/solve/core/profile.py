@@ -1,10 +1,10 @@
-"""What a sequence of computations holds, position by position: the rules of `simulate`, as columns of numbers.
+"""The memory profile of a sequence of computations: the rules of `simulate`, computed with arrays.
 
-A *copy* of a value lives from the position that makes it to its last read before it is made again, or to the end if it is
-an output or a gradient. Events that make values, sorted by value and position, are the copies; each read finds its copy
-among them by bisection. The profile is the sum of where copies begin and end.
+A *copy* of a value lives from the run that makes it to its last read before the value is made again, or to the end if
+the value is an output or a gradient. The copies are the events that make values, sorted by value and position; each
+read finds its copy by bisection. The profile is the running sum over the positions at which copies begin and end.
 
-Complexity: O(n log n) for n events; some ten milliseconds for 50,000 computations.
+Complexity: O(n log n) for n events; about 10 ms for 50,000 computations.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ __all__ = ["Profiler"]
 
 
 class Profiler:
-    """The columns of one graph."""
+    """Computes profiles of sequences of nodes of one graph."""
 
     def __init__(self, graph: Graph, permanent: Collection[int]):
-        """Takes down what the profiles of all sequences have in common.
+        """Precomputes the arrays that the profiles of all sequences share.
 
         Args:
             graph: one training step.
-            permanent: values that are not freed once they are made.
+            permanent: values that are never freed once they are made.
         """
         self.nbytes = np.array([v.nbytes for v in graph.values], dtype=np.int64)
         self.permanent = np.zeros(len(graph.values), dtype=bool)
         self.permanent[list(permanent)] = True
         self.temporary = np.array([n.temporary_nbytes for n in graph.nodes], dtype=np.int64)
         self.arriving = int(self.nbytes[list(graph.cotangents)].sum())
-        """Bytes that come with the backward pass."""
+        """Bytes of the cotangents, which arrive with the backward pass."""
         self.reads = _Events([n.inputs for n in graph.nodes])
         self.makes = _Events([n.outputs for n in graph.nodes])
         width = max((len(n.overwrites) for n in graph.nodes), default=0)
         padded = [(*n.overwrites, *[-1] * (width - len(n.overwrites))) for n in graph.nodes]
         self.overwrites = np.array(padded, dtype=np.int64).reshape(len(graph.nodes), width)
-        """By node: the values that it may write its output over."""
+        """By node: the values over which it may write its output; -1 fills the rows."""
 
     def profile(self, forward: Sequence[int], backward: Sequence[int]) -> np.ndarray:
         """Returns the bytes held while each computation runs: int64, one per computation.
 
         Args:
-            forward: nodes, in order.
-            backward: those after them.
+            forward: the nodes of the forward pass, in order.
+            backward: the nodes of the backward pass, in order.
         """
         sequence = np.array([*forward, *backward], dtype=np.int64)
         count = len(sequence)
@@ -55,7 +55,7 @@ class Profiler:
         is_second[:1] = False
         is_second[1:] &= values[1:] == values[:-1]
         own = self.temporary[sequence]
-        # what is there for good, and is made again, is dropped at once
+        # a second copy of a permanent value is dropped at once
         np.add.at(own, made[is_second], self.nbytes[values[is_second]])
         values, first = values[~is_second], made[~is_second]
         last = _last(values, first, *self.reads.of(sequence))
@@ -73,17 +73,19 @@ class Profiler:
 
 
 class _Events:
-    """The values that each node makes, or reads."""
+    """The values that each node makes, or the values that each node reads."""
 
     def __init__(self, values: Sequence[Sequence[int]]):
         self.count = np.array([len(part) for part in values], dtype=np.int64)
-        """By node: how many."""
+        """By node: the number of its values."""
         self.start = np.cumsum(self.count) - self.count
-        """By node: where its own begin among all `values`."""
+        """By node: the index of its first value in `values`."""
         self.values = np.array([value for part in values for value in part], dtype=np.int64)
 
     def of(self, sequence: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the values that a sequence makes, or reads, and the position of each event, which rise."""
+        """Returns the values that a sequence makes, or reads, and the position of each event, in ascending order of
+        position.
+        """
         count = self.count[sequence]
         positions = np.repeat(np.arange(len(sequence)), count)
         shift = self.start[sequence] - (np.cumsum(count) - count)
@@ -91,24 +93,25 @@ class _Events:
 
 
 def _sorted(values: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns events by value, and by position."""
+    """Returns events sorted by value, then by position."""
     ranks = np.argsort(values, kind="stable")
     return values[ranks], positions[ranks]
 
 
 def _last(values: np.ndarray, first: np.ndarray, read: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns the last position of each copy: that of its last read, or that which makes it.
+    """Returns the last position of each copy: the position of its last read or, without reads, of the run that makes
+    it.
 
     Args:
-        values: by copy, rising.
-        first: by copy: the position that makes it, rising for each value.
+        values: by copy, ascending.
+        first: by copy: the position of the run that makes it, ascending for each value.
         read: by read: the value.
-        positions: by read: the position, rising.
+        positions: by read: its position, ascending.
     """
     last = first.copy()
     if len(values):
         most = 1 + max(int(first.max()), int(positions.max(initial=0)))
         copies = np.searchsorted(values * most + first, read * most + positions) - 1
         found = (copies >= 0) & (values[copies] == read)
-        last[copies[found]] = positions[found]  # of several the last one stays
+        last[copies[found]] = positions[found]  # the last assignment wins
     return last
