@@ -27,7 +27,7 @@ from fckpt import tree as trees
 from fckpt.conditions import unseen, unwrapped
 from fckpt.errors import TraceError
 from fckpt.lift import unwatched
-from fckpt.operations import is_random, statistics_of
+from fckpt.operations import is_dense, is_random, statistics_of
 from fckpt.replay import recompute_mode
 from fckpt.spmd.collectives import sums_watched
 from fckpt.spmd.isolated import Rehearsal
@@ -207,8 +207,9 @@ class _Follower(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = [x for x in trees.leaves((list(args), kwargs)) if isinstance(x, torch.Tensor)]
-        axes: Axes = frozenset().union(*(self._known(x)[0] for x in inputs))
+        overwritten = _overwritten(func)
+        read = _tensors([x for name, x in _arguments(func, args, kwargs) if name not in overwritten])
+        axes: Axes = frozenset().union(*(self._known(x)[0] for x in read))
         if is_random(func):
             axes |= self._drawn((args, kwargs))
         result = func(*args, **kwargs)
@@ -216,16 +217,45 @@ class _Follower(TorchDispatchMode):
         if func.namespace == "fckpt":
             name = func._schema.name.partition("::")[2]
             axes = self._after(name, axes, args)
-            if inputs:
+            if read:
                 rest = ", ".join(str(a) for a in args[1:-1])
-                call = f"{name} ({rest}) of {trees.describe(inputs[0])}"
+                call = f"{name} ({rest}) of {trees.describe(read[0])}"
                 self.collectives.append(f"{call}, computed by operations with hash {made}")
-        outputs = [x for x in trees.leaves(result) if isinstance(x, torch.Tensor)]
-        written = _mutated(func, args, kwargs) if func._schema.is_mutable else []
-        written += [args[position] for position in statistics_of(func, args)]
-        for x in (*outputs, *written):
-            self.note(x, axes, made)
+        of_each = self._of_each(func, args, kwargs)
+        written = self._written(func, args, kwargs, axes, of_each)
+        for i, x in enumerate(_tensors(result)):
+            if x.untyped_storage()._cdata not in written:
+                self.note(x, of_each[i % len(of_each)] if of_each else axes, made)
+        for x, varies in written.values():
+            self.note(x, varies, made)
         return result
+
+    def _of_each(self, func: Any, args: Any, kwargs: Any) -> list[Axes]:
+        """By number in the lists of tensors of a `_foreach_` operation: over which axes what comes of it varies."""
+        if not func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
+            return []
+        overwritten = _overwritten(func)
+        values = [x for name, x in _arguments(func, args, kwargs) if name not in overwritten]
+        lists = [x for x in values if isinstance(x, (list, tuple)) and x and isinstance(x[0], torch.Tensor)]
+        rest: Axes = frozenset().union(*(self._known(x)[0] for x in values if isinstance(x, torch.Tensor)))
+        if not lists or len({*map(len, lists)}) > 1:
+            return []
+        return [rest.union(*(self._known(x)[0] for x in row)) for row in zip(*lists, strict=True)]
+
+    def _written(
+        self, func: Any, args: Any, kwargs: Any, axes: Axes, of_each: list[Axes]
+    ) -> dict[int, tuple[torch.Tensor, Axes]]:
+        """By storage: the tensors that an operation writes, and over which axes they vary then."""
+        overwritten, found = _overwritten(func), {}
+        named = [(name, x) for name, x in _arguments(func, args, kwargs) if name in _mutated(func)]
+        named += [("", args[position]) for position in statistics_of(func, args)]
+        for name, value in named:
+            for i, x in enumerate(_tensors(value)):
+                now = of_each[i] if of_each and isinstance(value, (list, tuple)) else axes
+                whole = x.numel() * x.element_size() == x.untyped_storage().nbytes() and is_dense(x.shape, x.stride())
+                rest: Axes = frozenset() if whole and name in overwritten else self._known(x)[0]
+                found[x.untyped_storage()._cdata] = x, now | rest
+        return found
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> str:
         leaves, spec = trees.flatten((list(args), kwargs))
@@ -241,10 +271,39 @@ class _Follower(TorchDispatchMode):
         return axes | {*along.axes}
 
 
-def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = [named.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [x for x in trees.leaves(written) if isinstance(x, torch.Tensor)]
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [x for x in trees.leaves(value) if isinstance(x, torch.Tensor)]
+
+
+def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The arguments of an operation that are given, by name."""
+    return [*zip((a.name for a in func._schema.arguments), args, strict=False), *kwargs.items()]
+
+
+@functools.cache
+def _mutated(func: Any) -> frozenset[str]:
+    """The arguments that an operation writes, by its schema."""
+    return frozenset(a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+@functools.cache
+def _overwritten(func: Any) -> frozenset[str]:
+    """The arguments whose data an operation does not read: it asks for their shape alone, or writes over them."""
+    name, overload = func._schema.name.removeprefix("aten::"), func._schema.overload_name
+    found = frozenset(a.name for a in func._schema.arguments if a.is_out)
+    return found if _SELF_UNREAD.isdisjoint((name, f"{name}.{overload}")) else found | {"self"}
+
+
+_LIKE = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+_NEW = ("empty", "empty_strided", "zeros", "ones", "full")
+_DRAWN = ("normal", "uniform", "random", "exponential", "geometric", "log_normal", "cauchy")
+_SELF_UNREAD = {
+    *(f"{name}_like" for name in _LIKE),
+    *(f"new_{name}" for name in _NEW),
+    *(name + in_place for name in (*_DRAWN, "zero", "fill", "copy") for in_place in ("", "_")),
+    *("_foreach_zero_", "_foreach_zero", "_foreach_copy_", "_foreach_copy", "bernoulli_", "bernoulli.p"),
+} - {"normal"}  # torch.normal draws around its first argument
+"""Operations of ATen that do not read the data of `self`."""
 
 
 def violations(found: Varying, specs: Iterable[P]) -> list[str]:
