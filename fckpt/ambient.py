@@ -16,6 +16,7 @@ __all__ = [
     "autocast_as",
     "capture",
     "interfering_mode",
+    "put_back",
     "restored",
     "unobserved",
 ]
@@ -127,6 +128,12 @@ def restored(then: Ambient) -> Iterator[None]:
             yield
         finally:
             _set_flags(now)
+
+
+def put_back(then: Ambient) -> None:
+    """Puts the settings of the process in force that were so `then`; autocast and devices are those of a thread."""
+    if capture()[2:] != then[2:]:
+        _set_flags(then)
 
 
 def _set_flags(ambient: Ambient) -> None:

@@ -93,6 +93,7 @@ class Simulation:
             for thread in threads:
                 thread.join()
         turns.states[0].rewind()
+        ambient.put_back(turns.settings[0])
         isolated.collect()
         if failures:
             number, error = next((f for f in failures if not isinstance(f[1], RankFailure)), failures[0])

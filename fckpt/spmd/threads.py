@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fckpt import ambient
 from fckpt.errors import RankFailure
 from fckpt.rng import RandomState, unshared
 from fckpt.spmd.guard import place_of
@@ -35,6 +36,7 @@ class Turns:
         self.lock, self.counting = threading.Lock(), threading.Lock()
         self.isolated = isolated
         self.states = [_generators()] * ranks
+        self.settings = [ambient.capture()] * ranks
         self.wanted = 0
         """How many ranks run, or would if it were their turn."""
         self.seconds = [0.0] * ranks
@@ -69,11 +71,12 @@ class Turns:
         self.lock.acquire()
         self.running, self.threads[rank] = (rank, time.monotonic()), threading.get_ident()
         self.states[rank].rewind()
+        ambient.put_back(self.settings[rank])
         self.isolated.enter(rank)
 
     def give(self, rank: int) -> None:
         self.isolated.leave(rank)
-        self.states[rank] = _generators()
+        self.states[rank], self.settings[rank] = _generators(), ambient.capture()
         self.seconds[rank] = self.ran(rank)
         self.running = None
         with self.counting:
