@@ -347,6 +347,8 @@ def test_remat_repeats_a_collective(monkeypatch: pytest.MonkeyPatch):
         ),
         (lambda x: psum(x, "i", axis_index_groups=[[0, 1], []]), ArgumentValueError, r"must have each number"),
         (lambda x: psum(x, "i", axis_index_groups=[0, 1]), ArgumentTypeError, r"has lists of numbers, such as"),
+        (lambda x: psum(x.to(torch.uint16), "i"), ArgumentTypeError, r"psum: torch cannot reduce .*uint16.*x.long\(\)"),
+        (lambda x: fckpt.pmin(x.to(torch.float8_e5m2), "i"), ArgumentTypeError, r"pmin: .*float8_e5m2.* x.float\(\)"),
         (lambda x: fckpt.fake_mesh({"a:b": 2}), ArgumentValueError, r"without commas, colons or '=', not 'a:b'"),
     ],
 )
