@@ -507,6 +507,8 @@ def ppermute(tree: Any, axis: Axes, pairs: Sequence[tuple[int, int]]) -> Any:
     mesh, along = _where("ppermute", axis)
     size = mesh.reach(along)
     sources = [-1] * size
+    if not isinstance(pairs, (list, tuple)):
+        raise ArgumentTypeError(f"ppermute: pairs are a list, such as [(0, 1), (1, 0)], not {pairs!r}.")
     for pair in pairs:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(n, int) for n in pair)):
             raise ArgumentTypeError(

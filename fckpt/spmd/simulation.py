@@ -18,7 +18,7 @@ from fckpt import ambient
 from fckpt.errors import ArgumentValueError, RankFailure
 from fckpt.spmd.isolated import Isolated
 from fckpt.spmd.links import Link
-from fckpt.spmd.mesh import Mesh, carried, use_mesh
+from fckpt.spmd.mesh import Mesh, carried, check_shape, use_mesh
 from fckpt.spmd.saving import finished
 from fckpt.spmd.threads import Meeting, Thread, Turns
 
@@ -36,7 +36,7 @@ def sim(
         links: by axis, what messages cost a plan.
 
     Raises:
-        ArgumentValueError: an axis has no rank.
+        ArgumentTypeError, ArgumentValueError: `shape` is not a mesh.
 
     Example:
         >>> import torch, fckpt
@@ -45,7 +45,8 @@ def sim(
         >>> fckpt.sim({"data": 4}).run(program, torch.tensor(10.0))
         [tensor(60.), tensor(60.), tensor(60.), tensor(60.)]
     """
-    if not shape or not all(isinstance(size, int) and size > 0 for size in shape.values()):
+    check_shape("sim", shape)
+    if not shape or min(shape.values()) < 1:
         raise ArgumentValueError(f"sim: a mesh has axes of one rank or more, not {dict(shape)!r}.")
     return Simulation(Mesh(shape), timeout_seconds, links or {})
 
