@@ -53,6 +53,8 @@ class Varying(NamedTuple):
     collectives: list[str]
     """What it calls, in order, with a hash of what each is made of: the same on all ranks."""
     output: Any
+    closed_over: Sequence[str] = ()
+    """What the function closes over, the same on all ranks, whose gradient from outside would be a rank's part."""
 
 
 def varying(
@@ -96,7 +98,40 @@ def varying(
         leaves, out_spec = trees.flatten(output)
         tensors = [(path, x) for path, x in zip(out_spec.paths(), leaves, strict=True) if isinstance(x, torch.Tensor)]
         paths, axes = [path for path, _ in tensors], [follower.of(x) for _, x in tensors]
-        return Varying(paths, axes, follower.redundant, follower.collectives, output)
+        alike = {
+            id(fake): frozenset(name for name in mesh.names if mesh.shape[name] > 1 and name not in axes)
+            for (_, fake), axes in zip(captured, differing, strict=True)
+        }
+        closed_over = [trees.describe(x) for x in _apart_from_pvary([x for _, x in tensors], alike)]
+        return Varying(paths, axes, follower.redundant, follower.collectives, output, closed_over)
+
+
+def _apart_from_pvary(outputs: Sequence[torch.Tensor], alike: dict[int, Axes]) -> Iterator[torch.Tensor]:
+    """Returns the tensors, by id in `alike`, to which cotangents of outputs come without a sum over those axes.
+
+    A pvary is such a sum. What has a gradient by now was differentiated within the function, and is left out.
+    """
+    todo: list[tuple[Any, Axes]] = [(x.grad_fn, frozenset()) for x in outputs if x.grad_fn is not None]
+    todo += [
+        (torch.autograd.graph.get_gradient_edge(x).node, frozenset())
+        for x in outputs
+        if x.grad_fn is None and x.requires_grad
+    ]
+    seen: set[Any] = set()
+    found: dict[int, torch.Tensor] = {}
+    while todo:
+        node, summed = todo.pop()
+        if node is None or (node, summed) in seen:
+            continue
+        seen.add((node, summed))
+        linear = getattr(node, "linear", None)
+        if linear is not None and linear.kind == "alike":
+            summed |= frozenset(linear.along.axes)
+        x = getattr(node, "variable", None)
+        if x is not None and x.grad is None and alike.get(id(x), frozenset()) - summed:
+            found[id(x)] = x
+        todo += [(below, summed) for below, _ in node.next_functions]
+    yield from found.values()
 
 
 @contextlib.contextmanager
