@@ -17,6 +17,7 @@ __all__ = [
     "capture",
     "has_function_modes",
     "interfering_mode",
+    "put_back",
     "restored",
     "unobserved",
     "without_modes",
@@ -134,6 +135,12 @@ def restored(then: Ambient) -> Iterator[None]:
             yield
         finally:
             _set_flags(now)
+
+
+def put_back(then: Ambient) -> None:
+    """Puts the settings of the process in force that were so `then`; autocast and devices are those of a thread."""
+    if capture()[2:] != then[2:]:
+        _set_flags(then)
 
 
 def _set_flags(ambient: Ambient) -> None:

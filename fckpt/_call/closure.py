@@ -365,12 +365,24 @@ class _Walk:
         for name in names:
             held = scope.get(name)
             if type(held) is types.ModuleType:
-                for slot in imported(held, names):
-                    self.place(slot, depth)
+                self.module(held, names, depth)
             elif isinstance(held, type):
                 self.constants(held)
             else:
                 self.place((scope, name, held), depth)
+
+    def module(self, module: types.ModuleType, names: Sequence[str], depth: int, levels: int = 2) -> None:
+        """Visits what lies under these names in an imported module, and in the user's modules that lie there."""
+        for slot in imported(module, names):
+            self.place(slot, depth)
+        if is_library(module.__name__):
+            return
+        for name in names:
+            held = vars(module).get(name)
+            if isinstance(held, type):
+                self.constants(held)
+            elif levels and type(held) is types.ModuleType:
+                self.module(held, names, depth, levels - 1)
 
 
 def imported(module: types.ModuleType, names: Iterable[str]) -> Iterator[Slot]:
@@ -381,7 +393,8 @@ def imported(module: types.ModuleType, names: Iterable[str]) -> Iterator[Slot]:
     kinds = (torch.Tensor, nn.Module) if is_library(module.__name__) else _DATA
     for name in names:
         held = scope.get(name)
-        if held is not None and (type(held) in PLAIN or isinstance(held, kinds)):
+        users = kinds is _DATA and not isinstance(held, type) and is_user_class(type(held))
+        if held is not None and (users or type(held) in PLAIN or isinstance(held, kinds)):
             yield scope, name, held
 
 
