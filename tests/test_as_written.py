@@ -108,6 +108,8 @@ def test_dropout_of_other_layouts_draws_the_mask_of_the_plain_function(policy: A
 SHARED: dict[str, Callable[[Tensor], Any]] = {
     "slice": lambda x: (lambda h: (h, h[:2]))((x @ W).sin()),
     "views": lambda x: (lambda h: (h.t(), h[:2]))((x @ W).sin()),
+    "a view first": lambda x: (lambda h: (h[0], h))((x @ W).sin()),
+    "a view between": lambda x: (lambda h: (h.t(), h, h[:2]))((x @ W).sin()),
     "chunk": lambda x: (x @ W).sin().chunk(2),
     "unbind": lambda x: (x @ W).sin().unbind(0),
     "detached": lambda x: (lambda h: (h, h.detach()[:2]))((x @ W).sin()),
