@@ -33,7 +33,7 @@ from fckpt.repeats import repeated_blocks, replace_modules
 from fckpt.rng import RandomState
 from fckpt.run import NOT_AGAIN, Execution, Program
 from fckpt.segment import HooksUnavailable, run_segment
-from fckpt.trace import inlined, is_followed, is_tracing
+from fckpt.trace import HigherOrderError, inlined, is_followed, is_tracing
 from fckpt.transform import run_nodes, run_planned
 
 __all__ = ["remat"]
@@ -314,6 +314,8 @@ class _PlannedRegion(_Region):
             captured, programs = found
             try:
                 return captured.call(lambda inputs: self.run_captured(captured, programs, inputs), fn, args, kwargs)
+            except HigherOrderError:  # run as Python it would be compiled by torch, which remembers that it failed
+                raise
             except TraceError as error:  # to trace the Python code may do, or else tells the line where it cannot
                 self.planner.refuse(captured, str(error))
         try:
