@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextvars
+import copyreg
 import decimal
 import enum
 import functools
@@ -255,6 +256,12 @@ class _Walk:
         elif isinstance(value, ARRAYS):
             if self.state is not None and _is_small(value):
                 self.state.values.append((value, content(value, None)))
+        elif isinstance(value, weakref.ref):
+            self.visit(None, value(), depth)
+        elif isinstance(value, types.MappingProxyType):
+            self.items(dict(value), depth - 1)
+        elif kind in _VIEWS:
+            self.items(dict(value.mapping), depth - 1)
         elif not isinstance(value, (type, logging.Logger)):
             state = self.state
             if not is_user_class(kind) and kind not in RECORDS:
@@ -398,6 +405,7 @@ def imported(module: types.ModuleType, names: Iterable[str]) -> Iterator[Slot]:
             yield scope, name, held
 
 
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _DATA = (torch.Tensor, nn.Module, list, dict, tuple, set, collections.deque, types.FunctionType)
 
 
@@ -447,7 +455,7 @@ def method_globals(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
     found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
     while todo and len(seen) < _LARGE:
         fn = todo.pop()
-        fn = getattr(fn, "__func__", None) or getattr(fn, "fget", None) or fn
+        fn = attribute(fn, "__func__") or attribute(fn, "fget") or fn
         if type(fn) is not types.FunctionType or id(fn) in seen or (fn.__module__ or "").startswith("torch."):
             continue
         seen.add(id(fn))
@@ -536,7 +544,41 @@ def fact(value: Any) -> Any:
         if value.dtype == object or value.nbytes > _BYTES:
             return Unguarded(f"a NumPy array of {value.nbytes} bytes")
         return (kind, value.shape, str(value.dtype), value.tobytes())
-    return kind
+    plain: Any = next((base for base in (int, float, complex, str, bytes) if isinstance(value, base)), None)
+    if plain is not None:  # an instance of a user's subclass
+        return (kind, repr(plain(value)) if plain in (float, complex) else plain(value))
+    if isinstance(value, types.MappingProxyType):
+        return _fact_of_container(dict(value), kind)
+    if kind is memoryview:
+        return (kind, value.tobytes()) if value.nbytes <= _BYTES else Unguarded(f"a memoryview of {value.nbytes} bytes")
+    return _fact_of_pythons(value, kind)
+
+
+def _fact_of_pythons(value: Any, kind: type) -> Any:
+    """What can be told of an object: its class, and what pickle would write of it if its data lie in C.
+
+    So `datetime`, `Path`, `re.Pattern`, `bytearray` and their like tell all they hold. What is no data (a lock, a
+    thread) cannot be pickled; what lies in a `__dict__` is looked at by the walk.
+    """
+    if kind.__module__.partition(".")[0] not in sys.stdlib_module_names or type(attribute(value, "__dict__")) is dict:
+        return kind
+    if isinstance(value, ARRAYS) and not _is_small(value):
+        return Unguarded(f"a {kind.__name__} of {len(value)} entries")
+    try:
+        reduce = copyreg.dispatch_table.get(kind)
+        parts = value.__reduce_ex__(4) if reduce is None else reduce(value)
+    except Exception:
+        return kind
+    return (kind, *map(_fact_within, parts)) if isinstance(parts, tuple) else kind
+
+
+def _fact_within(value: Any) -> Any:
+    """The fact of what pickle would write, with what its containers hold."""
+    if isinstance(value, (tuple, list)):
+        return (type(value), *map(_fact_within, value))
+    if isinstance(value, dict):
+        return (dict, *[(_fact_within(k), _fact_within(v)) for k, v in value.items()])
+    return fact(value)
 
 
 def _fact_of_container(value: Any, kind: type) -> Any:

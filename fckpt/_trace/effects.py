@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import datetime
 import functools
 import gc
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -36,6 +38,20 @@ _IMPURE = {
     builtins.open: "opens a file",
     os.urandom: "draws random bytes",
     os.getenv: "reads the environment",
+    os.getpid: "asks for its process",
+    os.getcwd: "asks for the working directory",
+    os.listdir: "looks at files",
+    os.scandir: "looks at files",
+    os.stat: "looks at files",
+    builtins.globals: "looks up its globals by name",
+    datetime.datetime.now: "reads a clock",
+    datetime.datetime.utcnow: "reads a clock",
+    datetime.date.today: "reads a clock",
+    sys.getrecursionlimit: "asks for a setting of Python",
+    sys.getrefcount: "counts references",
+    torch.get_num_threads: "asks for the number of threads",
+    torch.get_num_interop_threads: "asks for the number of threads",
+    threading.get_ident: "asks for its thread",
     uuid.uuid4: "draws random bytes",
     **{f: "reads a clock" for f in _CLOCKS if callable(f) and not isinstance(f, type)},
 }
