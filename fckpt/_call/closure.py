@@ -544,9 +544,9 @@ def fact(value: Any) -> Any:
         if value.dtype == object or value.nbytes > _BYTES:
             return Unguarded(f"a NumPy array of {value.nbytes} bytes")
         return (kind, value.shape, str(value.dtype), value.tobytes())
-    plain: Any = next((base for base in (int, float, complex, str, bytes) if isinstance(value, base)), None)
-    if plain is not None:  # an instance of a user's subclass
-        return (kind, repr(plain(value)) if plain in (float, complex) else plain(value))
+    for base in _NUMBERS_AND_TEXTS:
+        if isinstance(value, base):  # an instance of a user's subclass
+            return (kind, _converted(value, base))
     if isinstance(value, types.MappingProxyType):
         return _fact_of_container(dict(value), kind)
     if kind is memoryview:
@@ -581,6 +581,12 @@ def _fact_within(value: Any) -> Any:
     return fact(value)
 
 
+def _converted(value: Any, base: Any) -> Any:
+    """The number or text that an instance of a subclass is."""
+    plain = base(value)
+    return repr(plain) if base in (float, complex) else plain
+
+
 def _fact_of_container(value: Any, kind: type) -> Any:
     if len(value) > _LARGE:
         return Unguarded(f"a {kind.__name__} of {len(value)} entries")
@@ -594,6 +600,7 @@ def _fact_of_container(value: Any, kind: type) -> Any:
 
 
 _BYTES = 1 << 16
+_NUMBERS_AND_TEXTS: tuple[Any, ...] = (int, float, complex, str, bytes)
 
 
 def _is_small(value: Any) -> bool:

@@ -231,7 +231,7 @@ def _tell_of(closed_over: Sequence[str], output: Any) -> None:
         "closes over, and all ranks have alike: each rank gets its own part of that gradient. Pass such a tensor as an "
         "argument, whose gradient is summed over the ranks, or let it in through fckpt.pvary."
     )
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         return  # hooks are not called there
     for leaf in trees.leaves(output):
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
