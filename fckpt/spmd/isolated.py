@@ -145,7 +145,8 @@ class _Reached:
             named = [(vars(part), name) for part in parts for name in vars(part) if name not in INTERNAL]
             named += [place for kind in new for place in method_globals(kind)]
             found.extend(closure_of([], attributes=named))
-        bases = [base for kind in kinds for base in (*kind.__mro__, *type(kind).__mro__)]
+        every: list[type] = [*kinds, *map(type, kinds)]
+        bases = [base for kind in every for base in kind.__mro__]
         self.kinds = dict.fromkeys(base for base in bases if is_user_class(base))
         self.slots = [*_slots(found), *_slots_of_modules([vars(part) for part in modules.values()])]
         held = [held for state in (found.own, found.given) for held in _containers(state)]

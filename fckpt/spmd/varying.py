@@ -98,7 +98,11 @@ def varying(
             ) from error
         leaves, out_spec = trees.flatten(output)
         tensors = [(path, x) for path, x in zip(out_spec.paths(), leaves, strict=True) if isinstance(x, torch.Tensor)]
-        paths, axes = [path for path, _ in tensors], [follower.of(x) for _, x in tensors]
+        # numbers of Python's are part of what a result is made of: where they differ, so does the result
+        with _disable_current_modes():
+            *differing_numbers, _ = _differing(f"{about}, outputs", mesh, [follower.made_of(x) for _, x in tensors])
+        paths = [path for path, _ in tensors]
+        axes = [follower.of(x) | other for (_, x), other in zip(tensors, differing_numbers, strict=True)]
         alike = {
             id(fake): frozenset(name for name in mesh.names if mesh.shape[name] > 1 and name not in axes)
             for (_, fake), axes in zip(captured, differing, strict=True)
@@ -222,6 +226,10 @@ class _Follower(TorchDispatchMode):
         """Over which axes a tensor varies. Over one of a single rank nothing does."""
         return frozenset(name for name in self._known(unwrapped(x))[0] if self.mesh.shape[name] > 1)
 
+    def made_of(self, x: torch.Tensor) -> str:
+        """A hash of what a tensor is made of."""
+        return self._known(unwrapped(x))[1]
+
     def _known(self, x: torch.Tensor) -> tuple[Axes, str]:
         return self.known.get(x.untyped_storage()._cdata, (frozenset(), "constant"))
 
@@ -250,6 +258,8 @@ class _Follower(TorchDispatchMode):
                 rest = ", ".join(str(a) for a in args[1:-1])
                 call = f"{name} ({rest}) of {trees.describe(read[0])}"
                 self.collectives.append(f"{call}, computed by operations with hash {made}")
+                if not any(self.mesh.shape[name] > 1 for name in self._after(name, frozenset(self.mesh.names), args)):
+                    made = f"what comes of collective {len(self.collectives)}"  # of whatever it is, all have the same
         of_each = self._of_each(func, args, kwargs)
         written = self._written(func, args, kwargs, axes, of_each)
         for i, x in enumerate(_tensors(result)):
@@ -288,7 +298,7 @@ class _Follower(TorchDispatchMode):
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> str:
         leaves, spec = trees.flatten((list(args), kwargs))
-        parts = [self._known(x)[1] if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
+        parts = [self._known(x)[1] if isinstance(x, torch.Tensor) else _said(x) for x in leaves]
         return hashlib.sha256("\n".join([str(func), repr(spec), *parts]).encode()).hexdigest()[:8]
 
     def _after(self, name: str, axes: Axes, args: Sequence[Any]) -> Axes:
@@ -298,6 +308,13 @@ class _Follower(TorchDispatchMode):
         if name in ("all_reduce", "all_gather") and not along.groups:
             return axes - {*along.axes}
         return axes | {*along.axes}
+
+
+def _said(value: Any) -> str:
+    """Describes an argument that is no tensor, in the same words on all ranks, which have devices of their own."""
+    if isinstance(value, torch.device):
+        return value.type
+    return type(value).__name__ if isinstance(value, torch.Generator) else repr(value)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -166,6 +166,11 @@ def outside() -> dict[str, torch.Tensor]:
     w = torch.tensor([[0.3, -0.2], [0.1, 0.5]], dtype=torch.float64)
     body = lambda w, x: fckpt.psum(total(w, x), "a")
     step = fckpt.shard_map(body, mesh, in_specs=(P(), P("a")), out_specs=P())
+    generator = torch.Generator().manual_seed(7)  # each rank's is another object, and draws the same
+    drawn = fckpt.shard_map(
+        lambda x: fckpt.psum(x * torch.rand(2, generator=generator), "a"), mesh, in_specs=P("a"), out_specs=P()
+    )
+    assert torch.equal(drawn(torch.ones(2)), 2 * torch.rand(2, generator=torch.Generator().manual_seed(7)))
     one = w.clone().requires_grad_()
     step(one, part).backward()
     assert one.grad is not None

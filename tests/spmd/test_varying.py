@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -78,3 +79,22 @@ def test_what_does_not_read_the_data_of_what_varies_is_alike(name: str):
 def test_what_reads_them_varies(name: str):
     with pytest.raises(fckpt.ArgumentValueError, match="varies over 'data'"):
         checked(VARYING[name])
+
+
+def numbers(body: Callable[[torch.Tensor, int], Any], spec: P, out: P) -> list[Any]:
+    """Maps a function of a number that each rank has of its own."""
+
+    def program() -> Any:
+        mesh, own = fckpt.init_mesh({"data": 2}), 1 + int(fckpt.axis_index("data"))
+        random.seed(own)
+        return fckpt.shard_map(lambda x: body(x, own), mesh, in_specs=spec, out_specs=out)(torch.ones(2)).tolist()
+
+    return fckpt.sim({"data": 2}).run(program)
+
+
+def test_numbers_of_python_that_differ_vary():
+    for body in (lambda x, own: x * own, lambda x, own: torch.full((2,), own), lambda x, own: x + random.random()):
+        with pytest.raises(fckpt.ArgumentValueError, match="varies over 'data'"):
+            numbers(body, P(), P())
+    assert numbers(lambda x, own: x * own, P(), P("data")) == [[1.0, 1.0], [2.0, 2.0]]
+    assert numbers(lambda x, own: fckpt.psum(x * own, "data"), P("data"), P()) == [[3.0, 3.0]] * 2
