@@ -6,7 +6,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from fckpt.closure import class_attributes, closure_of, fact, method_globals, slot_names
+from fckpt.closure import check_scripted, class_attributes, closure_of, method_globals, slot_names
+from fckpt.facts import fact
 from fckpt.places import ABSENT, PLAIN, Slot
 from fckpt.rng import generator_types
 
@@ -81,16 +82,20 @@ class ModuleParts:
         "named",
         "open",
         "parameters",
+        "scripted",
         "sharded",
         "ways",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module):
         kinds = generator_types()
-        modules = self.modules = [vars(m) for m in module.modules()]
-        self.kinds = tuple(type(m) for m in module.modules())
+        tree = list(_python_modules(module))
+        self.scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
+        """Whether there are modules of TorchScript in the tree."""
+        modules = self.modules = [vars(m) for m in tree]
+        self.kinds = tuple(map(type, tree))
         """The classes of the modules."""
-        self._buffers = [(m, m._buffers) for m in module.modules() if m._buffers]
+        self._buffers = [(m, m._buffers) for m in tree if m._buffers]
         self.parameters = [m["_parameters"] for m in modules if m["_parameters"]]
         self.generators = [v for m in modules for v in m.values() if isinstance(v, kinds)]
         own = [(m, k, v) for m in modules for k, v in m.items() if k not in INTERNAL]
@@ -113,7 +118,7 @@ class ModuleParts:
         self._sizes = [*modules, *self._children]
         self.sharded = any(c.__module__.startswith("torch.distributed.fsdp") for t in self.kinds for c in t.__mro__)
         """Whether FSDP puts parameters into the modules and takes them out, around each call."""
-        self._lazy = [m for m in module.modules() if isinstance(m, LazyModuleMixin)]
+        self._lazy = [m for m in tree if isinstance(m, LazyModuleMixin)]
         self.ways = None if any(map(slot_names, self.kinds)) else _ways(module)
         """The ways to the dicts of the tree, where each module has one place."""
         self.members = [(children, children.copy()) for children in self._children]
@@ -177,6 +182,18 @@ class ModuleParts:
         return [hook for registered in self._hooks for hook in registered.values()]
 
 
+def _python_modules(root: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a tree, those of TorchScript apart, whose parts lie in C++."""
+    scripted: set[int] = set()
+    for module in root.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            if id(module) not in scripted:
+                check_scripted(module)
+                scripted.update(map(id, module.modules()))
+        elif id(module) not in scripted:
+            yield module
+
+
 Ways = dict[int, tuple[tuple[Any, Any], ...]]
 
 
@@ -199,7 +216,7 @@ def _ways(root: nn.Module) -> Ways | None:
             ways[id(attributes[name])] = (*way, (attributes, attributes[name]))
         children = attributes["_modules"]
         for child in children.values():
-            if child is not None:
+            if child is not None and not isinstance(child, torch.jit.ScriptModule):
                 visit(child, (*way, (attributes, children), (children, child)))
 
     visit(root, ())

@@ -19,12 +19,13 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from fckpt import ambient, solve
 from fckpt._capture.function import GraphFunction
 from fckpt.arguments import Arguments, outlived
-from fckpt.closure import Snapshot, Unguarded
+from fckpt.closure import Snapshot
 from fckpt.conditions import Observation, unseen, unwrapped
 from fckpt.cost import Measured, price
 from fckpt.cost.calls import CostSource
 from fckpt.cost.price import WARNINGS
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, PlanError, TraceError
+from fckpt.facts import SCRIPT, Unguarded
 from fckpt.graph import Graph
 from fckpt.identity import difference, fingerprint
 from fckpt.layouts import layouts_below
@@ -290,6 +291,8 @@ class Planner:
     ) -> Programs:
         """Returns the programs for a call that Dynamo cannot capture: the function's Python code is traced."""
         unguarded = next((fact for fact in observation.facts if isinstance(fact, Unguarded)), None)
+        if any(part.scripted for part in observation.parts):
+            unguarded = Unguarded(SCRIPT)
         if unguarded is not None:
             raise _unguarded(unguarded)
         key = (arguments.signature(), tuple(layouts), reached.order, observation.ambient, observation.settings())

@@ -17,12 +17,12 @@ PUBLIC = sorted(name for name in vars(fckpt) if not name.startswith("_") and not
 
 # Each file may import from those before it.
 ORDER = [
-    "errors", "units", "progress", "ledger", "tree", "rng", "ambient", "casts", "kept", "places", "closure", "modules",
-    "shadow", "conditions", "sources", "_capture", "reads", "arguments", "replay", "segment", "lift", "batched",
-    "primitives", "transform", "compiled", "graph", "identity", "naming", "decisions", "policies", "operations",
-    "layouts", "in_place", "levels", "assemble", "lifetimes", "record", "aliases", "effects", "trace", "memory", "cost",
-    "schedule", "simulate", "solve", "report", "lower", "run", "module", "autodiff", "plans", "spmd", "planner",
-    "repeats", "api", "blocks", "looking", "check", "segments",
+    "errors", "units", "progress", "ledger", "tree", "rng", "ambient", "casts", "kept", "places", "facts", "closure",
+    "modules", "shadow", "conditions", "sources", "_capture", "reads", "arguments", "replay", "segment", "lift",
+    "batched", "primitives", "transform", "compiled", "graph", "identity", "naming", "decisions", "policies",
+    "operations", "layouts", "in_place", "levels", "assemble", "lifetimes", "record", "aliases", "effects", "trace",
+    "memory", "cost", "schedule", "simulate", "solve", "report", "lower", "run", "module", "autodiff", "plans",
+    "spmd", "planner", "repeats", "api", "blocks", "looking", "check", "segments",
 ]  # fmt: skip
 
 

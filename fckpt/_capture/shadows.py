@@ -19,7 +19,7 @@ from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 from fckpt._capture.patching import patched
-from fckpt.closure import is_library
+from fckpt.facts import is_library
 
 __all__ = ["BuiltinNames", "shadows_guarded"]
 

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from fckpt.closure import Closure, Snapshot, closure_of, is_user_class, method_globals
+from fckpt.closure import Closure, Snapshot, closure_of, method_globals
 from fckpt.errors import ArgumentTypeError
+from fckpt.facts import is_user_class
 from fckpt.modules import INTERNAL
 from fckpt.places import ABSENT, INERT, PLAIN, SEQUENCES, Slot, content, entries, present, put, replaced, tensors_in
 from fckpt.shadow import shadow
