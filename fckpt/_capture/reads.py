@@ -13,7 +13,7 @@ import builtins
 import functools
 import os
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fckpt._call.closure import global_names
@@ -72,7 +72,7 @@ def _globals(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[Any]:
         yield from (scope[name] for name in global_names(code) if name in scope)
 
 
-def _functions_of_modules(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def _functions_of_modules(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
     """What code may call of the modules that are imported where it stands, `F.relu` say, and what is built in."""
     for code, scope in codes.items():
         names = global_names(code)

@@ -48,7 +48,7 @@ class Stand(torch.Tensor):
         )
 
     @property
-    def grad(self) -> Any:  # type: ignore[override]
+    def grad(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         raise TraceError(
             f"{current()}: the function reads `.grad` of a tensor, which changes from call to call. Pass it as an "
             f"argument. {WAY_OUT}"
