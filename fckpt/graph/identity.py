@@ -79,7 +79,7 @@ def _operation(ours: Node, theirs: Node) -> str:
     if _structure(ours)[1:3] != _structure(theirs)[1:3]:
         return "reads or makes other values than in the plan"
     if _structure(ours) != _structure(theirs):
-        return "runs at another time than in the plan: exactly once or any number of times, in the forward or the backward pass"
+        return "runs at another time than in the plan: once or any number of times, forward or backward"
     missing = set(ours.overwrites).difference(theirs.overwrites)
     return "may not overwrite its operands, but does so in the plan" if missing else ""
 

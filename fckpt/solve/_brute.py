@@ -39,7 +39,7 @@ def brute(graph: Graph, budget: int | None = None) -> Schedule:
         ArgumentValueError: the graph has more than 12 nodes.
     """
     if len(graph.nodes) > MOST:
-        raise ArgumentValueError(f"the solver 'brute' takes graphs of at most {MOST} nodes; this graph has {len(graph.nodes)}.")
+        raise ArgumentValueError(f"the solver 'brute' takes graphs of at most {MOST} nodes, not {len(graph.nodes)}.")
     search = _Search(graph)
     order = search.best(budget)
     if order is not None:

@@ -265,8 +265,7 @@ class _IntegerProgram:
         return [] if order is None else [order]
 
     def rounded(self, budget: int | None) -> list[Order]:
-        """Returns the orders from rounding the relaxation, for several fractions of the budget and several thresholds.
-        """
+        """Returns the orders to which the relaxation is rounded, for several fractions of the budget and thresholds."""
         limits = [None] if budget is None else [allowance * budget for allowance in ALLOWANCES]
         solved = [found for limit in limits if (found := self._solved(limit, whole=False)) is not None]
         return [self._order_holding(found, threshold) for found in solved for threshold in THRESHOLDS]

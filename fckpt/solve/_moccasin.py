@@ -107,7 +107,7 @@ def _fastest(graph: Graph, budget: int | None, most: int, solver: str) -> Schedu
         return schedule_of(graph, *plain)
     if len(graph.nodes) > LARGEST:
         raise ArgumentValueError(
-            f"the solver {solver!r} takes graphs of at most {LARGEST} nodes; this graph has {len(graph.nodes)}. "
+            f"the solver {solver!r} takes graphs of at most {LARGEST} nodes, not {len(graph.nodes)}. "
             f"Take 'auto' or 'moments'."
         )
     frontier = Frontier(rules)

@@ -40,8 +40,7 @@ NEAR = 0.02
 
 
 class ProgramEffort(NamedTuple):
-    """Limits for integer programs. They are counts, not times, so that plans and bounds do not depend on the machine.
-    """
+    """Limits for integer programs: counts, not times, so that plans and bounds do not depend on the machine."""
 
     rows: int
     """The largest total number of rows of all programs after the first."""
@@ -114,8 +113,7 @@ class ProgramRound(NamedTuple):
 
 
 def program_rounds(problem: Problem, first: Moment, budget: int, effort: ProgramEffort) -> Iterator[ProgramRound]:
-    """Yields the results of the program with the first moment, then of programs with more moments; see `moment_orders`.
-    """
+    """Yields the result of the program of the first moment, then of programs of more moments; see `moment_orders`."""
     chain, rows = _MomentChain(problem, budget), effort.rows
     program: MomentProgram | None = chain.program([first.node])
     while program is not None:

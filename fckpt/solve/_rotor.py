@@ -248,7 +248,7 @@ def best(rules: Rules, found: Sequence[Curve], budget: int, solver: str, others:
         BudgetError: no plan fits.
     """
     plans = [order for curve in found for order in curve.around(budget)]
-    if all(peak_of(rules, order) > budget for order in plans):  # these plans do not depend on the budget, and decide feasibility
+    if all(peak_of(rules, order) > budget for order in plans):  # then plans for any budget decide
         plans = [*others, *(order for curve in found for order in curve.spread())]
     return fastest(rules, plans, budget, solver)
 

@@ -111,7 +111,7 @@ def test_an_interrupt_leaves_the_best_plan_so_far():
         if len(seen) == 5:
             raise KeyboardInterrupt
 
-    with pytest.warns(UserWarning, match="interrupted while it looked for a plan, and takes the best"):
+    with pytest.warns(UserWarning, match="interrupted while it searched for a plan, and uses the best"):
         schedule = solve.auto(graph, budget, watch=interrupting)
     assert simulate(graph, schedule).peak_nbytes <= budget
     assert all(before < after for (before, _), (after, _) in itertools.pairwise(seen))
@@ -128,7 +128,7 @@ def test_an_interrupt_between_starts_leaves_the_best_of_them():
         if what[:2] == ("plans to start from", 2):
             raise KeyboardInterrupt
 
-    with pytest.warns(UserWarning, match="takes the best"):
+    with pytest.warns(UserWarning, match="uses the best"):
         schedule = solve.auto(graph, budget, watch=interrupting)
     assert seen[:2] == [("proving a bound", 0, 0), ("looking for plans to start from", 0, 0)]
     assert seen[-1] == ("plans to start from", 2, 0)
@@ -150,7 +150,7 @@ def test_a_plan_that_is_nearly_optimal_gives_way_to_the_optimum(monkeypatch: pyt
     poor = next(order for order in segmented(rules) if peak_of(rules, order) <= budget)
     least = tighter(graph, budget).seconds
     module = importlib.import_module("fckpt.solve._auto")
-    monkeypatch.setattr(module._Starts, "fitted", lambda *_: [poor])
+    monkeypatch.setattr(module._Starts, "feasible", lambda *_: [poor])
     monkeypatch.setattr(module, "GOOD_ENOUGH", 1.0)
     assert seconds_of(rules, poor) > 1.01 * least
     assert seconds("auto", graph, budget) == pytest.approx(least, rel=1e-6)  # the bound is a little below the optimum

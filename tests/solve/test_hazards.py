@@ -127,5 +127,5 @@ def test_what_writes_a_buffer_has_to_run() -> None:
 def test_a_graph_in_which_a_later_node_reads_it_is_none() -> None:
     graph = small()
     nodes = (*graph.nodes[:2], dataclasses.replace(graph.nodes[2], inputs=(3, 1)))
-    with pytest.raises(ArgumentValueError, match="written over"):
+    with pytest.raises(ArgumentValueError, match="overwritten"):
         dataclasses.replace(graph, nodes=nodes)

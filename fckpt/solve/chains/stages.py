@@ -198,8 +198,7 @@ class Stages:
         return {v for i in self.forward[stage] for v in self.graph.nodes[i].outputs if v in self.made}
 
     def awaited(self, stage: int) -> set[int]:
-        """Returns the values that a stage makes, that backward passes of earlier stages read, and that are not fixed.
-        """
+        """Returns the values of a stage that backward passes of earlier stages read and that are not fixed."""
         return {v for v in self._made(stage) if self.end.get(v, stage) < stage}
 
     def add(self, stage: int, again: list[int]) -> None:

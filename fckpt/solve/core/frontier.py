@@ -69,8 +69,7 @@ class Frontier:
         return self.position[producer]
 
     def may_hold(self, value: int, stage: int) -> bool:
-        """Returns whether holding `value` from the end of stage `stage - 1` into `stage` is allowed and can be useful.
-        """
+        """Returns whether holding `value` from stage `stage - 1` into `stage` is allowed and can be useful."""
         barred = stage == self.split and value in self.rules.unsaved
         until = max((self.last[t] for t in self.reads[value]), default=-1)
         return self.made(value) < stage <= until and not barred

@@ -145,14 +145,15 @@ def from_saved(graph: Graph, saved: Collection[int]) -> Schedule:
 
 
 def replay(
-    rules: Rules, saved: Collection[int], backward_order: Sequence[int] | None = None, leaf: int | None = None) -> Order:
+    rules: Rules, saved: Collection[int], backward_order: Sequence[int] | None = None, leaf: int | None = None
+) -> Order:
     """Returns the order that saves `saved` and recomputes all other values just in time.
 
     Args:
         rules: the rules of the graph.
         saved: values to save, as in `from_saved`.
-        backward_order: the nodes of the backward pass, in an order that respects their dependencies; None for the recorded
-            order.
+        backward_order: the nodes of the backward pass, in an order that respects their dependencies; None for the
+            recorded order.
         leaf: if more than `leaf` nodes are recomputed in a row, hold only the results of about the last `leaf` of them
             and the values that live across cuts that halve the part before: less memory, more time. None holds all
             results.

@@ -16,13 +16,27 @@ Complexity: each function is near-linear. Nothing here is optimal; `repair` and 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from fckpt.solve.core.cuts import CutPoints
-from fckpt.solve.core.rules import Order, Rules, peak_of, replay
+from fckpt.solve.core.rules import Order, Rules, peak_of, replay, seconds_of
 
-__all__ = ["backward_orders", "save_everything", "save_everything_orders", "segmented"]
+__all__ = ["Start", "backward_orders", "measured", "save_everything", "save_everything_orders", "segmented"]
+
+
+class Start(NamedTuple):
+    """An order from which a repair or a search may begin."""
+
+    peak_nbytes: int
+    seconds: float
+    order: Order
+
+
+def measured(rules: Rules, orders: Iterable[Order]) -> list[Start]:
+    """Returns orders with their peaks and seconds."""
+    return [Start(peak_of(rules, order), seconds_of(rules, order), order) for order in orders]
 
 
 def save_everything(rules: Rules, backward_order: Sequence[int] | None = None) -> Order:

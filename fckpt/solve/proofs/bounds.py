@@ -134,7 +134,7 @@ def single_moments(problem: Problem, budget: int) -> SingleMoments:
     name = "any" if problem.order is None else "given"
     if least_peak(problem.graph) > budget:
         return SingleMoments(Bound(math.inf, name, "least peak"), None)
-    bounds = sorted(_moment_bounds(problem, budget), key=lambda strongest: -strongest.value)
+    bounds = sorted(_moment_bounds(problem, budget), key=lambda bound: -bound.value)
     found, method = 0.0, "one run each"
     if bounds and bounds[0].value > 0.0:
         found, method = bounds[0].value, "minimum cut"
@@ -350,7 +350,9 @@ class Problem:
         made = self.producer >= 0
         present = self.ends & before[self.producer]
         over = [v for v in node.overwrites if v not in self.rules.permanent]
-        gone = over if len(over) == 1 else []  # the overwritten value takes no bytes unless it is held; see below for several
+        gone = (
+            over if len(over) == 1 else []
+        )  # the overwritten value takes no bytes unless it is held; see below for several
         present[[v for v in (*node.inputs, *node.outputs) if v not in gone]] = True
         present &= made
         choice = made & runs[self.producer] & ~present
@@ -391,8 +393,7 @@ class MomentBound(NamedTuple):
 
 
 def _moment_bounds(problem: Problem, budget: int) -> list[MomentBound]:
-    """Returns bounds at moments where the plan that saves everything exceeds the budget; others need no recomputation.
-    """
+    """Returns bounds at moments where saving everything exceeds the budget; others need no recomputation."""
     base = problem.first_runs
     profile = zip(profile_of(problem.rules, base).tolist(), (*base.forward, *base.backward), strict=True)
     over = [(nbytes, i) for nbytes, i in profile if nbytes > budget and problem.certain.required[i]]
@@ -522,7 +523,9 @@ def _by_program(problem: Problem, moment: Moment, budget: int) -> float:
     unit = UNIT / problem.least
     answer = optimize.milp(
         np.concatenate([np.zeros(len(values)), np.where(barred, 0.0, again * unit)]),
-        integrality=np.concatenate([np.ones(len(values)), np.zeros(len(nodes))]),  # then the others are integers as well
+        integrality=np.concatenate(
+            [np.ones(len(values)), np.zeros(len(nodes))]
+        ),  # then the others are integers as well
         bounds=optimize.Bounds(0.0, np.concatenate([np.ones(len(values)), 1.0 - barred])),
         constraints=optimize.LinearConstraint(matrix, low, high),
         options={"node_limit": BRANCHES, "mip_rel_gap": GAP},

@@ -278,8 +278,7 @@ class MomentProgram:
 
 
 class _Paths(NamedTuple):
-    """For each pair of moments and each node: how much of the node must run in between, by the relaxation's solution.
-    """
+    """By pair of moments and node: how much of the node must run in between, by the relaxation's solution."""
 
     need: np.ndarray
     """The least amount that must run."""
