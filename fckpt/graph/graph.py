@@ -243,12 +243,12 @@ class Graph:
 
 
 def _ints(value: Any, name: str) -> tuple[int, ...]:
-    _require(isinstance(value, (list, tuple)), f"{name} is no list: {value!r}")
+    _require(isinstance(value, (list, tuple)), f"{name} is not a list: {value!r}")
     return tuple(checked(item, name, int) for item in value)
 
 
 def _texts(value: Any, name: str) -> tuple[str, ...]:
-    _require(isinstance(value, (list, tuple)), f"{name} is no list: {value!r}")
+    _require(isinstance(value, (list, tuple)), f"{name} is not a list: {value!r}")
     return tuple(checked(item, name, str) for item in value)
 
 

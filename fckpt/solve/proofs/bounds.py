@@ -131,21 +131,21 @@ class SingleMoments(NamedTuple):
 
 def single_moments(problem: Problem, budget: int) -> SingleMoments:
     """Returns the bound of `lower_bound`, and the moment from which a proof with several moments starts."""
-    name = "any" if problem.order is None else "given"
+    scope = "any" if problem.order is None else "given"
     if least_peak(problem.graph) > budget:
-        return SingleMoments(Bound(math.inf, name, "least peak"), None)
+        return SingleMoments(Bound(math.inf, scope, "least peak"), None)
     bounds = sorted(_moment_bounds(problem, budget), key=lambda bound: -bound.value)
     found, method = 0.0, "one run each"
     if bounds and bounds[0].value > 0.0:
         found, method = bounds[0].value, "minimum cut"
     columns = 0
-    for strongest in bounds[:PROGRAMS]:
-        columns += strongest.moment.columns
-        if strongest.most - found > GAP * problem.least and columns <= COLUMNS:
-            value = _by_program(problem, strongest.moment, budget)
+    for bound in bounds[:PROGRAMS]:
+        columns += bound.moment.columns
+        if bound.most - found > GAP * problem.least and columns <= COLUMNS:
+            value = _by_program(problem, bound.moment, budget)
             found, method = max((found, method), (value, "integer program"))
     return SingleMoments(
-        Bound(float(problem.least + found), name, method), bounds[0] if 0.0 < found < math.inf else None
+        Bound(float(problem.least + found), scope, method), bounds[0] if 0.0 < found < math.inf else None
     )
 
 
@@ -350,9 +350,7 @@ class Problem:
         made = self.producer >= 0
         present = self.ends & before[self.producer]
         over = [v for v in node.overwrites if v not in self.rules.permanent]
-        gone = (
-            over if len(over) == 1 else []
-        )  # the overwritten value takes no bytes unless it is held; see below for several
+        gone = over if len(over) == 1 else []  # takes no bytes unless it is held; several are discounted below
         present[[v for v in (*node.inputs, *node.outputs) if v not in gone]] = True
         present &= made
         choice = made & runs[self.producer] & ~present
@@ -394,8 +392,8 @@ class MomentBound(NamedTuple):
 
 def _moment_bounds(problem: Problem, budget: int) -> list[MomentBound]:
     """Returns bounds at moments where saving everything exceeds the budget; others need no recomputation."""
-    base = problem.first_runs
-    profile = zip(profile_of(problem.rules, base).tolist(), (*base.forward, *base.backward), strict=True)
+    order = problem.first_runs
+    profile = zip(profile_of(problem.rules, order).tolist(), (*order.forward, *order.backward), strict=True)
     over = [(nbytes, i) for nbytes, i in profile if nbytes > budget and problem.certain.required[i]]
     if not over:
         return []
@@ -406,9 +404,8 @@ def _moment_bounds(problem: Problem, budget: int) -> list[MomentBound]:
         tries = range(-math.ceil(reach / step), math.ceil(reach / step) + 1)
         for k in dict.fromkeys([best, *(best + round(t * step) for t in tries)]):
             if 0 <= k < len(over) and k not in found:
-                strongest = _priced(problem, problem.moment(over[k][1]), budget, found.get(best))
-                found[k] = strongest
-                best = k if strongest.value > found[best].value else best
+                found[k] = _priced(problem, problem.moment(over[k][1]), budget, found.get(best))
+                best = k if found[k].value > found[best].value else best
         if step == 1.0:
             return list(found.values())
         reach, step = step, max(1.0, 2 * step / ZOOM)
@@ -477,11 +474,11 @@ def _priced(problem: Problem, moment: Moment, budget: int, best: MomentBound | N
         if high.nbytes > room:
             found = math.inf if least > room else 0.0
             return MomentBound(moment, found, found)
-    found, at, floor = 0.0, None, best.value if best else 0.0
+    found, at, known = 0.0, None, best.value if best else 0.0
     price = best.price if best else None
     for _ in range(MINIMUM_CUTS):
         meeting = (high.seconds - low.seconds) / (low.nbytes - high.nbytes)
-        if meeting <= 0.0 or high.at(meeting) - meeting * room <= floor:
+        if meeting <= 0.0 or high.at(meeting) - meeting * room <= known:
             break
         price = meeting if price is None else price
         value, line = cuts.least(price, min(low.at(price), high.at(price)))
@@ -523,9 +520,8 @@ def _by_program(problem: Problem, moment: Moment, budget: int) -> float:
     unit = UNIT / problem.least
     answer = optimize.milp(
         np.concatenate([np.zeros(len(values)), np.where(barred, 0.0, again * unit)]),
-        integrality=np.concatenate(
-            [np.ones(len(values)), np.zeros(len(nodes))]
-        ),  # then the others are integers as well
+        # integral S make R integral as well
+        integrality=np.concatenate([np.ones(len(values)), np.zeros(len(nodes))]),
         bounds=optimize.Bounds(0.0, np.concatenate([np.ones(len(values)), 1.0 - barred])),
         constraints=optimize.LinearConstraint(matrix, low, high),
         options={"node_limit": BRANCHES, "mip_rel_gap": GAP},
