@@ -184,8 +184,9 @@ class Graph:
 
     @functools.cached_property
     def eager(self) -> Graph:
-        """The same computation as autograd runs it: an operand is overwritten where the user's program does so, and
-        where autograd accumulates gradients.
+        """The same computation as autograd runs it.
+
+        An operand is overwritten where the user's program does so, and where autograd accumulates gradients.
         """
         nodes = (n if n.in_place else dataclasses.replace(n, overwrites=n.accumulates) for n in self.nodes)
         return dataclasses.replace(self, nodes=tuple(nodes))

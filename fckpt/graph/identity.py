@@ -15,8 +15,9 @@ __all__ = ["difference", "fingerprint"]
 
 
 def fingerprint(graph: Graph, *, arguments: bool = True) -> str:
-    """Returns a hash of everything on which a schedule depends: operations, arguments, dependencies and sizes, but not
-    times.
+    """Returns a hash of everything on which a schedule depends.
+
+    These are operations, their arguments, dependencies and sizes, but not times.
 
     Args:
         graph: the graph.
@@ -28,8 +29,7 @@ def fingerprint(graph: Graph, *, arguments: bool = True) -> str:
 
 
 def difference(plan: Graph, call: Graph) -> str | None:
-    """Describes the first difference between the graph of a plan and the graph of a call; None if the plan fits the
-    call.
+    """Describes the first difference between the graphs of a plan and of a call; None if the plan fits the call.
 
     Sizes in bytes are not compared: a plan's sizes may be measured, while the sizes in a call's trace are computed.
     """

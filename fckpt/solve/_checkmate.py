@@ -210,9 +210,7 @@ class _IntegerProgram:
         self._row([(before, 1.0), (run, 1.0), (after, -1.0)])
 
     def _overwriting(self, node: Node, before: dict[int, int], run: int, first: bool) -> int | None:
-        """Returns the column that says whether the node's output overwrites an input that dies there; None if it never
-        can.
-        """
+        """Returns the column that says whether the node's output overwrites an input; None if it never can."""
         over = [v for v in node.overwrites if v in before]
         if not over or not (first or node.outputs[0] in self.state):
             return None
@@ -226,8 +224,8 @@ class _IntegerProgram:
         self._row([(before, 1.0), *changes, (self.held_bytes, -1.0)], 0.0, 0.0)
 
     def _solved(self, budget: float | None, *, whole: bool) -> np.ndarray | None:
-        """Returns the columns with the least time within `budget` bytes, or with the least peak; None if HiGHS finds
-        none.
+        """Returns the columns with the least time within `budget` bytes, or with the least peak; None without a
+        solution.
         """
         import scipy.optimize  # imported late: takes 0.4 s
         from scipy.sparse import csr_array

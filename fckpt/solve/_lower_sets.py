@@ -126,9 +126,7 @@ def ancestor_sets(reads: Sequence[Sequence[int]]) -> list[int]:
 
 
 def all_lower_sets(reads: Sequence[Sequence[int]], most: int) -> list[int] | None:
-    """Returns all sets that contain the inputs of their members, the smallest first; None if there are more than
-    `most`.
-    """
+    """Returns all sets that contain the inputs of their members, the smallest first; None if more than `most`."""
     needs = [sum(1 << v for v in read) for read in reads]
     found = {0}
     for vertex, need in enumerate(needs):
@@ -143,9 +141,7 @@ def _sorted(family: set[int]) -> list[int]:
 
 
 def _thinned(family: list[int], reads: Sequence[Sequence[int]], nbytes: Sequence[int]) -> list[int]:
-    """Returns at most `MANY` sets: the first, the last, and the set that caches least in each of equal parts of the
-    family.
-    """
+    """Returns at most `MANY` sets: the first, the last, and from each of equal parts the set that caches least."""
     if len(family) <= MANY:
         return family
     cached = np.array(nbytes) @ _boundary(_members(family, len(reads)), reads)

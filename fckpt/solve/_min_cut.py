@@ -94,9 +94,7 @@ def cheapest(rules: Rules, price: float) -> Order:
 
 
 def _as_torch(rules: Rules) -> tuple[np.ndarray, np.ndarray]:
-    """Returns torch.compile's costs and prices: recomputing a node is free or forbidden, saving a value costs its
-    bytes.
-    """
+    """Returns torch.compile's costs and prices: recomputing is free or forbidden, saving a value costs its bytes."""
     graph, values = rules.graph, rules.graph.values
     work = [float(n.flops) for n in graph.nodes] if any(n.flops for n in graph.nodes) else rules.seconds
     touched = [sum(values[v].nbytes for v in (*n.inputs, *n.outputs)) for n in graph.nodes]

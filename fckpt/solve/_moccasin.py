@@ -121,9 +121,7 @@ def _fastest(graph: Graph, budget: int | None, most: int, solver: str) -> Schedu
 
 
 class _ConstraintProgram:
-    """The constraint program of one graph. A run is a pair: a position (see `frontier`), and the number of earlier
-    runs.
-    """
+    """The constraint program of one graph. A run is a position (see `frontier`) and the number of earlier runs."""
 
     def __init__(self, library: Any, frontier: Frontier, most: int):
         self.library = library
@@ -176,9 +174,7 @@ class _ConstraintProgram:
         return self.model.new_constant(number)
 
     def _run(self, k: int, i: int) -> None:
-        """Adds run i of the node at position k: the first run ends its own stage, later runs are in ascending later
-        stages.
-        """
+        """Adds run i of the node at position k: the first run ends its own stage, later runs are in later stages."""
         if not i:
             self.start[k, i], self.present[k, i] = self._at(_event(k, k)), self._at(1)
             return
@@ -188,9 +184,7 @@ class _ConstraintProgram:
         self.model.add(start > self.start[k, i - 1]).only_enforce_if(here)
 
     def _hold(self, value: int) -> None:
-        """Adds the retention intervals of a value. Each ends directly after a reader or its own start, before the next
-        begins.
-        """
+        """Adds a value's retention intervals: each ends directly after a reader or its start, before the next one."""
         model, k = self.model, self.frontier.made(value)
         positions = {k, *self.frontier.reads[value]}
         ends = {_event(t, c) + 1 for c in positions for t in self.stages[c]}

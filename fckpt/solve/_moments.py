@@ -1,5 +1,4 @@
-"""Integer programs over a few moments, turned into plans by lazy recomputation; more moments where a plan exceeds the
-budget.
+"""Integer programs over a few moments, turned into plans by lazy recomputation.
 
 The solution of the integer program (`moment_program`) says which values are held at each moment. It becomes a plan in
 which missing values are recomputed directly before they are read. The plan is simulated, and the positions at which it
@@ -155,9 +154,7 @@ class _MomentChain:
         return None
 
     def best(self, program: MomentProgram, worst: Sequence[int], rows: int) -> MomentProgram | None:
-        """Returns the most promising program with one more moment, without the moments that have no certain order with
-        it.
-        """
+        """Returns the most promising program with one more moment, and moments that have a certain order with it."""
         chain = [moment.node for moment in program.moments]
         tries = [
             self.program([*(other for other in chain if self.ordered(index, other)), index], program.planes)
@@ -175,9 +172,7 @@ class _MomentChain:
         return self.moments[index]
 
     def overflow(self, plan: Order, stages: Sequence[int], chain: Sequence[int]) -> list[int]:
-        """Returns nodes during or before whose first runs the budget is exceeded, the worst first, with a distance
-        between them.
-        """
+        """Returns nodes at whose first runs the budget is exceeded, the worst first, with a distance between them."""
         problem = self.problem
         worst: dict[int, int] = {}
         for nbytes, stage in zip(profile_of(problem.rules, plan).tolist(), stages, strict=True):

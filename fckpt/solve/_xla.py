@@ -143,9 +143,7 @@ class _Pass:
         return found
 
     def live(self, position: int) -> tuple[dict[int, int], set[int]]:
-        """Returns, by run, the bytes that it made and that are idle at `position`; and the runs whose outputs nothing
-        has read yet.
-        """
+        """Returns the idle bytes at `position` by the run that made them, and the runs whose outputs are unread."""
         schedule = self.schedule
         nbytes: dict[int, int] = {}
         read: set[int] = set()

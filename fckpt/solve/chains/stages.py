@@ -229,9 +229,7 @@ class Stages:
         return found
 
     def _within(self, stage: int, values: Iterable[int], there: Collection[int] = ()) -> list[int]:
-        """Returns the nodes of the stage's forward that make `values` from the stage's inputs and from the values
-        `there`.
-        """
+        """Returns the nodes of the stage's forward that make `values` from its inputs and the values `there`."""
         found: set[int] = set()
         stack = list(values)
         while stack:
@@ -285,8 +283,9 @@ class Stages:
 
     @functools.cached_property
     def backward_peaks(self) -> dict[int, list[int]]:
-        """By stage that is its own twin, and by option: the peak of its backward, counting the values that it makes,
-        saved or receives.
+        """By stage that is its own twin, and by option: the peak of its backward.
+
+        It counts the values that the backward makes, and the saved and arriving values.
         """
         stays = [set(), *self.arriving]
         return {

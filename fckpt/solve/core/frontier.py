@@ -79,16 +79,12 @@ class Frontier:
         return position < stage <= self.last[position] and not self.rules.pinned[self.sequence[position]]
 
     def takes(self, position: int) -> int:
-        """Returns the bytes that the node at `position` allocates: outputs, or second copies of outputs, and
-        temporaries.
-        """
+        """Returns the bytes that the node at `position` allocates: outputs or second copies of them, temporaries."""
         node = self.rules.graph.nodes[self.sequence[position]]
         return node.temporary_nbytes + sum(self.rules.graph.values[v].nbytes for v in node.outputs)
 
     def size(self) -> int:
-        """Returns the approximate number of variables of a program that decides, for each stage, what runs and what is
-        held.
-        """
+        """Returns about how many variables a program has that decides, by stage, what runs and what is held."""
         reads = [len(v) for v in self.rules.graph.consumers]
         steps = [
             1 + sum(1 + reads[v] for v in self.rules.graph.nodes[i].outputs if v in self.reads) for i in self.sequence

@@ -132,8 +132,7 @@ def ancestors(graph: Graph, roots: Iterable[int], stop: Collection[int] = frozen
 
 
 def from_saved(graph: Graph, saved: Collection[int]) -> Schedule:
-    """Returns the schedule that saves `saved` for the backward pass and recomputes all other values when they are
-    needed.
+    """Returns the schedule that saves `saved` for the backward pass, and recomputes all other values when needed.
 
     Args:
         graph: one training step.
@@ -281,8 +280,7 @@ def over_budget(
     timeline: Timeline | None = None,
     least_peak: int | None = None,
 ) -> BudgetError:
-    """Returns the `BudgetError` which says that `schedule` has the smallest peak that `solver` finds, and where the
-    peak is.
+    """Returns the `BudgetError` for a solver whose smallest schedule is `schedule`; it says where the peak is.
 
     Args:
         graph: one training step.

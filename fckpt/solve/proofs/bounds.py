@@ -210,9 +210,7 @@ class _Peaks:
         return self._while(node, (), held, late=node.backward)
 
     def ahead_of(self, index: int) -> int:
-        """Returns the bytes that every schedule holds when the last input of a node is made, before the node's first
-        run.
-        """
+        """Returns the bytes that every schedule holds when a node's last input is made, before the node's first run."""
         node, graph = self.graph.nodes[index], self.graph
         held = self.ends | self.wanted[index] | self._set(node.inputs)
         found = []
@@ -270,15 +268,11 @@ class _Certain:
         self.earlier: Any = csr_array((ones, (heads, tails)), shape=shape)
 
     def after(self, node: int) -> np.ndarray:
-        """Returns, by node, whether its first run is after the first run of `node`. The last entry is the start of the
-        backward pass.
-        """
+        """Returns, by node, whether its first run is after that of `node`; lastly, whether backward begins after it."""
         return self._reached(self.later, node)
 
     def before(self, node: int) -> np.ndarray:
-        """Returns, by node, whether its first run is before the first run of `node`. The last entry is the start of the
-        backward pass.
-        """
+        """Returns, by node, whether its first run is before that of `node`; lastly, whether backward begins before it."""
         return self._reached(self.earlier, node)
 
     def _reached(self, arcs: Any, node: int) -> np.ndarray:

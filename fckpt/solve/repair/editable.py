@@ -174,9 +174,7 @@ class EditableSchedule:
             yield first, place[last]
 
     def _count(self, values: Iterable[int], sign: int, low: int, high: int) -> list[int]:
-        """Adds or subtracts copies in the profile; returns the runs at which they end and may be overwritten by an
-        output.
-        """
+        """Adds or subtracts copies in the profile; returns the runs at whose ends an output may overwrite them."""
         ends = []
         for value in values:
             change = sign * self.nbytes[value]

@@ -1,5 +1,4 @@
-"""Local moves on an editable schedule: free an idle value and recompute it before its next use, or remove a
-recomputation.
+"""Local moves on an editable schedule: free an idle value and recompute it later, or remove a recomputation.
 
 `Repair` is peak-driven, like XLA's HloRematerialization (https://github.com/openxla/xla,
 xla/hlo/transforms/simplifiers/hlo_rematerialization.h, `kPeakPriority`): it works on the highest position of the
@@ -75,9 +74,7 @@ class MoveWeights:
 
 
 class Gaps:
-    """The intervals in which values are idle: from an event to the next read. One row each; a row is invalid once its
-    events change.
-    """
+    """The gaps in which values are idle, from an event to the next read. A row is invalid once its events change."""
 
     def __init__(self, schedule: EditableSchedule):
         self.schedule = schedule
@@ -289,9 +286,7 @@ class Repair:
         return best
 
     def closures(self, value: int, run: int) -> Iterator[tuple[list[int], list[int]]]:
-        """Yields sets of nodes to run again to make `value` before `run`, each with the values that must live longer
-        for it.
-        """
+        """Yields sets of nodes to run again to make `value` before `run`, and values that must live longer for them."""
         schedule, position = self.schedule, self.schedule.places[run]
         nodes: set[int] = set()
         extended: list[int] = []
@@ -334,9 +329,7 @@ class Repair:
         return end >= 0 and not (end < self.schedule.split <= position and value in self.schedule.rules.unsaved)
 
     def end(self, value: int, position: int) -> int:
-        """Returns the position at which the last copy of `value` before `position` is freed, -1 if there is none;
-        cached per run.
-        """
+        """Returns the position at which the last copy of `value` before `position` is freed, or -1; cached per run."""
         end = self.ends.get(value)
         if end is None:
             end = self.ends[value] = self.schedule.end(value, position)
@@ -349,9 +342,7 @@ class Repair:
         return self.free_from[value]
 
     def behind(self, value: int, position: int) -> int:
-        """Returns the position from which the memory of the last copy of `value` is free: at its end if it is
-        overwritten there.
-        """
+        """Returns where the memory of the last copy of `value` is free: at its end if it is overwritten there."""
         end = self.end(value, position)
         index = self.schedule.node[self.schedule.at[end]] if end >= 0 else -1
         return end + (index < 0 or value not in self.schedule.rules.graph.nodes[index].overwrites)
@@ -374,9 +365,7 @@ class Repair:
         return float(self.prices[index])
 
     def changes(self, nodes: list[int], extended: list[int], run: int) -> dict[int, tuple[int, int]]:
-        """Returns, by value, the position from which running `nodes` before `run` changes its bytes held, and the
-        change.
-        """
+        """Returns, by value, from which position its bytes held change if `nodes` run before `run`, and the change."""
         schedule = self.schedule
         position = schedule.places[run]
         found: dict[int, tuple[int, int]] = {}
@@ -389,9 +378,7 @@ class Repair:
         return found
 
     def most_gain(self, changes: dict[int, tuple[int, int]], run: int) -> int:
-        """Returns an upper bound on the reduction of the excess by `changes`: their effect at positions over the
-        budget.
-        """
+        """Returns an upper bound on the excess that `changes` remove: their effect at positions over the budget."""
         before = self.over_before
         all_before = before[self.schedule.places[run]]
         return sum([change * (before[start] - all_before) for start, change in changes.values()])
@@ -414,9 +401,7 @@ class Repair:
         return gain - self._transient_excess(nodes, {*extended}, {*changes}.difference(extended), held)
 
     def _transient_excess(self, nodes: list[int], extended: set[int], stays: set[int], held: int) -> int:
-        """Returns the excess while `nodes` run with `held` bytes held before; `extended` values are freed after their
-        last use.
-        """
+        """Returns the excess while `nodes` run beside `held` bytes; `extended` values die at their last use."""
         graph, permanent, nbytes, excess = (
             self.schedule.rules.graph,
             self.schedule.rules.permanent,
@@ -513,9 +498,7 @@ def prune(schedule: EditableSchedule, budget: int, parent: EditableSchedule | No
 
 
 def _may_remove(schedule: EditableSchedule, run: int, budget: int) -> bool:
-    """Whether the copies that would live on without a recomputation may fit: a test without an edit that seldom errs on
-    the side of no.
-    """
+    """Whether the copies that live on without the recomputation may fit; no edit is made, and a wrong no is rare."""
     nodes, permanent, nbytes, place = (
         schedule.rules.graph.nodes,
         schedule.rules.permanent,

@@ -89,9 +89,7 @@ class Search:
         return sum(seconds[i] for i in schedule.node if i >= 0)
 
     def _trial(self) -> bool:
-        """Changes the plan at random and keeps the change if it is accepted. Returns whether it is the best plan so
-        far.
-        """
+        """Changes the plan at random, and keeps an accepted change. Returns whether it is the best plan so far."""
         schedule = self.schedule.copy()
         gaps = self.gaps.copy(schedule)
         self.moves += 1 + len(schedule.at) // 200 + max(0, len(schedule.at) - LONG) // 30
