@@ -96,7 +96,7 @@ class _Search:
         return Order(order.forward[::-1], order.backward[::-1])
 
     def _steps(self, state: _State) -> Iterator[tuple[int, _State, int]]:
-        """Yields each possible next node (-1: the backward pass begins), the next state, and the bytes held meanwhile."""
+        """Yields each possible next node (-1: the backward pass begins), the next state, and the bytes held."""
         missing = self.outputs & ~state.live or self.required & ~state.done
         if not state.backward and not missing and not state.live & self.unsaved:
             yield -1, _State(True, state.live | self.cotangents, state.done), 0

@@ -156,7 +156,7 @@ class _IntegerProgram:
 
     def _stage(self, stage: int) -> None:
         frontier = self.frontier
-        again = [k for k in range(stage) if frontier.may_repeat(k, stage)]
+        again = [k for k in range(stage) if frontier.may_recompute(k, stage)]
         for k in again:
             self.runs[k, stage] = self._column(self.prices[k])
         present = {*again, stage}
@@ -224,9 +224,7 @@ class _IntegerProgram:
         self._row([(before, 1.0), *changes, (self.held_bytes, -1.0)], 0.0, 0.0)
 
     def _solved(self, budget: float | None, *, whole: bool) -> np.ndarray | None:
-        """Returns the columns with the least time within `budget` bytes, or with the least peak; None without a
-        solution.
-        """
+        """Returns the columns with the least time within `budget` bytes, or with the least peak; None if none."""
         import scipy.optimize  # imported late: takes 0.4 s
         from scipy.sparse import csr_array
 

@@ -218,7 +218,7 @@ class Blocks:
         self.nested = (members.T.astype(np.float64) @ members == sizes[:, None]) & (sizes[:, None] < sizes)
         """By pair of lower sets: whether the first is a proper subset of the second, so that there is a block between
         them. The arrays below have the same indices."""
-        self.again = _between(time, members, rest)
+        self.recomputed = _between(time, members, rest)
         """The ticks that the block recomputes."""
         self.caches = _between(space, members, self.boundary)
         """The bytes that the block adds to the cache."""
@@ -248,7 +248,7 @@ class Blocks:
                 cached, ticks = states[i]
                 count = cached.searchsorted(room[i, j], side="right")
                 if count:
-                    places = ticks[:count] + sign * self.again[i, j]
+                    places = ticks[:count] + sign * self.recomputed[i, j]
                     least[places] = np.minimum(least[places], cached[:count] + self.caches[i, j])
             steps = np.flatnonzero(np.diff(np.minimum.accumulate(least), prepend=np.iinfo(np.int64).max))[::-1]
             states.append(_States(least[steps], steps))
@@ -261,7 +261,7 @@ class Blocks:
         while sequence[-1]:
             j = sequence[-1]
             for i in np.flatnonzero(self.nested[:, j]).tolist():
-                before = int(cached - self.caches[i, j]), int(ticks - sign * self.again[i, j])
+                before = int(cached - self.caches[i, j]), int(ticks - sign * self.recomputed[i, j])
                 if before[0] <= room[i, j] and states[i].has(*before):
                     sequence.append(i)
                     cached, ticks = before

@@ -131,7 +131,7 @@ class _ConstraintProgram:
         self.most = most
         self.graph = graph = frontier.rules.graph
         count = len(frontier.sequence)
-        self.stages = [[t for t in range(k, count) if t == k or frontier.may_repeat(k, t)] for k in range(count)]
+        self.stages = [[t for t in range(k, count) if t == k or frontier.may_recompute(k, t)] for k in range(count)]
         """By position: the stages in which the node may run."""
         self.runs = [(k, i) for k in range(count) for i in self._numbers(k)]
         self.dawn, self.horizon = _event(frontier.split, 0), _event(count, 0)

@@ -172,7 +172,7 @@ def test_a_stage_holds_at_most_the_cost_of_its_option(graph: Graph, data: st.Dat
     plan = without_rest(block.graph, replay(Rules(with_rest(block.graph, 0)), kept, leaf=leaf))
     again = [block.nodes[k] for k in plan.backward]
     stages.add(0, again)
-    option = stages.again[0].index(again)
+    option = stages.option_nodes[0].index(again)
     order = stages.order([Step("all", 0, option), Step("backward", 0, option)])
     simulate(graph, schedule_of(graph, *order))  # it is legal
     figures = stages.costs.leaves[0][option]

@@ -112,7 +112,7 @@ def test_ancestor_sets_never_beat_all_lower_sets():
             assert best is not None or near is None
             if best is not None and near is not None:
                 fewest, found = (
-                    sum(int(of.again[i, j]) for i, j in pairwise(sequence))
+                    sum(int(of.recomputed[i, j]) for i, j in pairwise(sequence))
                     for of, sequence in ((exact, best), (approximate, near))
                 )
                 assert fewest <= found

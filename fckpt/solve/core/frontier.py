@@ -74,7 +74,7 @@ class Frontier:
         until = max((self.last[t] for t in self.reads[value]), default=-1)
         return self.made(value) < stage <= until and not barred
 
-    def may_repeat(self, position: int, stage: int) -> bool:
+    def may_recompute(self, position: int, stage: int) -> bool:
         """Returns whether running the node at `position` again in `stage` is allowed and can be useful."""
         return position < stage <= self.last[position] and not self.rules.pinned[self.sequence[position]]
 

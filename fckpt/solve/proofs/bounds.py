@@ -27,7 +27,7 @@ Rematerialization", 2020, https://arxiv.org/abs/1910.02653), with a free order, 
 describes: temporaries, several outputs, outputs that overwrite inputs, and a policy's requirements.
 
     above                       here
-    T, M                        `Problem.again`, `Value.nbytes`
+    T, M                        `Problem.recompute_seconds`, `Value.nbytes`
     S                           p(v) is on the source's side of the cut, v is not
     R                           n is on the sink's side
 
@@ -268,11 +268,11 @@ class _Certain:
         self.earlier: Any = csr_array((ones, (heads, tails)), shape=shape)
 
     def after(self, node: int) -> np.ndarray:
-        """Returns, by node, whether its first run is after that of `node`; lastly, whether backward begins after it."""
+        """Returns, by node, whether its first run is after that of `node`. Last entry: whether backward begins then."""
         return self._reached(self.later, node)
 
     def before(self, node: int) -> np.ndarray:
-        """Returns, by node, whether its first run is before that of `node`; lastly, whether backward begins before it."""
+        """Returns, by node, whether its first run is before that of `node`. Last entry: whether backward has begun."""
         return self._reached(self.earlier, node)
 
     def _reached(self, arcs: Any, node: int) -> np.ndarray:
@@ -355,7 +355,7 @@ class Problem:
         nbytes += int(self.nbytes[list(self.graph.cotangents)].sum()) if late else 0
         return Moment(index, nbytes, before, runs, choice, choice & needed)
 
-    def again(self, moment: Moment) -> np.ndarray:
+    def recompute_seconds(self, moment: Moment) -> np.ndarray:
         """Returns, by node, the cost in seconds of running after the moment; infinite if it may not run again."""
         again = np.where(moment.before & ~self.twice, self.seconds, 0.0)
         again[moment.before & self.pinned] = np.inf
@@ -433,7 +433,7 @@ class _MinimumCuts:
         heads = [self.nodes, self.value_numbers, problem.reader[reads], np.full(len(needed), source + 1)]
         self.network = FlowNetwork(source, np.concatenate(tails), np.concatenate(heads))
         self.fixed = np.full(len(tails[2]) + len(needed), np.inf)
-        self.again, self.nbytes = problem.again(moment)[self.nodes], problem.nbytes[self.values]
+        self.again, self.nbytes = problem.recompute_seconds(moment)[self.nodes], problem.nbytes[self.values]
         self.barred = np.isinf(self.again)
         self.everything = _Line(0.0, int(problem.nbytes[needed].sum()))
         self.nothing = _Line(float(self.again[~self.barred].sum()), 0)
@@ -509,7 +509,7 @@ def _by_program(problem: Problem, moment: Moment, budget: int) -> float:
     low = np.concatenate([np.zeros(len(used)), np.ones(len(needed)), [-np.inf]])
     high = np.concatenate([np.full(len(there), np.inf), [room / max(room, 1)]])
     matrix = csr_array((entry, (row, column)), shape=(len(there) + 1, len(values) + len(nodes)))
-    again = problem.again(moment)[nodes]
+    again = problem.recompute_seconds(moment)[nodes]
     barred = np.isinf(again)
     unit = UNIT / problem.least
     answer = optimize.milp(

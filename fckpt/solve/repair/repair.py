@@ -483,12 +483,12 @@ def prune(schedule: EditableSchedule, budget: int, parent: EditableSchedule | No
     found: list[int] = []
     seconds = schedule.rules.seconds
     for _ in range(PASSES):
-        repeated = [r for runs in schedule.runs for r in runs[1:]]
+        recomputed = [r for runs in schedule.runs for r in runs[1:]]
         if parent is not None:
-            repeated = _worth_another_look(schedule, parent, repeated)
-        repeated.sort(key=lambda r: (-seconds[schedule.node[r]], r))
+            recomputed = _worth_another_look(schedule, parent, recomputed)
+        recomputed.sort(key=lambda r: (-seconds[schedule.node[r]], r))
         before = len(found)
-        for run in repeated:
+        for run in recomputed:
             index = schedule.node[run]
             if index >= 0 and schedule.runs[index][0] != run and _may_remove(schedule, run, budget):
                 found += remove_if(schedule, run, lambda: bool(schedule.profile.max() <= budget))
@@ -541,13 +541,13 @@ def _may_remove(schedule: EditableSchedule, run: int, budget: int) -> bool:
     return int(held.max(initial=0)) <= budget
 
 
-def _worth_another_look(schedule: EditableSchedule, parent: EditableSchedule, repeated: Sequence[int]) -> list[int]:
-    """Returns the runs of `repeated` that are new, or without which copies would live where memory has become free."""
+def _worth_another_look(schedule: EditableSchedule, parent: EditableSchedule, recomputed: Sequence[int]) -> list[int]:
+    """Returns the recomputations that are new, or without which copies would live where memory has become free."""
     old = len(parent.place)
     held = parent.profile[parent.place[np.minimum(schedule.at, old - 1)]]
     less = np.concatenate([[0], np.cumsum((schedule.at >= old) | (schedule.profile < held))])
     found = []
-    for run in repeated:
+    for run in recomputed:
         position = schedule.places[run]
         outputs = schedule.rules.graph.nodes[schedule.node[run]].outputs
         ends = [schedule.end(v, position) for v in outputs if v not in schedule.rules.permanent]

@@ -114,12 +114,12 @@ class Search:
 
     def _remove_some(self, schedule: EditableSchedule) -> list[int]:
         """Removes some neighbouring recomputations from `schedule`, whatever its peak; returns the removed nodes."""
-        repeated = sorted((r for runs in schedule.runs for r in runs[1:]), key=schedule.places.__getitem__)
-        if not repeated:
+        recomputed = sorted((r for runs in schedule.runs for r in runs[1:]), key=schedule.places.__getitem__)
+        if not recomputed:
             return []
         width = self.random.choice(WIDTHS)
-        start = self.random.randrange(len(repeated)) - width // 2
-        chosen = repeated[max(0, start) : start + width]
+        start = self.random.randrange(len(recomputed)) - width // 2
+        chosen = recomputed[max(0, start) : start + width]
         if self.random.random() < 0.3:
             chosen = [r for r in chosen if self.random.random() < 0.5]
         gone: list[int] = []
