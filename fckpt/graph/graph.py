@@ -2,8 +2,8 @@
 
 A `Value` is a storage: one block of the allocator. Views are not nodes: a view costs nothing, and lives and dies with
 its base. A `Node` is an operation that makes storages. An id is a position in a tuple, and nodes are in program order:
-first the forward pass, then the backward pass. This module does not import torch, so that graphs can be solved and
-inspected without it.
+first the forward pass, then the backward pass. Graphs are independent of torch, and can be solved and inspected without
+it.
 
 The representation of operations and storages follows Rockmate (X. Zhao, T. Le Hellard, L. Eyraud-Dubois, J. Gusak, O.
 Beaumont, "Rockmate: an efficient, fast, automatic and generic tool for re-materialization in PyTorch", 2023,
