@@ -183,3 +183,10 @@ def test_the_bound_and_the_plan_include_recomputations_that_a_policy_requires():
     budget = int(0.5 * peak(graph))
     assert seconds("auto", ordered, budget) >= lower_bound(ordered, budget).seconds * (1 - 1e-9)
     assert lower_bound(ordered, budget).seconds > lower_bound(graph, budget).seconds
+
+
+def test_the_error_has_one_number_if_the_least_peak_is_reached():
+    graph = chain(4)
+    with pytest.raises(BudgetError, match=r"or a smaller batch\. No plan at all needs less\.$") as caught:
+        solve.auto(graph, 1)
+    assert caught.value.least_bytes == least_peak(graph)
