@@ -57,7 +57,7 @@ WAYS: dict[str, Callable[[Fn], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*nothing that it is given or closes over requires grad:fckpt.BudgetWarning")
+@pytest.mark.filterwarnings("ignore:.*none of its arguments and closed-over tensors requires grad:fckpt.BudgetWarning")
 @pytest.mark.parametrize("options", [{"policy": policies.dots_saveable}, {"budget": 0.8}], ids=["policy", "budget"])
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_bitwise_those_of_the_plain_function(way: str, options: dict[str, Any]) -> None:
