@@ -164,5 +164,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Lists the public names alone, without the modules that hold them."""
+    """Lists only the public names, not the modules that define them."""
     return [*__all__, "__version__", "__doc__"]

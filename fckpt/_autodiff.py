@@ -1,8 +1,8 @@
-"""`grad`, `grad_and_value` and `vjp`: torch.func's, without its threefold memory.
+"""`grad`, `grad_and_value` and `vjp`: the transforms of torch.func, in a third of the memory.
 
-torch.func records every backward pass as if it were differentiated in its turn (`create_graph=True`), and
-so keeps all that the forward saved and all that the backward computes until the end. Here, where nothing
-outside differentiates the result, plain autograd runs instead, which frees as it goes.
+torch.func records every backward pass so that it can be differentiated again (`create_graph=True`). It therefore holds
+everything that the forward saved and everything that the backward pass computes until the end. The functions here run
+plain autograd instead, which frees memory as it goes, if nothing outside differentiates the result.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: b
 
     Args:
         fn: a function of pytrees that returns a scalar tensor (with `has_aux`, a pair: the scalar and anything).
-        argnums: which positional arguments to differentiate. All their leaves must be floating point tensors.
+        argnums: the positional arguments to differentiate. All their leaves must be floating point tensors.
         has_aux: whether `fn` returns a pair.
 
     Returns:
-        A function of the same arguments: the gradient has the structure of the argument (a tuple for several);
-        with `has_aux`, (gradient, aux).
+        A function of the same arguments that returns the gradient, which has the structure of the argument (a tuple for
+        several arguments); with `has_aux`, (gradient, aux).
 
     Raises (when called):
-        ArgumentTypeError, ArgumentValueError: an argument or the output is not of that kind.
+        ArgumentTypeError, ArgumentValueError: an argument or the output is not as described above.
 
-    Under an outer transform, or when an argument or a closed-over tensor requires grad, the result is
-    differentiable, as torch.func's is, and costs what that costs. Otherwise gradients are bitwise those of
-    `torch.autograd.grad`. torch.func's are the same, except where torch picks another formula as soon as a
-    backward pass is recorded (`silu` and `mish`, for example), which may differ in the last bit.
+    Under an outer transform, or if an argument or a captured tensor requires grad, the result is differentiable and
+    takes as much memory as in torch.func. Otherwise gradients are bitwise equal to those of `torch.autograd.grad`.
+    They are also bitwise equal to torch.func's, except for operations for which torch uses another formula when a
+    backward pass is recorded (`silu` and `mish`, for example); these may differ in the last bit.
 
     Example:
         >>> import torch, fckpt
@@ -59,7 +59,9 @@ def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: b
 def grad_and_value(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Like `grad`, and returns the value too: (gradient, value), or (gradient, (value, aux)).
+    """Returns the function that computes gradient and value of `fn`: (gradient, value), or (gradient, (value, aux)).
+
+    Arguments and errors are those of `grad`.
 
     Example:
         >>> import torch, fckpt
@@ -78,17 +80,17 @@ def grad_and_value(
 
 
 def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
-    """Returns `fn(*primals)` and the function that pulls cotangents back: `torch.func.vjp` without its waste.
+    """Returns `fn(*primals)` and its vector-Jacobian product: `torch.func.vjp` without the extra memory.
 
     Args:
         fn: a function from pytrees of tensors to a pytree of tensors (with `has_aux`, a pair with anything).
-        primals: where to evaluate.
+        primals: the arguments at which to evaluate `fn`.
         has_aux: whether `fn` returns a pair.
 
     Returns:
         (output, vjp_fn), or (output, vjp_fn, aux). `vjp_fn(cotangents, retain_graph=True, create_graph=None)`
-        returns a tuple with one tree per primal. It may be called again, so the residuals of `fn` live as long
-        as it does; `retain_graph=False` frees them during the call, which must then be the last.
+        returns a tuple with one tree per primal. It may be called again, so the residuals of `fn` are held as long as
+        `vjp_fn` exists; `retain_graph=False` frees them during the call, which must then be the last one.
 
     Example:
         >>> import torch, fckpt
@@ -115,7 +117,7 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[A
 
 
 def _differentiated_outside(args: Any, kwargs: Any) -> bool:
-    """Whether somebody may ask for the derivative of the result by what is visible in the arguments."""
+    """Whether code outside may differentiate the result, judging by the arguments and the active transforms."""
     if transforms_active() or torch.compiler.is_compiling():
         return True
     if not torch.is_grad_enabled():
@@ -157,7 +159,7 @@ class _Recording:
         for num in nums:
             leaves, spec = tree.flatten(args[num])
             _check_tensors(leaves, "grad and vjp", f"got for argument {num}", args[num])
-            # A fresh leaf per place, so that a tensor that is passed twice has two gradients.
+            # A new leaf per place, so that a tensor that is passed twice has two gradients.
             fresh = [x.detach().requires_grad_() for x in leaves]
             self.inputs += fresh
             self.parts.append((len(fresh), spec))
@@ -173,10 +175,10 @@ class _Recording:
         self.output = result
         self.outputs = [x for x in tree.leaves(result) if isinstance(x, torch.Tensor)]
         self.closes_over = self.grad_mode and self._reaches_others()
-        """Whether the result depends on a closed-over tensor that requires grad."""
+        """Whether the result depends on a captured tensor that requires grad."""
 
     def _reaches_others(self) -> bool:
-        """Whether the graph behind the outputs ends in a leaf that is none of the inputs."""
+        """Whether the graph behind the outputs ends in a leaf that is not an input."""
         own = {id(x) for x in self.inputs}
         if any(x.requires_grad and x.is_leaf and id(x) not in own for x in self.outputs):
             return True
@@ -195,10 +197,10 @@ class _Recording:
         return found
 
     def release(self) -> None:
-        """Lets go of the graph from its outputs to its leaves.
+        """Frees the graph, from its outputs to its leaves.
 
-        A node that Python has seen is taken down by recursion, together with those that only it holds; in a
-        long graph that would exhaust the stack.
+        Python frees a node that it has seen by recursion, together with the nodes that only it refers to. In a long
+        graph that would exhaust the stack.
         """
         self.output, self.outputs = None, []
         while self.nodes:

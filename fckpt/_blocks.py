@@ -1,4 +1,4 @@
-"""`remat_blocks`: the repeated blocks of a model become regions, in place."""
+"""`remat_blocks`: rematerialises the repeated blocks of a model, in place."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from fckpt.errors import ArgumentTypeError, ArgumentValueError, CacheWarning, Im
 __all__ = ["Blocks", "remat_blocks"]
 
 BlockSpec = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
-"""A path pattern or the name of a class, a class, a module of the model (or a list of modules), or a predicate."""
+"""A path pattern or class name, a class, a module of the model (or a list of modules), or a predicate."""
 
 
 class Blocks(Sequence[str]):
-    """The blocks that `remat_blocks` made regions of: a sequence of their paths that prints as a summary."""
+    """The blocks that `remat_blocks` rematerialised: a sequence of their paths that prints as a summary."""
 
     def __init__(self, names: Iterable[str], classes: Iterable[str], found: int):
         self._names = tuple(names)
         self.classes = tuple(classes)
-        """By block: the name of its class."""
+        """The class name of each block."""
         self.found = found
-        """How many blocks there are, those that `every` skipped included."""
+        """The number of blocks found, including blocks that `every` skipped."""
 
     def __getitem__(self, index: Any) -> Any:
         return self._names[index]
@@ -60,36 +60,36 @@ def remat_blocks(
     blocks: BlockSpec | Sequence[BlockSpec] | None = None,
     **options: Any,
 ) -> Blocks:
-    """Rematerialises the repeated blocks of a model, each as a region, in place.
+    """Rematerialises the repeated blocks of a model, each as a separate region, in place.
 
-    Each block is replaced by `fckpt.remat(block, **options)` where it lies. The model stays the same object with the
-    same parameters, buffers, hooks and `state_dict` keys. Blocks are found by structure: modules of one class that
+    Each block is replaced in its container by `fckpt.remat(block, **options)`. The model remains the same object, with
+    the same parameters, buffers, hooks and `state_dict` keys. Blocks are found by structure: modules of one class that
     repeat in a `ModuleList`, `Sequential` or `ModuleDict` (`encoder.layer.0` to `11`, timm's `blocks`), within stages
-    if there are any (Swin, ResNet, ConvNeXt, U-Net), in every tower and stack (CLIP, T5). The layers that Hugging
-    Face's libraries declare (`GradientCheckpointingLayer`, `_no_split_modules`) come first. A block that occurs in
+    if there are any (Swin, ResNet, ConvNeXt, U-Net), and in every tower and stack (CLIP, T5). Layers that Hugging
+    Face's libraries declare (`GradientCheckpointingLayer`, `_no_split_modules`) take precedence. A block that occurs in
     several places (ALBERT) stays shared and is listed once.
 
-    A Hugging Face model whose configuration says `use_cache=True` gets a hook that switches the cache off in calls
-    that are differentiated, with a `CacheWarning`: blocks that write to a cache cannot run twice. The step is then
-    bitwise that of the model without a cache (with one, kernels see other layouts). Under `torch.no_grad()`, and so in
-    `model.generate`, the cache works, and the configuration is untouched.
+    If the configuration of a Hugging Face model has `use_cache=True`, the model gets a hook that switches the cache off
+    in differentiated calls and emits a `CacheWarning`: a block that writes to a cache cannot run twice. The step is
+    then bitwise equal to a step of the model without a cache (with a cache, kernels receive other memory layouts). The
+    cache still works under `torch.no_grad()`, and therefore in `model.generate`; the configuration is not changed.
 
     Args:
-        model: the model. It is changed.
-        every: `2` rematerialises the first block and every second one after it: about half of the memory saved, at
-            half of the time. Counted for each class, in the order of `model.named_modules()`.
-        blocks: what is a block, where that is not found or others are wanted: a class, a path ("encoder.layer.3") or
-            pattern ("encoder.layer.*"; `*` stands for one name, `**` for any number), the name of a class, a module or
-            `ModuleList` of the model, a predicate on modules, or a list of these.
-        options: those of `remat`. A `budget` or `plan` is that of one block.
+        model: the model. It is changed in place.
+        every: `2` rematerialises the first block and every second one after it, which saves about half of the memory
+            for half of the time. Blocks are counted per class, in the order of `model.named_modules()`.
+        blocks: selects the blocks, if the search does not find them or others are wanted: a class, a path
+            ("encoder.layer.3") or pattern ("encoder.layer.*"; `*` matches one name, `**` any number of names), a class
+            name, a module or `ModuleList` of the model, a predicate on modules, or a list of these.
+        options: options of `remat`. A `budget` or a `plan` applies to one block.
 
     Returns:
-        The paths of the blocks, as a sequence that prints what was found: `12 blocks: encoder.layer.0-11 (BertLayer)`.
+        The paths of the blocks, as a sequence that prints a summary: `12 blocks: encoder.layer.0-11 (BertLayer)`.
 
     Raises:
-        ArgumentTypeError: `model` is not a module, or `blocks` is of a wrong type.
-        ArgumentValueError: no block is found or nothing matches `blocks`; a block is rematerialised already, or
-            checkpoints itself; `every` is not a positive int. The model is then as it was.
+        ArgumentTypeError: `model` is not a module, or `blocks` has a wrong type.
+        ArgumentValueError: no block is found, or nothing matches `blocks`; a block is already rematerialised or
+            checkpoints itself; `every` is not a positive int. The model is then unchanged.
 
     Example:
         >>> import torch, fckpt
@@ -114,8 +114,9 @@ def remat_blocks(
 
 
 def _every(found: dict[str, nn.Module], every: int) -> dict[str, nn.Module]:
-    """The first block of each class and every n-th after it."""
-    # The last ones are left out, not the first: a block that is recomputed first in backward saves nothing at the peak.
+    """Returns the first block of each class and every n-th block after it."""
+    # The last blocks are left out rather than the first: a block that is recomputed first in backward saves nothing at
+    # the peak.
     counts: Counter[type] = Counter()
     kept = {}
     for path, module in found.items():
@@ -162,7 +163,7 @@ def _outline(model: nn.Module) -> str:
 
 
 def _chosen(model: nn.Module, blocks: Any) -> dict[str, nn.Module]:
-    """The modules that the user named, by path."""
+    """Returns the modules that `blocks` selects, by path."""
     several = isinstance(blocks, (list, tuple, set, frozenset)) and not isinstance(blocks, nn.Module)
     specs = list(blocks) if several else [blocks]
     named = dict(model.named_modules())
@@ -194,7 +195,7 @@ def _matching(named: dict[str, nn.Module], spec: Any) -> dict[str, nn.Module]:
 
 
 def _regex(pattern: str) -> str:
-    """`*` is one name of a path, or a part of one; `**` any number of names."""
+    """Converts a path pattern to a regular expression: `*` matches within one name, `**` any number of names."""
     parts = re.split(r"(\*\*|\*|\?)", pattern)
     return "".join({"**": ".*", "*": "[^.]*", "?": "[^.]"}.get(part, re.escape(part)) for part in parts)
 
@@ -206,8 +207,8 @@ def _text(spec: Any) -> str:
 
 
 def _ranges(names: Sequence[str]) -> list[str]:
-    """`h.0-2` for `h.0`, `h.1`, `h.2`, and `h.0-4 by 2` for `h.0`, `h.2`, `h.4`."""
-    runs: list[tuple[str, list[int], str]] = []  # what stands before the number, the numbers, what stands after
+    """Abbreviates paths: `h.0-2` for `h.0`, `h.1`, `h.2`, and `h.0-4 by 2` for `h.0`, `h.2`, `h.4`."""
+    runs: list[tuple[str, list[int], str]] = []  # text before the number, numbers, text after it
     for name in names:
         match = re.fullmatch(r"(.*?)(\d+)((?:\.[^.\d]*)*)", name)
         if match is None:
@@ -235,10 +236,10 @@ def _range(before: str, numbers: list[int], after: str) -> str:
 
 
 class _CacheSwitch:
-    """A hook that passes `use_cache=False` to a model's forward in calls that are differentiated.
+    """Forward pre-hook that passes `use_cache=False` to a model in differentiated calls.
 
-    Hugging Face's own checkpointing does the same. The configuration stays as it is, for it is saved with the model
-    and read by evaluation. A value that the caller passes counts in evaluation mode.
+    Hugging Face's checkpointing does the same. The configuration is not changed, because it is saved with the model and
+    read by evaluation. In evaluation mode, a value that the caller passes takes precedence.
     """
 
     def __init__(self, position: int):
@@ -278,7 +279,7 @@ def _switch_caches_off(model: nn.Module) -> None:
     modules: list[Any] = list(model.modules())
     for module in modules:
         if not (hasattr(module, "config") and hasattr(module, "_no_split_modules")):
-            continue  # not one of Hugging Face's models: their layers take use_cache too
+            continue  # only whole Hugging Face models, although their layers take
         parameters = list(inspect.signature(type(module).forward).parameters)
         if "use_cache" not in parameters:
             continue
@@ -291,7 +292,7 @@ def _switch_caches_off(model: nn.Module) -> None:
 
 
 def _has_cache(module: Any) -> bool:
-    """Whether the configuration switches on a cache that the model really has: BERT's says use_cache=True as well."""
+    """Whether the configuration switches on a cache that the model really has (BERT's also says use_cache=True)."""
     config = module.config
     if not getattr(config, "use_cache", False):
         return False

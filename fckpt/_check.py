@@ -1,4 +1,4 @@
-"""`check`: is the rematerialised function the plain one, for a function and arguments of yours?"""
+"""`check`: compares a rematerialised function with the plain one, bit for bit, on the user's own arguments."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["Check", "check"]
 
 @dataclass(frozen=True)
 class Check:
-    """What `check` found. True if nothing differs."""
+    """The result of `check`. True if nothing differs."""
 
     differences: tuple[str, ...]
-    """What is not equal to the last bit: `the gradient of args[0]['w'] (by up to 1.2e-07)`."""
+    """The tensors that are not bitwise equal: `the gradient of args[0]['w'] (by up to 1.2e-07)`."""
     compared: int
-    """How many tensors were compared: outputs, gradients, statistics, the generator's state."""
+    """The number of tensors compared: outputs, gradients, statistics, the generator's state."""
     plain_peak_bytes: int
     peak_bytes: int
 
@@ -55,20 +55,19 @@ def check(
     """Runs forward and backward of `fn` plainly and rematerialised, and compares everything bit for bit.
 
     Args:
-        fn: a function or a module; or what `remat` returned, which is compared with what it was made of.
-        args: arguments as in a call. What requires grad, closed-over parameters included, is differentiated.
+        fn: a function or a module; or a result of `remat`, which is compared with its original.
+        args: arguments as in a call. Every tensor that requires grad is differentiated, including captured parameters.
         policy: see `remat`.
         budget: see `remat`.
         plan: see `remat`.
-        outputs: which tensors of the result are differentiated, see `fckpt.plan`; left out, all that require grad.
+        outputs: the tensors of the result to differentiate, see `fckpt.plan`; by default, all that require grad.
         kwargs: as in the call.
 
     Returns:
-        What differs, if anything does, and both measured peaks. Statistics, `.grad` and the generators are left as
-        they were.
+        The differences, if any, and both measured peaks. Statistics, `.grad` and the generators are left as they were.
 
     Raises:
-        ArgumentValueError: nothing requires grad, or `outputs` are none of the result's.
+        ArgumentValueError: nothing requires grad, or `outputs` names no tensor of the result.
 
     Example:
         >>> import torch, fckpt
@@ -79,7 +78,7 @@ def check(
     plain = plain_of(fn)
     region = remat(fn, policy=policy, budget=budget, plan=plan) if plain is fn else fn
     comparison = _Comparison(plain, args, kwargs, [outputs] if isinstance(outputs, (int, str)) else outputs)
-    comparison.run(region)  # traces and plans, if it has to
+    comparison.run(region)  # traces and plans, if necessary
     expected, plain_peak = comparison.run(plain)
     actual, peak = comparison.run(region)
     differences = [
@@ -91,7 +90,7 @@ def check(
 
 
 class _Comparison:
-    """Runs functions on the same arguments from the same state."""
+    """Runs functions on the same arguments and from the same state."""
 
     def __init__(
         self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Sequence[int | str] | None = None
@@ -115,7 +114,7 @@ class _Comparison:
         if not self.wanted:
             raise ArgumentValueError("nothing to check: no argument and no closed-over tensor requires grad.")
 
-    def _ends(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def _differentiated(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
         if self.chosen is None:
             return [t for _, t in named]
         try:
@@ -124,17 +123,21 @@ class _Comparison:
             raise ArgumentValueError(f"outputs: {error}.") from error
 
     def run(self, fn: Callable[..., Any]) -> tuple[dict[str, torch.Tensor | None], int]:
-        """Returns everything that one forward and backward pass makes, by name, and their peak bytes."""
+        """Returns all tensors that one forward and backward pass produces, by name, and the peak bytes of the run."""
         found: dict[str, torch.Tensor | None] = {}
 
         def step() -> None:
             leaves, spec = tree.flatten(fn(*self.args, **self.kwargs))
             named = [(n, t) for n, t in zip(spec.names(), leaves, strict=True) if isinstance(t, torch.Tensor)]
             found.update({f"output {i}": t.detach() for i, (_, t) in enumerate(named)})
-            ends = [t for t in self._ends(named) if t.requires_grad]
-            cotangents = [torch.linspace(1, 2, t.numel(), device=t.device).to(t.dtype).reshape(t.shape) for t in ends]
+            outputs = [t for t in self._differentiated(named) if t.requires_grad]
+            cotangents = [
+                torch.linspace(1, 2, t.numel(), device=t.device).to(t.dtype).reshape(t.shape) for t in outputs
+            ]
             inputs = [t for _, t in self.wanted]
-            grads = torch.autograd.grad(ends, inputs, cotangents, allow_unused=True) if ends else [None] * len(inputs)
+            grads = (
+                torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True) if outputs else [None] * len(inputs)
+            )
             found.update({f"the gradient of {path}": g for (path, _), g in zip(self.wanted, grads, strict=True)})
 
         self.generators.rewind()

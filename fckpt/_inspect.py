@@ -1,4 +1,4 @@
-"""Looking before running: `plan`, `pareto`, `saved_residuals`."""
+"""`plan`, `pareto`, `saved_residuals` and `stats`: inspect what a call saves and what a plan does."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = ["ParetoPoint", "pareto", "plan", "print_saved_residuals", "saved_resi
 
 
 Outputs = int | str | Sequence[int | str]
-"""Tensors of a result, by position or name."""
+"""Tensors of a result, by index or name."""
 
 
 class ParetoPoint(NamedTuple):
-    """One end of the bargain between memory and time."""
+    """One trade-off between memory and time."""
 
     peak_bytes: int
     overhead: float
@@ -52,29 +52,31 @@ def plan(
     outputs: Outputs | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """Plans a call of `fn` without running it: what to keep, what to compute again, and what that comes to.
+    """Plans a call of `fn` without running it: which tensors to save, which to recompute, and the resulting peak and
+    overhead.
 
     Args:
         fn: a function or a module, as for `remat`.
-        args: arguments as in the call to be planned. Tensors that require grad, and parameters that do, are
-            differentiated. Fake tensors will do (`torch._subclasses.FakeTensorMode`); for a device that is not at
-            hand, meta tensors, with `costs`.
+        args: arguments as in the call to plan. Arguments and parameters that require grad are differentiated. Fake
+            tensors are accepted (`torch._subclasses.FakeTensorMode`); to plan for a device that is not available, use
+            meta tensors and pass `costs`.
         budget: see `remat`.
-        policy: see `remat`. With neither, what the plain function does.
+        policy: see `remat`. Without budget and policy, the plan is that of the plain function.
         solver: see `fckpt.solve.names()`.
-        costs: where times and temporaries come from: `fckpt.cost.Measured()`, the default for real tensors, or
+        costs: the source of times and temporary memory: `fckpt.cost.Measured()`, the default for real tensors, or
             `fckpt.cost.Analytic(profile)`, the default for fake ones.
-        time_limit: how many seconds the solver `auto` may look for a plan, about; see `fckpt.solve.auto`. It returns
-            the best plan so far when it is interrupted.
-        outputs: which tensors of the result the loss is made of: positions among them, or names such as `"loss"` and
-            `"hidden.0"`. Left out, the one number among those that require grad, or else all of them: `Plan.loss_of`
-            says which. (`remat` needs no such argument: it learns it from the first backward pass.)
+        time_limit: approximate time limit of the solver `auto`, in seconds; see `fckpt.solve.auto`. If interrupted, it
+            returns the best plan so far.
+        outputs: the tensors of the result that the loss depends on: indices, or names such as `"loss"` and
+            `"hidden.0"`. By default the only scalar among the outputs that require grad, if there is exactly one,
+            otherwise all of them; `Plan.loss_of` says which. (`remat` needs no such argument: it learns the outputs
+            from the first backward pass.)
         kwargs: as in the call.
 
     Raises:
-        ArgumentValueError: `outputs` are none of the result's, or do not require grad.
-        TraceError: the function's course depends on the data of tensors.
-        BudgetError: nothing fits; `least_bytes` says what would.
+        ArgumentValueError: `outputs` names no tensor of the result, or one that does not require grad.
+        TraceError: the function's control flow depends on tensor values.
+        BudgetError: no plan fits the budget; `least_bytes` is the least budget for which one does.
 
     Example:
         >>> import torch, fckpt
@@ -100,12 +102,12 @@ def pareto(
     outputs: Outputs | None = None,
     **kwargs: Any,
 ) -> list[ParetoPoint]:
-    """Plans a call for budgets from the least feasible one to the plain peak.
+    """Plans a call for several budgets, from the least feasible one to the plain peak.
 
     Args:
         fn: see `plan`.
         args: see `plan`.
-        points: how many budgets, at least 2; in equal ratios.
+        points: the number of budgets, at least 2. They form a geometric sequence.
         policy: see `plan`.
         solver: see `plan`.
         costs: see `plan`.
@@ -113,7 +115,7 @@ def pareto(
         kwargs: as in the call.
 
     Returns:
-        Points in ascending peak and descending overhead; budgets that bring nothing are left out.
+        Points with ascending peak and descending overhead. Budgets that do not reduce the overhead are left out.
 
     Example:
         >>> import torch, fckpt
@@ -149,16 +151,16 @@ def pareto(
 
 
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:
-    """Lists what a call of `fn` keeps for backward: bytes, shape, dtype, origin, name, and why.
+    """Lists the tensors that a call of `fn` saves for backward: bytes, shape, dtype, origin, name, and reason.
 
     Args:
-        fn: what `remat` returned, with or without a policy, budget or plan; or any function, for what plain
-            autograd keeps.
+        fn: a result of `remat`, with or without a policy, budget or plan; or any function, for the tensors that plain
+            autograd saves.
         args: as in the call.
         kwargs: as in the call.
 
     Returns:
-        Intermediates, and the arguments and outputs that backward reads, which are held anyway.
+        Intermediates, and the arguments and outputs that backward reads, which are held in any case.
 
     Example:
         >>> import torch, fckpt
@@ -168,7 +170,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[R
         []
 
     References:
-        `jax.ad_checkpoint.saved_residuals`, here with bytes and reasons.
+        `jax.ad_checkpoint.saved_residuals`; here with bytes and reasons.
     """
     planner = planner_of(fn)
     looked = _Looked(fn, args, kwargs, None)
@@ -180,7 +182,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[R
 
 
 def print_saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Prints what `saved_residuals` lists, largest first, repeated blocks folded, with totals.
+    """Prints the table of `saved_residuals`: largest first, repeated blocks combined, with totals.
 
     Example:
         >>> import torch, fckpt
@@ -194,10 +196,10 @@ def print_saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def stats(fn: Callable[..., Any]) -> Stats:
-    """Counts what happened in the calls of a rematerialised function or module: plans, hits, fall-backs, seconds.
+    """Returns statistics about the calls of a rematerialised function or module: plans, hits, fallbacks, seconds.
 
     Args:
-        fn: what `remat` returned for a budget, a policy or a plan.
+        fn: a result of `remat` with a budget, a policy or a plan.
 
     Raises:
         ArgumentTypeError: `fn` is not rematerialised.
@@ -219,7 +221,7 @@ def stats(fn: Callable[..., Any]) -> Stats:
 
 
 class _Looked:
-    """A traced call that is not run."""
+    """A call that is traced and planned, but not run."""
 
     def __init__(
         self,
@@ -262,7 +264,9 @@ class _Looked:
 
 
 def _loss_of(trace: Trace, named: bool) -> tuple[str, ...]:
-    """The tensors of the result that are differentiated, if others are not; with their names where these are known."""
+    """Returns the tensors of the result that are differentiated, if there are others; with their names if these are
+    known.
+    """
     if sum(trace.flags) == len(trace.backward.outputs or ()):
         return ()
     leaves = zip(trace.leaves, trace.spec.names(), strict=True)

@@ -1,4 +1,4 @@
-"""Peak memory of a call, read off the allocator: exact on CPU, `max_memory_allocated` on CUDA."""
+"""Peak memory of a call, read from the allocator: exact on the CPU, `max_memory_allocated` on CUDA."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ __all__ = ["PeakMemory", "measure_peak"]
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """What the allocator held during a call, in bytes above what it held when the call began."""
+    """Memory that the allocator held during a call, in bytes above what it held when the call began."""
 
     peak_bytes: int
-    """Most bytes held at once."""
+    """The most bytes held at once."""
     retained_bytes: int
-    """Bytes still held when the call returned, its result included."""
+    """The bytes still held when the call returned, including its result."""
 
 
 def measure_peak(fn: Callable[[], Any], device: torch.device | str = "cpu") -> PeakMemory:
     """Runs `fn()` once and returns the most bytes that `device`'s allocator held at once.
 
-    On CPU every allocation and release is recorded by `torch.profiler`, kernel temporaries
-    included, so the number is exact to the byte and repeats; what libraries allocate behind the
-    allocator's back (oneDNN, BLAS scratch) is not seen. On CUDA it is
-    `torch.cuda.max_memory_allocated() - memory_allocated()` at the call, which rounds to 512 bytes. Threads that
-    measure wait for one another.
+    On the CPU, `torch.profiler` records every allocation and release, including temporaries of kernels, so the result
+    is exact to the byte and reproducible. Memory that libraries allocate without torch's allocator (oneDNN, BLAS
+    scratch) is not counted. On CUDA the result is `torch.cuda.max_memory_allocated() - memory_allocated()` at the call,
+    which is a multiple of 512 bytes. Only one thread measures at a time; others wait.
 
     Args:
         fn: called without arguments.
-        device: whose allocator to watch.
+        device: the device whose allocator is measured.
 
     Returns:
         Peak and remaining bytes, above what was held at the call.
@@ -62,11 +61,11 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = "cpu") -> P
 
 
 _recording = threading.Lock()
-"""Two recordings at once take the process down (torch 2.11 and 2.13)."""
+"""Two recordings at once crash the process (torch 2.11 and 2.13)."""
 
 
 def _measure_cpu(fn: Callable[[], Any]) -> PeakMemory:
-    # The profiler's library announces each start and stop on stderr; it reads its level at the first.
+    # The profiler's library prints each start and stop to stderr; it reads its log level at the first start.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
 

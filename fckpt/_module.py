@@ -1,4 +1,4 @@
-"""`nn.Module` to pure function, and modules whose forward is rematerialised."""
+"""Conversion of a module to a pure function, and modules whose forward is rematerialised."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__ = ["Functional", "check_plannable", "from_module", "remat_module"]
 
 
 class Functional(NamedTuple):
-    """A module as a pure function, with its parameters and buffers: what `from_module` returns."""
+    """The result of `from_module`: a module as a pure function, with its parameters and buffers."""
 
     apply: Callable[..., tuple[Any, dict[str, torch.Tensor]]]
     """`apply(params, buffers, *args, **kwargs) -> (output, new_buffers)`."""
     params: dict[str, torch.Tensor]
-    """The parameters by name. They share the module's memory, and do not require grad."""
+    """The parameters by name. They share memory with the module and do not require grad."""
     buffers: dict[str, torch.Tensor]
-    """The buffers by name. They share the module's memory."""
+    """The buffers by name. They share memory with the module."""
 
 
 def from_module(model: nn.Module) -> Functional:
-    """Turns a module into a pure function over its parameters and buffers.
+    """Converts a module to a pure function of its parameters and buffers.
 
-    The function never writes into what it is given: buffers that the forward changes (BatchNorm's statistics)
-    come back as `new_buffers`. It may be rematerialised, differentiated and vmapped like any function. The
-    module's own state stays as it is; whether it trains or evaluates is read at each call.
+    The function never writes to its arguments: buffers that the forward changes (BatchNorm's statistics) are returned
+    as `new_buffers`. The function can be rematerialised, differentiated and vmapped like any other. The state of the
+    module does not change; its training flag is read at each call.
 
     Args:
         model: any module. Tied parameters appear once, under their first name.
@@ -41,7 +41,7 @@ def from_module(model: nn.Module) -> Functional:
         (apply, params, buffers).
 
     Raises:
-        ArgumentTypeError: `model` is no module.
+        ArgumentTypeError: `model` is not a module.
 
     Example:
         >>> import torch, fckpt
@@ -62,17 +62,18 @@ def from_module(model: nn.Module) -> Functional:
         return output, new_buffers
 
     params = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    # Not the module's own, which a plan would take for one with those that it closes over: the next call brings others.
+    # Detached, because a plan would treat the module's own buffers as captured tensors; the next call passes other
+    # tensors.
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
     return Functional(apply, params, buffers)
 
 
 def remat_module(module: nn.Module, make_region: Callable[[], Any]) -> nn.Module:
-    """Returns a module of the same class and state whose forward goes through a region.
+    """Returns a module of the same class and state whose forward runs in a region.
 
-    The two share one `__dict__`: parameters, buffers, submodules, hooks and the training flag are the same
-    objects, and `state_dict` keys are unchanged. Hooks run outside of the region, once a call. A forward that was
-    replaced on `module` runs inside the region; one that is replaced on the result, around it.
+    Both modules share one `__dict__`: parameters, buffers, submodules, hooks and the training flag are the same
+    objects, and `state_dict` keys are unchanged. Hooks run outside of the region, once per call. A forward that was
+    replaced on `module` runs inside the region; a forward that is replaced on the result runs around the region.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise ArgumentTypeError(
@@ -84,10 +85,11 @@ def remat_module(module: nn.Module, make_region: Callable[[], Any]) -> nn.Module
 
 
 def check_plannable(module: nn.Module) -> None:
-    """Checks that a plan for `module` would do what its forward does.
+    """Checks that a plan for `module` would reproduce its forward.
 
     Raises:
-        ArgumentTypeError: it is or holds a module whose forward reduces, gathers or scatters beside what is computed.
+        ArgumentTypeError: `module` is or contains a wrapper, such as DDP or FSDP, whose forward communicates outside of
+            the traced computation.
     """
     for name, part in module.named_modules():
         kind = _beside(type(part))
@@ -107,7 +109,7 @@ def check_plannable(module: nn.Module) -> None:
 
 
 def _beside(kind: type) -> str | None:
-    """The name of a wrapper that communicates beside its forward, if a class is one."""
+    """Returns the name of a wrapper that communicates outside of its forward, if the class is one; otherwise None."""
     for base in kind.__mro__:
         if issubclass(base, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             return "DDP" if issubclass(base, nn.parallel.DistributedDataParallel) else "DataParallel"
@@ -117,7 +119,9 @@ def _beside(kind: type) -> str | None:
 
 
 class _Forward:
-    """The `forward` of a rematerialised module: a place of its own, as the modules share their attributes."""
+    """Descriptor for the `forward` of a rematerialised module, stored apart from the attributes that the two modules
+    share.
+    """
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -128,7 +132,7 @@ class _Forward:
         replaced = module._fckpt_replaced
         if replaced is not None:
             return replaced
-        if torch.compiler.is_compiling():  # Dynamo makes no methods (torch 2.13)
+        if torch.compiler.is_compiling():  # Dynamo cannot create bound methods
             return functools.partial(self.function, module)
         return types.MethodType(self.function, module)
 
@@ -140,7 +144,7 @@ class _Forward:
 
 
 class _Compiled:
-    """What `compile()` made of a rematerialised module: apart from what it made of the module itself."""
+    """Descriptor for the result of `compile()`, which the original module must not share."""
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         return None if module is None else module._fckpt_compiled
@@ -150,7 +154,7 @@ class _Compiled:
 
 
 class _Become:
-    """The class that a lazy module takes when its first call has told its sizes; the module inside takes it."""
+    """Descriptor for `cls_to_become`, the class of a lazy module after its first call: sets it on the inner module."""
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is not None and isinstance(module, _Rematerialised):
@@ -161,7 +165,7 @@ class _Become:
 
 
 class _Rematerialised:
-    """First base of a rematerialised module's class; the module's own class is the second."""
+    """First base class of a rematerialised module; the second is the original class."""
 
     __slots__ = ()
 
@@ -172,7 +176,7 @@ class _Rematerialised:
         return f"{inner}, remat" if inner else "remat"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_fckpt_"):  # what is a module there is no submodule
+        if name.startswith("_fckpt_"):  # not registered as a submodule
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -196,14 +200,15 @@ class _Rematerialised:
         return _twin(type(self), self._fckpt_own, inner, self._fckpt_make)  # type: ignore[attr-defined, arg-type]
 
     def _fckpt_forward(self) -> Callable[..., Any]:
-        """What runs in the region."""
+        """Returns the function that runs in the region."""
         inner: Any = self._fckpt_inner  # type: ignore[attr-defined]
         compiled = vars(inner).get("_compiled_call_impl")
         if compiled is not None and not _has_hooks(inner) and not hasattr(self._fckpt_region, "planner"):  # type: ignore[attr-defined]
             return compiled
         if type(self) is self._fckpt_own or type(inner) is not self._fckpt_class or "forward" in vars(inner):  # type: ignore[attr-defined]
             return inner.forward
-        # The class of the result was changed (by `parametrize`, say): attributes are found through it alone.
+        # The class of the rematerialised module was changed (by `parametrize`, for example), so the forward must find
+        # attributes through that class.
         return types.MethodType(type(inner).forward, self)
 
 
@@ -233,7 +238,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @functools.cache
 def _class_of(cls: type[nn.Module]) -> type[nn.Module]:
-    # The name stays, because wrapping policies and weight initialisers select classes by it.
+    # The class name is unchanged, because wrapping policies and weight initialisers select classes by name.
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._fckpt_region(self._fckpt_forward(), args, kwargs)

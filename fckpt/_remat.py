@@ -1,4 +1,4 @@
-"""`remat`: where the stages meet."""
+"""The public `remat`: for each call, decides which engine runs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from fckpt._call import ambient, casts
 from fckpt._call.arguments import Arguments, StaticArguments
 from fckpt._call.closure import closure_of
-from fckpt._call.conditions import BufferHabits, Conditions, Observation, Written
+from fckpt._call.conditions import BufferWrites, Conditions, Observation, Written
 from fckpt._call.levels import (
     has_forward_mode,
     innermost,
@@ -44,6 +44,7 @@ from fckpt._repeats import repeated_blocks, replace_modules
 from fckpt._trace.layouts import layouts_below
 from fckpt._trace.operations import Batch, Layout
 from fckpt._trace.trace import inlined, is_followed, is_tracing
+from fckpt._trace.untraceable import HigherOrderError
 from fckpt._trace.vmap_of_grad import batch_dim
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError
 from fckpt.policies.named import PolicyLike, reductions_saveable
@@ -109,52 +110,56 @@ def remat(
     static_argnames: str | Sequence[str] = (),
     name: str | None = None,
 ) -> Any:
-    """Rematerialises `fn`: same values, same gradients, and backward keeps less of its inside, or nothing.
+    """Returns `fn` with the same values and gradients, but with less memory held for the backward pass.
 
-    Without `policy`, `budget` and `plan`, what `fn` computes between its arguments and its results is not kept for
-    backward but computed again when backward needs it. Nothing is traced: any Python function will do,
-    data-dependent control flow included, if it is pure (its result depends on its arguments alone). Random
-    numbers, autocast, buffers such as BatchNorm's statistics, and closed-over tensors are taken care of: the
-    recompute sees what the forward saw and changes nothing a second time.
+    Autograd saves the intermediates of a function from the forward pass to the backward pass. A rematerialised function
+    (also called activation checkpointing) saves only its inputs, and runs again in the backward pass to recompute its
+    intermediates. This trades time for memory. With a `budget`, a solver chooses which intermediates to recompute, so
+    that the call fits in a number of bytes with the least extra time.
 
-    With one of them, `fn` is traced once per signature (structure, shapes, dtypes, devices, static leaves, autocast
-    state), and planned: a policy says what is kept; a budget says how many bytes forward and backward may hold at
-    once, above what is held at the call, and a solver finds what to compute again in the least time. Within
-    another region, under forward mode, with a `vmap` around the transform that differentiates, and in second
-    derivatives, a planned function is rematerialised as a whole.
+    Without `policy`, `budget` and `plan`, all intermediates are recomputed. Nothing is traced: any Python function is
+    accepted, including data-dependent control flow, if it is pure (its result depends only on its arguments, captured
+    tensors and random numbers). The recompute sees the random numbers, autocast settings, buffers (such as BatchNorm's
+    statistics) and captured tensors of the forward, and changes no state a second time.
 
-    Composes with `.backward()` and all of `torch.func`, in any order and nesting. Whether an argument requires
-    grad changes nothing for the others. Under `torch.compile` the region becomes `torch.utils.checkpoint`'s
-    (whose recompute the compiler plans itself); under `make_fx` it is inlined.
+    With `policy`, `budget` or `plan`, `fn` is traced once per signature (structure, shapes, dtypes, devices, static
+    leaves, autocast state), and planned. A policy says which values are saved. A budget is the most bytes that forward
+    and backward may hold at once, above what is held at the call; a solver finds a plan that fits and recomputes in the
+    least time. A call for which no plan can run is rematerialised as a whole: inside another region, under forward
+    mode, with a `vmap` outside of the differentiating transform, and in second derivatives.
+
+    A rematerialised function composes with `.backward()` and with all of `torch.func`, in any order and nesting.
+    Whether one argument requires grad does not affect the others. Under `torch.compile` the region becomes a region of
+    `torch.utils.checkpoint`, for which the compiler plans the recompute; under `make_fx` it is inlined.
 
     Args:
-        fn: a function from pytrees to pytrees, or an `nn.Module`. Leaves that are no tensors are static. Left
-            out, `remat` is a decorator with options.
-        policy: one of `fckpt.policies`, or a function of an operation that says whether its results are kept.
-        budget: the most bytes that forward and backward may hold at once: an int, a text like "4GiB", or a float
+        fn: a function from pytrees to pytrees, or an `nn.Module`. Leaves that are not tensors are static. If omitted,
+            `remat` returns a decorator with the given options.
+        policy: one of `fckpt.policies`, or a function that says for an operation whether its results are saved.
+        budget: the most bytes that forward and backward may hold at once: an int, a string such as "4GiB", or a float
             for a fraction of the plain function's peak.
-        plan: what `fckpt.plan` made for these arguments.
-        solver: which solver looks for the plan; see `fckpt.solve.names()`.
+        plan: a result of `fckpt.plan` for these arguments.
+        solver: the solver that looks for a plan; see `fckpt.solve.names()`.
         untraceable: what to do with a function that cannot be traced into a graph: "raise" a `TraceError`, or "remat",
-            which rematerialises its repeated blocks (the whole function if it has none) without a plan, and warns
-            once that no budget is kept.
-        static_argnums: positions of arguments that are passed whole, without a look inside. Tensors within are
-            treated like closed-over ones.
+            which rematerialises its repeated blocks (or the whole function if it has none) without a plan, and warns
+            once that the budget does not hold.
+        static_argnums: positions of arguments that are passed unchanged. Tensors inside them are treated like captured
+            tensors.
         static_argnames: the same for keyword arguments.
-        name: what warnings call the function; its own name if left out.
+        name: the name of the function in warnings; by default its `__qualname__`.
 
     Returns:
-        A function like `fn`; or, for a module, a module of the same class that shares parameters, buffers,
+        A function with the signature of `fn`. For a module, a module of the same class that shares parameters, buffers,
         hooks, submodules and `state_dict` keys with it.
 
     Raises:
-        ArgumentTypeError: `fn` is not callable; `static_argnums` or `static_argnames` are of a wrong type.
-        ArgumentValueError: `static_argnums` is out of range; `budget` is no size; a `solver` without a budget.
+        ArgumentTypeError: `fn` is not callable; `static_argnums` or `static_argnames` has a wrong type.
+        ArgumentValueError: `static_argnums` is out of range; `budget` is not a size; a `solver` without a budget.
 
-    With a budget or a policy, the first call may raise `TraceError` (the function's course depends on data),
-    `BudgetError` (nothing fits; it says what would) or `PlanError` (the plan is another function's). Later the result
-    raises `MutationError`, `ImpureFunctionError` or `RandomStateError` when a recompute
-    cannot be what the forward was.
+    With a budget or a policy, the first call may raise `TraceError` (control flow depends on tensor values),
+    `BudgetError` (no plan fits; the message says which budget would do) or `PlanError` (the plan was made for another
+    function). Later, `MutationError`, `ImpureFunctionError` or `RandomStateError` is raised if a recompute cannot
+    reproduce the forward.
 
     Example:
         >>> import torch, fckpt
@@ -171,8 +176,8 @@ def remat(
     References:
         A. Griewank, "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
         differentiation" (1992), https://doi.org/10.1080/10556789208805505; T. Chen, B. Xu, C. Zhang, C. Guestrin,
-        "Training deep nets with sublinear memory cost" (2016), https://arxiv.org/abs/1604.06174. The interface is
-        `jax.checkpoint`'s.
+        "Training deep nets with sublinear memory cost" (2016), https://arxiv.org/abs/1604.06174. The interface follows
+        `jax.checkpoint`.
     """
     if fn is None:
         return functools.partial(
@@ -187,7 +192,7 @@ def remat(
             name=name,
         )
     if torch.compiler.is_compiling():
-        from fckpt import compiled  # imports Dynamo, which takes a second
+        from fckpt._recompute import compiled  # imports Dynamo, which takes about a second
 
         plain = policy is None and budget is None and plan is None
         return compiled.made(fn, reductions_saveable if plain else policy, remat)
@@ -221,7 +226,7 @@ def remat(
 
 
 def name_of(fn: Any) -> str:
-    """What warnings call a function or a module."""
+    """Returns the name of a function or a module in warnings."""
     name = getattr(fn, "__qualname__", None) or type(fn).__name__
     return name.rpartition("<locals>.")[2] if name != "<lambda>" and not name.endswith(".<lambda>") else "a lambda"
 
@@ -237,22 +242,22 @@ def _check_function(fn: Any) -> None:
 
 
 class _Region:
-    """What was learnt about one rematerialised function from call to call."""
+    """A rematerialised function without a plan, with what earlier calls have shown about it."""
 
-    __slots__ = ("__weakref__", "differentiates", "habits", "key", "policy", "static")
+    __slots__ = ("__weakref__", "buffer_writes", "differentiates", "key", "policy", "static")
 
     def __init__(self, static: StaticArguments, policy: PolicyLike | None = reductions_saveable):
         self.key = marks.register(self)
         self.policy = policy
-        """What it lets an enclosing plan keep of its inside."""
+        """Which of its intermediates an enclosing plan may save."""
         self.static = static if static else None
-        self.habits: BufferHabits = {}
+        self.buffer_writes: BufferWrites = {}
         self.differentiates = False
-        """Whether `fn` was seen to use a reverse-mode transform inside."""
+        """Whether a call of `fn` has used a reverse-mode transform inside."""
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
-            from fckpt import compiled  # imports Dynamo, which takes a second
+            from fckpt._recompute import compiled  # imports Dynamo, which takes about a second
 
             return compiled.call(self, fn, args, kwargs)
         if is_tracing():
@@ -262,20 +267,20 @@ class _Region:
         return self.run(fn, args, kwargs)
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs `fn` as it stands; it will run again in backward."""
+        """Runs `fn` unchanged; it runs again in the backward pass."""
         arguments = Arguments(args, kwargs, self.static)
         if not self.differentiates:
             try:
                 if transforms_active():
-                    return run_nodes(fn, arguments, self.habits)
-                return run_segment(fn, arguments, self.habits)
+                    return run_nodes(fn, arguments, self.buffer_writes)
+                return run_segment(fn, arguments, self.buffer_writes)
             except HooksUnavailable:
                 self.differentiates = True
-        return run_nodes(fn, arguments, self.habits, discard=False)
+        return run_nodes(fn, arguments, self.buffer_writes, discard=False)
 
 
 class _PlannedRegion(_Region):
-    """A function that is captured, traced and planned, once per signature."""
+    """A rematerialised function that is captured, traced and planned once per signature."""
 
     __slots__ = ("planner", "untraceable", "without_plan")
 
@@ -292,7 +297,7 @@ class _PlannedRegion(_Region):
         super().__init__(static, policy)
         self.untraceable = untraceable
         self.without_plan: Callable[..., Any] | None = None
-        """What runs in the place of a function that cannot be traced, once that is known."""
+        """The function that runs instead of a plan, once the function is known to be untraceable."""
         self.planner = Planner(policy, budget, plan, solver)
         self.planner.ledger.name = name
 
@@ -326,19 +331,21 @@ class _PlannedRegion(_Region):
             captured, programs = found
             try:
                 return captured.call(lambda inputs: self.run_captured(captured, programs, inputs), fn, args, kwargs)
-            except TraceError as error:  # to trace the Python code may do, or else tells the line where it cannot
+            except HigherOrderError:  # torch would compile it if it ran as Python, and remembers that it failed
+                raise
+            except TraceError as error:  # tracing the Python code may work; if not, its error names the line
                 self.planner.refuse(captured, str(error))
         try:
             return self.run_traced(fn, Arguments(args, kwargs, self.static))
         except TraceError as error:
             reasons = self.planner.refused()
-            self.planner.refusals.clear()  # what stands in the way may be gone at the next call
-            if not reasons or "looks at the data" in str(error):  # which is the same reason
+            self.planner.refusals.clear()  # the obstacle may be gone at the next call
+            if not reasons or "looks at the data" in str(error):  # the same reason
                 raise
             raise TraceError(f"{error}{reasons}") from error
 
     def run_captured(self, captured: Any, known: dict[Any, Programs], inputs: tuple[Any, ...]) -> list[Any]:
-        """Runs a captured graph by its plan: from its inputs to its outputs."""
+        """Runs a captured graph by its plan; returns its outputs."""
         function = captured.function(inputs)
         key = (tuple(inputs[i] for i in captured.graph.decisive), ambient.capture())
         finished = function.finished(self._run_graph(captured, known, function, key, ()))
@@ -348,12 +355,12 @@ class _PlannedRegion(_Region):
     def _run_graph(
         self, captured: Any, known: dict[Any, Programs], function: Any, key: tuple[Any, ...], sizes: tuple[int, ...]
     ) -> list[Any]:
-        """Runs a captured graph below the `vmap`s of these sizes, which were taken off it."""
+        """Runs a captured graph below the `vmap`s with batch sizes `sizes`, which have been taken off it."""
         closure = list(function.held.values())
         operands = [*function.arguments, *closure]
         layouts = layouts_below(operands)
         if not any(layout.requires_grad for layout in layouts):
-            # Inference keeps nothing anyway; what takes gradients inside might hold any amount.
+            # Inference saves nothing anyway; but a function that differentiates inside may hold any amount.
             self.planner.ledger.falls_back("nothing to differentiate", quiet=not captured.graph.differentiates)
             return function(*function.arguments)
         if innermost_is_vmap():
@@ -373,18 +380,18 @@ class _PlannedRegion(_Region):
             (*sizes, *(() if batch is None else (batch.size,))),
         )
         program = programs.likely()
-        call = UserCall(function, Arguments(tuple(function.arguments), {}), self.habits)
+        call = UserCall(function, Arguments(tuple(function.arguments), {}), self.buffer_writes)
         conditions = _GraphConditions(call, program, function, closure, layouts, key[1])
         return self._run_planned(call, programs, program, closure, conditions, level)
 
     def run_traced(self, fn: Callable[..., Any], arguments: Arguments, batching: Batching = NOT_BATCHED) -> Any:
-        """Runs a call of a function whose Python code is traced, below the `vmap`s of `batching`."""
+        """Runs a call by tracing the function's Python code, below the `vmap`s of `batching`."""
         if vmap_around_grad() is not None:
             self.planner.ledger.falls_back("vmap")
             return super().run(fn, *arguments.rebuild(arguments.tensors))
-        call = UserCall(fn, arguments, self.habits)
+        call = UserCall(fn, arguments, self.buffer_writes)
         with TRACING:
-            observation = Observation(call.fn, arguments.statics, call.inputs, self.habits, facts=True)
+            observation = Observation(call.fn, arguments.statics, call.inputs, self.buffer_writes, facts=True)
             reached = CapturedTensors(observation, call.inputs, batching.passed)
             layouts = layouts_below((*call.inputs, *reached.tensors))
             tracked = any(layout.requires_grad for layout in layouts)
@@ -410,7 +417,7 @@ class _PlannedRegion(_Region):
         conditions: Callable[[], Conditions],
         level: int = 0,
     ) -> Any:
-        call.plan(program.lifted(closure), program.ends)
+        call.plan(program.closed_over(closure), program.returned)
 
         execution = Execution(
             program,
@@ -429,7 +436,7 @@ class _PlannedRegion(_Region):
             if again:
                 self.planner.ledger.shares_casts([program.origin(program.casts[i]) for i in again])
         result = run_planned(call, program.trace.flags, conditions, level)
-        whose = weakref.ref(call)  # no cycle: what a forward pass kept goes with its results
+        whose = weakref.ref(call)  # weak: in a cycle, residuals would outlive the results
         execution.restored = lambda: _conditions(whose).restored(lambda: True)
         return result
 
@@ -441,7 +448,7 @@ def _conditions(call: weakref.ref[UserCall]) -> Conditions:
 
 
 class _GraphConditions:
-    """The conditions of a call of a captured graph, which reads nothing but its inputs."""
+    """The conditions of a call of a captured graph, which reads only its inputs."""
 
     def __init__(
         self,
@@ -458,7 +465,7 @@ class _GraphConditions:
             devices = {layout.device for layout in layouts if layout.device.type not in ("cpu", "meta")}
             self.random = RandomState.capture(devices).assumed(True)
         written = {n - program.count for n in program.statistics}
-        self.kept = [slot for i, slot in enumerate(function.slots) if i not in written]
+        self.slots = [slot for i, slot in enumerate(function.slots) if i not in written]
         lost = {n - program.count: NOT_AGAIN for n in program.remembered}
         slots = [(i, *slot) for i, slot in enumerate(function.slots) if i in written]
         self.written = [Written(held, key, t, t, lost.get(i, "")) for i, held, key, t in slots]
@@ -467,12 +474,14 @@ class _GraphConditions:
 
     def __call__(self) -> Conditions:
         return Conditions(
-            self.function, self.call.fn, (), self.ambient, self.random, self.watched, self.written, self.kept, [], []
+            self.function, self.call.fn, (), self.ambient, self.random, self.watched, self.written, self.slots, [], []
         )
 
 
 def _outer_batch(operands: Sequence[torch.Tensor]) -> tuple[int, Batch | None]:
-    """The level of a `vmap` outside of the transform that differentiates, and what it does to operands; 0 if none."""
+    """Returns the level of a `vmap` outside of the differentiating transform (0 if there is none), and how it batches
+    operands.
+    """
     outer = vmap_around_grad()
     if outer is None:
         return 0, None
@@ -481,7 +490,7 @@ def _outer_batch(operands: Sequence[torch.Tensor]) -> tuple[int, Batch | None]:
 
 
 def _rematerialised_blocks(fn: Callable[..., Any]) -> int:
-    """Rematerialises the repeated blocks of the models that a function reaches, in place; returns how many."""
+    """Rematerialises the repeated blocks of all models in a function's closure, in place; returns their number."""
     count = 0
     for model in closure_of([fn]).modules:
         blocks = [block for block in repeated_blocks(model).values() if planner_of(block) is None]
@@ -491,7 +500,7 @@ def _rematerialised_blocks(fn: Callable[..., Any]) -> int:
 
 
 def planner_of(fn: Callable[..., Any]) -> Planner | None:
-    """Returns what plans the calls of a rematerialised function or module; None if `fn` is plain."""
+    """Returns the planner of a rematerialised function or module; None if `fn` is plain."""
     region = getattr(fn, "_fckpt_region", None)
     if region is None:
         return None
@@ -499,18 +508,18 @@ def planner_of(fn: Callable[..., Any]) -> Planner | None:
 
 
 def plain_of(fn: Callable[..., Any]) -> Any:
-    """Returns the function or module that `remat` made `fn` of; `fn` itself if it is plain."""
+    """Returns the function or module that was passed to `remat` to make `fn`; `fn` itself if it is plain."""
     if not hasattr(fn, "_fckpt_region"):
         return fn
     return getattr(fn, "_fckpt_inner", None) or fn.__wrapped__  # type: ignore[attr-defined]  # functools.wraps sets it
 
 
 def _why_not_planned() -> str:
-    """Says why no plan can run here, as `Ledger.falls_back` has it; empty where one can.
+    """Returns the reason why no plan can run here, as a key for `Ledger.falls_back`; empty if a plan can run.
 
-    Within another region it cannot: what it keeps, that region would have to keep. Nor under forward mode, or where
-    a `vmap` is around the transform that differentiates. A dispatch mode would see other operations than in the plain
-    function: those that write over their operands, and recomputes.
+    A plan cannot run inside another region, which would have to save the plan's residuals; under forward mode; or if a
+    `vmap` is outside of the differentiating transform. Under a dispatch mode of the user it does not run either,
+    because the mode would see other operations than in the plain function: in-place variants and recomputations.
     """
     if has_forward_mode():
         return "forward mode"

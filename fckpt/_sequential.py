@@ -27,24 +27,24 @@ def sequential(
 
 
 def sequential(fns: Any, segments: Segments = "sqrt", *, remat_last: bool = False) -> Any:
-    """Chains `fns` and rematerialises them in segments: between two segments one value is kept.
+    """Composes `fns` into a chain that is rematerialised in segments: only the value between two segments is saved.
 
-    `torch.utils.checkpoint.checkpoint_sequential`, on pure functions too, with boundaries of your choice.
+    Like `torch.utils.checkpoint.checkpoint_sequential`, but also for pure functions, and with segments of any lengths.
 
     Args:
         fns: functions `fn(params, x) -> x`, or modules (a list or an `nn.Sequential`).
-        segments: how many segments, as equal as can be (the longer ones first); or the length of each, which
-            sum to `len(fns)`; or "sqrt", about the square root of `len(fns)`.
-        remat_last: whether the last segment is rematerialised too. Its backward comes first, right after its
-            forward, so that saves memory only when something else follows the chain.
+        segments: the number of segments, of lengths as equal as possible (longer ones first); or the length of each,
+            with sum `len(fns)`; or "sqrt", about the square root of `len(fns)` segments.
+        remat_last: whether the last segment is rematerialised, too. Its backward runs first, right after its forward,
+            so this saves memory only if another computation follows the chain.
 
     Returns:
         For functions, `apply(params_list, x)`, with one entry of `params_list` per function. For modules, an
         `nn.Sequential` of the same modules, with the same `state_dict` keys.
 
     Raises:
-        ArgumentTypeError: `fns` is empty or holds anything else, or both modules and functions.
-        ArgumentValueError: `segments` does not fit `fns`; `params_list` does not either (when called).
+        ArgumentTypeError: `fns` is empty, contains both modules and functions, or contains anything else.
+        ArgumentValueError: `segments` does not fit `fns`; when called: `params_list` does not fit `fns`.
 
     Example:
         >>> import torch, fckpt
@@ -118,7 +118,7 @@ def _segment(fns: list[Callable[[Any, Any], Any]]) -> Callable[[Sequence[Any], A
 
 
 class _SequentialModule(nn.Sequential):
-    """An `nn.Sequential` that runs segment by segment."""
+    """An `nn.Sequential` whose segments are rematerialised."""
 
     def __init__(self, modules: dict[str, nn.Module], lengths: tuple[int, ...], remat_last: bool):
         super().__init__()
@@ -126,7 +126,7 @@ class _SequentialModule(nn.Sequential):
             self.add_module(key, module)
         self.lengths = lengths
         self.remat_last = remat_last
-        # In a list, outside of the module tree, so that names stay as they are.
+        # In a list, which torch does not treat as submodules, so that the names of the modules do not change.
         self._segments: list[nn.Module] = []
         self._segmented: list[nn.Module] = []
 

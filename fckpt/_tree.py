@@ -11,13 +11,13 @@ from torch.utils import _pytree as torch_pytree
 
 __all__ = ["TreeSpec", "describe", "flatten", "leaves", "map_leaves", "selected", "spread", "unflatten"]
 
-# Containers that only torch's own registry knows (Hugging Face's ModelOutput, for one) are flattened
-# through it; everything else is optree's.
+# Containers that only torch's registry knows (such as Hugging Face's ModelOutput) are flattened through that registry;
+# all others through optree.
 _TORCH_NODES = torch_pytree.SUPPORTED_NODES
 
 
 class TreeSpec:
-    """The structure of a pytree: what `unflatten` needs besides the leaves. Comparable."""
+    """The structure of a pytree, without its leaves: the input of `unflatten`. Comparable and hashable."""
 
     __slots__ = ("inner", "spec")
 
@@ -32,14 +32,14 @@ class TreeSpec:
         return hash(self.spec)
 
     def paths(self) -> list[str]:
-        """Each leaf's way through the tree, as it is written in Python: `[0]['w']`."""
+        """Returns the path of each leaf as a Python expression: `[0]['w']`."""
         paths = [_path_string(path) for path in optree.treespec_paths(self.spec)]
         if self.inner is None:
             return paths
         return [path for path, (count, _) in zip(paths, self.inner, strict=True) for _ in range(count)]
 
     def names(self) -> list[str]:
-        """Each leaf's way through the tree, as files and state dicts write it: `blocks.0.w`. Not always unique."""
+        """Returns the name of each leaf as in a state dict: `blocks.0.w`. Names are not always unique."""
         names = [".".join(map(_entry_name, accessor)) for accessor in optree.treespec_accessors(self.spec)]
         if self.inner is None:
             return names
@@ -71,7 +71,7 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def unflatten(spec: TreeSpec, flat: Sequence[Any]) -> Any:
-    """The inverse of `flatten`."""
+    """Returns the tree with structure `spec` and leaves `flat`: the inverse of `flatten`."""
     if spec.inner is None:
         return optree.tree_unflatten(spec.spec, flat)
     found = []
@@ -94,14 +94,14 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def spread(prefix: Any, tree: Any) -> list[Any]:
-    """Returns, for every leaf of `tree`, the leaf of `prefix` at it or above it.
+    """Returns, for every leaf of `tree`, the leaf of `prefix` at or above it.
 
     Args:
-        prefix: a tree that ends where `tree` goes on, or with it. `None` is a leaf of it.
+        prefix: a tree prefix of `tree`. `None` is a leaf of it.
         tree: any pytree.
 
     Raises:
-        ValueError: it is no prefix; the message says where.
+        ValueError: `prefix` is not a tree prefix; the message says where.
     """
     pairs: list[Any] = []
 
@@ -110,14 +110,14 @@ def spread(prefix: Any, tree: Any) -> list[Any]:
 
     try:
         optree.tree_map_(visit, prefix, tree, none_is_leaf=True)
-    except ValueError as error:  # it prints the whole tree
+    except ValueError as error:  # the message contains the whole tree
         found = optree.prefix_errors(prefix, tree, none_is_leaf=True)
         raise ValueError(" ".join(str(found[0]("tree")).split()) if found else str(error)) from None
     return pairs
 
 
 def _inner_names(count: int, spec: Any) -> list[str]:
-    """Each leaf's way through a container that torch alone knows: `loss`, `past_key_values.0`."""
+    """Returns the name of each leaf in a container that only torch knows: `loss`, `past_key_values.0`."""
     whole = torch_pytree.tree_unflatten(list(range(count)), spec)
     found, _ = torch_pytree.tree_flatten_with_path(whole)
     return [
@@ -126,14 +126,14 @@ def _inner_names(count: int, spec: Any) -> list[str]:
 
 
 def selected(chosen: Sequence[int | str], names: Sequence[str]) -> list[int]:
-    """Returns the positions of tensors of a result that are chosen by position or by name.
+    """Returns the indices of the tensors of a result that are chosen by index or by name.
 
     Args:
-        chosen: positions, or names; a name stands for all below it too.
-        names: of the tensors, as `TreeSpec.names` has them.
+        chosen: indices or names; a name also selects all names below it.
+        names: the names of the tensors, as returned by `TreeSpec.names`.
 
     Raises:
-        LookupError: there is no such tensor; the message says which there are.
+        LookupError: there is no such tensor; the message lists the tensors.
     """
     found: list[int] = []
     for choice in chosen:
@@ -149,18 +149,18 @@ def selected(chosen: Sequence[int | str], names: Sequence[str]) -> list[int]:
 
 
 def _path_string(path: Sequence[Any]) -> str:
-    """Writes a tree path the way it is indexed in Python."""
+    """Formats a tree path as Python indexing."""
     return "".join(f"[{entry!r}]" for entry in path)
 
 
 def _entry_name(entry: optree.PyTreeEntry) -> str:
-    """Returns the name of a field, where a container has them, else the key or the number."""
+    """Returns the name of a field, if the container has named fields; otherwise the key or the index."""
     fields = (optree.NamedTupleEntry, optree.StructSequenceEntry)
     return entry.field if isinstance(entry, fields) else str(entry.entry)
 
 
 def describe(leaf: Any) -> str:
-    """One or two words for a leaf: `float32[4, 5]` for a tensor, else its type."""
+    """Describes a leaf: `float32[4, 5]` for a tensor, otherwise the name of its type."""
     if isinstance(leaf, torch.Tensor):
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
     return type(leaf).__name__

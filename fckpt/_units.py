@@ -1,4 +1,4 @@
-"""Bytes and seconds as people write them: "8GiB" to 8589934592 and back."""
+"""Conversion of bytes and seconds to and from text: "8GiB" to 8589934592 and back."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
 def parse_bytes(value: int | str) -> int:
-    """Returns the number of bytes that `value` says.
+    """Parses a number of bytes.
 
     Args:
-        value: a number of bytes, or a number with one of the units B, KB, MB, GB, TB (powers of 1000) or
-            KiB, MiB, GiB, TiB (powers of 1024), in any case. Fractions of a byte are cut off.
+        value: a number of bytes, or a number with one of the units B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB,
+            TiB (powers of 1024), case-insensitive. Fractions of a byte are truncated.
 
     Raises:
         ArgumentTypeError: `value` is neither an int nor a str.
-        ArgumentValueError: it is not positive, or no number with a unit.
+        ArgumentValueError: `value` is not positive, or not a number with a unit.
 
     Example:
         >>> parse_bytes("1.5 KiB"), parse_bytes("4GB"), parse_bytes(7)
@@ -47,7 +47,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def format_bytes(nbytes: int | float) -> str:
-    """Writes bytes in binary units with three or four digits.
+    """Formats bytes in binary units with three or four digits.
 
     Example:
         >>> format_bytes(0), format_bytes(1536), format_bytes(5 * 2**30)
@@ -61,7 +61,7 @@ def format_bytes(nbytes: int | float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Writes a duration with a unit that suits it.
+    """Formats a duration with a suitable unit.
 
     Example:
         >>> format_seconds(0.00125), format_seconds(3.0), format_seconds(90.0)

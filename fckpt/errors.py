@@ -1,4 +1,4 @@
-"""The errors of fckpt. Each says what was given, why it cannot work, and what to do instead."""
+"""Errors and warnings of fckpt. Each message says what was given, why it cannot work, and what to do instead."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class FckptError(Exception):
 
 
 class ArgumentTypeError(FckptError, TypeError):
-    """An argument has a type that cannot be used here."""
+    """An argument has a type that is not accepted."""
 
 
 class ArgumentValueError(FckptError, ValueError):
-    """An argument has the right type and a value that cannot be used here."""
+    """An argument has the right type but a value that is not accepted."""
 
 
 class ClosureError(FckptError, RuntimeError):
-    """A function closes over a differentiated tensor in a way that its recompute cannot follow."""
+    """A function captures a differentiated tensor that its recompute cannot replace."""
 
 
 class BudgetError(FckptError, ValueError):
@@ -54,16 +54,16 @@ class BudgetError(FckptError, ValueError):
         self.least_bytes = least_bytes
         """The least budget for which a plan is known: planning with it succeeds."""
 
-    def __reduce__(self) -> tuple[Any, ...]:  # by default an exception is made again of its message alone
+    def __reduce__(self) -> tuple[Any, ...]:  # by default, unpickling passes only the message
         return type(self), (*self.args, self.least_bytes), self.__dict__
 
 
 class PlanError(FckptError, ValueError):
-    """A plan does not belong to this function, these arguments or this version; or its file is corrupt."""
+    """A plan was made for another function, other arguments or another version; or its file is corrupt."""
 
 
 class ScheduleError(FckptError, ValueError):
-    """A schedule reads what is not there, or leaves undone what it must do."""
+    """A schedule reads a value that is not in memory, or omits a required step."""
 
 
 class TraceError(FckptError, RuntimeError):
@@ -71,7 +71,7 @@ class TraceError(FckptError, RuntimeError):
 
 
 class ImpureFunctionError(FckptError, RuntimeError):
-    """A function computed something else when it ran again for the backward pass."""
+    """A function computed a different result when it ran again for the backward pass."""
 
 
 class MutationError(FckptError, RuntimeError):
@@ -79,55 +79,55 @@ class MutationError(FckptError, RuntimeError):
 
 
 class RandomStateError(FckptError, RuntimeError):
-    """Random numbers of the forward pass cannot be drawn again."""
+    """The random numbers of the forward pass cannot be drawn again."""
 
 
 class OpaqueOutputError(FckptError, TypeError):
-    """A function returned tensors inside an object that is no pytree."""
+    """A function returned tensors inside an object that is not a pytree."""
 
 
 class RankFailure(FckptError, RuntimeError):
-    """A rank of a mesh failed, does not answer, or does something else than the others."""
+    """A rank of a mesh failed, stopped responding, or ran a different operation from the other ranks."""
 
     def __init__(self, message: str, rank: int):
         super().__init__(message)
         self.rank = rank
-        """The one that it is about."""
+        """The rank that failed."""
 
     def __reduce__(self) -> tuple[Any, ...]:  # see `BudgetError`
         return type(self), (*self.args, self.rank), self.__dict__
 
 
 class CheckpointError(FckptError, RuntimeError):
-    """A file of a checkpoint is damaged, or is not what a checkpoint is made of."""
+    """A file of a checkpoint is damaged or does not belong to a checkpoint."""
 
 
 class CacheWarning(UserWarning):
-    """A model's cache is switched off where its blocks are rematerialised."""
+    """A model's cache is switched off because its blocks are rematerialised."""
 
 
 class GradientWarning(UserWarning):
-    """Gradients are not, bit for bit, those of the plain function: the message says why, and what to do."""
+    """Gradients are not bitwise equal to those of the plain function: the message says why, and what to do."""
 
 
 class MeshWarning(UserWarning):
-    """A function on a mesh does what it need not, or what is probably not meant."""
+    """A function on a mesh does unnecessary work, or probably not what is intended."""
 
 
 class BudgetWarning(UserWarning):
-    """A budget is not kept in a call: the message says why, what was promised, and what to do."""
+    """A call exceeds its budget or may do so: the message says why, what was promised, and what to do."""
 
 
 class PlanWarning(UserWarning):
-    """A function is planned again and again."""
+    """A function is planned again at many calls."""
 
 
 class PolicyWarning(UserWarning):
-    """A policy does nothing, or names what does not occur."""
+    """A policy has no effect, or uses a name that does not occur."""
 
 
 def users_stacklevel() -> int:
-    """Returns the `stacklevel` with which a warning of the caller points at the line that called fckpt."""
+    """Returns the `stacklevel` that makes a warning of the caller point at the line that called fckpt."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "fckpt":
         frame, level = frame.f_back, level + 1

@@ -238,6 +238,23 @@ def test_inside_of_a_region(name: str) -> None:
         assert_equal(gradients(module, fckpt.remat(lambda x: fn(module, x))), expected)
 
 
+@pytest.mark.parametrize("fn", [
+    lambda x: torch.cond(x.sum() > 0, lambda x: x.sin().exp(), lambda x: x.cos().exp(), (x,)).sin(),
+    lambda x: torch.cond(torch.tensor(True), lambda x: x.sin().exp(), lambda x: x.cos().exp(), (x,)).sin(),
+])  # fmt: skip
+def test_an_operator_of_functions_is_refused_under_a_plan_and_runs_as_before_without(fn: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # torch.cond asks for it
+        with pytest.raises(fckpt.TraceError, match=r"uses `cond`.*Write the branch"):
+            fckpt.remat(fn, budget=1.0)(leaf(X))
+        got = []
+        for f in (fn, fckpt.remat(fn)):
+            x = leaf(X)
+            f(x).sum().backward()
+            got.append(x.grad)
+    assert_equal(got[1], got[0])
+
+
 def test_conjugated_arguments_and_cotangents() -> None:
     z = torch.randn(4, 3, dtype=torch.complex64)
     cotangent = torch.randn(4, 3, dtype=torch.complex64).conj()

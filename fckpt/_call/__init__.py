@@ -1,1 +1,1 @@
-"""What a call depends on besides its function: arguments, captured tensors, modules, generator states, settings."""
+"""What the result of a call depends on: arguments, captured tensors, modules, generator states and settings."""

@@ -1,4 +1,4 @@
-"""What surrounds a call and changes its result: autocast, determinism flags, default dtype and device."""
+"""Ambient settings: process-wide state that changes the result of a call, such as autocast and determinism flags."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__ = [
     "capture",
     "has_function_modes",
     "interfering_mode",
+    "put_back",
     "restored",
     "unobserved",
     "without_modes",
@@ -25,11 +26,11 @@ __all__ = [
 Ambient = tuple[Any, ...]
 
 without_modes = _disable_current_modes
-"""A context manager whose body no dispatch mode sees."""
+"""Context manager that disables all dispatch modes for its body."""
 
 
 def has_function_modes() -> bool:
-    """Whether torch function modes are in force."""
+    """Whether any torch function mode is active."""
     return torch._C._len_torch_function_stack() > 0
 
 
@@ -40,7 +41,7 @@ def _device_types() -> tuple[str, ...]:
 
 
 def autocast() -> Ambient | None:
-    """Reads what autocast does, as one comparable value; None if it does nothing."""
+    """Returns the autocast settings as one comparable value; None if autocast is off."""
     if not torch._C._is_any_autocast_enabled():
         return None
     return (
@@ -51,7 +52,7 @@ def autocast() -> Ambient | None:
 
 @contextlib.contextmanager
 def autocast_as(then: Ambient | None) -> Iterator[None]:
-    """Has autocast do in the body what it did `then`."""
+    """Runs the body under the autocast settings `then`, a result of `autocast`."""
     with contextlib.ExitStack() as stack:
         if then != autocast():
             cache, settings = (then[0], then[1:]) if then else (True, ())
@@ -62,10 +63,10 @@ def autocast_as(then: Ambient | None) -> Iterator[None]:
 
 
 def interfering_mode() -> Any:
-    """Returns a dispatch mode of the user's that is in force, and may change what operations return; None if there is
-    none.
+    """Returns an active dispatch mode of the user that may change the results of operations; None if there is none.
 
-    Modes of PyTorch's own, such as FlopCounterMode, look on, and so do those that say `fckpt_looks_on = True`.
+    Modes that only observe are not returned: PyTorch's modes, such as FlopCounterMode, and modes with the attribute
+    `fckpt_looks_on = True`.
     """
     if not torch._C._len_torch_dispatch_stack():
         return None
@@ -77,16 +78,16 @@ def interfering_mode() -> Any:
 
 
 def unobserved() -> contextlib.AbstractContextManager[Any]:
-    """Takes the user's dispatch modes off for the body, which is nothing that the plain function would do."""
+    """Disables the user's dispatch modes for operations that the plain function would not run."""
     if torch._C._len_torch_dispatch_stack():
         modes = _get_current_dispatch_mode_stack()
-        if all(getattr(mode, "_mode_key", None) is None for mode in modes):  # PyTorch's own machinery stays
+        if all(getattr(mode, "_mode_key", None) is None for mode in modes):  # PyTorch's own modes stay
             return _disable_current_modes()
     return contextlib.nullcontext()
 
 
 def capture() -> Ambient:
-    """Reads the settings in force, as one comparable value."""
+    """Returns all ambient settings as one comparable value."""
     # A `with torch.device(...)` block and `set_default_device` are torch function modes.
     device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
     return (
@@ -118,12 +119,12 @@ _KERNELS = [
     )
     if hasattr(torch._C, f"_get_{read}") and hasattr(torch._C, f"_set_{write}")
 ]
-"""What reads and sets which kernels may be chosen."""
+"""Getter and setter of each flag that enables a kernel."""
 
 
 @contextlib.contextmanager
 def restored(then: Ambient) -> Iterator[None]:
-    """Puts the settings of `then` in force for the body."""
+    """Runs the body under the settings `then`, a result of `capture`."""
     now = capture()
     with contextlib.ExitStack() as stack:
         stack.enter_context(autocast_as(then[0]))
@@ -134,6 +135,12 @@ def restored(then: Ambient) -> Iterator[None]:
             yield
         finally:
             _set_flags(now)
+
+
+def put_back(then: Ambient) -> None:
+    """Puts the settings of the process in force that were so `then`; autocast and devices are those of a thread."""
+    if capture()[2:] != then[2:]:
+        _set_flags(then)
 
 
 def _set_flags(ambient: Ambient) -> None:

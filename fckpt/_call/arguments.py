@@ -1,4 +1,4 @@
-"""The arguments of one call: the distinct tensors among them, and all the rest, which is static."""
+"""The arguments of one call, split into the distinct tensors and the static rest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Arguments", "StaticArguments", "argument_written", "outlived"]
 
 
 class StaticArguments:
-    """Which arguments are passed to the function whole, without a look inside: by position and by name."""
+    """The arguments that are passed to the function unchanged, by position and by name."""
 
     __slots__ = ("names", "nums")
 
@@ -54,7 +54,7 @@ def _tuple_of(value: Any, kind: type, what: str, wanted: str) -> tuple[Any, ...]
 
 
 def _positional(fn: Callable[..., Any]) -> list[str] | None:
-    """The names of the positional parameters; None when there may be any number of them."""
+    """Returns the names of the positional parameters; None if the function takes `*args`."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -69,7 +69,7 @@ def _name(fn: Callable[..., Any]) -> str:
 
 
 def argument_written(path: str) -> MutationError:
-    """The error for a function that changes the argument at `path` in place."""
+    """Returns the error for a function that changes the argument at `path` in place."""
     return MutationError(
         f"{path} was changed in place by the rematerialised function itself; its recompute would "
         "change it again. Return the new value instead of writing into the argument (`fckpt.from_module` does "
@@ -78,20 +78,21 @@ def argument_written(path: str) -> MutationError:
 
 
 class Arguments:
-    """The arguments of one call, taken apart: `tensors` and what puts other tensors in their places."""
+    """The arguments of one call: `tensors`, and the structure that `rebuild` fills with other tensors."""
 
-    __slots__ = ("_kept", "_rest", "_spec", "_where", "given", "tensors")
+    __slots__ = ("_rest", "_spec", "_static", "_where", "given", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: StaticArguments | None = None):
-        """Takes a call's arguments apart."""
+        """Flattens the arguments."""
         self.given: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)
-        """The arguments as they came: what a forward gets, so that what it puts into a list is there after it."""
-        self._kept: tuple[dict[int, Any], dict[str, Any]] | None = None
+        """The arguments exactly as the caller passed them. The forward receives these objects, so that its changes to a
+        list or a dict reach the caller."""
+        self._static: tuple[dict[int, Any], dict[str, Any]] | None = None
         if static:
             args, kwargs = self._set_aside(args, kwargs, static)
         leaves, self._spec = tree.flatten((args, kwargs))
         self.tensors: list[torch.Tensor] = []
-        """The distinct tensors, in the order of their first appearance."""
+        """The distinct tensors, in order of first appearance."""
         self._where: list[tuple[int, int]] = []  # (position among the leaves, index into tensors)
         seen: dict[int, int] = {}
         for position, leaf in enumerate(leaves):
@@ -110,57 +111,60 @@ class Arguments:
         nums = static.positions(len(args))
         by_num = {n: args[n] for n in nums}
         by_name = {k: v for k, v in kwargs.items() if k in static.names}
-        self._kept = (by_num, by_name)
+        self._static = (by_num, by_name)
         rest = {k: v for k, v in kwargs.items() if k not in by_name}
         return tuple(a for i, a in enumerate(args) if i not in nums), rest
 
     @property
     def statics(self) -> list[Any]:
-        """The leaves that are no tensors, and the arguments that were set aside whole."""
-        kept = [] if self._kept is None else [*self._kept[0].values(), *self._kept[1].values()]
-        return [leaf for leaf in self._rest if leaf is not None] + kept
+        """The leaves that are not tensors, and the static arguments."""
+        static = [] if self._static is None else [*self._static[0].values(), *self._static[1].values()]
+        return [leaf for leaf in self._rest if leaf is not None] + static
 
     def signature(self) -> Any:
-        """What a trace of the call depends on besides the tensors' layouts: structure, repetitions, static leaves.
+        """Returns what a trace of the call depends on, apart from the layouts of its tensors: structure, repeated
+        tensors and static leaves.
 
-        It can be hashed. Objects that equal nothing but themselves (modules, say) are not kept alive by it; see
-        `outlived`.
+        The result is hashable. An object that is equal only to itself, such as a module, is held by a weak reference;
+        see `outlived`.
 
         Raises:
-            ArgumentTypeError: a leaf that is not a tensor, or a static argument, cannot be hashed.
+            ArgumentTypeError: a static leaf or a static argument is not hashable.
         """
         for position, leaf in enumerate(self._rest):
             if type(leaf) not in _HASHABLE:
                 _check_hashable(leaf, lambda position=position: self._path(position))
         rest = tuple(_key(leaf) for leaf in self._rest)
-        kept: tuple[Any, ...] = ()
-        if self._kept is not None:
-            by_num, by_name = self._kept
+        static: tuple[Any, ...] = ()
+        if self._static is not None:
+            by_num, by_name = self._static
             named = {
                 **{f"args[{n}]": v for n, v in by_num.items()},
                 **{f"kwargs[{k!r}]": v for k, v in by_name.items()},
             }
             for name, value in named.items():
                 _check_hashable(value, lambda name=name: name)
-            kept = tuple((name, _key(value)) for name, value in named.items())
-        return (self._spec, tuple(self._where), rest, kept)
+            static = tuple((name, _key(value)) for name, value in named.items())
+        return (self._spec, tuple(self._where), rest, static)
 
     def rebuild(
         self, tensors: Sequence[Any], statics: Sequence[Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns (args, kwargs) with `tensors` in the places of `self.tensors`, `statics` in those of `statics`."""
+        """Returns (args, kwargs) with `tensors` instead of `self.tensors`, and with `statics` instead of
+        `self.statics`.
+        """
         leaves = list(self._rest)
-        kept = self._kept
+        static = self._static
         if statics is not None:
             others = iter(statics)
             leaves = [leaf if leaf is None else next(others) for leaf in leaves]
-            if kept is not None:
-                kept = ({n: next(others) for n in kept[0]}, {k: next(others) for k in kept[1]})
+            if static is not None:
+                static = ({n: next(others) for n in static[0]}, {k: next(others) for k in static[1]})
         for position, index in self._where:
             leaves[position] = tensors[index]
         args, kwargs = tree.unflatten(self._spec, leaves)
-        if kept is not None:
-            by_num, by_name = kept
+        if static is not None:
+            by_num, by_name = static
             positional = list(args)
             for n in sorted(by_num):
                 positional.insert(n, by_num[n])
@@ -168,16 +172,16 @@ class Arguments:
         return args, kwargs
 
     def release(self) -> None:
-        """Lets go of the tensors; `rebuild` still works."""
+        """Drops the references to the tensors. `rebuild` still works."""
         self.tensors = []
         self.given = ((), {})
 
     def path(self, index: int) -> str:
-        """Names tensor `index` the way the caller wrote it: `args[0]['w']`, `kwargs['x']`."""
+        """Returns the path of tensor `index` as the caller would write it: `args[0]['w']`, `kwargs['x']`."""
         return next(self._path(position) for position, i in self._where if i == index)
 
     def written(self, index: int) -> MutationError:
-        """The error for a function that changed tensor `index` in place, which its recompute would do again."""
+        """Returns the error for a function that changed tensor `index` in place."""
         return argument_written(self.path(index))
 
     def _path(self, position: int) -> str:
@@ -198,17 +202,18 @@ def _check_hashable(value: Any, path: Callable[[], str]) -> None:
 
 
 def _key(leaf: Any) -> Any:
-    # 1 == 1.0 == True, but a function may tell them apart; and slices are hashable from Python 3.12 on.
+    # 1 == 1.0 == True, but a function may distinguish them, so the type is part of the key. Slices are hashable only
+    # from Python 3.12 on.
     if type(leaf) is slice:
         return (slice, _key(leaf.start), _key(leaf.stop), _key(leaf.step))
     if type(leaf).__hash__ is object.__hash__:
-        with contextlib.suppress(TypeError):  # no weak reference to it
+        with contextlib.suppress(TypeError):  # the type does not support weak references
             return weakref.ref(leaf)
     return (type(leaf), leaf)
 
 
 def outlived(signature: Any) -> bool:
-    """Whether a call with this `Arguments.signature` cannot come again, as an object in it is gone."""
+    """Whether no later call can have this `Arguments.signature`, because an object in it no longer exists."""
     if isinstance(signature, tuple):
         return any(map(outlived, signature))
     return isinstance(signature, weakref.ref) and signature() is None

@@ -1,8 +1,9 @@
-"""Casts that autocast remembers, and which regions share.
+"""Tensors whose casts autocast caches, and the regions that share such a cast.
 
-Within its block autocast casts a leaf that requires grad once, for all operations that take it, and autograd adds up
-their gradients in the lower precision, before the cast. A plan casts for itself: within a region it does what plain
-PyTorch does, and two regions that take the same leaf add up their gradients in the higher precision.
+Within its block, autocast casts a leaf that requires grad only once, for all operations that read it, and autograd
+accumulates their gradients in the lower precision, before the cast. A plan does its own casts: within one region it
+does what plain PyTorch does, but the gradients of two regions that read the same leaf are accumulated in the higher
+precision.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ __all__ = ["remembers_casts_of", "shared"]
 
 
 def remembers_casts_of(tensor: torch.Tensor) -> bool:
-    """Whether autocast casts a tensor once in its block: a leaf that requires grad and is no view."""
+    """Whether autocast caches the cast of a tensor: it must be a leaf that requires grad and not a view."""
     return tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
 
 
 class _Use(NamedTuple):
-    """Where a leaf was cast last."""
+    """The most recent cast of a leaf."""
 
     block: Any
-    """A cast that autocast remembers as long as the block lasts."""
+    """A weak reference to a cached cast, which autocast drops at the end of its block."""
     call: weakref.ref[Any]
 
 
@@ -39,11 +40,11 @@ _uses: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def shared(tensors: Sequence[torch.Tensor], call: Any) -> list[int]:
-    """Returns which of the tensors that a call casts an earlier one has cast in the same block of autocast.
+    """Returns the indices of the tensors that an earlier call has already cast in the same autocast block.
 
     Args:
-        tensors: those that it casts.
-        call: has an attribute `over`, whether its backward pass has run.
+        tensors: the tensors that the call casts.
+        call: the call; its attribute `over` says whether its backward pass has run.
     """
     device = next((d for d in {t.device.type for t in tensors} if torch.is_autocast_enabled(d)), None)
     if device is None or not torch.is_autocast_cache_enabled():
@@ -61,7 +62,7 @@ def shared(tensors: Sequence[torch.Tensor], call: Any) -> list[int]:
 
 
 def _block(device: str) -> Any:
-    """Returns a reference to what autocast keeps until its block ends."""
+    """Returns a weak reference to an object that lives until the autocast block ends."""
     with below_all() if transforms_active() else contextlib.nullcontext(), torch.enable_grad():
         probe = _probe(device)
         product: Any = torch.mm(probe, probe).grad_fn

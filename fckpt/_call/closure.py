@@ -1,8 +1,8 @@
-"""What a function reaches besides its arguments: modules, tensors and generators that it closes over.
+"""The closure of a function: the modules, tensors, generators and other values that it reads besides its arguments.
 
-Autograd differentiates closed-over tensors by itself; what needs to be known is what a recompute must not
-see changed (tensors), must not change again (the buffers of modules) and must draw from again (generators);
-and in which places they lie, because a recompute may have to find other tensors there.
+Autograd differentiates captured tensors by itself. A recompute needs more: the captured tensors must be unchanged,
+module buffers must not be written a second time, and generators must be set back. It also needs the places of these
+values, because it may have to find other tensors there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextvars
+import copyreg
 import decimal
 import enum
 import functools
@@ -64,32 +65,32 @@ __all__ = [
 ]
 
 DEPTH = 4
-_LARGE = 1000  # entries of a container that is data rather than state
-_NOTED = 20_000  # entries of one whose entries are compared, in a fifth of a millisecond
-_MOST = 4000  # values looked at in one walk
+_LARGE = 1000  # a container with more entries is data, not state
+_NOTED = 20_000  # largest container whose entries are compared, which takes
+_MOST = 4000  # most values that one walk visits
 
 Attributes = Iterable[tuple[dict[str, Any], str]]
 
 
 class Closure:
-    """What a function closes over."""
+    """The result of a walk through the closure of a function."""
 
     __slots__ = ("generators", "given", "kinds", "modules", "own", "slots")
 
     def __init__(self) -> None:
         self.own = Snapshot()
-        """What lies in its cells and the like, tensors or not."""
+        """The values in the function's cells, defaults and globals, tensors or not."""
         self.given = Snapshot()
-        """What lies in the static arguments, or in attributes."""
+        """The values in the static arguments, or in attributes of modules."""
         self.modules: list[nn.Module] = []
         self.generators: list[Any] = []
         self.kinds: dict[type, None] = {}
-        """The user's classes, of modules apart."""
+        """The user's classes, except module classes."""
         self.slots: list[Slot] = []
-        """All cells, and the other places that hold tensors (those inside of `modules` apart)."""
+        """All cells, and all other places that hold tensors, except places inside `modules`."""
 
     def extend(self, other: Closure) -> None:
-        """Adds what `other` holds."""
+        """Adds the contents of `other`."""
         self.own.extend(other.own)
         self.given.extend(other.given)
         self.modules += other.modules
@@ -106,22 +107,22 @@ def closure_of(
     scopes: Iterable[tuple[types.CodeType, dict[str, Any]]] = (),
     facts: list[Any] | None = None,
 ) -> Closure:
-    """Walks a function's cells, bound object, partial arguments, defaults and the globals that its code names.
+    """Walks a function's cells, bound object, partial arguments and defaults, and the globals that its code refers to.
 
-    Containers and plain objects are looked into `DEPTH` levels deep, large ones not at all; functions at any depth.
-    The walk is quick (microseconds for a lambda) and is made at every call, because cells and attributes change.
+    Containers and plain objects are searched `DEPTH` levels deep, large ones not at all; functions at any depth. The
+    walk is fast (microseconds for a lambda) and runs at every call, because cells and attributes change.
 
     Args:
-        fn: the function, in a list, so that it lies in a place too (it may be a tensor's method).
-        statics: the arguments of its call that are no tensors: modules, objects.
-        facts: a list to which what is found besides tensors is added, hashable: numbers, code, structure.
-        attributes: (dict, name) of attributes of modules that are neither parameters nor buffers.
-        scopes: further code, and the globals in which it finds what it names.
+        fn: the function, in a list, so that it is itself in a place (it may be a method of a tensor).
+        statics: the arguments of the call that are not tensors, such as modules and objects.
+        attributes: (dict, name) of module attributes that are neither parameters nor buffers.
+        scopes: further code objects, each with the globals in which it looks up names.
+        facts: a list that receives a hashable fact about each value that is found: numbers, code, structure.
     """
     walk = _Walk(facts)
     walk.items_of(fn, DEPTH)
     if walk.state is not None:
-        del walk.state.lists[:1]  # that of `fn` itself
+        del walk.state.lists[:1]  # the list that holds `fn`
         walk.state = walk.found.given
     for value in statics:
         walk.visit(None, value, DEPTH)
@@ -136,28 +137,28 @@ def closure_of(
 
 
 class Snapshot:
-    """What lies in some places at one time."""
+    """The values in some places at one time."""
 
     __slots__ = ("dicts", "lists", "places", "values")
 
     def __init__(self) -> None:
         self.dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        """Dicts and copies of them."""
+        """Dicts, each with a copy."""
         self.lists: list[Slot] = []
         self.values: list[tuple[Any, Any]] = []
-        """Sets and arrays, which are compared by what they hold, and copies of them."""
+        """Sets and arrays, each with a copy. They are compared by value."""
         self.places: list[Slot] = []
-        """Others: globals, slots of objects, attributes of classes."""
+        """Other places: globals, `__slots__` of objects, class attributes."""
 
     def extend(self, other: Snapshot) -> None:
-        """Adds what `other` notes."""
+        """Adds the contents of `other`."""
         self.dicts += other.dicts
         self.lists += other.lists
         self.values += other.values
         self.places += other.places
 
     def changes(self) -> list[Slot]:
-        """The places that hold something else by now, and what they held."""
+        """Returns the places whose values have changed, with their former values."""
         changes = [slot for slot in self.places if not present(slot)]
         changes += [slot for slot in self.lists if not present(slot)]
         changes += [slot for held, then in self.values if not present(slot := (held, None, then))]
@@ -169,7 +170,7 @@ class Snapshot:
         return changes
 
     def again(self) -> Snapshot:
-        """What lies in the same places now."""
+        """Returns a snapshot of the same places now."""
         new = Snapshot()
         new.dicts = [(held, entries(held)) for held, _ in self.dicts]
         new.lists = [(held, None, content(held, None)) for held, _, _ in self.lists]
@@ -178,7 +179,7 @@ class Snapshot:
         return new
 
     def forget_changes(self) -> None:
-        """Leaves out, for good, what has changed by now."""
+        """Drops the places whose values have changed by now."""
         self.places = [slot for slot in self.places if present(slot)]
         self.lists = [slot for slot in self.lists if present(slot)]
         self.values = [(held, then) for held, then in self.values if present((held, None, then))]
@@ -205,11 +206,11 @@ class _Walk:
         self.seen: set[int] = set()
 
     def visit(self, slot: Slot | None, value: Any, depth: int) -> None:
-        """Visits `value`, which lies in `slot`, by itself or inside of something immutable."""
+        """Visits `value`, which is in the place `slot`, directly or inside an immutable value."""
         kind = type(value)
-        if kind in weakref.ProxyTypes:  # Lightning's modules and trainers hold each other by these
+        if kind in weakref.ProxyTypes:  # Lightning's modules and trainers refer to each other by proxies
             try:
-                value = value.__dir__.__self__  # what it stands for: it has no hash and no weak references itself
+                value = value.__dir__.__self__  # the object itself: the proxy has no hash and no weak references
             except (ReferenceError, AttributeError):
                 return
             kind = type(value)
@@ -249,16 +250,22 @@ class _Walk:
 
     def mutable(self, value: Any, kind: type, depth: int) -> None:
         if kind is types.FunctionType:
-            self.function(value, depth)  # functions are no data, and are looked into however deep
+            self.function(value, depth)  # functions are searched at any depth
         elif isinstance(value, (dict, list, collections.deque, set, frozenset)):
             self.container(value, kind, depth - 1)
         elif isinstance(value, ARRAYS):
             if self.state is not None and _is_small(value):
                 self.state.values.append((value, content(value, None)))
+        elif isinstance(value, weakref.ref):
+            self.visit(None, value(), depth)
+        elif isinstance(value, types.MappingProxyType):
+            self.items(dict(value), depth - 1)
+        elif kind in _VIEWS:
+            self.items(dict(value.mapping), depth - 1)
         elif not isinstance(value, (type, logging.Logger)):
             state = self.state
             if not is_user_class(kind) and kind not in RECORDS:
-                self.state = None  # a lock, a thread, a file: no data
+                self.state = None  # not data: a lock, a thread, a file
             attributes = attribute(value, "__dict__")
             if type(attributes) is dict:
                 self.items(attributes, depth - 1)
@@ -269,13 +276,14 @@ class _Walk:
             self.state = state
 
     def place(self, slot: Slot, depth: int) -> None:
-        """Visits what lies in a place that is no entry of a dict or a list."""
+        """Visits the value in a place that is not an entry of a dict or a list."""
         if self.state is not None:
             self.state.places.append(slot)
-        self.visit(slot, slot[2], depth)
+        _, _, value = slot
+        self.visit(slot, value, depth)
 
     def container(self, value: Any, kind: type, depth: int) -> None:
-        """Looks into a dict, a list, a deque or a set, and at what a subclass of these adds."""
+        """Visits the entries of a dict, a list, a deque or a set, and the attributes that a subclass adds."""
         if isinstance(value, dict):
             self.items(value, depth)
         elif isinstance(value, SEQUENCES):
@@ -292,7 +300,7 @@ class _Walk:
             self.constants(kind)
 
     def constants(self, kind: type) -> None:
-        """Notes the attributes of a class."""
+        """Records the attributes of a class."""
         if is_user_class(kind):
             self.found.kinds[kind] = None
         if self.facts is not None:
@@ -304,11 +312,12 @@ class _Walk:
     def items_of(self, holder: Any, depth: int) -> None:
         if len(holder) > self.most:
             return
-        slot = (holder, None, content(holder, None))
+        held = content(holder, None)
+        slot = (holder, None, held)
         if self.state is not None:
             self.state.lists.append(slot)
         if len(holder) <= _LARGE:
-            for item in slot[2]:
+            for item in held:
                 self.visit(slot, item, depth)
 
     def items(self, holder: dict[Any, Any], depth: int) -> None:
@@ -323,7 +332,7 @@ class _Walk:
 
     @property
     def most(self) -> int:
-        """How many entries a container may have: a long log is not looked into, but what is added to it is seen."""
+        """Size limit for containers. A longer log is not searched, but additions to it are seen."""
         return _LARGE if self.state is None else _NOTED
 
     def function(self, fn: types.FunctionType, depth: int) -> None:
@@ -348,54 +357,70 @@ class _Walk:
             if isinstance(held, type):
                 self.constants(held)
             self.visit(slot, held, depth)
-        # What a library's own code reads of its modules is no setting of the user's.
+        # The globals that library code reads are not settings of the user.
         if not is_library(str(fn.__globals__.get("__name__", ""))):
             self.globals_of(fn.__globals__, global_names(fn.__code__), depth)
         if not fn.__dict__:
             return
-        if is_library(fn.__module__ or ""):  # its attributes are the library's own
+        if is_library(fn.__module__ or ""):  # its attributes belong to the library
             self.visit(None, fn.__dict__.get("__wrapped__"), depth)
         else:
             self.items(fn.__dict__, depth)
 
     def globals_of(self, scope: dict[str, Any], names: Sequence[str], depth: int) -> None:
-        """Visits what code of these names finds in its globals, and in the modules that are imported there."""
+        """Visits the globals with these names, and the attributes with these names of modules imported there."""
         for name in names:
             held = scope.get(name)
             if type(held) is types.ModuleType:
-                for slot in imported(held, names):
-                    self.place(slot, depth)
+                self.module(held, names, depth)
             elif isinstance(held, type):
                 self.constants(held)
             else:
                 self.place((scope, name, held), depth)
 
+    def module(self, module: types.ModuleType, names: Sequence[str], depth: int, levels: int = 2) -> None:
+        """Visits what lies under these names in an imported module, and in the user's modules that lie there."""
+        for slot in imported(module, names):
+            self.place(slot, depth)
+        if is_library(module.__name__):
+            return
+        for name in names:
+            held = vars(module).get(name)
+            if isinstance(held, type):
+                self.constants(held)
+            elif levels and type(held) is types.ModuleType:
+                self.module(held, names, depth, levels - 1)
+
 
 def imported(module: types.ModuleType, names: Iterable[str]) -> Iterator[Slot]:
-    """The attributes of an imported module that are data, among these names: of a library, plain values and tensors."""
+    """Yields the attributes of an imported module with these names that are data; for a library, only plain values,
+    tensors and modules.
+    """
     scope = vars(module)
     kinds = (torch.Tensor, nn.Module) if is_library(module.__name__) else _DATA
     for name in names:
         held = scope.get(name)
-        if held is not None and (type(held) in PLAIN or isinstance(held, kinds)):
+        users = kinds is _DATA and not isinstance(held, type) and is_user_class(type(held))
+        if held is not None and (users or type(held) in PLAIN or isinstance(held, kinds)):
             yield scope, name, held
 
 
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _DATA = (torch.Tensor, nn.Module, list, dict, tuple, set, collections.deque, types.FunctionType)
 
 
 def is_compilers(fn: types.FunctionType) -> bool:
-    """Whether a function is the compiler's code, which compares what it closes over by identity."""
+    """Whether a function is compiler code, which compares its captured values by identity."""
     return str(fn.__globals__.get("__name__", "")).startswith(("torch._dynamo", "torch._compile"))
 
 
 def is_user_class(kind: type) -> bool:
-    """Whether a class is neither Python's nor torch's."""
+    """Whether a class belongs neither to Python nor to torch or another library."""
     return not is_library(getattr(kind, "__module__", None) or "")
 
 
 def is_library(module: str) -> bool:
-    """Whether a module is part of Python, of torch or of what fckpt is built on."""
+    """Whether a module is part of Python, of torch or of another dependency of fckpt."""
     return module.partition(".")[0] in _LIBRARIES
 
 
@@ -405,12 +430,12 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "optree", "f
 RECORDS = (
     types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap
 )  # fmt: skip
-"""Classes of Python's that hold a user's data."""
+"""Standard library classes that hold data of the user."""
 
 
 @functools.lru_cache(maxsize=4096)
 def class_attributes(kind: type) -> tuple[tuple[type, str], ...]:
-    """The attributes of a user's class that hold plain values, and the classes where they lie."""
+    """Returns (class, name) of the attributes with plain values that a user's class defines or inherits."""
     return tuple(
         (base, name)
         for base in kind.__mro__
@@ -422,13 +447,15 @@ def class_attributes(kind: type) -> tuple[tuple[type, str], ...]:
 
 @functools.lru_cache(maxsize=4096)
 def method_globals(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
-    """The globals that hold data and that the methods of a user's class name, directly or in functions they call."""
+    """Returns (scope, name) of the globals that hold data and that methods of a user's class, or functions they call,
+    refer to.
+    """
     todo: list[Any] = [value for base in kind.__mro__ if is_user_class(base) for value in vars(base).values()]
     seen: set[int] = set()
     found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
     while todo and len(seen) < _LARGE:
         fn = todo.pop()
-        fn = getattr(fn, "__func__", None) or getattr(fn, "fget", None) or fn
+        fn = attribute(fn, "__func__") or attribute(fn, "fget") or fn
         if type(fn) is not types.FunctionType or id(fn) in seen or (fn.__module__ or "").startswith("torch."):
             continue
         seen.add(id(fn))
@@ -447,15 +474,15 @@ _CODE = (type, types.ModuleType, types.BuiltinFunctionType)
 
 
 def is_data(value: Any) -> bool:
-    """Whether a value may hold what a function depends on: a container, a tensor, a module, a user's object."""
+    """Whether a value may affect a function's result: a container, a tensor, a module, an object of a user's class."""
     return isinstance(value, (list, dict, set, tuple, torch.Tensor, nn.Module)) or is_user_class(type(value))
 
 
 def attribute(value: Any, name: str, default: Any = None) -> Any:
-    """An attribute of any object, or the default."""
+    """Returns an attribute of any object, or the default."""
     try:
         return getattr(value, name, default)
-    except Exception:  # a lazy proxy, say, that cannot be resolved
+    except Exception:  # for example a lazy proxy that cannot be resolved
         return default
 
 
@@ -470,7 +497,7 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def slot_names(kind: type) -> tuple[str, ...]:
-    """The `__slots__` of classes written in Python."""
+    """Returns the names in the `__slots__` of a class and its bases."""
     names: list[str] = []
     for base in kind.__mro__:
         own = vars(base).get("__slots__", ())
@@ -481,7 +508,7 @@ def slot_names(kind: type) -> tuple[str, ...]:
 
 
 class Unguarded:
-    """A value of which nothing can be told that decides whether a plan made with it is valid still."""
+    """A value about which no fact tells whether a plan made with it is still valid."""
 
     __slots__ = ("what",)
 
@@ -490,13 +517,13 @@ class Unguarded:
 
 
 def fact(value: Any) -> Any:
-    """What can be told of a value without the tensors in it: hashable, and equal for what a function treats alike.
+    """Returns a hashable fact about a value, without the tensors in it; equal for values that a function treats alike.
 
-    `Unguarded` where nothing can be told that would do.
+    `Unguarded` if no fact about the value is sufficient.
     """
     kind = type(value)
     if kind in PLAIN:
-        return (kind, repr(value)) if kind in (float, complex) else (kind, value)  # NaN equals itself here
+        return (kind, repr(value)) if kind in (float, complex) else (kind, value)  # repr, so that NaN equals itself
     if kind is types.FunctionType:
         return value.__code__
     if isinstance(value, (enum.Enum, torch.dtype, torch.device, torch.Size, type, range, decimal.Decimal, Fraction)):
@@ -517,7 +544,47 @@ def fact(value: Any) -> Any:
         if value.dtype == object or value.nbytes > _BYTES:
             return Unguarded(f"a NumPy array of {value.nbytes} bytes")
         return (kind, value.shape, str(value.dtype), value.tobytes())
-    return kind
+    for base in _NUMBERS_AND_TEXTS:
+        if isinstance(value, base):  # an instance of a user's subclass
+            return (kind, _converted(value, base))
+    if isinstance(value, types.MappingProxyType):
+        return _fact_of_container(dict(value), kind)
+    if kind is memoryview:
+        return (kind, value.tobytes()) if value.nbytes <= _BYTES else Unguarded(f"a memoryview of {value.nbytes} bytes")
+    return _fact_of_pythons(value, kind)
+
+
+def _fact_of_pythons(value: Any, kind: type) -> Any:
+    """What can be told of an object: its class, and what pickle would write of it if its data lie in C.
+
+    So `datetime`, `Path`, `re.Pattern`, `bytearray` and their like tell all they hold. What is no data (a lock, a
+    thread) cannot be pickled; what lies in a `__dict__` is looked at by the walk.
+    """
+    if kind.__module__.partition(".")[0] not in sys.stdlib_module_names or type(attribute(value, "__dict__")) is dict:
+        return kind
+    if isinstance(value, ARRAYS) and not _is_small(value):
+        return Unguarded(f"a {kind.__name__} of {len(value)} entries")
+    try:
+        reduce = copyreg.dispatch_table.get(kind)
+        parts = value.__reduce_ex__(4) if reduce is None else reduce(value)
+    except Exception:
+        return kind
+    return (kind, *map(_fact_within, parts)) if isinstance(parts, tuple) else kind
+
+
+def _fact_within(value: Any) -> Any:
+    """The fact of what pickle would write, with what its containers hold."""
+    if isinstance(value, (tuple, list)):
+        return (type(value), *map(_fact_within, value))
+    if isinstance(value, dict):
+        return (dict, *[(_fact_within(k), _fact_within(v)) for k, v in value.items()])
+    return fact(value)
+
+
+def _converted(value: Any, base: Any) -> Any:
+    """The number or text that an instance of a subclass is."""
+    plain = base(value)
+    return repr(plain) if base in (float, complex) else plain
 
 
 def _fact_of_container(value: Any, kind: type) -> Any:
@@ -533,10 +600,11 @@ def _fact_of_container(value: Any, kind: type) -> Any:
 
 
 _BYTES = 1 << 16
+_NUMBERS_AND_TEXTS: tuple[Any, ...] = (int, float, complex, str, bytes)
 
 
 def _is_small(value: Any) -> bool:
-    """Whether an array holds few numbers, and no objects."""
+    """Whether an array is small and holds no objects."""
     if isinstance(value, np.ndarray):
         return value.nbytes <= _BYTES and not value.dtype.hasobject
     return len(value) * getattr(value, "itemsize", 1) <= _BYTES

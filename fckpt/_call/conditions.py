@@ -1,8 +1,8 @@
-"""The conditions of a call: all that decides what a function computes, besides its arguments.
+"""The conditions of a call: everything besides its arguments that determines its result.
 
-Random generators, autocast and determinism settings, the buffers of modules, and the closed-over tensors.
-They are observed around the forward run. A recompute runs on copies that hold them (see `shadow`), so that it sees what
-the forward saw and leaves no trace: generators end, and buffers stand, where the plain function leaves them.
+These are generator states, ambient settings, module buffers and captured tensors. They are observed before and after
+the forward. A recompute runs on copies that hold them (see `shadow`), so it sees what the forward saw and has no side
+effects: generators and buffers end where the plain function leaves them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from fckpt._call import ambient
 from fckpt._call.closure import Snapshot, closure_of, method_globals
 from fckpt._call.levels import transforms_active, unseen, unwrapped, version
-from fckpt._call.modules import BufferHabits, BufferKey, ModuleState, parts_of
+from fckpt._call.modules import BufferKey, BufferWrites, ModuleState, parts_of
 from fckpt._call.places import Slot, frozen, placed, present, replaced, tensors_in
 from fckpt._call.rng import RandomState
 from fckpt._call.shadow import shadow
@@ -24,7 +24,7 @@ from fckpt.errors import MutationError
 
 __all__ = [
     "Again",
-    "BufferHabits",
+    "BufferWrites",
     "Conditions",
     "Observation",
     "Written",
@@ -33,15 +33,15 @@ __all__ = [
 
 
 class Observation:
-    """What is read right before a function runs; `conditions` completes it right after."""
+    """The state that is read right before a function runs; `conditions` completes it right after."""
 
     __slots__ = (
         "ambient",
+        "buffer_writes",
         "buffers",
         "copies",
         "facts",
         "fn",
-        "habits",
         "installed",
         "modules",
         "parts",
@@ -57,25 +57,25 @@ class Observation:
         fn: list[Callable[..., Any]],
         statics: Sequence[Any],
         inputs: Sequence[torch.Tensor],
-        habits: BufferHabits,
+        buffer_writes: BufferWrites,
         *,
         facts: bool = False,
     ):
-        """Observes the function in the list `fn`, about to run; `habits` is kept from call to call.
+        """Observes the function in the list `fn`, which is about to run; `buffer_writes` persists between calls.
 
-        With `facts`, what it closes over besides tensors is noted for `settings`.
+        With `facts`, values in the closure other than tensors are recorded for `settings`.
         """
         self.facts: list[Any] = []
         self.ambient = ambient.capture()
         with unseen():
-            self._observe(fn, statics, inputs, habits, self.facts if facts else None)
+            self._observe(fn, statics, inputs, buffer_writes, self.facts if facts else None)
 
     def _observe(
         self,
         fn: list[Callable[..., Any]],
         statics: Sequence[Any],
         inputs: Sequence[torch.Tensor],
-        habits: BufferHabits,
+        buffer_writes: BufferWrites,
         facts: list[Any] | None,
     ) -> None:
         self.fn = fn
@@ -83,7 +83,7 @@ class Observation:
         closure = closure_of(fn, statics, facts=facts)
         parts = self.parts = [parts_of(module) for module in closure.modules]
         self.state: list[Snapshot | ModuleState] = [closure.own, closure.given]
-        """What lies in the closure besides tensors: in the function's cells and the like, in arguments, in modules."""
+        """Values in the closure other than tensors: in the function's cells, in static arguments, in modules."""
         attributes = [(m, k) for part in parts for m, k in part.open]
         if attributes:
             further = closure_of([], attributes=attributes, facts=facts)
@@ -102,7 +102,7 @@ class Observation:
         generators = closure.generators + [g for part in parts for g in part.generators]
         self.modules = [(m, m["training"]) for part in parts for m in part.modules]
         self.slots: list[Slot] = closure.slots
-        """Where tensors lie that the function closes over, those in modules apart."""
+        """The places of captured tensors, except those inside modules."""
         self.installed: list[Slot] = [
             (parameters, name, p)
             for part in parts
@@ -111,17 +111,17 @@ class Observation:
             for name, p in parameters.items()
             if p is not None
         ]
-        held = [t for slot in self.slots for t in tensors_in(slot[2])]
+        held = [t for _, _, value in self.slots for t in tensors_in(value)]
         self.versions = [(t, version(t)) for t in map(unwrapped, held)]
-        tensors = (*inputs, *held, *[slot[2] for slot in self.installed])
+        tensors = (*inputs, *held, *[tensor for _, _, tensor in self.installed])
         devices = {device for device in {t.device for t in tensors} if device.type not in ("cpu", "meta")}
-        self.habits = habits
+        self.buffer_writes = buffer_writes
         self.buffers = [] if self.lazy else [buffer for part in parts for buffer in part.buffers()]
-        self.copies = [self._copy(buffer[2], buffer[3]) for buffer in self.buffers]
+        self.copies = [self._copy(key, tensor) for _, _, key, tensor, _ in self.buffers]
         self.random = RandomState.capture(devices, generators)
 
     def _observe_classes(self, closure: Any) -> None:
-        """Notes the globals that methods name, and the attributes of the modules' classes."""
+        """Records the globals that methods refer to, and the class attributes of the modules."""
         named, known = [place for part in self.parts for place in part.named], set[type]()
         while named or closure.kinds.keys() - known:
             named += [place for kind in closure.kinds.keys() - known for place in method_globals(kind)]
@@ -135,40 +135,43 @@ class Observation:
         closure.own.places += [(c, name, vars(c).get(name)) for part in self.parts for c, name in part.constants]
 
     def _copy(self, key: BufferKey, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value before the run, of a buffer that is written and read, or not yet known not to be."""
-        written = self.habits.get(key)
-        # A torch normalisation layer in training writes its statistics and never reads them.
-        if written is False or (written and key[3]):
+        """Copies a buffer, if the function writes and reads it or may do so; otherwise returns None."""
+        written = self.buffer_writes.get(key)
+        # A normalisation layer of torch in training mode writes its statistics but never reads them.
+        _, _, _, statistics = key
+        if written is False or (written and statistics):
             return None
         return tensor.detach().clone()
 
     @property
     def lazy(self) -> bool:
-        """Whether the call is the first of a lazy module, which makes its parameters."""
+        """Whether this is the first call of a lazy module, which creates its parameters."""
         return any(part.lazy() for part in self.parts if part._lazy)
 
     def reachable(self) -> dict[int, torch.Tensor]:
-        """The closed-over tensors that were found, by id."""
-        found = {id(t): t for slot in (*self.slots, *self.installed) for t in tensors_in(slot[2])}
-        return found | {id(buffer[3]): buffer[3] for buffer in self.buffers}
+        """Returns the captured tensors that were found, by id."""
+        found = {id(t): t for _, _, value in (*self.slots, *self.installed) for t in tensors_in(value)}
+        return found | {id(tensor): tensor for _, _, _, tensor, _ in self.buffers}
 
     def settings(self) -> tuple[Any, ...]:
-        """What decides, besides tensors, what the function does: found in its closure, and set on its modules."""
-        places = tuple(slot[1] for slot in (*self.slots, *self.installed, *self.buffers))
+        """Returns everything but tensors that determines what the function does: facts about its closure and its
+        modules.
+        """
+        places = tuple(key for _, key, *_ in (*self.slots, *self.installed, *self.buffers))
         return (tuple(self.facts), tuple(part.settings() for part in self.parts), places)
 
     def conditions(self, draws: bool | None = None) -> Conditions:
-        """Returns the conditions of the run that has just ended, without what it turned out not to use.
+        """Returns the conditions of the run that has just ended, without what the run did not use.
 
         Args:
-            draws: whether it drew random numbers, if that is known.
+            draws: whether the run drew random numbers, if that is known.
         """
         with unseen():
             return self._conditions(self.random.drawn() if draws is None else self.random.assumed(draws))
 
     def _conditions(self, random: RandomState) -> Conditions:
         slots = [slot for slot in self.slots if present(slot)]
-        buffers = {id(unwrapped(buffer[3])) for buffer in self.buffers}
+        buffers = {id(unwrapped(tensor)) for _, _, _, tensor, _ in self.buffers}
         for tensor, then in self.versions:
             if version(tensor) != then and id(tensor) not in buffers:
                 raise MutationError(
@@ -176,29 +179,30 @@ class Observation:
                     f"{list(tensor.shape)}, {tensor.dtype}): its recompute would change it again. Return the new "
                     "value, or register the tensor as a buffer of a module."
                 )
-        held = [t for slot in slots for t in tensors_in(slot[2])] + [slot[2] for slot in self.installed]
+        held = [t for _, _, value in slots for t in tensors_in(value)] + [tensor for _, _, tensor in self.installed]
         watched = [(t, version(t)) for t in map(unwrapped, held) if id(t) not in buffers]
         written: list[Written] = []
-        for (buffers, name, key, tensor, before), copy in zip(self.buffers, self.copies, strict=True):
-            # Batch normalisation writes without counting a version, so values are compared, where known.
+        for (holder, name, key, tensor, before), copy in zip(self.buffers, self.copies, strict=True):
+            _, _, _, statistics = key
+            # Batch normalisation writes without incrementing the version, so values are compared, if they are known.
             changed = (
-                key[3]
-                or self.habits.get(key, False)
-                or buffers.get(name) is not tensor
+                statistics
+                or self.buffer_writes.get(key, False)
+                or holder.get(name) is not tensor
                 or version(unwrapped(tensor)) != before
                 or (copy is not None and not torch.equal(copy, tensor))
             )
-            unforeseen = changed and copy is None and not key[3]
-            self.habits[key] = changed
+            unforeseen = changed and copy is None and not statistics
+            self.buffer_writes[key] = changed
             if changed:
                 lost = _unforeseen(name) if unforeseen else ""
-                written.append(Written(buffers, name, tensor, tensor if copy is None else copy, lost))
+                written.append(Written(holder, name, tensor, tensor if copy is None else copy, lost))
             else:
-                self.installed.append((buffers, name, tensor))
+                self.installed.append((holder, name, tensor))
                 watched.append((unwrapped(tensor), before))
         own = self.state[0]
         assert isinstance(own, Snapshot)
-        own.forget_changes()  # what the function itself puts elsewhere (a counter, a log) is left to it
+        own.forget_changes()  # the recompute leaves alone what the function itself changes (a counter, a log)
         fn, slots = frozen(self.fn[0], slots)
         statistics = [t for t, _ in self.versions if may_be_statistics(t)]
         slots += self.installed
@@ -207,13 +211,13 @@ class Observation:
         )
 
     def undo(self) -> None:
-        """Takes back what an aborted run did to generators and buffers."""
+        """Undoes the changes of an aborted run to generators and buffers."""
         self.random.rewind()
         with torch.no_grad():
-            for (buffers, name, key, tensor, _), copy in zip(self.buffers, self.copies, strict=True):
+            for (holder, name, (_, _, _, statistics), tensor, _), copy in zip(self.buffers, self.copies, strict=True):
                 if copy is not None:
-                    buffers[name] = tensor.copy_(copy)
-                elif key[3]:
+                    holder[name] = tensor.copy_(copy)
+                elif statistics:
                     raise MutationError(
                         f"a rematerialised function used a reverse-mode transform of torch.func for the first time, "
                         f"after its buffer {name!r} had been written; it cannot start over. Call it again."
@@ -228,35 +232,35 @@ def _unforeseen(name: str) -> str:
 
 
 class Written(NamedTuple):
-    """A buffer that a run wrote."""
+    """A buffer that the forward wrote."""
 
     buffers: dict[str, Any]
     name: str
     tensor: torch.Tensor
     before: torch.Tensor
-    """Its value before the run."""
+    """Its value before the forward."""
     lost: str = ""
-    """Why that value is not known, where it is needed; empty if it is known."""
+    """The error message if that value is needed but not known; empty if it is known."""
 
     def stand_in(self) -> torch.Tensor:
-        """Returns a copy of the value before the run, for a recompute to write into."""
+        """Returns a copy of the value before the forward, for a recompute to write into."""
         if self.lost:
             raise MutationError(self.lost)
         return self.before.detach().clone()
 
 
 class Again(NamedTuple):
-    """What a recompute calls."""
+    """The function that a recompute calls, with its static arguments."""
 
     fn: Callable[..., Any]
     statics: Sequence[Any]
-    """The static arguments."""
+    """The static arguments, copied where they have to differ."""
     scratch: frozenset[int]
-    """The ids of what stands in for the buffers that the function writes."""
+    """The ids of the copies of buffers that the function writes."""
 
 
 class Conditions:
-    """What surrounded one run of a function: see the module's docstring."""
+    """The conditions of one run of a function; see the docstring of this module."""
 
     __slots__ = (
         "ambient", "fn", "random", "root", "slots", "state", "statics", "statistics", "watched", "written",
@@ -276,25 +280,25 @@ class Conditions:
         statistics: list[torch.Tensor],
     ):
         self.fn = fn
-        """The function, with cells of its own."""
-        self.root = next((slot[0] for slot in slots if slot[0] is root), None)
-        """The list in which the function lay: a place like others where it holds tensors (is a method of one)."""
+        """The function, copied onto new cells."""
+        self.root = next((holder for holder, _, _ in slots if holder is root), None)
+        """The list that held the function, if it is a place of tensors (the function may be a method of a tensor)."""
         self.statics = statics
         self.ambient = ambient_then
         self.random = random
         self.statistics = statistics
-        """Closed-over tensors, those of modules apart, into which the function may write without a trace."""
+        """Captured tensors outside modules that the function may write without incrementing their version."""
         self.watched = watched
-        """Closed-over tensors and their versions."""
+        """Captured tensors and their versions."""
         self.written = written
-        """The buffers that the run wrote."""
+        """The buffers that the forward wrote."""
         self.slots = slots
-        """Where the run found other tensors: its cells and the like, parameters, the other buffers."""
+        """The places of all other captured tensors: cells, parameters, buffers that are not written."""
         self.state = state
-        """What else it found there."""
+        """The other values in the closure."""
 
     def check(self) -> None:
-        """Raises `MutationError` when a closed-over tensor has changed in place since the run."""
+        """Raises `MutationError` if a captured tensor has been changed in place since the run."""
         with unseen():
             changed = [(t, then) for t, then in self.watched if version(t) != then]
         for tensor, then in changed:
@@ -307,14 +311,14 @@ class Conditions:
 
     @contextlib.contextmanager
     def restored(self, completed: Callable[[], bool], placing: Sequence[Slot] = ()) -> Iterator[Again]:
-        """Puts the conditions back for a recompute, and the present ones after it.
+        """Restores the conditions of the forward for a recompute, and the present ones after it.
 
         Args:
-            completed: tells, after the body, whether the recompute ran to its end.
+            completed: called after the body; returns whether the recompute ran to its end.
             placing: places in which the recompute is to find other tensors.
 
         Yields:
-            The function and its static arguments, copied as far as they have to differ.
+            The function and its static arguments, copied where they have to differ.
         """
         self.check()
         with unseen():
@@ -322,7 +326,9 @@ class Conditions:
             fn = next((value[0] for holder, _, value in changes if holder is self.root), self.fn)
             roots, left = [fn, *self.statics], []
             if changes:
-                roots, left = shadow(roots, [slot for slot in changes if slot[0] is not self.root])
+                roots, left = shadow(
+                    roots, [(holder, key, value) for holder, key, value in changes if holder is not self.root]
+                )
         with contextlib.ExitStack() as stack:
             if self.ambient != ambient.capture():
                 stack.enter_context(ambient.restored(self.ambient))
@@ -333,25 +339,27 @@ class Conditions:
             yield Again(roots[0], roots[1:], scratch)
 
     def _changes(self, placing: Sequence[Slot]) -> tuple[list[Slot], frozenset[int]]:
-        """Where a recompute must find something else than what lies there now, and the ids of scratch buffers."""
-        # `functional_call` puts other tensors into a module for the time of a call, which may be over; the variable of
-        # a loop has moved on; a flag has been switched.
+        """Returns the places whose values must differ for a recompute, and the ids of the buffer copies."""
+        # `functional_call` replaces the tensors of a module during a call that may be over by now; a loop variable may
+        # have moved on; a flag may have been switched.
         changes = [slot for slot in self.slots if not present(slot)]
         for state in self.state:
             changes += state.changes()
         stand_ins = [(buffer, buffer.stand_in()) for buffer in self.written]
-        new = {id(buffer.tensor): t for buffer, t in stand_ins}  # wherever else they lie
+        new = {id(buffer.tensor): t for buffer, t in stand_ins}  # replaced in every other place, too
         if self.statistics and not transforms_active():
             # Within transforms, writing to a captured tensor is an error anyway.
             new |= {id(t): t.detach().clone() for t in self.statistics if id(t) not in new}
         if new:
-            pairs = [(slot, replaced(slot[2], new)) for slot in self.slots]
-            changes += [(slot[0], slot[1], value) for slot, value in pairs if value is not slot[2]]
+            for holder, key, value in self.slots:
+                other = replaced(value, new)
+                if other is not value:
+                    changes.append((holder, key, other))
         changes += placing
         changes += [(buffer.buffers, buffer.name, t) for buffer, t in stand_ins]
         return changes, frozenset(id(t) for _, t in stand_ins)
 
 
 def may_be_statistics(tensor: torch.Tensor) -> bool:
-    """Whether batch normalisation could write into `tensor`, which it does without counting a version."""
+    """Whether `tensor` may hold statistics that batch normalisation writes without incrementing the version."""
     return tensor.dim() == 1 and not tensor.requires_grad and tensor.is_floating_point()

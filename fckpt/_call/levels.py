@@ -1,8 +1,8 @@
-"""Levels of torch.func and of autograd: which are in force, and the values below them.
+"""Levels of torch.func, and autograd modes: which of them are active, and the tensors below their wrappers.
 
-`grad`, `vjp`, `jvp` and `vmap` each push a level, and each level that tracks a tensor wraps it once. This module
-answers every question about levels that is asked while a call is prepared: which transforms surround the call, what
-lies below their wrappers, how to leave them for a while.
+`grad`, `vjp`, `jvp` and `vmap` each push a level, and each level that tracks a tensor wraps it once. This module has
+all queries about levels that the preparation of a call needs: which transforms surround the call, which tensor is below
+the wrappers, and how to run code outside of all levels.
 
 Private in torch 2.11 and 2.13: `torch._C._functorch`, `torch._functorch`, `torch._C.DisableTorchFunction`, guards of
 dispatch keys.
@@ -53,31 +53,31 @@ __all__ = [
     "vmap_around_grad",
 ]
 
-# Reading an attribute of a tensor, too, calls the torch function modes in force: those of an enclosing region, which
-# note or refuse it. What fckpt does to tensors itself must not reach them.
+# Reading an attribute of a tensor also calls the active torch function modes, among them those of an enclosing region,
+# which record or reject the access. Operations of fckpt itself must not reach them.
 unseen = torch._C.DisableTorchFunction
 
 transforms_active = torch._C._are_functorch_transforms_active
-"""Whether any transform of torch.func is in force."""
+"""Whether any transform of torch.func is active."""
 below_all = temporarily_clear_interpreter_stack
-"""A context manager whose body runs as if no transform of torch.func were in force."""
+"""Context manager whose body runs as if no transform of torch.func were active."""
 is_wrapped = is_functorch_wrapped_tensor
-"""Whether a level wraps a tensor."""
+"""Whether a tensor is a wrapper that a level has made."""
 is_legacy_batch = is_legacy_batchedtensor
-"""Whether a tensor is a batch of the older vmap, which `torch.autograd.grad(is_grads_batched=True)` uses."""
+"""Whether a tensor is a batch of the legacy vmap, which `torch.autograd.grad(is_grads_batched=True)` uses."""
 
-# The older vmap forbids random operations in its body, those on tensors without a batch among them.
+# The legacy vmap forbids random operations in its body, even on tensors without a batch dimension.
 EXCLUDE_LEGACY_VMAP = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))  # type: ignore[call-overload]
 
 _idle_level = -1
-"""The level of forward mode that is open although no function uses it."""
+"""The forward-mode level that is open although no function uses it; -1 if there is none."""
 
 
 # ---- tensors ------------------------------------------------------------------------------------
 
 
 def layers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields a tensor, and what it wraps, level by level."""
+    """Yields a tensor and then each tensor below its wrappers, level by level."""
     yield tensor
     while is_wrapped(tensor):
         tensor = get_unwrapped(tensor)
@@ -85,24 +85,24 @@ def layers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor without the wrappers of torch.func: in-place work always shows in the version of this one."""
+    """Returns a tensor without its torch.func wrappers. The version of this tensor counts all in-place changes."""
     while is_wrapped(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Returns how often `tensor` was changed in place (0 where torch does not count: inference tensors)."""
+    """Returns how often `tensor` was changed in place; 0 for inference tensors, for which torch does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def unbatched(tensor: torch.Tensor, level: int) -> tuple[torch.Tensor, int | None]:
-    """Returns what the `vmap` of a level wraps, and which of its dimensions is the batch (None: it has no batch)."""
+    """Returns the tensor that the `vmap` at `level` wraps, and its batch dimension (None if it has none)."""
     return _unwrap_batched(tensor, level)
 
 
 def add_batch_dim(tensor: torch.Tensor, dim: int | None, level: int) -> torch.Tensor:
-    """Returns a tensor as the `vmap` of a level sees it, batched along `dim`. The inverse of `unbatched`."""
+    """Returns a tensor as the `vmap` at `level` represents it, batched along `dim`. The inverse of `unbatched`."""
     return tensor if dim is None else _add_batch_dim(tensor, dim, level)
 
 
@@ -110,12 +110,12 @@ def add_batch_dim(tensor: torch.Tensor, dim: int | None, level: int) -> torch.Te
 
 
 def _stack() -> Sequence[Any]:
-    """The levels of torch.func in force, outermost first."""
+    """Returns the active levels of torch.func, outermost first."""
     return (get_interpreter_stack() or ()) if transforms_active() else ()
 
 
 def innermost() -> Any:
-    """Returns torch's interpreter of the innermost transform, of which there must be one."""
+    """Returns torch's interpreter for the innermost transform; there must be one."""
     return coerce_cinterpreter(_stack()[-1])
 
 
@@ -126,24 +126,27 @@ def innermost_is_vmap() -> bool:
 
 
 def vmap_around_grad() -> Any:
-    """Returns the interpreter of a `vmap` whose body is one reverse-mode transform; None for any other stack."""
+    """Returns the interpreter of the `vmap` if the active transforms are `vmap` of one reverse-mode transform;
+    otherwise None.
+    """
     stack = _stack()
     found = [level.key() for level in stack] == [TransformType.Vmap, TransformType.Grad]
     return coerce_cinterpreter(stack[0]) if found else None
 
 
 def only_reverse() -> bool:
-    """Whether no transform but those of reverse mode is in force."""
+    """Whether all active transforms are reverse-mode transforms."""
     return not has_forward_mode() and all(level.key() == TransformType.Grad for level in _stack())
 
 
 def has_forward_mode() -> bool:
-    """Whether plain autograd's forward mode is in use."""
+    """Whether the forward mode of plain autograd is in use."""
     return forward_ad._current_level > _idle_level
 
 
 def transforms_in_the_way() -> str:
-    """Names what makes a plan impossible: "forward mode", or a "vmap" around the differentiating transform.
+    """Returns the transform that makes a plan impossible: "forward mode", or "vmap" if a `vmap` is outside of the
+    differentiating transform.
 
     Empty if a plan can run: under reverse mode alone, under `vmap`s inside of it, and under `vmap` of `grad`.
     """
@@ -160,10 +163,10 @@ def transforms_in_the_way() -> str:
 
 
 def is_recorded() -> bool:
-    """Whether a graph is being recorded, which a recompute inside would only confuse.
+    """Whether a graph is being recorded, into which no recompute must be written.
 
-    `torch.jit.trace` would record both runs. `make_fx` drops the calls that set generators: a recompute of dropout
-    would be traced with other numbers.
+    `torch.jit.trace` would record both runs of a region. `make_fx` drops the calls that set generator states, so it
+    would trace a recompute of dropout with different random numbers.
     """
     proxy = torch._C._TorchDispatchModeKey.PROXY
     if torch._C._get_dispatch_mode(proxy) is not None or torch._C._get_tracing_state() is not None:
@@ -176,9 +179,9 @@ def is_recorded() -> bool:
 
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
-    """Runs the body where graphs are recorded: nothing records, casts or intercepts operations.
+    """Runs the body below autograd: no operation is recorded, cast or intercepted.
 
-    Grad mode is on, which some kernels depend on.
+    Grad mode is on, because some kernels depend on it.
     """
     with (
         torch._C.DisableTorchFunction(),
@@ -192,14 +195,16 @@ def below_autograd() -> Iterator[None]:
 
 @contextlib.contextmanager
 def out_of_reach() -> Iterator[None]:
-    """Runs the body where no transform, autocast or torch function mode sees its operations."""
+    """Runs the body outside of all transforms, autocast and torch function modes."""
     with torch._C._DisableFuncTorch(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
         yield
 
 
 @contextlib.contextmanager
 def share_idle_level() -> Iterator[None]:
-    """Opens one level of forward mode for all threads that run in the body, and counts it as not in use."""
+    """Opens one forward-mode level for all threads that run in the body; `has_forward_mode` does not count it as in
+    use.
+    """
     global _idle_level
     with forward_ad.dual_level():
         _idle_level = 0

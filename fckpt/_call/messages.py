@@ -1,9 +1,10 @@
-"""Results that a rematerialised function keeps, though all else is computed again: those that took a message.
+"""Results of cross-rank communication. A recompute reuses them instead of sending the messages again.
 
-A function that runs again asks for the same results in the same order. So the first run writes down what came of a
-reduction over other ranks, and a later one is handed it in place of another message. That holds while both runs do the
-same, operation by operation: under reverse mode. Batched, or with tangents beside it, a function sends again; so it
-does where a result was changed in place since. All ranks run the same program, and decide alike.
+A recompute asks for the same results in the same order as the forward. So the forward records the result of each
+reduction or exchange over other ranks, and the recompute receives the recorded result. This is valid only if both runs
+execute the same operations, which is so under reverse mode. Under `vmap` and in forward mode a recompute sends its
+messages again, and so it does for a result that has been changed in place since. All ranks run the same program, so all
+ranks decide the same way.
 """
 
 from __future__ import annotations
@@ -16,67 +17,69 @@ import torch
 
 from fckpt._call.levels import only_reverse
 
-__all__ = ["Kept", "kept"]
+__all__ = ["Messages", "reuse_message"]
 
 Make = Callable[[], torch.Tensor]
-_giver: ContextVar[Callable[[Hashable, Make], torch.Tensor] | None] = ContextVar("giver", default=None)
+_answer: ContextVar[Callable[[Hashable, Make], torch.Tensor] | None] = ContextVar("answer", default=None)
 
 
-def kept(key: Hashable, make: Make) -> torch.Tensor:
-    """Returns what `make` returns, or did in the first run of the function that is running again.
+def reuse_message(key: Hashable, make: Make) -> torch.Tensor:
+    """Calls `make`; during a recompute, returns the result that the forward recorded instead.
 
     Args:
-        key: what is asked for; the same only if the results have the same shape and dtype.
-        make: makes it, as a tensor that nothing tracks.
+        key: identifies the message. Messages with equal keys have results of the same shape and dtype.
+        make: sends the message; returns its result as a tensor that neither autograd nor torch.func tracks.
     """
-    giver = _giver.get()
-    return make() if giver is None else giver(key, make)
+    answer = _answer.get()
+    return make() if answer is None else answer(key, make)
 
 
-class Kept:
-    """What was kept of one call."""
+class Messages:
+    """The results of the messages that one call has sent."""
 
     __slots__ = ("results",)
 
     def __init__(self) -> None:
         self.results: list[tuple[Hashable, torch.Tensor, int]] = []
-        """Key, result and its version, in order."""
+        """(key, result, version of the result) of each message, in order."""
 
-    def recorded(self) -> _Giving:
-        """The body is the first run."""
-        self.results, outer = [], _giver.get()
+    def recording(self) -> _Answering:
+        """Returns a context manager for the forward, which records the results."""
+        self.results, outer = [], _answer.get()
 
-        def giver(key: Hashable, make: Make) -> torch.Tensor:
+        def answer(key: Hashable, make: Make) -> torch.Tensor:
             result = outer(key, make) if outer else make()
             alias = result.detach()
             self.results.append((key, alias, alias._version))
             return result
 
-        return _Giving(giver)
+        return _Answering(answer)
 
-    def repeated(self) -> _Giving:
-        """The body is a later run."""
-        remaining, outer = iter(self.results), _giver.get()
+    def reusing(self) -> _Answering:
+        """Returns a context manager for a recompute, which reuses the recorded results."""
+        remaining, outer = iter(self.results), _answer.get()
 
-        def giver(key: Hashable, make: Make) -> torch.Tensor:
+        def answer(key: Hashable, make: Make) -> torch.Tensor:
             known, alias, version = next(remaining, (None, None, 0))
             if alias is not None and known == key and alias._version == version:
                 return alias.detach()
             return outer(key, make) if outer else make()
 
-        return _Giving(giver)
+        return _Answering(answer)
 
 
-class _Giving:
-    """Has a giver asked in its body, if the levels in force are those of reverse mode."""
+class _Answering:
+    """Context manager whose body gets the results of `reuse_message` from `answer`, if only reverse-mode levels are
+    active.
+    """
 
-    __slots__ = ("giver", "token")
+    __slots__ = ("answer", "token")
 
-    def __init__(self, giver: Callable[[Hashable, Make], torch.Tensor]):
-        self.giver = giver
+    def __init__(self, answer: Callable[[Hashable, Make], torch.Tensor]):
+        self.answer = answer
 
     def __enter__(self) -> None:
-        self.token: Token[Any] = _giver.set(self.giver if only_reverse() else None)
+        self.token: Token[Any] = _answer.set(self.answer if only_reverse() else None)
 
     def __exit__(self, *error: object) -> None:
-        _giver.reset(self.token)
+        _answer.reset(self.token)

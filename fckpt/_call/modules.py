@@ -1,4 +1,4 @@
-"""The parts of a module tree: its buffers, parameters and attributes, found once and read at every call."""
+"""The buffers, parameters and attributes of a module tree, found once and read at every call."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fckpt._call.rng import generator_types
 
 __all__ = [
     "INTERNAL",
-    "BufferHabits",
     "BufferKey",
+    "BufferWrites",
     "ModuleParts",
     "ModuleState",
     "facts_of",
@@ -33,12 +33,12 @@ __all__ = [
 ]
 
 BufferKey = tuple[int, str, bool, bool]
-BufferHabits = dict[BufferKey, bool]
-"""Which buffers a function was seen to write: (id of the buffers dict, name, training, is statistics)."""
+BufferWrites = dict[BufferKey, bool]
+"""Whether a function wrote each buffer in earlier calls."""
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage; 0 for layouts that have none (sparse ones, say)."""
+    """Returns the address of a tensor's storage; 0 for layouts without one, such as sparse layouts."""
     try:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):
@@ -46,7 +46,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 class ModuleParts:
-    """The dicts that hold a module tree's buffers and parameters, found once: the walk costs 1 us a module."""
+    """The dicts that hold the buffers and parameters of a module tree, found once: the walk takes 1 us per module."""
 
     __slots__ = (
         "_buffers",
@@ -75,21 +75,21 @@ class ModuleParts:
         kinds = generator_types()
         modules = self.modules = [vars(m) for m in module.modules()]
         self.kinds = tuple(type(m) for m in module.modules())
-        """The classes of the modules."""
+        """The class of each module."""
         self._buffers = [(m, m._buffers) for m in module.modules() if m._buffers]
         self.parameters = [m["_parameters"] for m in modules if m["_parameters"]]
         self.generators = [v for m in modules for v in m.values() if isinstance(v, kinds)]
         own = [(m, k, v) for m in modules for k, v in m.items() if k not in INTERNAL]
         self.open = [(m, k) for m, k, v in own if not is_closed(v)]
-        """Attributes that may hold tensors and modules."""
+        """(attribute dict, name) of the attributes that may hold tensors or modules."""
         classes = dict.fromkeys(self.kinds)
         found = {(id(scope), name): (scope, name) for c in classes for scope, name in method_globals(c)}
         self.named = list(found.values())
-        """The globals that hold data and that the methods of the modules name."""
+        """(scope, name) of the globals that hold data and that methods of the modules refer to."""
         self.constants = list(dict.fromkeys(pair for c in classes for pair in class_attributes(c)))
-        """The attributes of the modules' classes."""
-        # All others hold a rate, a stride, an activation. They are read and compared at every call, by identity and
-        # without a line of Python for each: there are thousands.
+        """(class, name) of the class attributes that hold plain values."""
+        # All other attributes hold plain values, such as a rate, a stride or an activation function. They are compared
+        # by identity at every call, without Python code per attribute, because there are thousands of them.
         closed = [(m, k) for m, k, v in own if is_closed(v)]
         closed += [(m, k) for m in modules for k in ("training", *_HOOKS)]
         self._owners = [m for m, _ in closed]
@@ -98,18 +98,18 @@ class ModuleParts:
         self._children = [m["_modules"] for m in modules]
         self._sizes = [*modules, *self._children]
         self.sharded = any(c.__module__.startswith("torch.distributed.fsdp") for t in self.kinds for c in t.__mro__)
-        """Whether FSDP puts parameters into the modules and takes them out, around each call."""
+        """Whether FSDP installs the parameters into the modules before each call and removes them after it."""
         self._lazy = [m for m in module.modules() if isinstance(m, LazyModuleMixin)]
         self.ways = None if any(map(slot_names, self.kinds)) else _ways(module)
-        """The ways to the dicts of the tree, where each module has one place."""
+        """The path from the root to each dict of the tree; None if a module has several places."""
         self.members = [(children, children.copy()) for children in self._children]
-        """The dicts of submodules, and copies of them."""
+        """The dicts of submodules, each with a copy."""
         self._structure = self._read_structure()
         self._values = self._read()
         self._settings: _Settings | None = None
 
     def valid(self) -> bool:
-        """Whether the tree still has the same modules, and attributes that hold tensors in the same places."""
+        """Whether the tree still has the same modules, and holds tensors in the same attributes."""
         if self._structure != self._read_structure():
             return False
         values = self._read()
@@ -128,20 +128,20 @@ class ModuleParts:
         return list(map(len, self._sizes)), list(children), [k for _, buffers in self._buffers for k in buffers]
 
     def unchanged(self) -> bool:
-        """Whether the tree has the modules that it had."""
+        """Whether the tree still has the same modules."""
         return self._structure == self._read_structure()
 
     def lazy(self) -> bool:
-        """Whether a module of the tree has yet to learn its sizes, from its first call."""
+        """Whether a lazy module of the tree has parameters that its first call will create."""
         held = [t for m in self._lazy for t in (*m._parameters.values(), *m._buffers.values())]
         return any(is_lazy(t) for t in held if t is not None)
 
     def state(self) -> ModuleState:
-        """What the attributes that hold no tensors are now."""
+        """Returns the present values of the attributes that hold no tensors."""
         return ModuleState(self, self._values, self._structure[0])
 
     def settings(self) -> _Settings:
-        """What decides, besides tensors, what the modules do: their classes, attributes and hooks."""
+        """Returns everything but tensors that determines what the modules do: their classes, attributes and hooks."""
         if self._settings is None:
             self._settings = _Settings((self.kinds, tuple(self._names), tuple(map(fact, self._values))))
         if not any(self._hooks):
@@ -149,7 +149,7 @@ class ModuleParts:
         return _Settings((self._settings, *((i, *d) for i, d in enumerate(self._hooks) if d)))
 
     def buffers(self) -> list[tuple[dict[str, Any], str, BufferKey, torch.Tensor, int]]:
-        """The buffers: (dict, name, key, tensor, its version)."""
+        """Returns (dict, name, key, tensor, version of the tensor) of each buffer."""
         return [
             (buffers, name, (id(buffers), name, owner.training, norm), tensor, version(unwrapped(tensor)))
             for owner, buffers in self._buffers
@@ -159,7 +159,7 @@ class ModuleParts:
         ]
 
     def hooks(self) -> list[Any]:
-        """The functions that are registered as hooks."""
+        """Returns the functions that are registered as hooks."""
         return [hook for registered in self._hooks for hook in registered.values()]
 
 
@@ -167,9 +167,9 @@ Ways = dict[int, tuple[tuple[Any, Any], ...]]
 
 
 def _ways(root: nn.Module) -> Ways | None:
-    """The ways through a tree to each dict in it, as pairs (holder, held); None where modules are shared.
+    """Returns the path to each dict in a tree, as pairs (holder, held); None if the tree shares modules.
 
-    They begin with the attributes of the root: who notes the root itself would keep it alive.
+    Paths begin with the attributes of the root, because a reference to the root itself would keep it alive.
     """
     ways: Ways = {}
     shared = False
@@ -193,7 +193,7 @@ def _ways(root: nn.Module) -> Ways | None:
 
 
 class ModuleState:
-    """The attributes of a module tree that hold no tensors, at one time."""
+    """The attributes of a module tree that hold no tensors, as they were at one time."""
 
     __slots__ = ("parts", "sizes", "values")
 
@@ -203,7 +203,7 @@ class ModuleState:
         self.sizes = sizes
 
     def changes(self) -> list[Slot]:
-        """The attributes that have changed since, and what they were."""
+        """Returns the attributes that have changed since, with their former values."""
         parts = self.parts
         now = parts._read()
         changes: list[Slot] = []
@@ -228,7 +228,7 @@ class ModuleState:
 
 
 class _Settings:
-    """Facts by the thousand, hashed once."""
+    """A tuple of facts whose hash is computed once; it may have thousands of entries."""
 
     __slots__ = ("facts", "hash")
 
@@ -248,11 +248,11 @@ _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 def facts_of(values: Sequence[Any], scopes: Iterable[tuple[types.CodeType, dict[str, Any]]] = ()) -> tuple[Any, ...]:
-    """All that can be told, besides tensors, of what values and code reach: equal as long as they do the same.
+    """Returns everything but tensors that determines what functions and code do; equal results mean equal behaviour.
 
     Args:
-        values: functions, of which cells, defaults, attributes and globals are looked into; objects and containers.
-        scopes: further code, and its globals.
+        values: functions, whose cells, defaults, attributes and globals are read; also objects and containers.
+        scopes: further code objects, each with its globals.
     """
     facts: list[Any] = []
     modules = closure_of(list(values), scopes=scopes, facts=facts).modules
@@ -264,7 +264,7 @@ def facts_of(values: Sequence[Any], scopes: Iterable[tuple[types.CodeType, dict[
 
 
 def known_parts(module: nn.Module) -> ModuleParts | None:
-    """The parts of a module tree as they were found before, if it has the same modules."""
+    """Returns the stored parts of a module tree if it still has the same modules; otherwise None."""
     parts = _parts.get(module)
     return parts if parts is not None and parts.unchanged() else None
 
@@ -280,7 +280,7 @@ def parts_of(module: nn.Module) -> ModuleParts:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether `module` now writes statistics that its forward does not read."""
+    """Whether `module` writes statistics in its present mode that its forward does not read."""
     return module.training and type(module).forward in _NORM_FORWARDS and bool(module.track_running_stats)
 
 
@@ -292,7 +292,7 @@ _NORM_FORWARDS = {
 
 
 def is_closed(value: Any) -> bool:
-    """Whether `value` holds no tensor, and cannot."""
+    """Whether `value` holds no tensor and cannot come to hold one."""
     if type(value) is tuple:
         return len(value) < 20 and all(map(is_closed, value))
     if type(value) is types.FunctionType:

@@ -1,6 +1,6 @@
-"""Places where values lie (cells, dicts, lists, attributes): what is there, putting something else there for a while.
+"""Places that hold values (cells, dicts, lists, attributes): reading them, and replacing their values temporarily.
 
-A recompute finds its tensors in the places where the forward found them; a trace finds stand-ins there.
+A recompute finds its tensors in the places where the forward found them. A trace finds fake tensors there.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ __all__ = [
 ]
 
 Slot = tuple[Any, Any, Any]
-"""A place and what it holds: (cell, None, content), (dict, key, value), (object, attribute, value), or
-(list, deque, set, array of bytes or numbers; None; its items). The value is a tensor, or something immutable that may
-hold tensors (a tuple, a method)."""
+"""A place and its value, as (holder, key, value): (cell, None, content), (dict, key, value), (object, attribute name,
+value), or (list, deque, set or array; None; its items). The value is a tensor, or something immutable that may hold
+tensors, such as a tuple or a bound method. A plain tuple, because thousands may be made per call."""
 
 BUILTIN = frozenset({dict, list, set, frozenset, collections.deque, collections.OrderedDict, collections.Counter})
-"""Containers that are nothing but what they contain."""
+"""Container types without state besides their items."""
 SEQUENCES = (list, collections.deque)
 ARRAYS = (bytearray, array.array, np.ndarray)
-"""What holds numbers and no objects (NumPy's arrays of objects apart)."""
+"""Types that hold numbers and no objects (except NumPy arrays of dtype object)."""
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 INERT = frozenset(
@@ -61,12 +61,12 @@ FORGOTTEN: Any = object()
 
 
 def same_place(a: Slot, b: Slot) -> bool:
-    """Whether two slots are one place."""
+    """Whether two slots refer to the same place."""
     return a[0] is b[0] and a[1] == b[1]
 
 
 def present(slot: Slot) -> bool:
-    """Whether the place still holds what it held."""
+    """Whether the place still holds the value of the slot."""
     holder, key, value = slot
     if isinstance(holder, dict):
         return dict.get(holder, key, ABSENT) is value
@@ -79,12 +79,12 @@ def present(slot: Slot) -> bool:
 
 
 def moved(slots: Iterable[Slot]) -> list[Slot]:
-    """The slots whose places hold something else by now."""
+    """Returns the slots whose places now hold another value."""
     return [slot for slot in slots if not present(slot)]
 
 
 def content(holder: Any, key: Any) -> Any:
-    """What lies in a place."""
+    """Returns the value in a place; ABSENT if it is empty."""
     if type(holder) is types.CellType:
         try:
             return holder.cell_contents
@@ -100,7 +100,9 @@ def content(holder: Any, key: Any) -> Any:
 
 
 def entries(holder: dict[Any, Any]) -> dict[Any, Any]:
-    """What lies in a dict, past what a subclass does when an item is asked for (it may make it of what lies there)."""
+    """Returns the items of a dict, read without the `__getitem__` and `__iter__` of a subclass, which may compute other
+    values.
+    """
     if type(holder) is dict:
         return holder.copy()
     keys: Any = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
@@ -108,7 +110,7 @@ def entries(holder: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _items(holder: Any) -> Any:
-    """What lies in a list, a deque, a set or an array."""
+    """Returns the items of a list, a deque, a set or an array."""
     if isinstance(holder, ARRAYS):
         return bytes(holder) if isinstance(holder, bytearray) else holder.tobytes()
     if isinstance(holder, set):
@@ -117,7 +119,7 @@ def _items(holder: Any) -> Any:
 
 
 def put(holder: Any, key: Any, value: Any) -> None:
-    """Puts a value into a place, past what a subclass of a container does when an item is set."""
+    """Sets the value in a place, bypassing the `__setitem__` of a container subclass."""
     if isinstance(holder, dict):
         kind: Any = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
         if value is ABSENT:
@@ -136,11 +138,11 @@ def put(holder: Any, key: Any, value: Any) -> None:
     elif value is ABSENT:
         delattr(holder, key)
     else:
-        object.__setattr__(holder, key, value)  # frozen dataclasses too
+        object.__setattr__(holder, key, value)  # also works for frozen dataclasses
 
 
 def _fill(holder: Any, items: Any) -> None:
-    """Gives a container of values these items in the place of its own."""
+    """Replaces the items of a container."""
     if isinstance(holder, np.ndarray):
         holder[...] = np.frombuffer(items, holder.dtype).reshape(holder.shape)
     elif isinstance(holder, array.array):
@@ -150,14 +152,14 @@ def _fill(holder: Any, items: Any) -> None:
         holder[:] = items
     else:
         kind = next(base for base in (list, collections.deque, set) if isinstance(holder, base))
-        method = functools.partial(getattr, kind)  # past those of a subclass
+        method = functools.partial(getattr, kind)  # bypasses the methods of a subclass
         method("clear")(holder)
         method("update" if kind is set else "extend")(holder, items)
 
 
 @contextlib.contextmanager
 def placed(slots: list[Slot]) -> Iterator[None]:
-    """Puts values into places, and what lies there now back after the body."""
+    """Sets the values of `slots` for the body, and restores the previous values after it."""
     before = [(holder, key, content(holder, key)) for holder, key, _ in slots]
     try:
         for slot in slots:
@@ -169,14 +171,14 @@ def placed(slots: list[Slot]) -> Iterator[None]:
 
 
 def frozen(fn: Callable[..., Any], slots: list[Slot]) -> tuple[Callable[..., Any], list[Slot]]:
-    """Gives `fn`, and the functions in its cells, cells of their own, with what `slots` say those hold.
+    """Copies `fn`, and the functions in its cells, onto new cells with the contents that `slots` give.
 
-    A function that is kept for a recompute would keep alive, through its cells, whatever its caller assigns to
-    these variables later: the result of the recomputed function itself, in a loop `x = remat(lambda h: h + x)(h)`,
-    which is a cycle that Python cannot collect.
+    A function that is stored for a recompute would keep alive whatever its caller later assigns to the variables in its
+    cells. In a loop `x = remat(lambda h: h + x)(h)` that is the result of the recomputed function itself: a reference
+    cycle through autograd that Python cannot collect.
 
     Returns:
-        The function, and the slots with the new cells in the places of the old ones.
+        The function, and the slots with the new cells instead of the old ones.
     """
     held = {id(holder): value for holder, _, value in slots if type(holder) is types.CellType}
     if not held:
@@ -190,7 +192,7 @@ def frozen(fn: Callable[..., Any], slots: list[Slot]) -> tuple[Callable[..., Any
 
 
 class _Freezer:
-    """Clones functions over new cells."""
+    """Copies functions onto new cells."""
 
     def __init__(self, held: dict[int, Any]):
         self.held = held
@@ -199,7 +201,7 @@ class _Freezer:
 
     def own_cell(self, cell: types.CellType) -> types.CellType:
         if id(cell) not in self.held:
-            return cell  # assigned by the function itself, or not at all
+            return cell  # assigned by the function itself, or never assigned
         if id(cell) not in self.cells:
             new = self.cells[id(cell)] = types.CellType()
             new.cell_contents = self.clone(self.held[id(cell)])
@@ -219,7 +221,7 @@ class _Freezer:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in the value of a slot."""
+    """Returns the tensors in the value of a slot."""
     if isinstance(value, torch.Tensor):
         return [value]
     if type(value) in INERT or type(value) is types.FunctionType:
@@ -228,7 +230,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What something immutable consists of."""
+    """Returns the parts of an immutable value."""
     if isinstance(value, tuple):
         return value
     if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
@@ -239,7 +241,9 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def replaced(value: Any, new: dict[int, Any]) -> Any:
-    """The value of a slot with other tensors (or objects) in it, by the id of those that they replace."""
+    """Returns the value of a slot with tensors or objects replaced; `new` maps the id of each replaced one to its
+    replacement.
+    """
     if isinstance(value, torch.Tensor) or id(value) in new:
         return new.get(id(value), value)
     parts = list(_parts(value))

@@ -1,6 +1,6 @@
-"""What a function returns, taken apart: its distinct tensors, and its leaves with numbers in their places.
+"""The result of a function, split into its distinct tensors and a structure that refers to them by number.
 
-An output that shares memory with an argument or with another output is described by the views that make it again.
+An output that shares memory with an argument or with another output is described by the view operations that make it.
 """
 
 from __future__ import annotations
@@ -14,38 +14,46 @@ import torch
 from fckpt import _tree as tree
 from fckpt.errors import OpaqueOutputError
 
-__all__ = ["Ends", "Flat", "Rebuilt", "View", "is_number", "numbered"]
+__all__ = ["Flat", "Rebuilt", "Returned", "View", "is_number", "numbered"]
 
 Flat = list[Any]  # tensors, or None where there is none
-Ends = tuple[tree.TreeSpec, Sequence[Any], list[tuple[torch.Size, torch.dtype]]]
-"""What a function returns: its structure, its leaves as in `UserCall.leaves`, its tensors' shapes and dtypes."""
+
+
+class Returned(NamedTuple):
+    """The result of a function without its tensors."""
+
+    spec: tree.TreeSpec
+    leaves: Sequence[Any]
+    """The leaves, as in `UserCall.leaves`."""
+    shapes: list[tuple[torch.Size, torch.dtype]]
+    """The shape and dtype of each tensor."""
 
 
 class View(NamedTuple):
-    """An operation that makes views, and one of them."""
+    """A view operation, and which of its results is meant."""
 
     number: int
-    """Tells calls apart: views of one call are made together."""
+    """Identifies the call: views with the same number are made by one call."""
     op: Any
     args: tuple[Any, ...]
-    """Without the tensor that it views."""
+    """The arguments after the viewed tensor."""
     kwargs: dict[str, Any]
     result: int
-    """Which of its results."""
+    """The index of the result."""
 
 
 class Rebuilt(NamedTuple):
-    """An output that shares memory with an argument or another output: made from that one again, as a view of it."""
+    """An output that shares memory with an argument or another output, and is made again as a view of it."""
 
     source: tuple[str, int]
-    """('out', i) or ('in', i)."""
+    """The tensor that is viewed: ('out', i) or ('in', i)."""
     tracked: bool
-    """Whether it is differentiated through; else it is detached."""
+    """Whether gradients flow through the view; otherwise it is detached."""
     steps: tuple[View, ...]
-    """One after the other."""
+    """The view operations, in order of application."""
 
     def of(self, tensor: torch.Tensor, made: dict[Any, Any]) -> torch.Tensor:
-        """Makes the view; `made` keeps what views of the same call share."""
+        """Returns the view of `tensor`; `made` holds the results of calls that several views share."""
         with nullcontext() if self.tracked else torch.no_grad():
             if not self.tracked or not self.steps:
                 tensor = tensor.view_as(tensor) if self.tracked else tensor.detach()
@@ -61,7 +69,7 @@ class Rebuilt(NamedTuple):
 
 
 def numbered(leaves: list[Any], known: dict[int, tuple[str, int]]) -> Flat:
-    """Replaces the tensors in `leaves` by their numbers; returns the distinct new ones."""
+    """Replaces the tensors in `leaves` by their numbers, in place; returns the distinct tensors that `known` lacks."""
     outputs: Flat = []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):

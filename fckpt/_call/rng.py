@@ -1,9 +1,9 @@
-"""Generator states: captured when a function is called, put back while it runs again, restored after.
+"""Generator states: read at the call, set back for a recompute, and restored after it.
 
-Everything that a function may draw from without saying so is covered: torch's default generators (CPU
-and the devices in use), Python's `random` and `numpy.random`, and the generator objects that the function
-was handed or closes over. What was not drawn from is dropped when the call ends, so that functions
-without randomness keep nothing and replay nothing.
+Every generator that a function may use implicitly is covered: torch's default generators (on the CPU and on the devices
+in use), Python's `random`, `numpy.random`, and generator objects among the arguments or in the closure. The states of
+generators that the function did not use are dropped at the end of the call, so a function without randomness stores and
+replays nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["SHARED", "RandomState", "generator_types", "set_state", "state_of", 
 
 
 def _memory_of(value: object) -> bytes:
-    """The raw memory of a CPython object behind its header: changes whenever its C state does."""
+    """Returns the memory of a CPython object after its header, which changes whenever its C state does."""
     return ctypes.string_at(id(value) + _HEADER, type(value).__basicsize__ - _HEADER)
 
 
@@ -33,13 +33,13 @@ _CPYTHON = sys.implementation.name == "cpython"
 
 
 def state_of(generator: torch.Generator) -> bytes:
-    """Reads a generator's state into memory that is not torch's, so that no budget has to count it."""
+    """Returns a generator's state as bytes, outside of torch's allocator, so that a budget does not count it."""
     state = generator.get_state()
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def set_state(generator: torch.Generator, state: bytes) -> None:
-    """Sets a generator to what `state_of` read."""
+    """Sets a generator to a state that `state_of` returned."""
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
@@ -63,9 +63,9 @@ class _Torch:
 
 
 class _Cached:
-    """A generator whose state takes long to read (5 us `random`, 30 us `numpy.random`), twice a call.
+    """A generator whose state is slow to read (5 us for `random`, 30 us for `numpy.random`) and is read twice per call.
 
-    Its raw memory is read in under 1 us and tells whether the state that was read last is still true.
+    Reading its raw memory takes less than 1 us and shows whether the state that was read last is still current.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class _Python(_Cached):
         self.readable = _CPYTHON and type(generator) is random.Random
 
     def raw(self) -> Any:
-        # The second half of the last normal pair is a Python attribute.
+        # The generator draws normal numbers in pairs, and stores the second one of a pair in a Python attribute.
         return (_memory_of(self.generator), self.generator.gauss_next) if self.readable else None  # type: ignore[attr-defined]
 
     def read(self) -> Any:
@@ -108,7 +108,7 @@ class _Python(_Cached):
 
 
 class _NumpyGlobal(_Cached):
-    """`numpy.random`'s global RandomState: the Mersenne twister's words and position, and the object itself."""
+    """The global RandomState of `numpy.random`: the words and the position of its Mersenne twister, and the object."""
 
     _TWISTER = 625 * 4
 
@@ -162,13 +162,13 @@ _numpy_global: _NumpyGlobal | None = None
 
 
 def generator_types() -> tuple[type, ...]:
-    """The types whose instances `RandomState.capture` accepts (NumPy's once NumPy is imported)."""
+    """Returns the types of generators that `RandomState.capture` accepts; NumPy's types only if NumPy is imported."""
     numpy = _numpy_random()
     return _GENERATOR_TYPES if numpy is None else (*_GENERATOR_TYPES, numpy.Generator, numpy.RandomState)
 
 
 def _numpy_random() -> Any:
-    """`numpy.random`, if somebody has imported it (to the end: another thread may be at it)."""
+    """Returns `numpy.random` if it is completely imported (another thread may be importing it), else None."""
     numpy = sys.modules.get("numpy.random")
     return numpy if numpy is not None and hasattr(numpy, "RandomState") and hasattr(numpy, "Generator") else None
 
@@ -197,7 +197,7 @@ def _global_sources(devices: Iterable[torch.device]) -> list[Any]:
 
 
 class _Rewinds(threading.local):
-    """How often this thread has set generators back; beside it, how often all threads have."""
+    """The number of times that generators were set back: in this thread, and in all threads."""
 
     total = 0
     running = 0
@@ -207,7 +207,7 @@ class _Rewinds(threading.local):
         self.own = 0
         self.own_running = 0
         self.alone = False
-        """Whether no other thread draws while this one runs."""
+        """Whether no other thread uses the same generators while this thread runs."""
 
     def begin(self) -> None:
         with _Rewinds.lock:
@@ -222,7 +222,7 @@ class _Rewinds(threading.local):
         self.own_running -= 1
 
     def others(self) -> int:
-        """A number that changes when another thread sets generators back; -1 while one has them set back."""
+        """Returns a number that changes when another thread sets generators back; -1 while another thread replays."""
         if self.alone:
             return 0
         with _Rewinds.lock:
@@ -233,13 +233,15 @@ _rewinds = _Rewinds()
 
 
 def _threaded() -> bool:
-    """Whether other threads may draw meanwhile."""
+    """Whether other threads may draw from the same generators at the same time."""
     return threading.active_count() > 1 and not _rewinds.alone
 
 
 @contextlib.contextmanager
 def unshared() -> Iterator[None]:
-    """Tells that in the body no other thread draws: that somebody sees to it that generators are each thread's own."""
+    """Declares that no other thread draws from the same generators in the body, because each thread has separate
+    generators.
+    """
     before, _rewinds.alone = _rewinds.alone, True
     try:
         yield
@@ -247,16 +249,16 @@ def unshared() -> Iterator[None]:
         _rewinds.alone = before
 
 
-# Replays of several threads wait for each other; not for ever, because a function may itself wait for a thread.
+# Replays of several threads wait for one another, but not forever, because a function may itself wait for a thread.
 _exclusive = threading.RLock()
 _PATIENCE = 10.0  # seconds
 
 
 class RandomState:
-    """The generator states at one call: `capture` before it, `drawn` after it, `replay` around reruns.
+    """The generator states at one call: `capture` before the call, `drawn` after it, `replay` around each recompute.
 
-    Generators are shared by all threads of a process. Where several threads run, draws of others are noticed
-    by where the generators end; that others have set them back meanwhile (for a replay of theirs), by a count.
+    All threads of a process share the generators. If other threads run, draws of other threads are detected by
+    comparing final generator states, and replays in other threads by a counter.
     """
 
     __slots__ = ("disturbed", "others", "states", "threaded")
@@ -269,56 +271,61 @@ class RandomState:
         disturbed: bool = False,
     ):
         self.states = states
-        """(source, state before, state after) of each source."""
+        """(source, state before the call, state after it) of each generator."""
         self.threaded = threaded
-        """Whether other threads may draw from the same sources."""
+        """Whether other threads may draw from the same generators."""
         self.disturbed = disturbed
-        """Whether another thread replayed during the call, so that its states tell nothing."""
+        """Whether another thread replayed during the call, so that the states of this call mean nothing."""
         self.others = others
 
     @staticmethod
     def capture(devices: Iterable[torch.device] = (), generators: Iterable[Any] = ()) -> RandomState:
-        """Reads the states; `devices` besides the CPU, `generators` besides the global ones."""
-        others = _rewinds.others()  # before the states: what happens in between must show
+        """Reads the states of the CPU and global generators, of the default generators of `devices`, and of
+        `generators`.
+        """
+        others = _rewinds.others()  # read before the states, so that a replay in between is detected
         sources = _global_sources(devices)
         sources += [_source(g) for g in generators]
         return RandomState([(s, s.get(), None) for s in sources], others)
 
     def drawn(self) -> RandomState:
-        """Returns the part of this state that was drawn from since `capture`."""
+        """Returns the states of the generators that were used since `capture`."""
         states = []
         for source, before, _ in self.states:
             after = source.get()
             if not source.same(before, after):
                 states.append((source, before, after))
-        if self.others < 0 or self.others != _rewinds.others():  # after the states, likewise
+        if self.others < 0 or self.others != _rewinds.others():  # read after the states, for the same reason
             return RandomState(self.states, threaded=True, disturbed=True)
         return RandomState(states, threaded=bool(states) and _threaded())
 
     def moved(self) -> bool:
-        """Whether anybody has drawn since `capture`."""
+        """Whether any of the generators was used since `capture`."""
         return any(not source.same(before, source.get()) for source, before, _ in self.states)
 
     def assumed(self, drawn: bool) -> RandomState:
-        """The same, known beforehand for the generators of torch: reading them takes memory that a plan counts."""
+        """Returns what `drawn` would return for torch's generators, given whether the call draws.
+
+        Reading their states would allocate memory that a plan counts.
+        """
         states = [state for state in self.states if isinstance(state[0], _Torch)] if drawn else []
         return RandomState(states)
 
     def rewind(self) -> None:
-        """Sets every source back to its state before the call, for good."""
+        """Sets every generator back to its state before the call, permanently."""
         for source, before, _ in self.states:
             source.set(before)
 
     @contextlib.contextmanager
     def replay(self, completed: Callable[[], bool]) -> Iterator[None]:
-        """Runs the body on the states before the call, then puts the present states back.
+        """Runs the body with the states before the call, then restores the present states.
 
         Args:
-            completed: tells, after the body, whether it ran to its end (and was not stopped early).
+            completed: called after the body; returns whether the body ran to its end, rather than being stopped early.
 
         Raises:
-            RandomStateError: the body draws, and not surely what the call drew, because another thread uses
-                the same generator. Only a body that ran to its end can be judged.
+            RandomStateError: the body may have drawn other numbers than the call, because another thread uses the same
+                generator. This is checked only for a body that ran to its end.
         """
         locked = _threaded() and _exclusive.acquire(timeout=_PATIENCE)
         others = _rewinds.others()
@@ -348,7 +355,8 @@ class RandomState:
         if others < 0 or others != _rewinds.others():
             raise RandomStateError(SHARED)
         for now, (source, before, after) in zip(ends, states, strict=True):
-            # Where it began, it drew nothing, and what moved the generator in the call was somebody else.
+            # If the generator is at its start state, the body drew nothing from it, and another thread moved it during
+            # the call.
             if not source.same(now, after) and not source.same(now, before):
                 raise RandomStateError(SHARED)
 

@@ -1,11 +1,11 @@
-"""Copies of what a function closes over, in which some places hold other values: what a recompute runs on.
+"""Copies of a function and its closure in which some places hold other values, for a recompute to run on.
 
-A recompute has to find the buffers, flags and attributes that its forward found, and must leave no trace of what it
-writes. The live objects belong to the program: another thread may be running the same module. So the function is
-copied, with those of its cells, modules, objects and containers that lie on a way to such a place; all else is shared.
+A recompute must find the buffers, flags and attributes that its forward found, and its writes must not be visible. The
+original objects belong to the program: another thread may be running the same module. So the function is copied,
+together with the cells, modules, objects and containers on a path to a changed place. Everything else is shared.
 
-What cannot be copied (a class, an imported module, a compiled or a sharded module, and all that these reach) is named,
-for the caller to change in place.
+Some objects cannot be copied: classes, imported modules, compiled or sharded modules, and everything reached through
+them. Changes to these are returned, and the caller makes them in place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fckpt._call.places import ABSENT, ARRAYS, BUILTIN, INERT, Slot, content, en
 __all__ = ["shadow"]
 
 _MOST = 50_000
-"""Objects looked at."""
+"""The most objects that are searched."""
 
 
 def shadow(
@@ -47,11 +47,11 @@ def shadow(
 
     Args:
         roots: functions, modules, objects.
-        changes: the places and the values that they are to hold.
-        made: where to note copies, by the id of what they are of.
+        changes: the places and their new values.
+        made: a dict that receives the copies, by the id of the original.
 
     Returns:
-        The roots, copied where need be, and those of `changes` that no copy could take.
+        The roots, copied if necessary, and the changes that no copy could hold.
     """
     graph = _Graph(changes)
     graph.made = {} if made is None else made
@@ -61,12 +61,12 @@ def shadow(
 
 
 class _Graph:
-    """What can be reached from some roots, and on which ways. An object is named by its id."""
+    """The objects that can be reached from some roots, by id, and the references between them."""
 
     def __init__(self, changes: Iterable[Slot]):
         self.changes = list(changes)
         self.given: dict[int, dict[Any, Any]] = {}
-        """What the places of an object are to hold."""
+        """The new values in the places of each object, by key."""
         for holder, key, value in self.changes:
             self.given.setdefault(id(holder), {})[key] = value
         self.nodes: dict[int, Any] = {}
@@ -74,14 +74,14 @@ class _Graph:
         self.above: dict[int, set[int]] = {}
         self.below: dict[int, list[int]] = {}
         self.fixed: list[int] = []
-        """What cannot be copied, or is reached by what cannot."""
+        """The objects that cannot be copied, or are reached only through such an object."""
         self.live: set[tuple[int, Any]] = set()
-        """Globals that are read where they are."""
+        """Globals that methods read from the original scope."""
         self.todo: list[tuple[Any, int]] = []
         self.chosen: set[int] = set()
         self.made: dict[int, Any] = {}
 
-    # -- the ways
+    # -- search
 
     def explore(self, roots: Iterable[Any]) -> None:
         for root in roots:
@@ -90,7 +90,7 @@ class _Graph:
             self.visit(*self.todo.pop())
 
     def edge(self, parent: Any, child: Any, depth: int) -> None:
-        """Notes that `parent` leads to `child`, which is looked into `depth` levels deep."""
+        """Records a reference from `parent` to `child`, which is searched `depth` levels deep."""
         kind = type(child)
         if kind in INERT or depth < 0 or isinstance(child, (torch.Tensor, type)):
             return
@@ -130,20 +130,20 @@ class _Graph:
             self.object(node, kind, depth)
 
     def items(self, node: dict[Any, Any]) -> dict[Any, Any]:
-        """The entries of a dict, as they are to be."""
+        """Returns the entries of a dict after the changes."""
         given = self.given.get(id(node))
         held = entries(node)
         return held if given is None else {k: v for k, v in {**held, **given}.items() if v is not ABSENT}
 
     def elements(self, node: Any) -> Iterable[Any]:
-        """The items of a list or its like, as they are to be."""
+        """Returns the items of a sequence or set after the changes."""
         given = self.given.get(id(node))
         if given is not None:
             return given[None]
         return list(node) if isinstance(node, (tuple, frozenset)) else content(node, None)
 
     def attributes(self, node: Any, kind: type, depth: int) -> None:
-        """The attributes that a subclass of a container has."""
+        """Visits the attributes that a container subclass adds."""
         if kind in BUILTIN or isinstance(node, tuple):
             return
         self.class_of(node)
@@ -159,7 +159,7 @@ class _Graph:
             return None
 
     def leaf(self, parent: Any, child: Any) -> None:
-        """A dict that holds tensors alone."""
+        """Records a dict that holds only tensors, if it changes."""
         if child and id(child) in self.given:
             self.nodes[id(child)] = child
             self.above.setdefault(id(child), set()).add(id(parent))
@@ -190,7 +190,7 @@ class _Graph:
         self.edge(fn, fn.__dict__.get("__wrapped__"), depth)
 
     def fix(self, value: Any) -> None:
-        """Notes a value that the function will find where it is, whatever is copied."""
+        """Records a value that cannot be replaced by a copy, because it is found through the original object."""
         self.edge(None, value, DEPTH)
         self.fixed.append(id(value))
 
@@ -218,7 +218,7 @@ class _Graph:
             self.edge(module, attribute(module, name), DEPTH)
 
     def tree(self, module: nn.Module, attributes: dict[str, Any]) -> bool:
-        """Notes the ways to what changes in a tree of modules, without a look at the rest; False if it needs one."""
+        """Records the paths to the changes in a module tree without a search; returns False if a search is needed."""
         parts = None if slot_names(type(module)) else known_parts(module)
         if parts is None or parts.ways is None or not _can_copy_all(parts.kinds):
             return False
@@ -263,7 +263,7 @@ class _Graph:
             self.edge(node, given.get(name, attribute(node, name)), depth - 1)
 
     def class_of(self, node: Any) -> None:
-        """The methods of an object's class find their globals where they are; and not every object can be copied."""
+        """Fixes the globals that methods of the object's class read, and the object itself if it cannot be copied."""
         kind = type(node)
         for scope, name in globals_of_methods(kind):
             self.method_global(scope, name)
@@ -277,7 +277,7 @@ class _Graph:
     # -- the copies
 
     def choose(self) -> list[Slot]:
-        """Decides what is copied; returns the changes that must be made in place."""
+        """Chooses the objects to copy; returns the changes that must be made in place."""
         fixed: set[int] = set()
         todo = self.fixed
         while todo:
@@ -287,8 +287,9 @@ class _Graph:
                 todo += self.below.get(key, ())
         left = []
         for change in self.changes:
-            key = id(change[0])
-            if key in fixed or key not in self.nodes or (key, change[1]) in self.live:
+            holder, name, _ = change
+            key = id(holder)
+            if key in fixed or key not in self.nodes or (key, name) in self.live:
                 left.append(change)
             else:
                 todo.append(key)
@@ -300,7 +301,7 @@ class _Graph:
         return left
 
     def copied(self, node: Any) -> Any:
-        """The copy of an object, if it is to be copied."""
+        """Returns the copy of an object that was chosen; otherwise the object itself."""
         key = id(node)
         if key not in self.chosen:
             return node
@@ -353,9 +354,9 @@ class _Graph:
         return new
 
     def container_copy(self, node: Any, kind: type) -> Any:
-        """The copy of a list, a set, an array, or of a subclass of these or of dict."""
+        """Returns the copy of a list, a set, an array, or of a container subclass."""
         if isinstance(node, frozenset):
-            return node  # compared by value, as what is in it
+            return node  # compared by value, as are its items
         new = self.made[id(node)] = _empty(node, kind)
         if isinstance(node, dict):
             for name, value in self.items(node).items():
@@ -388,7 +389,7 @@ class _Graph:
         return new
 
     def cell_shell(self, cell: types.CellType) -> types.CellType:
-        """The copy of a cell, not filled yet: what lies in it may lead back to the function."""
+        """Returns the copy of a cell, still empty: its content may refer back to the function."""
         if id(cell) not in self.chosen:
             return cell
         return self.made.setdefault(id(cell), types.CellType())
@@ -418,7 +419,7 @@ def _is_compiled(attributes: dict[str, Any]) -> bool:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-"""Where a module keeps functions that run with its forward, which may write to what they close over."""
+"""The attributes that hold the forward hooks of a module, which may write to their captured values."""
 
 
 def _is_hooked(attributes: dict[str, Any]) -> bool:
@@ -426,7 +427,7 @@ def _is_hooked(attributes: dict[str, Any]) -> bool:
 
 
 def _empty(node: Any, kind: Any) -> Any:
-    """A container like another, with nothing in it; an array with what is in that one."""
+    """Returns an empty container like `node`; for an array, a copy."""
     if isinstance(node, ARRAYS):
         return copy.copy(node)
     new = kind.__new__(kind)
@@ -439,15 +440,15 @@ def _empty(node: Any, kind: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _can_copy(kind: type) -> bool:
-    """Whether an object of a class is its attributes, and nothing outside refers to it by what it is."""
+    """Whether an object of a class consists of its attributes, and nothing refers to the object by identity."""
     if kind in RECORDS:
         return True
     if issubclass(kind, CONTAINERS):
         return kind.__new__ in _NEW
     if not (is_user_class(kind) or issubclass(kind, nn.Module)):
-        return False  # a lock, a thread, a file
+        return False  # for example a lock, a thread or a file
     if hasattr(kind, "__del__"):
-        return False  # what it lets go at its end is let go once
+        return False  # a copy would release its resources a second time
     if any(base.__module__.startswith(_SEALED) for base in kind.__mro__):
         return False
     try:

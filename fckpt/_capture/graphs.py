@@ -33,7 +33,7 @@ class FlatGraph:
         """The positions of the numbers on which the value or shape of a tensor depends."""
         self.differentiates = any("_grad_increment_nesting" in str(n.target) for n in module.graph.nodes)
         """Whether the graph takes gradients with torch.func."""
-        self.constants = _lift_constants(module)
+        self.constants = _constants_as_inputs(module)
         """Tensors that the graph holds, which become additional inputs."""
         (output,) = (node for node in module.graph.nodes if node.op == "output")
         self._numeric = _numeric_outputs(module, output)
@@ -136,10 +136,10 @@ def _reaches_tensor(node: fx.Node) -> bool:
     return False
 
 
-def _lift_constants(module: fx.GraphModule) -> list[torch.Tensor]:
+def _constants_as_inputs(module: fx.GraphModule) -> list[torch.Tensor]:
     """Turns the tensors that a graph holds as attributes into inputs, after the existing ones."""
     constants: list[torch.Tensor] = []
-    lifted: dict[str, fx.Node] = {}
+    placeholders: dict[str, fx.Node] = {}
     last = None
     for node in module.graph.nodes:
         if node.op == "placeholder":
@@ -153,14 +153,14 @@ def _lift_constants(module: fx.GraphModule) -> list[torch.Tensor]:
         if not isinstance(value, torch.Tensor):
             continue
         target = str(node.target)
-        if target not in lifted:
+        if target not in placeholders:
             first = next(iter(module.graph.nodes)) if last is None else last
             where = module.graph.inserting_before(first) if last is None else module.graph.inserting_after(first)
             with where:
-                last = lifted[target] = module.graph.placeholder(f"constant_{len(constants)}")
+                last = placeholders[target] = module.graph.placeholder(f"constant_{len(constants)}")
             last.meta["example_value"] = value
             constants.append(value)
-        node.replace_all_uses_with(lifted[target])
+        node.replace_all_uses_with(placeholders[target])
         module.graph.erase_node(node)
     return constants
 

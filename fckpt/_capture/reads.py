@@ -15,7 +15,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fckpt._call.closure import Unguarded, global_names, is_library, is_user_class
+from fckpt._call.closure import Unguarded, attribute, global_names, is_library, is_user_class
 from fckpt._call.modules import facts_of
 from fckpt._capture.classes import ClassFacts
 
@@ -86,6 +86,7 @@ class Guards:
         self._scopes = list(reads.codes.items())
         self._called = list(_called(reads))
         self._attributes = list(_functions_of_modules(reads.codes))
+        self._bases = [(cls, cls.__mro__) for cls in reads.classes.values()]
         self._caches = [(c, c.cache_info().misses) for c in _caches(reads)]
         self._facts = facts_of(self._called, self._scopes)
         self.unguarded = next((fact for fact in self._facts if isinstance(fact, Unguarded)), None)
@@ -101,6 +102,9 @@ class Guards:
         """Returns a description of the first difference; empty if there is none."""
         if not self._classes.hold():
             return self._classes.changed()
+        for cls, bases in self._bases:
+            if cls.__mro__ != bases:
+                return f"{cls.__qualname__} has other base classes"
         for held, name, value in self._attributes:
             if held.get(name) is not value:
                 return f"{held.get('__name__', 'a module')}.{name} was replaced by another function"
@@ -130,9 +134,7 @@ def _called(reads: Reads) -> Iterator[Any]:
 
 
 def _functions_in(value: Any) -> Iterator[types.FunctionType]:
-    parts = (
-        value, getattr(value, "__func__", None), getattr(value, "func", None), getattr(value, "__wrapped__", None)
-    )  # fmt: skip
+    parts = (value, *(attribute(value, name) for name in ("__func__", "func", "__wrapped__")))
     if isinstance(value, property):
         parts = (value.fget, value.fset, value.fdel, None)
     for part in parts:

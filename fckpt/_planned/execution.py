@@ -21,6 +21,7 @@ from fckpt._call.levels import (
     is_wrapped,
     unbatched,
 )
+from fckpt._call.results import Returned
 from fckpt._planned.lower import Lowered, lower
 from fckpt._trace.operations import Backward, Ref, Trace, indices_of, is_expanded, statistics_of, strides_of
 from fckpt.errors import MutationError
@@ -63,10 +64,10 @@ class Program:
         dims = trace.out_dims or (None,) * len(trace.outputs)
         specs = [(trace.tensors[t], dim) for t, dim in zip(trace.outputs, dims, strict=True)]
         shapes = [(_without(spec.shape, dim), spec.dtype) for spec, dim in specs]
-        self.ends = (trace.spec, trace.leaves, shapes)
+        self.returned = Returned(trace.spec, trace.leaves, shapes)
         """The result as the caller sees it: tree structure, leaves, and the shapes and dtypes of its tensors."""
         closed_over = [i for i in range(count, len(trace.operands)) if i in self.uses]
-        self.lifts = [i for i in closed_over if i not in written]
+        self.read_only = [i for i in closed_over if i not in written]
         """The captured tensors that are used but not written. They are operands of the call for autograd."""
         self.statistics = [i for i in closed_over if i in written]
         """The captured tensors that the forward pass writes."""
@@ -106,9 +107,9 @@ class Program:
         value = self.graph.values[self.trace.tensors[self.trace.operands[operand]].value]
         return value.origin or f"a tensor of shape {list(value.shape)}"
 
-    def lifted(self, closure: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def closed_over(self, closure: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the captured tensors that are used but not written."""
-        return [closure[i - self.count] for i in self.lifts]
+        return [closure[i - self.count] for i in self.read_only]
 
 
 def _without(shape: Sequence[int], dim: int | None) -> torch.Size:
@@ -234,7 +235,7 @@ class Execution:
         self.program = program
         self.level = level
         self.retraceable = retraceable
-        self.lifts = program.lifts
+        self.read_only = program.read_only
         self.replan = replan
         self.gives_up = gives_up
         self.seen = seen
@@ -336,7 +337,7 @@ class Execution:
 
     def _gradients(self) -> list[int]:
         """Returns the operands of the trace that are operands of the call for autograd."""
-        return [*range(self.program.count), *self.lifts]
+        return [*range(self.program.count), *self.read_only]
 
     def _grads(
         self, operands: Sequence[torch.Tensor], given: tuple[int, ...], cotangents: list[torch.Tensor]
@@ -415,7 +416,7 @@ class Execution:
     ) -> list[Any]:
         own: list[Any] = [None] * len(program.trace.operands)
         own[: program.count] = operands[: program.count]
-        for i, tensor in zip(self.lifts, operands[program.count :], strict=True):
+        for i, tensor in zip(self.read_only, operands[program.count :], strict=True):
             own[i] = tensor
         for i, tensor in statistics:
             own[i] = tensor

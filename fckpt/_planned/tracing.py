@@ -43,10 +43,10 @@ class CapturedTensors:
             inputs: the tensors of the arguments.
             passed: further tensors that do not count as captured, wherever they are held.
         """
-        buffers: list[Slot] = [(b[0], b[1], b[3]) for b in observation.buffers]
+        buffers: list[Slot] = [(holder, name, tensor) for holder, name, _, tensor, _ in observation.buffers]
         self.slots = [*observation.slots, *observation.installed, *buffers]
-        found = [t for slot in observation.slots for t in tensors_in(slot[2])]
-        found += [slot[2] for slot in (*observation.installed, *buffers)]
+        found = [t for _, _, value in observation.slots for t in tensors_in(value)]
+        found += [tensor for _, _, tensor in (*observation.installed, *buffers)]
         numbers = {id(t): -1 for t in passed} | {id(t): i for i, t in enumerate(inputs)}
         count = len(numbers)
         self.tensors: list[torch.Tensor] = []
@@ -189,8 +189,11 @@ def below_levels(
     tensors = [*arguments.tensors, *captured.tensors]
     with below_all(), unseen():
         new = {id(t): _without_levels(t) for t in tensors if is_wrapped(t)}
-    placing = [(holder, key, replaced(value, new)) for holder, key, value in captured.slots]
-    moved = [slot for slot, (_, _, value) in zip(placing, captured.slots, strict=True) if slot[2] is not value]
+    moved: list[Slot] = []
+    for holder, key, value in captured.slots:
+        other = replaced(value, new)
+        if other is not value:
+            moved.append((holder, key, other))
     with placed(moved):
         yield arguments.rebuild([new.get(id(t), t) for t in arguments.tensors])
 

@@ -1,1 +1,1 @@
-"""Engine 1: a region is recomputed by running its function again. Nothing is traced."""
+"""Engine 1: rematerialisation without a plan. The backward pass runs the function again; nothing is traced."""

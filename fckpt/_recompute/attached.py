@@ -1,18 +1,17 @@
-"""Recompute under torch.func: a differentiable node at every level of the transform stack.
+"""Regions under torch.func: the outputs are attached to a differentiable node at every level of the transform stack.
 
-`torch.func.grad`, `vjp`, `jvp` and `vmap` each push a level; a tensor is wrapped once per level that tracks it.
-Saved-tensor hooks do not exist there. So a rematerialised function runs as it stands in the levels at hand,
-with what autograd saves thrown away, and its outputs are then attached, level by level, to a node that holds
-the inputs alone. The node's backward evaluates the function's vector-Jacobian product, which is itself such
-a function (of inputs and cotangents) and is attached in the same way. So every order of derivative is
-rematerialised.
+`torch.func.grad`, `vjp`, `jvp` and `vmap` each push a level, and a tensor is wrapped once for each level that tracks
+it. Saved-tensor hooks do not work at these levels. So the function runs once under all active levels, and the tensors
+that autograd saves are discarded. Then its outputs are attached, level by level, to a node that saves only the inputs.
+The node's backward evaluates the function's vector-Jacobian product. This is itself a function (of inputs and
+cotangents) and is attached in the same way, so derivatives of every order are rematerialised.
 
-While levels are taken off, a function becomes another one: under vmap `Batched(p)`, under jvp `Dual(p)`, in
-backward `Pullback(p)`. These, and `UserCall` at the bottom, are the file `primitives`.
+Each level that is taken off transforms the function: `vmap` into `Batched(p)`, `jvp` into `Dual(p)`, and the backward
+pass into `Pullback(p)`. These classes, and `UserCall` for the user's function, are in `primitives`.
 
 Reference: R. Frostig, M. Johnson, D. Maclaurin, A. Paszke, A. Radul, "Decomposing reverse-mode automatic
-differentiation" (2021), https://arxiv.org/abs/2105.09469, for transposition as a transform; the level
-structure is functorch's.
+differentiation" (2021), https://arxiv.org/abs/2105.09469, for transposition as a transform; the level structure is
+functorch's.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from fckpt._call.arguments import Arguments
 from fckpt._call.casts import remembers_casts_of
-from fckpt._call.conditions import BufferHabits, Conditions
+from fckpt._call.conditions import BufferWrites, Conditions
 from fckpt._call.levels import unseen
 from fckpt._call.results import Flat
 from fckpt._recompute.primitives import Batched, Dual, Primitive, Pullback, UserCall
@@ -52,24 +51,26 @@ from fckpt.errors import MutationError
 __all__ = ["run_nodes", "run_planned"]
 
 
-def run_nodes(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits, *, discard: bool = True) -> Any:
-    """Calls `fn` on `arguments` and attaches the outputs to nodes that recompute, at all levels.
+def run_nodes(
+    fn: Callable[..., Any], arguments: Arguments, buffer_writes: BufferWrites, *, discard: bool = True
+) -> Any:
+    """Calls `fn` on `arguments` and attaches the outputs to recomputing nodes at all levels.
 
     Args:
         fn: the user's function.
         arguments: its arguments.
-        habits: kept from call to call, see `conditions`.
-        discard: whether what autograd saves in the forward can be thrown away as it is saved. It cannot when
-            `fn` differentiates inside; then it lives to the end of the forward.
+        buffer_writes: persists between calls, see `conditions`.
+        discard: whether tensors that autograd saves in the forward can be discarded as they are saved. That is
+            impossible if `fn` differentiates inside; then they are freed at the end of the forward.
 
     Raises:
-        HooksUnavailable: `discard` was asked for and is impossible; all is as if `fn` had not been called.
+        HooksUnavailable: `discard` was requested and is impossible; the state is as if `fn` had not been called.
         ClosureError: `fn` uses a differentiated tensor that the recompute could not replace.
-        OpaqueOutputError: `fn` returned tensors inside an object that is no pytree.
+        OpaqueOutputError: `fn` returned tensors inside an object that is not a pytree.
     """
-    call = UserCall(fn, arguments, habits)
+    call = UserCall(fn, arguments, buffer_writes)
     outputs = call.first(discard)
-    operands = call.inputs + call.lifted
+    operands = call.inputs + call.closed_over
     with unseen():
         attached = attach(call, [unwrap_if_dead(x) for x in operands], outputs)
     result = call.assemble(attached, arguments.tensors)
@@ -79,16 +80,16 @@ def run_nodes(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits
 
 
 def run_planned(call: UserCall, flags: Sequence[bool], conditions: Callable[[], Conditions], floor: int = 0) -> Any:
-    """Evaluates a call that has a plan below all levels, which must be those of reverse mode, and attaches it.
+    """Evaluates a planned call below all levels, which must be reverse-mode levels, and attaches its outputs.
 
     Args:
-        call: what `UserCall.plan` has made ready.
+        call: the call, prepared by `UserCall.plan`.
         flags: whether each output requires grad.
-        conditions: returns those of the forward run, after it.
-        floor: the level of the `vmap` under which it is evaluated; 0 if it is evaluated below all levels.
+        conditions: returns the conditions of the forward, after it has run.
+        floor: the level of the `vmap` under which the call is evaluated; 0 to evaluate it below all levels.
     """
     with unseen():
-        operands = [unwrap_if_dead(x) for x in (*call.inputs, *call.lifted)]
+        operands = [unwrap_if_dead(x) for x in (*call.inputs, *call.closed_over)]
         call.view_inputs(call.arguments.tensors)
         attached = _descend(call, operands, None, floor)
         call.settle(conditions())
@@ -105,22 +106,22 @@ def run_planned(call: UserCall, flags: Sequence[bool], conditions: Callable[[], 
 def bind(primitive: Primitive, operands: Sequence[torch.Tensor], floor: int) -> Flat:
     """Evaluates `primitive` and attaches its outputs.
 
-    Levels above `floor` are newer than the forward that `primitive` belongs to. It is evaluated below them.
+    Levels above `floor` are newer than the forward that `primitive` belongs to, so it is evaluated below them.
     """
     return _descend(primitive, operands, None, floor)
 
 
-_FORWARD = sys.maxsize  # a floor above all levels: of the forward itself, no level is new
+_FORWARD = sys.maxsize  # a floor above all levels: for the forward itself, no level is new
 
 
 def attach(primitive: Primitive, operands: Sequence[torch.Tensor], outputs: Flat) -> Flat:
-    """Returns `outputs`, which `primitive` made of `operands`, with a node behind them at every level."""
+    """Returns `outputs`, which `primitive` made from `operands`, with a node behind them at every level."""
     return _descend(primitive, operands, outputs, _FORWARD)
 
 
 def _descend(primitive: Primitive, operands: Sequence[torch.Tensor], outputs: Flat | None, floor: int) -> Flat:
     if outputs is None and any(is_legacy_batchedtensor(x) for x in operands):
-        # `is_grads_batched` uses the older vmap, whose batches carry no history of their own: recorded as it runs.
+        # `is_grads_batched` uses the legacy vmap, whose batched tensors have no separate history: recorded as it runs.
         return primitive(*operands)
     top = peek_interpreter_stack()
     if outputs is None and (top is None or top.level() <= floor):
@@ -141,9 +142,9 @@ def _descend(primitive: Primitive, operands: Sequence[torch.Tensor], outputs: Fl
 
 
 def _evaluate(primitive: Primitive, operands: Sequence[torch.Tensor]) -> Flat:
-    """Evaluates `primitive` in the present levels, unrecorded."""
-    # Grad mode alone does not keep a pullback unrecorded: in backward, autograd sets it as it needs. Detached
-    # operands do, but lose their tangents, so under jvp the record is made and dropped.
+    """Evaluates `primitive` under the active levels, without recording."""
+    # Disabling grad mode is not enough to avoid recording, because a pullback sets grad mode itself. Detaching the
+    # operands is, but drops their tangents; so under jvp the recording is made and dropped.
     if all(c.key() != TransformType.Jvp for c in get_interpreter_stack() or ()):
         with unseen():
             operands = [x.detach() for x in operands]
@@ -185,7 +186,7 @@ def _descend_vmap(
     values, dims = _unbatch(operands, level)
     layered = None
     if level > floor:
-        # The forward was not under this vmap: what it drew, it drew once.
+        # The forward was not under this vmap, so it drew its random numbers once.
         randomness = "same"
         if isinstance(primitive, Pullback):
             layered = primitive.layered(dims, size, randomness)
@@ -254,7 +255,7 @@ def _node(
     if not torch.is_grad_enabled():
         return outputs
     if level:
-        # What is not of this level is a constant here, whether or not a lower level tracks it.
+        # A tensor of another level is a constant at this level, even if a lower level tracks it.
         operands = [x if maybe_get_level(x) == level else _wrap_for_grad(x, level) for x in operands]
     if not any(x.requires_grad for x in operands):
         return outputs
@@ -263,7 +264,7 @@ def _node(
 
 
 class _Recompute(_SingleLevelFunction):
-    """The node: saves its operands, and evaluates the pullback of its primitive on them."""
+    """Autograd node that saves its operands, and whose backward evaluates the pullback of its primitive."""
 
     @staticmethod
     def forward(  # type: ignore[override]

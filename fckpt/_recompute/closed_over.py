@@ -1,9 +1,10 @@
-"""Closed-over tensors under torch.func: which of them a function uses, and whether its recompute can replace them.
+"""Captured tensors under torch.func: which of them a function uses, and whether its recompute can replace them.
 
-A function may reach tensors otherwise than through its arguments: cells, globals, attributes. Under torch.func
-such a tensor can belong to a level that differentiates it, so it becomes one more operand of the function. Where
-it lies is found by a walk (`closure`); that it is used is seen while the function runs. What is used and was not
-found cannot be replaced in a recompute, which is an error: sooner or later, and never a silent zero gradient.
+A function can read tensors from cells, globals and attributes. Under torch.func such a tensor can belong to a level
+that differentiates it, so it becomes an additional operand of the function. A walk through the closure finds the places
+of captured tensors (`closure`); a torch function mode observes which of them the function uses. A recompute could not
+replace a tensor that is used but was not found, so that is an error, at the latest in the recompute. It never leads to
+a silent zero gradient.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ __all__ = ["Recorder", "Watch", "unwatched"]
 
 
 class Recorder(TorchFunctionMode):
-    """Sees which closed-over tensors a function uses, while it runs.
+    """Observes which captured tensors a function uses while it runs.
 
     Raises:
-        ClosureError: a differentiated tensor is neither an input nor `reachable` nor made inside: its history began
-            before the function did (autograd numbers its nodes), or it is a leaf that was not seen to become one.
+        ClosureError: the function uses a differentiated tensor that is not an input, not in `reachable` and not made
+            inside: the tensor's history began before the function did (autograd numbers its nodes), or the tensor is a
+            leaf that was not seen to become one.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor], reachable: dict[int, torch.Tensor]):
         super().__init__()
         self.reachable = reachable
         self.used: dict[int, torch.Tensor] = {}
-        """Those of the reachable tensors that were used, by id."""
+        """The reachable tensors that were used, by id."""
         self.others: dict[int, weakref.ref[torch.Tensor]] = {}
-        """Tensors of a transform that were neither seen to be made nor found; most were made unseen."""
+        """Tensors of a transform that were neither found nor seen to be made; most of them were made inside, unseen."""
         self.inside: dict[int, weakref.ref[torch.Tensor]] = {}
         self._made(list(inputs))
         self.start = torch.autograd._get_sequence_nr()
@@ -53,10 +55,10 @@ class Recorder(TorchFunctionMode):
             self._check_graph([*args, *(kwargs or {}).values()])
         result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.requires_grad_ or func is _SET_REQUIRES_GRAD:
-            self.visit([self._outer(args[0])])  # what a transform inside differentiates may come from outside
+            self.visit([self._outer(args[0])])  # an inner transform may differentiate a tensor from outside
             self._made(args[0])
         elif result is None or _has_tensor(result):
-            # Or else nothing flows from the arguments: a query for a shape, say.
+            # Otherwise no data flows from the arguments: a query of a shape, for example.
             self.visit(args)
             if kwargs:
                 self.visit(kwargs.values())
@@ -72,16 +74,16 @@ class Recorder(TorchFunctionMode):
 
     def _is_inside(self, tensor: torch.Tensor) -> bool:
         reference = self.inside.get(id(tensor))
-        return reference is not None and reference() is tensor  # or else the id has passed on
+        return reference is not None and reference() is tensor  # otherwise another object has the id by now
 
     def _outer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` without the wrappers of transforms that the function applies inside."""
+        """Returns `tensor` without the wrappers of transforms that the function itself applies."""
         while is_functorch_wrapped_tensor(tensor) and maybe_get_level(tensor) > self.depth:
             tensor = get_unwrapped(tensor)
         return tensor
 
     def visit(self, values: Iterable[Any]) -> None:
-        """Notes those of `values` that come from outside."""
+        """Records the tensors in `values` that come from outside the function."""
         for value in values:
             if isinstance(value, torch.Tensor):
                 if self._is_inside(value):
@@ -99,10 +101,10 @@ class Recorder(TorchFunctionMode):
             elif type(value) is dict:
                 self.visit(value.values())
 
-    def check_lifted(self, lifted: Container[int]) -> None:
-        """Raises `ClosureError` for a differentiated tensor that was used and has since left its place."""
+    def check_closed_over(self, closed_over: Container[int]) -> None:
+        """Raises `ClosureError` for a differentiated tensor that was used but is no longer in its place."""
         for key, tensor in self.used.items():
-            if key not in lifted and self._is_foreign(tensor):
+            if key not in closed_over and self._is_foreign(tensor):
                 raise _closure_error(tensor)
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
@@ -116,7 +118,9 @@ class Recorder(TorchFunctionMode):
         return node is None or node._sequence_nr() < self.start
 
     def _check_graph(self, values: Iterable[Any]) -> None:
-        """Differentiating, inside, a graph that was recorded outside: its recompute has no such graph."""
+        """Raises `ClosureError` if the function differentiates a graph recorded outside of it, which its recompute does
+        not have.
+        """
         for value in values:
             if isinstance(value, (list, tuple)):
                 self._check_graph(value)
@@ -132,7 +136,7 @@ class Recorder(TorchFunctionMode):
 
 
 class Watch(TorchFunctionMode):
-    """Raises `ClosureError` when a recompute uses a tensor of the forward run that it should have replaced."""
+    """Raises `ClosureError` if a recompute uses a tensor of the forward that it should have replaced."""
 
     def __init__(self, stale: dict[int, weakref.ref[torch.Tensor]], operands: Sequence[torch.Tensor]):
         super().__init__()
@@ -158,7 +162,7 @@ class Watch(TorchFunctionMode):
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Takes the modes above off for the body: what captures a function would capture them too."""
+    """Disables the modes above for the body: a capture of the function would capture them, too."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]
     others = [mode for mode in modes if not isinstance(mode, (Recorder, Watch))]
     try:

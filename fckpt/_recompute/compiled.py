@@ -1,4 +1,4 @@
-"""What Dynamo traces in the place of a rematerialised region. Imported under `torch.compile` only."""
+"""The functions that Dynamo traces instead of a rematerialised region. Imported only under `torch.compile`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ __all__ = ["call"]
 def call(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a region while Dynamo traces.
 
-    A recompute written into the graph would be undone by the partitioner, and wrong with dropout. So the region
-    becomes torch's own operator for one, which tells the compiler what to recompute. That operator knows no
-    torch.func; there the graph is broken and the region runs eagerly (an error with fullgraph=True).
+    The partitioner would undo a recompute that is written into the graph, and with dropout the recompute would be
+    wrong. So the region becomes torch's checkpoint operator, which tells the compiler what to recompute. That operator
+    does not support torch.func; under it the graph is broken and the region runs eagerly (an error with
+    fullgraph=True).
 
-    Where fckpt itself captures an enclosing function, the region's calls become the outer's, between two marks.
+    If fckpt itself is capturing an enclosing function, the region's operations become part of its graph, between two
+    marks.
     """
     if compiling.is_capturing():
         return compiling.marked_region(region.key, fn, args, kwargs)
@@ -32,7 +34,7 @@ def call(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def made(fn: Callable[..., Any], policy: Any, remat: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the region of `fn` where `remat` itself is called while Dynamo traces."""
+    """Returns the region of `fn`, for a call of `remat` itself while Dynamo traces."""
 
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
         if compiling.is_capturing():

@@ -1,14 +1,14 @@
-"""Recompute under plain autograd: a segment of the graph that saves its inputs and replays for the rest.
+"""Regions under plain autograd: saved-tensor hooks, and a replay of the function in the backward pass.
 
-The forward runs as it stands, with autograd recording, so values, output flags, views and gradients of
-closed-over tensors are those of plain PyTorch. Saved-tensor hooks put a number in the place of every
-intermediate that autograd would save. The first number that backward asks for makes the function run
-again on the saved inputs; that run collects the intermediates and stops as soon as it has the last one.
+The forward runs unchanged, with autograd recording, so values, output flags, views and the gradients of captured
+tensors are those of plain PyTorch. Saved-tensor hooks replace every intermediate that autograd would save by a number.
+The first number that the backward pass unpacks starts a replay: the function runs again on the saved inputs, the replay
+collects the intermediates, and it stops as soon as it has the last one.
 
-That hooks can do this is PyTorch's find (`torch.utils.checkpoint`, use_reentrant=False). What differs here:
-inputs that backward does not need are not held; a segment whose saved values are all inputs or parameters
-is never replayed; what is replayed is compared with what the forward saved (see `replay`); what plain autograd
-refuses, because the function overwrote what backward needs, is refused; generators and buffers are restored.
+PyTorch introduced this use of hooks (`torch.utils.checkpoint`, use_reentrant=False). The differences here: an input
+that the backward pass does not need is not saved; a segment that saved only inputs and parameters is never replayed; a
+replay is compared with the forward (see `replay`); a saved value that the function overwrites is an error, as in plain
+autograd; generators and buffers are restored.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import torch
 from torch.autograd import forward_ad
 
 from fckpt._call.arguments import Arguments
-from fckpt._call.conditions import BufferHabits, Conditions, Observation
+from fckpt._call.conditions import BufferWrites, Conditions, Observation
 from fckpt._call.levels import version
-from fckpt._call.messages import Kept
+from fckpt._call.messages import Messages
 from fckpt._call.places import Slot, replaced, tensors_in
 from fckpt._recompute.replay import (
     FEW,
     MANY,
-    Ends,
     Found,
     Inputs,
+    LeafKinds,
     Replay,
     Saved,
     as_in_forward,
-    ends_of,
+    leaf_kinds_of,
     overwritten,
     recompute_mode,
 )
@@ -46,7 +46,7 @@ __all__ = ["run_segment"]
 
 
 class _Held:
-    """A saved tensor that needs no replay: input `index`, or else a parameter, or a view of either."""
+    """A saved tensor that needs no replay: input `index`, a parameter, or a view of one of these."""
 
     __slots__ = ("index", "tensor", "version")
 
@@ -56,17 +56,17 @@ class _Held:
         self.version = version
 
 
-def run_segment(fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits) -> Any:
-    """Calls `fn` on `arguments`; what autograd would save of its inside is recomputed in backward.
+def run_segment(fn: Callable[..., Any], arguments: Arguments, buffer_writes: BufferWrites) -> Any:
+    """Calls `fn` on `arguments`; its intermediates are recomputed in the backward pass instead of saved.
 
     Returns:
-        What `fn` returns.
+        The result of `fn`.
 
     Raises:
-        HooksUnavailable: see there. Generators and buffers are then as if `fn` had not been called.
+        HooksUnavailable: `fn` uses torch.func inside. Generators and buffers are then as if `fn` had not been called.
         MutationError: `fn` changed an argument in place that its recompute needs.
     """
-    segment = _Segment(fn, arguments, habits)
+    segment = _Segment(fn, arguments, buffer_writes)
     if segment.observation is not None and segment.observation.lazy:
         args, kwargs = arguments.given  # the first call of a lazy module is not rematerialised
         return fn(*args, **kwargs)
@@ -84,8 +84,8 @@ class _Segment:
         "fn",
         "held",
         "inputs",
-        "kept",
         "lock",
+        "messages",
         "needs_grad",
         "observation",
         "operation",
@@ -102,11 +102,11 @@ class _Segment:
         "words",
     )
 
-    def __init__(self, fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits):
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments, buffer_writes: BufferWrites):
         self.fn = fn
         self.arguments = arguments
         tensors = arguments.tensors
-        self.inputs: Inputs | None = Inputs(tensors)  # None once the forward has ended
+        self.inputs: Inputs | None = Inputs(tensors)  # None after the forward
         self.versions = [version(t) for t in tensors]
         self.needs_grad = [t.requires_grad for t in tensors]
         self.used: set[int] = set()
@@ -116,33 +116,33 @@ class _Segment:
         self.operation = -1
         self.bare: list[int] = []
         self.unfilled: set[int] = set()
-        """The saved values that an operation may have filled after it saved them."""
+        """The saved values that an operation may have filled after saving them."""
         self.saved: list[Saved] = []
         self.counters: list[torch.Tensor | None] = []
-        """What tells, until the forward has ended, how often the saved values were changed in place."""
+        """The version counters of the saved values, until the end of the forward."""
         self.stale: dict[int, int] = {}
-        """Which of them had been changed in place by then, and how often."""
-        self.results: Ends = []
-        self.kept = Kept()
+        """The saved values that had been changed in place by the end of the forward, and their versions then."""
+        self.results: LeafKinds = []
+        self.messages = Messages()
         self.conditions: Conditions | None = None
         self.closed: list[tuple[Slot, dict[int, int]]] = []
-        """The places where the function closes over inputs, and which inputs: by the id of the tensor."""
+        """The places of captured tensors that are also inputs, and their input numbers by the id of the tensor."""
         self.stores: dict[int, dict[int, Found]] = {}
         self.lock = threading.RLock()
         self.tangents: list[torch.Tensor | None] | None = None
         if forward_ad._current_level >= 0:
             self.tangents = [forward_ad.unpack_dual(t).tangent for t in tensors]
-            self.words, self.shared = 0, False  # formulas of forward mode fill in tangents after they are saved
-        # Hooks in force outside (an enclosing segment's, or the user's) decide how the inputs are held.
+            self.words, self.shared = 0, False  # forward-mode formulas fill in tangents after they are saved
+        # Outer hooks (an enclosing segment's, or the user's) decide how the inputs are saved.
         self.outer = top()
         self.held: list[Any] = tensors
         if self.outer is not None:
-            # Now rather than later: an enclosing replay that ends with this segment need not run it. What
-            # requires grad comes last, because a replay may stop only at such a value.
+            # Packed now rather than later, so that an enclosing replay that ends with this segment need not run it.
+            # Inputs that require grad are packed last, because a replay can stop only at such a value.
             self.held = [None] * len(tensors)
             for i in sorted(range(len(tensors)), key=lambda i: tensors[i].requires_grad):
                 self.held[i] = self.outer[0](tensors[i])
-        self.observation: Observation | None = Observation([fn], arguments.statics, tensors, habits)
+        self.observation: Observation | None = Observation([fn], arguments.statics, tensors, buffer_writes)
 
     def forward(self) -> Any:
         assert self.observation is not None
@@ -150,7 +150,7 @@ class _Segment:
         args, kwargs = self.arguments.given
         push(self.pack, self.unpack)
         try:
-            with self.kept.recorded():
+            with self.messages.recording():
                 result = self.fn(*args, **kwargs)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error) or "torch.func" not in str(error):
@@ -173,16 +173,16 @@ class _Segment:
                     raise self.arguments.written(i)
             self.conditions = self.observation.conditions()
             self.fn = self.conditions.fn
-            self.closed = _closed_over(self.conditions.slots, self.inputs.index)
-            self.results = ends_of(result)
+            self.closed = _closed_over_inputs(self.conditions.slots, self.inputs.index)
+            self.results = leaf_kinds_of(result)
             self._note_stale()
         else:
-            del self.fn, self.kept  # nothing will be replayed
+            del self.fn, self.messages  # nothing will be replayed
         self.held = [held if i in needed else None for i, held in enumerate(self.held)]
         self.arguments.release()
         self.inputs = self.observation = None
 
-    # -- what autograd saves in the forward
+    # -- forward: values that autograd saves
 
     def pack(self, tensor: torch.Tensor) -> int | _Held:
         inputs = self.inputs
@@ -191,7 +191,7 @@ class _Segment:
         if index is not None:
             self.used.add(index)
             return _Held(index, None, tensor._version)
-        if not inputs.kept(tensor):
+        if not inputs.provides(tensor):
             number = len(self.saved)
             self._note_operation(number, tensor)
             words = self._words(tensor) if self.shared else self.words
@@ -203,7 +203,7 @@ class _Segment:
         return _Held(-2, self.outer[0](tensor), 0)
 
     def _words(self, tensor: torch.Tensor) -> int:
-        """How many words are compared where other threads may draw: many of what is small, or drawn from."""
+        """Returns how many words to compare if other threads may draw: many for small values, and after a draw."""
         assert self.observation is not None
         if tensor.numel() <= FEW:
             return MANY
@@ -212,15 +212,19 @@ class _Segment:
         return self.words
 
     def _note_stale(self) -> None:
-        """Finds the saved values that the function itself changed later: a replay that stops early would not see it."""
+        """Finds the saved values that the function itself changed later, which a replay that stops early would not
+        notice.
+        """
         for number, (saved, counter) in enumerate(zip(self.saved, self.counters, strict=True)):
             if counter is not None and counter._version != saved.version:
                 self.stale[number] = counter._version
         self.counters = []
 
     def _note_operation(self, number: int, tensor: torch.Tensor) -> None:
-        """Some operations save, along with an input, a tensor that they are yet to fill: rrelu its noise."""
-        operation = torch.autograd._get_sequence_nr()  # that of the operation's node plus one
+        """Records the values that an operation saves before it fills them, along with an input: rrelu's noise, for
+        example.
+        """
+        operation = torch.autograd._get_sequence_nr()  # the sequence number of the operation's node, plus one
         if operation != self.operation:
             self.operation, self.bare = operation, []
         if tensor.requires_grad:
@@ -228,7 +232,7 @@ class _Segment:
         else:
             self.bare.append(number)
 
-    # -- what it asks for in backward
+    # -- backward: values that autograd unpacks
 
     def unpack(self, packed: int | _Held) -> torch.Tensor:
         if isinstance(packed, int):
@@ -259,7 +263,7 @@ class _Segment:
             )
 
     def _fetched(self, index: int, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        """An input that the enclosing segment recomputes: asked for once in a backward pass."""
+        """Returns an input that the enclosing segment recomputes; requested once per backward pass."""
         task = torch._C._current_graph_task_id()
         if task < 0:
             return unpack(self.held[index])
@@ -288,7 +292,7 @@ class _Segment:
             return store.pop(number).checked()
 
     def _store(self, task: int) -> dict[int, Found]:
-        """What is kept for the rest of a backward pass: saved values until they are asked for, and inputs (~i)."""
+        """Returns the values held during a backward pass: saved values until they are unpacked, and inputs (key ~i)."""
         if task not in self.stores:
             self.stores[task] = {}
             reference = weakref.ref(self)
@@ -302,13 +306,13 @@ class _Segment:
         return self.stores[task]
 
     def _replay(self) -> dict[int, Found]:
-        # A backward inside the forward finds the segment half done; its conditions are those so far.
+        # A backward pass inside the forward finds the segment incomplete; it uses the conditions so far.
         conditions = self.conditions
         if conditions is None:
             assert self.observation is not None
             conditions = self.observation.conditions()
-        # Under threads a replay that draws random numbers runs to its end, to be able to verify them. So does one whose
-        # last operation saved something (`bare`) that it may be yet to fill.
+        # With other threads, a replay that draws random numbers runs to its end, to verify them. So does a replay whose
+        # last operation saved a tensor (`bare`) that it may still have to fill.
         threaded = conditions.random.threaded
         replay = Replay(
             self.saved,
@@ -323,12 +327,12 @@ class _Segment:
                 for i, (then, needs) in enumerate(zip(self.versions, self.needs_grad, strict=True))
             ]
             placing = self._inputs_placed(tensors) if self.closed else ()
-            with conditions.restored(lambda: not replay.stopped, placing) as again, self.kept.repeated():
+            with conditions.restored(lambda: not replay.stopped, placing) as again, self.messages.reusing():
                 replay.run(again, self.arguments, tensors, self.tangents)
         return replay.found
 
     def _inputs_placed(self, tensors: list[torch.Tensor]) -> list[Slot]:
-        """The function's closure with the tensors that stand for inputs in the replay."""
+        """Returns the places of captured inputs, with the tensors that replace the inputs in the replay."""
         return [
             (holder, key, replaced(value, {known: tensors[i] for known, i in indices.items()}))
             for (holder, key, value), indices in self.closed
@@ -336,7 +340,7 @@ class _Segment:
 
 
 def _counter(tensor: torch.Tensor) -> torch.Tensor | None:
-    """An empty tensor that shares the version counter of `tensor`, and so outlives it at no cost."""
+    """Returns an empty tensor that shares the version counter of `tensor`, and can outlive `tensor` at no cost."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return None
     alias = tensor.detach()
@@ -344,9 +348,14 @@ def _counter(tensor: torch.Tensor) -> torch.Tensor | None:
     return alias
 
 
-def _closed_over(slots: list[Slot], inputs: dict[int, int]) -> list[tuple[Slot, dict[int, int]]]:
-    pairs = [(slot, {id(t): inputs[id(t)] for t in tensors_in(slot[2]) if id(t) in inputs}) for slot in slots]
-    return [(slot, indices) for slot, indices in pairs if indices]
+def _closed_over_inputs(slots: list[Slot], inputs: dict[int, int]) -> list[tuple[Slot, dict[int, int]]]:
+    found = []
+    for slot in slots:
+        _, _, value = slot
+        indices = {id(t): inputs[id(t)] for t in tensors_in(value) if id(t) in inputs}
+        if indices:
+            found.append((slot, indices))
+    return found
 
 
 _NO_MEMORY = torch.empty(0)

@@ -1,7 +1,7 @@
-"""What a function becomes when levels of torch.func are taken off it: the primitives of `transform`.
+"""The primitives of `attached`: a function after levels of torch.func have been taken off it.
 
-Each is a pure function of a flat list of tensors: the user's function itself, the same under vmap, under jvp,
-and its vector-Jacobian product.
+Each is a pure function of a flat list of tensors: the user's function itself, the same under vmap or jvp, and its
+vector-Jacobian product.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch._functorch.vmap import restore_vmap
 
 from fckpt import _tree as tree
 from fckpt._call.arguments import Arguments
-from fckpt._call.conditions import BufferHabits, Conditions, Observation, may_be_statistics
+from fckpt._call.conditions import BufferWrites, Conditions, Observation, may_be_statistics
 from fckpt._call.levels import unseen, unwrapped, version
-from fckpt._call.messages import Kept
+from fckpt._call.messages import Messages
 from fckpt._call.places import Slot, replaced, tensors_in
-from fckpt._call.results import Ends, Flat, Rebuilt, is_number, numbered
+from fckpt._call.results import Flat, Rebuilt, Returned, is_number, numbered
 from fckpt._recompute.closed_over import Recorder, Watch
 from fckpt._recompute.saved_tensors import HooksUnavailable, allow_hooks, disallow_hooks, pop, push
 from fckpt.errors import ImpureFunctionError, MutationError
@@ -36,7 +36,7 @@ class Primitive(Protocol):
 
 
 class Planned(Protocol):
-    """Computes outputs and gradients of one call by a plan, each once; None when it cannot (any more)."""
+    """Computes the outputs and gradients of one call by a plan, each once; returns None if it cannot (any more)."""
 
     def forward(self, operands: Sequence[torch.Tensor]) -> Flat | None: ...
 
@@ -46,43 +46,45 @@ class Planned(Protocol):
 
 
 class UserCall:
-    """One call of the user's function. Its operands are the distinct input tensors, then those closed over."""
+    """One call of the user's function. Its operands are the distinct input tensors, followed by the captured tensors it
+    uses.
+    """
 
-    def __init__(self, fn: Callable[..., Any], arguments: Arguments, habits: BufferHabits):
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments, buffer_writes: BufferWrites):
         self.fn = [fn]
-        """A list, so that the function lies in a place like others: it may be a method of a tensor."""
+        """In a list, so that the function is itself in a place: it may be a method of a tensor."""
         self.arguments = arguments
         self.inputs: list[torch.Tensor] = list(arguments.tensors)
         with unseen():
             self.versions = [(weakref.ref(base), version(base)) for base in map(unwrapped, self.inputs)]
         self.count = len(self.inputs)
-        self.habits = habits
-        self.kept = Kept()
+        self.buffer_writes = buffer_writes
+        self.messages = Messages()
         self.views: dict[int, torch.Tensor] = {}
-        """Outputs that were made already, by the id of what says how."""
-        self.lifted: list[torch.Tensor] = []
-        """The closed-over tensors that the function uses."""
+        """Outputs that exist already, by the id of their `Rebuilt`."""
+        self.closed_over: list[torch.Tensor] = []
+        """The captured tensors that the function uses."""
         self.slots: list[Slot] = []
-        """The places of inputs and lifted tensors in the closure."""
+        """The places in the closure that hold operands."""
         self.numbers: dict[int, int] = {}
-        """Which operand lies there, by the id of the tensor; the slots keep it alive."""
+        """The number of each of these operands, by the id of the tensor; the slots keep the tensors alive."""
         self.planned: Planned | None = None
-        """What runs instead of the function, as far as it can."""
+        """The execution of a plan, which runs instead of the function where it can."""
         self.stale: dict[int, weakref.ref[torch.Tensor]] = {}
-        """What a recompute must not use any more."""
+        """Tensors of the forward that a recompute must not use."""
         self.conditions: Conditions
         self.spec: tree.TreeSpec
         self.leaves: list[Any] = []
-        """What the function returned: tensors replaced by ('out', i) and ('in', i), other leaves as they are."""
+        """The leaves of the result: tensors are replaced by ('out', i) and ('in', i), other leaves are unchanged."""
         self.shapes: list[tuple[torch.Size, torch.dtype]] = []
 
     def first(self, discard: bool) -> Flat:
-        """The forward run, in the present levels: returns the outputs, still tracked."""
-        observation = Observation(self.fn, self.arguments.statics, self.inputs, self.habits)
+        """Runs the forward under the active levels; returns the outputs, still tracked."""
+        observation = Observation(self.fn, self.arguments.statics, self.inputs, self.buffer_writes)
         args, kwargs = self.arguments.given
         recorder = Recorder(self.inputs, observation.reachable())
         try:
-            with _discard_saved() if discard else nullcontext(), recorder, self.kept.recorded():
+            with _discard_saved() if discard else nullcontext(), recorder, self.messages.recording():
                 result = self.fn[0](*args, **kwargs)
         except _Discarded:
             observation.undo()
@@ -98,10 +100,10 @@ class UserCall:
         leaves, self.spec = tree.flatten(result)
         recorder.visit(leaves)
         with unseen():
-            places = {id(x) for slot in conditions.slots for x in tensors_in(slot[2])}
-            self.lifted = [x for key, x in recorder.used.items() if key in places]
+            places = {id(x) for _, _, value in conditions.slots for x in tensors_in(value)}
+            self.closed_over = [x for key, x in recorder.used.items() if key in places]
             self.settle(conditions)
-            recorder.check_lifted(self.numbers)
+            recorder.check_closed_over(self.numbers)
             self.stale |= recorder.others
         known = {id(x): ("in", i) for i, x in enumerate(self.inputs)}
         outputs = numbered(leaves, known)
@@ -109,25 +111,25 @@ class UserCall:
         self.shapes = [(x.shape, x.dtype) for x in outputs]
         return outputs
 
-    def plan(self, lifted: list[torch.Tensor], ends: Ends) -> None:
-        """Takes what `first` finds out from somebody else, who computes the outputs and sets `planned`.
+    def plan(self, closed_over: list[torch.Tensor], returned: Returned) -> None:
+        """Sets the attributes that `first` determines; the caller computes the outputs and sets `planned`.
 
         Args:
-            lifted: the closed-over tensors that the function uses and does not write.
-            ends: what it returns.
+            closed_over: the captured tensors that the function uses and does not write.
+            returned: the structure of its result.
         """
-        self.lifted = lifted
-        self.spec, leaves, self.shapes = ends
+        self.closed_over = closed_over
+        self.spec, leaves, self.shapes = returned
         self.leaves = list(leaves)
 
     def settle(self, conditions: Conditions) -> None:
-        """Takes the conditions of the forward run, once it has ended."""
+        """Sets the conditions of the forward, once it has ended."""
         self.conditions = conditions
         self.fn[0] = conditions.fn
-        operands = [*self.inputs, *self.lifted]
+        operands = [*self.inputs, *self.closed_over]
         numbers = {id(x): i for i, x in enumerate(operands)}
         for slot in conditions.slots:
-            value = slot[2]
+            _, _, value = slot
             found = (value,) if isinstance(value, torch.Tensor) else tensors_in(value)
             if keys := [id(x) for x in found if id(x) in numbers]:
                 self.slots.append(slot)
@@ -137,14 +139,14 @@ class UserCall:
         self.stale = {id(x): weakref.ref(x) for x in stale}
 
     def _changed(self) -> list[tuple[int, int, int]]:
-        """The inputs that were changed in place since the call: (index, version then, version now)."""
+        """Returns the inputs that were changed in place since the call: (index, version then, version now)."""
         with unseen():
             bases = [(then, ref()) for ref, then in self.versions]
             pairs = [(then, then if base is None else version(base)) for then, base in bases]
         return [(i, then, now) for i, (then, now) in enumerate(pairs) if then != now]
 
     def __call__(self, *operands: torch.Tensor) -> Flat:
-        """The recompute: the same outputs from other operands."""
+        """Recomputes the outputs from other operands."""
         if self.planned is not None:
             outputs = self.planned.forward(operands)
             if outputs is not None:
@@ -155,12 +157,12 @@ class UserCall:
                 f"backward (version {then} -> {now}). Run backward before changing it, or change a copy."
             )
         inputs = [x.clone() if may_be_statistics(x) else x for x in operands[: self.count]]
-        # Where it closes over tensors it finds the operands, too.
+        # The operands also replace the captured tensors in their places.
         present = [*inputs, *operands[self.count :]]
         new = {key: present[number] for key, number in self.numbers.items()}
         closed = [(holder, key, replaced(value, new)) for holder, key, value in self.slots]
         watch = Watch(self.stale, [*operands, *present])
-        with self.conditions.restored(lambda: True, closed) as again, watch, self.kept.repeated():
+        with self.conditions.restored(lambda: True, closed) as again, watch, self.messages.reusing():
             args, kwargs = self.arguments.rebuild(inputs, again.statics)
             result = again.fn(*args, **kwargs)
         leaves, spec = tree.flatten(result)
@@ -183,8 +185,8 @@ class UserCall:
     def view_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
         """Makes the outputs that are views of inputs.
 
-        Before the function runs, so that autograd adds up their gradients after those of what it computes: the order of
-        a function that returns, beside a result, views of what it was given.
+        This happens before the function runs, so that autograd accumulates their gradients after the gradients of
+        computed outputs. That is the order for a plain function that returns views of its inputs beside a result.
         """
         made: dict[Any, Any] = {}
         for x in self.leaves:
@@ -192,7 +194,7 @@ class UserCall:
                 self.views[id(x)] = x.of(inputs[x.source[1]], made)
 
     def assemble(self, outputs: Flat, inputs: Sequence[torch.Tensor]) -> Any:
-        """Puts tensors back in the places of their numbers."""
+        """Replaces the numbers in the leaves by tensors; returns the result."""
         sources = {"out": outputs, "in": inputs}
         made: dict[Any, Any] = {}
         views, self.views = self.views, {}
@@ -207,7 +209,7 @@ class UserCall:
         return tree.unflatten(self.spec, leaves)
 
     def _whole(self, leaves: Sequence[Any], outputs: Flat) -> Flat:
-        """The tensors that a plan has for outputs: where some are views, what they are views of."""
+        """Returns the tensors that a plan treats as outputs: for views, the tensors that they are views of."""
         if not any(isinstance(x, Rebuilt) for x in self.leaves):
             return outputs
         found: dict[int, Any] = {}
@@ -227,7 +229,7 @@ class _Discarded(Exception):
 
 @contextmanager
 def _discard_saved() -> Any:
-    """Autograd records the body (so that it picks the same kernels) and keeps no tensor of it."""
+    """Discards everything that autograd saves in the body. Autograd still records, so that the same kernels run."""
     message = allow_hooks()
 
     def unpack(_: None) -> torch.Tensor:
@@ -242,7 +244,7 @@ def _discard_saved() -> Any:
 
 
 class Batched:
-    """`primitive` under vmap, as a function of the batches."""
+    """`primitive` under vmap, as a function of batched tensors."""
 
     def __init__(self, primitive: Primitive, dims: Sequence[int | None], size: int, randomness: str):
         self.primitive = primitive
@@ -259,7 +261,7 @@ class Batched:
 
 
 class Dual:
-    """`primitive` under jvp: from its operands, and the tangents of those in `moving`, to outputs and tangents."""
+    """`primitive` under jvp: from operands, and tangents of the operands in `moving`, to outputs and tangents."""
 
     def __init__(self, primitive: Primitive, count: int, moving: Sequence[int]):
         self.primitive = primitive
@@ -292,7 +294,7 @@ def _is_differentiable(x: torch.Tensor | None) -> bool:
 
 
 class _Layer:
-    """A vmap around the cotangents of a `Pullback`, whose inputs it leaves alone."""
+    """A vmap over the cotangents of a `Pullback`, but not over its inputs."""
 
     def __init__(self, dims: Sequence[int | None], size: int, randomness: str):
         self.dims = tuple(dims)
@@ -312,8 +314,8 @@ class _Layer:
 class Pullback:
     """The vector-Jacobian product of `primitive`: from its operands and cotangents to gradients.
 
-    The inputs are recomputed from once, outside of the vmaps in `layers`, which batch cotangents alone (as
-    `jacrev` does); so random operations are drawn once, as in the forward.
+    The primitive is recomputed once, outside of the vmaps in `layers`, which batch only cotangents (as `jacrev` does).
+    So random numbers are drawn once, as in the forward.
     """
 
     def __init__(
@@ -329,19 +331,20 @@ class Pullback:
     ):
         self.primitive = primitive
         self.outputs = tuple(outputs)
-        """Which outputs have a cotangent."""
+        """The outputs that have a cotangent."""
         self.needs = tuple(needs)
-        """Which operands of `primitive` need a gradient."""
+        """Whether each operand of `primitive` needs a gradient."""
         self.plain = plain
-        """Whether plain autograd recorded the forward. Its formulas are then used, else torch.func's."""
+        """Whether plain autograd recorded the forward. If so, its derivative formulas are used; otherwise torch.func's.
+        """
         self.create_graph = create_graph
-        """The grad mode of the backward that asks; some formulas depend on it."""
+        """The grad mode of the backward pass; some derivative formulas depend on it."""
         self.computed = tuple(computed)
-        """Which operands of `primitive` autocast casts anew for each operation, see `Layout.computed`."""
+        """Whether autocast casts each operand of `primitive` anew for each operation, see `Layout.computed`."""
         self.layers = layers
 
     def layered(self, dims: Sequence[int | None], size: int, randomness: str) -> Pullback | None:
-        """This pullback under one more vmap, if that batches cotangents only."""
+        """Returns this pullback under one more vmap, if it batches only cotangents; otherwise None."""
         count = len(self.needs)
         if any(d is not None for d in dims[:count]):
             return None
@@ -395,7 +398,7 @@ class Pullback:
             for i in wanted:
                 same = tracked and xs[i].requires_grad
                 xs[i] = xs[i] if same else xs[i].detach().requires_grad_()
-                # An alias, so that inputs that depend on one another have gradients of their own.
+                # An alias, so that inputs that depend on one another have separate gradients.
                 if self.computed[i] or (same and dependent):
                     xs[i] = torch.ops.aten.alias(xs[i])
             outputs = self.primitive(*xs)

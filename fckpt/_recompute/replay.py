@@ -1,8 +1,8 @@
-"""One more run of a region's function, which collects what its forward did not keep, and compares it with the forward.
+"""A replay: a second run of a region's function, which collects the values that the forward did not save.
 
-Saved-tensor hooks see the values that autograd saves, in the order of the forward. A value is compared as far as that
-is cheap: shape, dtype, how often it was changed in place, and on the CPU some bytes spread over it. Backward gets a
-value only while it is what it was when it was saved, as in plain autograd.
+Saved-tensor hooks see the values that autograd saves, in the same order as in the forward. Each value is compared with
+the forward as far as that is cheap: shape, dtype, number of in-place changes, and on the CPU some bytes spread over its
+memory. As in plain autograd, the backward pass receives a value only if it has not changed since it was saved.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from fckpt.errors import ImpureFunctionError, MutationError, RandomStateError
 if TYPE_CHECKING:
     from fckpt._call.arguments import Arguments
 
-__all__ = ["FEW", "MANY", "Found", "Inputs", "Replay", "Saved", "as_in_forward", "ends_of", "recompute_mode"]
+__all__ = ["FEW", "MANY", "Found", "Inputs", "Replay", "Saved", "as_in_forward", "leaf_kinds_of", "recompute_mode"]
 
 
 class _Stop(BaseException):
-    """Ends a replay that has all it needs. No `Exception`, so that `except Exception` in `fn` lets it by."""
+    """Ends a replay that has collected everything. A BaseException, so that `except Exception` in `fn` does not catch
+    it.
+    """
 
 
 class Inputs:
-    """Tells which saved tensors are inputs, parameters, or views of these."""
+    """The input tensors of a region, and whether a saved tensor is an input, a parameter, or a view of one."""
 
     __slots__ = ("index", "storages", "tensors")
 
@@ -45,8 +47,10 @@ class Inputs:
         self.index = {id(t): i for i, t in enumerate(tensors)}
         self.storages: set[int] | None = None
 
-    def kept(self, tensor: torch.Tensor) -> bool:
-        """Whether backward has `tensor` at hand without a replay (other than as an input itself)."""
+    def provides(self, tensor: torch.Tensor) -> bool:
+        """Whether the backward pass has `tensor` without a replay, because it is a parameter or a view of one or of an
+        input.
+        """
         if tensor.requires_grad and tensor.is_leaf:
             return True
         if not tensor._is_view():
@@ -59,18 +63,19 @@ class Inputs:
         return storage_of(tensor) in self.storages
 
 
-Ends = list[Any]
+LeafKinds = list[Any]
+"""For each leaf of a result, in order: (shape, dtype) of a tensor, otherwise its type."""
 
 FEW, MANY = 16, 512
-"""How many words of a value are compared; many where other threads may have drawn from the same generator."""
+"""Words of a value that are compared; MANY if other threads may have drawn from the same generator."""
 
 
 class Saved(NamedTuple):
-    """What is compared of a saved value.
+    """The properties of a saved value that are compared.
 
-    A saved value that was computed from what requires grad requires grad itself; what does not is a mask or another
-    by-product, or the result of the operation that saves it. (Asking for `grad_fn` would give every node of the graph
-    a Python object, and torch takes a chain of those down by recursion.)
+    A saved value that was computed from a tensor that requires grad also requires grad. A saved value that does not is
+    a mask or another by-product, or the result of the operation that saves it. (Reading `grad_fn` would give every node
+    of the graph a Python object, and torch frees a chain of such nodes by recursion.)
     """
 
     shape: torch.Size
@@ -78,11 +83,11 @@ class Saved(NamedTuple):
     version: int
     words: int
     sample: tuple[int, ...]
-    """About so many words of its memory, from its first to its last."""
+    """About that many words of its memory, from the first to the last."""
 
     @staticmethod
     def of(tensor: torch.Tensor, words: int) -> Saved:
-        """Notes what is compared of `tensor`, `words` words of its memory among it."""
+        """Reads the properties of `tensor`, with `words` words of its memory."""
         return Saved._make((_shape(tensor), tensor.dtype, tensor._version, words, _sample(tensor, words)))
 
     def __str__(self) -> str:
@@ -93,7 +98,7 @@ class Saved(NamedTuple):
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:
-    if tensor.is_nested and tensor.layout is torch.strided:  # has sizes, one for each component
+    if tensor.is_nested and tensor.layout is torch.strided:  # has one size per component
         return torch.Size(tensor._nested_tensor_size().flatten().tolist())
     return tensor.shape
 
@@ -106,12 +111,12 @@ _WORD = 8
 
 
 def _sample(tensor: torch.Tensor, words: int) -> tuple[int, ...]:
-    """About `words` words spread over the memory of a value on the CPU, which most impure functions change.
+    """Returns about `words` words spread over the memory of a value on the CPU, which most impure functions change.
 
-    Spread, because the head of a value may be all zeros (after relu, say). Where other threads may draw from the same
-    generator masks are read, too.
+    They are spread because a value may begin with zeros (after relu, for example). If other threads may draw from the
+    same generator, masks are read as well.
     """
-    if not (tensor.requires_grad or (words == MANY and tensor.dim() != 1)):  # 1-d: perhaps statistics
+    if not (tensor.requires_grad or (words == MANY and tensor.dim() != 1)):  # 1-d: possibly statistics
         return ()
     if not words or type(tensor) is not torch.Tensor or not tensor.is_cpu:
         return ()
@@ -121,9 +126,9 @@ def _sample(tensor: torch.Tensor, words: int) -> tuple[int, ...]:
     if is_wrapped(tensor) or tensor._is_zerotensor():
         return ()
     address = torch._C._data_address(tensor)
-    if not address:  # no memory: a tangent that is zero, say
+    if not address:  # no memory: a zero tangent, for example
         return ()
-    step = count // words | 1  # odd: an even one would often meet the same columns in every row
+    step = count // words | 1  # odd, because an even step would often read the same columns of every row
     return tuple(_words(count).from_address(address)[::step])
 
 
@@ -139,16 +144,16 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 class Found(NamedTuple):
-    """A value that a replay has computed, and how often it had been changed in place when it was saved."""
+    """A value that a replay has computed, and its version when it was saved."""
 
     tensor: torch.Tensor
     version: int
 
     def checked(self) -> torch.Tensor:
-        """Returns the value for backward.
+        """Returns the value for the backward pass.
 
         Raises:
-            MutationError: a later operation has changed it in place, which plain autograd refuses, too.
+            MutationError: a later operation has changed the value in place, which plain autograd rejects, too.
         """
         if self.tensor._version != self.version:
             raise overwritten(self.tensor.shape, self.tensor.dtype, self.version, self.tensor._version)
@@ -156,7 +161,7 @@ class Found(NamedTuple):
 
 
 def overwritten(shape: Sequence[int], dtype: torch.dtype, then: int, now: int) -> MutationError:
-    """The error for a saved value that the function itself overwrote."""
+    """Returns the error for a saved value that the function itself overwrote."""
     return MutationError(
         f"a value that backward needs (shape {list(shape)}, {dtype}) was changed in place by a later operation of the "
         f"rematerialised function (version {then} -> {now}). Plain PyTorch refuses its gradient as well: let that "
@@ -165,7 +170,7 @@ def overwritten(shape: Sequence[int], dtype: torch.dtype, then: int, now: int) -
 
 
 class Replay:
-    """One more run of a segment's function, which collects what its forward did not keep."""
+    """A second run of a segment's function, which collects the values that its forward did not save."""
 
     __slots__ = (
         "count",
@@ -184,19 +189,19 @@ class Replay:
     def __init__(
         self,
         expected: list[Saved],
-        results: Ends | None,
+        results: LeafKinds | None,
         *,
         unfilled: set[int],
         may_stop: bool,
         threaded: bool,
     ):
-        """Prepares a run.
+        """Prepares a replay.
 
         Args:
-            expected: what the forward saved.
-            results: what it returned; None while it still runs.
-            unfilled: which saved values an operation may have filled after it saved them.
-            may_stop: whether the run may end with the last saved value.
+            expected: the values that the forward saved.
+            results: the kinds of the leaves that the forward returned; None while the forward still runs.
+            unfilled: the saved values that an operation may have filled after saving them.
+            may_stop: whether the replay may end with the last saved value.
             threaded: whether other threads may have drawn from the same generators.
         """
         self.expected = expected
@@ -225,9 +230,9 @@ class Replay:
             args, kwargs = arguments.rebuild(tensors, again.statics)
             push(self.pack, _identity)
             try:
-                results = ends_of(again.fn(*args, **kwargs))
+                results = leaf_kinds_of(again.fn(*args, **kwargs))
             except BaseException:
-                # Whatever surfaces after the stop is its echo: TorchScript, for one, rewraps exceptions.
+                # An exception after `_Stop` is a consequence of it: TorchScript, for example, wraps exceptions.
                 if not self.stopped:
                     raise
                 return
@@ -238,7 +243,7 @@ class Replay:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         inputs = self.inputs
-        if id(tensor) in inputs.index or inputs.kept(tensor):
+        if id(tensor) in inputs.index or inputs.provides(tensor):
             return tensor
         number = self.count
         self.count += 1
@@ -254,17 +259,18 @@ class Replay:
             )
         value = tensor.detach()
         self.found[number] = Found(value, saved.version)
-        # Autograd saves an operation's inputs before it computes, so the last operation need not run, unless
-        # it is to fill what it saved.
+        # Autograd saves an operation's inputs before it computes, so the last operation need not run, unless it still
+        # has to fill a tensor that it saved.
         if number == len(self.expected) - 1 and self.may_stop and tensor.requires_grad:
             self.stopped = True
             raise _Stop
         return value
 
     def _is_excused(self, tensor: torch.Tensor, number: int, now: Saved) -> bool:
-        """Whether a difference means nothing: `tensor` is a buffer's copy, yet to be filled, or never wholly filled.
+        """Whether a difference is harmless: `tensor` is the copy of a buffer, still to be filled, or is never
+        completely filled.
 
-        By-products that nothing differentiates (`ctc_loss` saves one with gaps) are read only to tell whether other
+        By-products that are not differentiated (`ctc_loss` saves one with gaps) are read only to detect whether other
         threads drew from the generator between the draws of this one.
         """
         then = self.expected[number]
@@ -273,15 +279,15 @@ class Replay:
         base = tensor if tensor._base is None else tensor._base
         return now[:2] == then[:2] and (id(base) in self.scratch or (now[2] == then[2] and number in self.unfilled))
 
-    def _compare(self, results: Ends, then: Ends) -> None:
+    def _compare(self, results: LeafKinds, then: LeafKinds) -> None:
         if len(results) != len(then):
             what = f"returned {len(then)} leaves in forward and {len(results)}"
             raise ImpureFunctionError(f"a rematerialised function {what} in its recompute: {_NOT_PURE}")
         for i, (before, now) in enumerate(zip(then, results, strict=True)):
             if before != now:
                 raise ImpureFunctionError(
-                    f"output {i} of a rematerialised function was {_describe_end(before)} in forward and is "
-                    f"{_describe_end(now)} in its recompute: {_NOT_PURE}"
+                    f"output {i} of a rematerialised function was {_describe_leaf(before)} in forward and is "
+                    f"{_describe_leaf(now)} in its recompute: {_NOT_PURE}"
                 )
         if self.count != len(self.expected):
             what = f"saved {len(self.expected)} values in forward and {self.count}"
@@ -305,14 +311,17 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def ends_of(result: Any) -> Ends:
-    """What the leaves of a result are, in order: (shape, dtype) of a tensor, else the type."""
+def leaf_kinds_of(result: Any) -> LeafKinds:
+    """Returns the kind of each leaf of a result, in order: (shape, dtype) of a tensor, otherwise the type."""
     leaves = [result] if isinstance(result, torch.Tensor) else tree.flatten(result)[0]
     return [(_shape(x), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in leaves]
 
 
-def _describe_end(end: Any) -> str:
-    return end.__name__ if isinstance(end, type) else f"{str(end[1]).removeprefix('torch.')}{list(end[0])}"
+def _describe_leaf(kind: Any) -> str:
+    if isinstance(kind, type):
+        return kind.__name__
+    shape, dtype = kind
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def as_in_forward(tensor: torch.Tensor, needs_grad: bool) -> torch.Tensor:
@@ -330,7 +339,9 @@ def _as_dual(tensor: torch.Tensor, tangent: torch.Tensor | None) -> torch.Tensor
 
 
 class recompute_mode:
-    """Autograd recording, as in the forward, whatever transform or mode backward is called under."""
+    """Context manager for a recompute: autograd records, as in the forward, whatever transform or mode backward runs
+    under.
+    """
 
     __slots__ = ("disallowed", "grad", "legacy", "levels")
 
@@ -339,7 +350,7 @@ class recompute_mode:
         if transforms_active():
             self.levels = below_all()
             self.levels.__enter__()
-        # `is_grads_batched` runs backward under the older vmap, which forbids random operations.
+        # `is_grads_batched` runs backward under the legacy vmap, which forbids random operations.
         self.legacy = torch._C._ExcludeDispatchKeyGuard(EXCLUDE_LEGACY_VMAP)
         self.legacy.__enter__()
         self.disallowed = allow_hooks()

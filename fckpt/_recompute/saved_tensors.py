@@ -1,4 +1,4 @@
-"""Autograd's saved-tensor hooks: setting them, leaving them, and allowing them where torch.func forbids them.
+"""Autograd's saved-tensor hooks: setting and removing them, and allowing them where torch.func forbids them.
 
 Private in torch 2.11 and 2.13: `torch._C._autograd`.
 """
@@ -31,7 +31,7 @@ class HooksUnavailable(Exception):
 
 
 def top() -> Any:
-    """Returns the innermost pair of hooks, (pack, unpack): the user's, or an enclosing region's. None without hooks."""
+    """Returns the innermost hooks (pack, unpack), set by the user or by an enclosing region; None if there are none."""
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -42,13 +42,13 @@ def check_hooks_allowed() -> None:
     message = _autograd._saved_tensors_hooks_get_disabled_error_message()
     if "torch.func" not in message:
         raise HooksUnavailable  # the user's `disable_saved_tensors_hooks`
-    # torch.func disables hooks while it differentiates, and nothing does so now: a failed torch.compile has
-    # leaked the setting, for the whole process (seen up to torch 2.13).
+    # torch.func disables hooks while it differentiates, and it is not doing so now: a failed torch.compile has left the
+    # setting behind, for the whole process (seen up to torch 2.13).
     _autograd._saved_tensors_hooks_enable()
 
 
 def allow_hooks() -> str | None:
-    """Allows hooks, and returns the message with which they were forbidden; None if they were allowed."""
+    """Allows hooks; returns the message with which they were forbidden, or None if they were allowed."""
     if _autograd._saved_tensors_hooks_is_enabled():
         return None
     message = _autograd._saved_tensors_hooks_get_disabled_error_message()
@@ -57,14 +57,14 @@ def allow_hooks() -> str | None:
 
 
 def disallow_hooks(message: str | None) -> None:
-    """Undoes `allow_hooks`, given what it returned."""
+    """Undoes `allow_hooks`, given its result."""
     if message is not None:
         _autograd._saved_tensors_hooks_disable(message)
 
 
 @contextlib.contextmanager
 def without_hooks() -> Iterator[None]:
-    """Runs the body without the hooks in force, and puts them back."""
+    """Runs the body without hooks, and restores them after it."""
     hooks: list[Any] = []
     while (pair := top()) is not None:
         pop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import datetime
 import functools
 import gc
 import os
@@ -43,6 +44,20 @@ _IMPURE = {
     builtins.open: "opens a file",
     os.urandom: "draws random bytes",
     os.getenv: "reads the environment",
+    os.getpid: "reads its process id",
+    os.getcwd: "reads the working directory",
+    os.listdir: "reads the file system",
+    os.scandir: "reads the file system",
+    os.stat: "reads the file system",
+    builtins.globals: "reads its globals by name",
+    datetime.datetime.now: "reads a clock",
+    datetime.datetime.utcnow: "reads a clock",
+    datetime.date.today: "reads a clock",
+    sys.getrecursionlimit: "reads the recursion limit",
+    sys.getrefcount: "counts references",
+    torch.get_num_threads: "reads the number of threads",
+    torch.get_num_interop_threads: "reads the number of threads",
+    threading.get_ident: "reads its thread id",
     uuid.uuid4: "draws random bytes",
     **{f: "reads a clock" for f in _CLOCKS if callable(f) and not isinstance(f, type)},
 }

@@ -49,6 +49,28 @@ class StandIn(torch.Tensor):
             f"instead. {WAY_OUT}"
         )
 
+    @property
+    def grad(self) -> Any:  # type: ignore[override]
+        raise TraceError(
+            f"{current()}: the function reads `.grad` of a tensor, which changes from call to call. Pass the gradient "
+            f"as an argument. {WAY_OUT}"
+        )
+
+    @grad.setter
+    def grad(self, value: Any) -> None:  # type: ignore[override]
+        raise TraceError(f"{current()}: the function sets `.grad` of a tensor, which a plan would not do. {WAY_OUT}")
+
+    @property
+    def data(self) -> Any:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise TraceError(
+            f"{current()}: the function replaces the memory of a tensor (`tensor.data = ...`), which a plan would not "
+            f"do. Write to the tensor instead (`tensor.copy_(...)`), or use a new tensor in its place. {WAY_OUT}"
+        )
+
     def __repr__(self, *args: Any, **kwargs: Any) -> str:
         return f"<a tensor of a trace, {self.dtype}{list(self.shape)}>"
 
@@ -313,7 +335,7 @@ class Recorder(TorchDispatchMode):
             f"module, or an attribute or container not deeper than four levels. {WAY_OUT}"
         )
 
-    def _lifted(self, data: torch.Tensor) -> torch.Tensor:
+    def _constant(self, data: torch.Tensor) -> torch.Tensor:
         """Returns the stand-in for a constant, which the function makes from Python numbers."""
         with self.fake:
             fake = aten.lift_fresh.default(data)
@@ -334,7 +356,7 @@ class Recorder(TorchDispatchMode):
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
         if func is aten.lift_fresh.default:
-            return args[0] if self._find(args[0]) is not None else self._lifted(args[0])
+            return args[0] if self._find(args[0]) is not None else self._constant(args[0])
         if func is aten._efficientzerotensor.default:  # a gradient of zeros without memory, which is not writable
             func = aten.zeros.default
         if torch.Tag.inplace_view in func.tags:

@@ -25,7 +25,6 @@ from fckpt._capture.function import BatchedGraph, GraphFunction
 from fckpt._capture.marks import marks_answered
 from fckpt._capture.reads import Reads
 from fckpt._trace.assemble import Assembly
-from fckpt._trace.data_reads import DataReadsRefused, data_errors_located
 from fckpt._trace.effects import (
     check_assignments,
     check_writes,
@@ -36,6 +35,7 @@ from fckpt._trace.effects import (
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.results import Results
+from fckpt._trace.untraceable import DataReadsRefused, errors_located
 from fckpt._trace.vmap_of_grad import under_vmap
 from fckpt.policies.names import names_recorded
 
@@ -108,7 +108,7 @@ def _traced(
     recorder: Recorder,
 ) -> Trace:
     tensors = [*arguments.tensors, *closure]
-    with _active.set_to(recorder), _tracing(recorder), data_errors_located(), contextlib.ExitStack() as stack:
+    with _active.set_to(recorder), _tracing(recorder), errors_located(), contextlib.ExitStack() as stack:
         stand_ins = [recorder.stand_in(_untracked(layout) if batch else layout) for layout in layouts]
         numbers = [recorder.number(t) for t in stand_ins]
         count = len(arguments.tensors)
@@ -130,7 +130,11 @@ def _traced(
             if not graph:
                 for tensor, operand in zip(tensors, operands, strict=True):
                     vars(operand).update(vars(tensor))
-            with contextlib.nullcontext() if graph else impure_calls_refused(reads):
+            with contextlib.ExitStack() as python:
+                if not graph:
+                    # Compiled functions inside run uncompiled: torch would cache the failure of compiling them here.
+                    python.enter_context(torch.compiler.set_stance("force_eager"))
+                    python.enter_context(impure_calls_refused(reads))
                 result = fn(*args, **kwargs)
             check_assignments(closed, before, recorder)
         results = Results(result, operands, numbers, layouts, count, recorder, levels)

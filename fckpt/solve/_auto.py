@@ -34,17 +34,17 @@ from collections.abc import Callable, Iterable, Iterator
 from fckpt.errors import users_stacklevel
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule, schedule_of
-from fckpt.solve._chen import seeds as segments
+from fckpt.solve._chen import segment_orders
 from fckpt.solve._greedy import fit, lowered
-from fckpt.solve._hierarchy import Chain, Planner
-from fckpt.solve._min_cut import PRICES, between, cheapest
-from fckpt.solve._moments import Effort, retained, usual
+from fckpt.solve._hierarchy import Chain, ChainSolver
+from fckpt.solve._min_cut import PRICES, cheapest, near_budget
+from fckpt.solve._moments import ProgramEffort, moment_orders, usual_effort
 from fckpt.solve._policy import policy
-from fckpt.solve._revolve import seeds as binomials
+from fckpt.solve._revolve import binomial_orders
 from fckpt.solve._rotor import Curve, curves
 from fckpt.solve._save_all import save_all
 from fckpt.solve.core.rules import Order, Rules, over_budget, peak_of, seconds_of
-from fckpt.solve.core.starts import backward_orders, saving, segmented
+from fckpt.solve.core.starts import backward_orders, save_everything_orders, segmented
 from fckpt.solve.proofs.bounds import least_peak
 from fckpt.solve.proofs.certificate import PROOF, certified, quick
 from fckpt.solve.repair.search import Search
@@ -109,7 +109,7 @@ def auto(
         decided = any(value.decision for value in graph.values)
         return policy(graph) if decided else save_all(graph)
     rules = Rules(graph)
-    everything = saving(rules)
+    everything = save_everything_orders(rules)
     if peak_of(rules, everything[0]) <= budget:
         return schedule_of(graph, *everything[0])
     starts: list[Order] = []
@@ -120,7 +120,7 @@ def auto(
         slow("proving a bound", 0, 0)
         limit = _usual(len(graph.nodes)) if time_limit is None else time_limit
         bound, certificates = certified(graph, budget, effort=quick(graph))
-        effort = usual(graph, max(1.0, (time_limit or 0.0) / RICH))
+        effort = usual_effort(graph, max(1.0, (time_limit or 0.0) / RICH))
         enough = bound.seconds + GOOD_ENOUGH * graph.seconds
         slow("looking for plans to start from", 0, 0)
         ready = _starts(rules, everything, certificates)
@@ -166,7 +166,7 @@ class _Starts:
         self.rules = rules
         self.saving = saving
         self.certificates = certificates
-        self.floor = least_peak(rules.graph)
+        self.least_peak = least_peak(rules.graph)
         self.patience = PACE * _usual(len(rules.graph.nodes))
         """How many moves are weighed in vain, and twice as many to bring plans down, before the rest is left out."""
 
@@ -184,7 +184,7 @@ class _Starts:
     def blocks(self) -> list[Curve]:
         """Optimal schedules of chains of blocks, where many of them are alike."""
         chain = Chain(self.rules)
-        return Planner().curves(chain) if chain.repeats else []
+        return ChainSolver().curves(chain) if chain.repeats else []
 
     @functools.cached_property
     def cut(self) -> list[_Plan]:
@@ -194,7 +194,7 @@ class _Starts:
     @functools.cached_property
     def common(self) -> list[_Plan]:
         """Those that do not depend on a budget."""
-        return [*self.cut, *_known(self.rules, (*segments(self.rules), *self.priced))]
+        return [*self.cut, *_known(self.rules, (*segment_orders(self.rules), *self.priced))]
 
     @functools.cached_property
     def spread(self) -> list[_Plan]:
@@ -204,14 +204,14 @@ class _Starts:
     @functools.cached_property
     def binomials(self) -> list[_Plan]:
         """Those that need the fewest bytes."""
-        return _known(self.rules, binomials(self.rules))
+        return _known(self.rules, binomial_orders(self.rules))
 
     @functools.cached_property
     def least(self) -> Order:
         """The plan with the lowest peak."""
         return min(self._smallest(), key=lambda order: peak_of(self.rules, order))
 
-    def fitted(self, budget: int, effort: Effort, enough: float) -> Iterator[Order]:
+    def fitted(self, budget: int, effort: ProgramEffort, enough: float) -> Iterator[Order]:
         """Yields plans within `budget`, at least one.
 
         Args:
@@ -224,7 +224,7 @@ class _Starts:
             BudgetError: there is none.
         """
         rules, limit, fastest, wasted = self.rules, float("inf"), float("inf"), 0
-        possible = self.floor <= budget and enough < float("inf")
+        possible = self.least_peak <= budget and enough < float("inf")
         if not possible or self._is_far(budget):  # before programs are solved for what cannot be
             self._check(budget)
         for orders in self._kinds(budget, effort) if possible else ():
@@ -268,7 +268,7 @@ class _Starts:
         """Raises `BudgetError` if even the plan with the lowest peak takes more than the budget."""
         if peak_of(self.rules, self.least) > budget:
             least = schedule_of(self.rules.graph, *self.least)
-            raise over_budget(self.rules.graph, least, budget, "auto", floor=self.floor)
+            raise over_budget(self.rules.graph, least, budget, "auto", least_peak=self.least_peak)
 
     def _smallest(self) -> Iterator[Order]:
         """Yields plans that repairs have brought down as far as they could."""
@@ -290,20 +290,20 @@ class _Starts:
         others = _known(self.rules, (plan for order in orders for plan in segmented(self.rules, order)))
         yield min([*self.cut, *others], key=lambda plan: plan[0])[2]
 
-    def _kinds(self, budget: int, effort: Effort) -> Iterator[Iterable[Order]]:
+    def _kinds(self, budget: int, effort: ProgramEffort) -> Iterator[Iterable[Order]]:
         """Yields kinds of starts, each chosen by itself: plans of blocks lie so near that others would have no room."""
         yield self._made(budget, effort)
         yield self._others(budget)
         yield _near(self._blocks_around(budget), budget)
 
-    def _made(self, budget: int, effort: Effort) -> Iterator[Order]:
+    def _made(self, budget: int, effort: ProgramEffort) -> Iterator[Order]:
         """Yields starts made for the budget."""
         yield from self.certificates
-        yield from retained(self.rules, self.saving, budget, effort)
+        yield from moment_orders(self.rules, self.saving, budget, effort)
 
     def _others(self, budget: int) -> Iterator[Order]:
         """Yields the fastest of the others that fit, those just above the budget that are faster, and saving all."""
-        made = (*_around(self.chains, budget), *between(self.rules, self.priced, budget))
+        made = (*_around(self.chains, budget), *near_budget(self.rules, self.priced, budget))
         yield from _near([*self.common, *_known(self.rules, made)], budget)
         yield from self.saving
 
@@ -330,7 +330,7 @@ class _OfBlocks(_Starts):
 
     @functools.cached_property
     def blocks(self) -> list[Curve]:
-        return Planner().curves(self._chain)
+        return ChainSolver().curves(self._chain)
 
     @functools.cached_property
     def priced(self) -> list[Order]:
@@ -343,7 +343,7 @@ class _OfBlocks(_Starts):
     def _low(self) -> Iterator[Order]:
         return self._lowest()
 
-    def _kinds(self, budget: int, effort: Effort) -> Iterator[Iterable[Order]]:
+    def _kinds(self, budget: int, effort: ProgramEffort) -> Iterator[Iterable[Order]]:
         yield self.certificates
         plans = self._blocks_around(budget)
         yield _near(plans, budget)

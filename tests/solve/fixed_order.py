@@ -100,7 +100,7 @@ class _Search:
             peak = held + node.temporary_nbytes + sum(graph.values[v].nbytes for v in node.outputs)
             fresh = state.live.isdisjoint(node.outputs)
             made = state.live.union(node.outputs)
-            loose = [v for v in (*node.inputs, *node.outputs) if v not in self.rules.kept]
+            loose = [v for v in (*node.inputs, *node.outputs) if v not in self.rules.permanent]
             for count in range(len(loose) + 1):
                 for freed in combinations(loose, count):
                     over = node.overwritten(freed) if fresh else None

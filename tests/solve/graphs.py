@@ -65,7 +65,7 @@ def differentiated(build: Builder, layers: list[Layer], inputs: list[int], ends:
     """Adds the backward pass of `layers`: a node per layer, one per sum of two cotangents, one per parameter."""
     boundary = len(build.nodes)
     cotangent = {v: build.cotangent(build.values[v].nbytes) for v in ends}
-    seeds = tuple(cotangent.values())
+    cotangents = tuple(cotangent.values())
     gradients: list[int] = []
     for layer in reversed(layers):
         arrived = [cotangent[v] for v in layer.outputs if v in cotangent]
@@ -82,12 +82,12 @@ def differentiated(build: Builder, layers: list[Layer], inputs: list[int], ends:
         if layer.parameter is not None:
             nbytes = build.values[layer.parameter].nbytes
             gradients += build.node("backward_parameter", [*layer.saved, *arrived], [nbytes], layer.seconds)
-    gradients += [cotangent[v] for v in inputs[:1] if v in cotangent and cotangent[v] not in seeds]
+    gradients += [cotangent[v] for v in inputs[:1] if v in cotangent and cotangent[v] not in cotangents]
     return Graph(
         tuple(build.nodes),
         tuple(build.values),
         inputs=tuple(inputs),
-        cotangents=seeds,
+        cotangents=cotangents,
         outputs=tuple(ends),
         gradients=tuple(gradients),
         boundary=boundary,

@@ -86,13 +86,13 @@ def test_weight_gradients_are_computed_early_where_that_lowers_the_peak():
     for _ in range(count):
         values += build.node("layer", values[-1:], [10])
     layers = build.node("loss", values[-1:], [0])
-    seeds = [build.cotangent(0)]
-    arrived = [*build.node("backward", [values[-1], *seeds], [10])]
+    cotangents = [build.cotangent(0)]
+    arrived = [*build.node("backward", [values[-1], *cotangents], [10])]
     for _ in range(count - 1):
         arrived += build.node("backward", arrived[-1:], [10])
     pairs = zip(reversed(values[:-1]), arrived, strict=True)
     gradients = [build.node("backward_weight", [*pair], [1])[0] for pair in pairs]  # all of them at the end
-    ends = {"cotangents": tuple(seeds), "outputs": tuple(layers), "gradients": tuple(gradients)}
+    ends = {"cotangents": tuple(cotangents), "outputs": tuple(layers), "gradients": tuple(gradients)}
     graph = Graph(tuple(build.nodes), tuple(build.values), tuple(values[:1]), **ends, boundary=count + 1)
 
     budget = int(0.7 * peak(graph))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fckpt.errors import BudgetError
 from fckpt.graph import DECISIONS, Compute, Graph, Node, Schedule, simulate
 from fckpt.solve import brute, get
-from fckpt.solve.core.flow import Network
+from fckpt.solve.core.flow import FlowNetwork
 from fckpt.solve.core.rules import Order, Rules, peak_of, replay, seconds_of
 from fckpt.solve.core.starts import save_everything
 from fckpt.solve.proofs.bounds import Bound, least_peak, lower_bound
@@ -95,8 +95,8 @@ def against_brute(graph: Graph, fractions: Sequence[float]) -> Iterator[tuple[fl
         best = brute(graph, budget)
         seconds, bound = seconds_in(graph, best), lower_bound(graph, budget)
         given = lower_bound(graph, budget, first_runs(best))
-        assert bound.seconds <= seconds * ROUNDING and bound.order == "any"
-        assert given.seconds <= seconds * ROUNDING and given.order == "given"
+        assert bound.seconds <= seconds * ROUNDING and bound.scope == "any"
+        assert given.seconds <= seconds * ROUNDING and given.scope == "given"
         yield seconds, bound, given
 
 
@@ -193,7 +193,7 @@ def test_an_order_says_more():
     graph = Graph(tuple(build.nodes), tuple(build.values), (x,), (), tuple(end), (), boundary=5)
     assert lower_bound(graph, 8) == Bound(6.0, "any", "one run each")
     bound = lower_bound(graph, 8, Order([0, 1, 2, 3, 4], []))
-    assert isclose(bound.seconds, 8.0) and bound.order == "given"
+    assert isclose(bound.seconds, 8.0) and bound.scope == "given"
 
 
 def test_what_a_policy_says_counts():
@@ -219,6 +219,6 @@ def test_a_cut_is_least(spread: int):
         least = min(prices[side[tails] & ~side[heads]].sum() for side in sides)
         if not 0 < least < math.inf:
             continue
-        found, near = Network(count, tails, heads).cut(prices, least * draw.choice((1.0, 1.7, 10.0)))
+        found, near = FlowNetwork(count, tails, heads).cut(prices, least * draw.choice((1.0, 1.7, 10.0)))
         assert least * (1 - 1e-6) <= found <= least * ROUNDING
         assert isclose(prices[near[tails] & ~near[heads]].sum(), least)

@@ -12,12 +12,12 @@ from test_bounds import ROUNDING, first_runs, isclose, least_budget, seconds_in,
 
 from fckpt.graph import Graph, simulate
 from fckpt.solve import brute, get
-from fckpt.solve._moments import Effort
+from fckpt.solve._moments import ProgramEffort
 from fckpt.solve.core.rules import Order, Rules, peak_of, seconds_of
 from fckpt.solve.core.starts import save_everything
-from fckpt.solve.proofs.bounds import Bound, Problem, lower_bound, proven
+from fckpt.solve.proofs.bounds import Bound, Problem, lower_bound, proven_seconds
 from fckpt.solve.proofs.certificate import tighter
-from fckpt.solve.proofs.program import Program
+from fckpt.solve.proofs.moment_program import MomentProgram
 
 
 def optima(graph: Graph, fractions: tuple[float, ...]) -> Iterator[tuple[int, Order, float]]:
@@ -34,14 +34,16 @@ def by_moments(graph: Graph, budget: int, draw: Random, order: Order | None = No
     if not problem.least:
         return 0.0
     found: list[int] = []
-    nodes = [i for i in (*problem.base.forward, *problem.base.backward) if problem.certain.required[i]]
+    nodes = [i for i in (*problem.first_runs.forward, *problem.first_runs.backward) if problem.certain.required[i]]
     for index in nodes if order is not None else draw.sample(nodes, len(nodes)):
         before, after = problem.certain.before(index), problem.certain.after(index)
         if all(before[i] or after[i] for i in found) and (order is not None or len(found) < 4):
             found.append(index)
     found.sort(key=lambda i: problem.certain.before(i).sum())
-    program = Program(problem, [problem.moment(i) for i in found], budget)
-    repeated = proven(problem, program.solve(branches=20, gap=5e-4), program.columns) if program.columns else 0.0
+    program = MomentProgram(problem, [problem.moment(i) for i in found], budget)
+    repeated = (
+        proven_seconds(problem, program.solve(branches=20, gap=5e-4), program.columns) if program.columns else 0.0
+    )
     return problem.least + repeated
 
 
@@ -98,7 +100,7 @@ def test_of_blocks_it_is_closer_to_a_plan(graph: Graph, fraction: float, gain: f
 def test_without_effort_it_is_the_bound_of_one_moment():
     graph = network(6)
     budget = int(0.4 * peak_of(Rules(graph), save_everything(Rules(graph))))
-    bound = tighter(graph, budget, effort=Effort(0))
+    bound = tighter(graph, budget, effort=ProgramEffort(0))
     assert bound == lower_bound(graph, budget) and bound.method == "integer program"
 
 
@@ -119,4 +121,4 @@ def test_an_order_says_more():
     graph = Graph(tuple(build.nodes), tuple(build.values), (x,), (), tuple(end), (), boundary=5)
     assert tighter(graph, 8).seconds == 6.0
     bound = tighter(graph, 8, Order([0, 1, 2, 3, 4], []))
-    assert isclose(bound.seconds, 8.0) and bound.order == "given"
+    assert isclose(bound.seconds, 8.0) and bound.scope == "given"

@@ -86,8 +86,8 @@ def test_a_program_that_is_too_large_is_refused(solver: Solver):
     with pytest.raises(ArgumentValueError) as error:
         solver(graph, plain_peak(graph) // 2)
     assert str(error.value) == (
-        f"the solver {solver.__name__!r} takes programs of about 100000 variables at most, and that of this graph of "
-        f"{len(graph.nodes)} nodes has {size}. Take 'auto' or 'moments'."
+        f"the solver {solver.__name__!r} takes integer programs of at most about 100000 variables; this graph "
+        f"of {len(graph.nodes)} nodes needs {size}. Take 'auto' or 'moments'."
     )
 
 
@@ -95,7 +95,7 @@ def test_a_program_that_is_too_large_is_refused(solver: Solver):
 def test_what_is_held_says_what_is_repeated(seed: int):
     frontier = Frontier(Rules(tight(seed, 3)))
     stages = range(len(frontier.sequence))
-    everything = [[v for v in frontier.choices if frontier.may_cross(v, t + 1)] for t in stages]
+    everything = [[v for v in frontier.choices if frontier.may_hold(v, t + 1)] for t in stages]
     for kept, expected in ((everything, False), ([()] * len(stages), True)):
         order = frontier.holding(kept)
         assert (len(order.forward) + len(order.backward) > len(stages)) is (expected or bool(frontier.rules.unsaved))

@@ -8,7 +8,7 @@ import pytest
 from graphs import chain, network, plain_nbytes
 
 from fckpt.graph import simulate
-from fckpt.solve._chen import chen, seeds
+from fckpt.solve._chen import chen, segment_orders
 from fckpt.solve.core.rules import Rules, peak_of, seconds_of
 
 
@@ -35,7 +35,7 @@ def test_segments_of_bytes_fit(fraction: float):
 
 def test_no_plan_runs_anything_three_times():
     graph = network(10, skips=True)
-    for order in seeds(Rules(graph)):
+    for order in segment_orders(Rules(graph)):
         runs = [*order.forward, *order.backward]
         assert max(runs.count(i) for i in runs) <= 2
 
@@ -44,7 +44,7 @@ def test_cuts_part_unequal_layers_by_bytes():
     """Activations shrink by half per block: equal counts of blocks are poor segments, equal bytes are not."""
     graph = network(16, shrink=0.5)
     rules = Rules(graph)
-    root, *greedy = [(peak_of(rules, order), seconds_of(rules, order)) for order in seeds(rules)]
+    root, *greedy = [(peak_of(rules, order), seconds_of(rules, order)) for order in segment_orders(rules)]
     assert min(greedy) < root
 
 

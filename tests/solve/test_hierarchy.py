@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from fckpt.errors import BudgetError
 from fckpt.graph import Graph, schedule_of, simulate
 from fckpt.solve._auto import auto
-from fckpt.solve._hierarchy import Chain, Planner, hierarchy
+from fckpt.solve._hierarchy import Chain, ChainSolver, hierarchy
 from fckpt.solve._rotor import rotor
-from fckpt.solve.chains.blocks import Repeat, amid, cut_out, places, repeats, without_rest
+from fckpt.solve.chains.blocks import Repeat, cut_out, cut_positions, repeats, with_rest, without_rest
 from fckpt.solve.chains.stages import Stages, Step
-from fckpt.solve.core.cuts import Crossing
+from fckpt.solve.core.cuts import CutPoints
 from fckpt.solve.core.rules import Rules, peak_of, profile_of, replay, seconds_of
 from fckpt.solve.core.starts import save_everything
 
@@ -80,9 +80,9 @@ def forward_of(graph: Graph) -> tuple[Rules, list[int]]:
 
 def test_layers_are_cut_once_a_period_at_their_residual():
     rules, forward = forward_of(network(12))
-    ops = [rules.graph.nodes[forward[cut]].op for cut in places(rules, forward, 99)]
+    ops = [rules.graph.nodes[forward[cut]].op for cut in cut_positions(rules, forward, 99)]
     assert ops == ["add"] * 12
-    assert len(places(rules, forward, 5)) <= 5
+    assert len(cut_positions(rules, forward, 5)) <= 5
 
 
 def test_many_stretches_make_no_more_cuts_than_there_may_be():
@@ -96,15 +96,15 @@ def test_many_stretches_make_no_more_cuts_than_there_may_be():
     graph = differentiated(build, layers, values[:1], values[-1:])
     rules, forward = forward_of(graph)
     for most in (0, 1, 20, 59, 100):
-        assert len(places(rules, forward, most)) <= most
+        assert len(cut_positions(rules, forward, most)) <= most
 
 
 def test_without_repetitions_it_is_cut_where_little_is_live():
     graph = network(6, shrink=0.8)
     rules, forward = forward_of(graph)
-    cuts = places(rules, forward, 4)
+    cuts = cut_positions(rules, forward, 4)
     assert 1 <= len(cuts) <= 4
-    assert cuts == Crossing(rules, forward).low(4)
+    assert cuts == CutPoints(rules, forward).low(4)
 
 
 # ---- blocks ------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_blocks_are_graphs_that_hold_every_node_once(graph: Graph, cuts: int):
 @examples(200)
 @given(graphs(most=8), st.integers(0, 50))
 def test_what_runs_between_the_passes_is_all_that_is_added(graph: Graph, nbytes: int):
-    inner = amid(graph, nbytes)
+    inner = with_rest(graph, nbytes)
     plan = replay(Rules(inner), ())
     outer = without_rest(graph, plan)
     assert outer == replay(Rules(graph), ())
@@ -169,7 +169,7 @@ def test_a_stage_that_runs_what_a_plan_of_its_block_does_holds_no_more_than_it_s
     made = [v for node in block.graph.nodes[: block.graph.boundary] for v in node.outputs]
     kept = data.draw(st.lists(st.sampled_from(made), unique=True))
     leaf = data.draw(st.sampled_from([None, 1]))  # forgets, and runs several times
-    plan = without_rest(block.graph, replay(Rules(amid(block.graph, 0)), kept, leaf=leaf))
+    plan = without_rest(block.graph, replay(Rules(with_rest(block.graph, 0)), kept, leaf=leaf))
     again = [block.nodes[k] for k in plan.backward]
     stages.add(0, again)
     option = stages.again[0].index(again)
@@ -190,13 +190,13 @@ def test_each_distinct_block_is_planned_once(monkeypatch: pytest.MonkeyPatch):
         return find(block, *rest)
 
     monkeypatch.setattr(module, "_pairs", counted)
-    Planner().curves(Chain(Rules(network(40))))
+    ChainSolver().curves(Chain(Rules(network(40))))
     assert 0 < len(planned) == len(set(planned)) <= 4
 
 
 def test_plans_of_a_block_hold_less_the_more_they_repeat():
     found = Chain(Rules(network(40)))
-    Planner().curves(found)
+    ChainSolver().curves(found)
     option = found.stages.costs.options[20]
     held = {o.saved_nbytes for o in option}
     assert len(held) >= 4
@@ -207,7 +207,7 @@ def test_blocks_within_blocks(monkeypatch: pytest.MonkeyPatch):
     graph = network(48)
     monkeypatch.setattr(module, "STAGES", 8)
     monkeypatch.setattr(module, "SMALL", 40)
-    planner = Planner()
+    planner = ChainSolver()
     curves = planner.curves(Chain(Rules(graph)))
     sizes = {len(block.nodes) for block in planner._known}
     assert max(sizes) > 80  # several layers
@@ -269,7 +269,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_large_graphs_are_planned_as_a_hierarchy(
     graph: Graph, fraction: float, large: None, monkeypatch: pytest.MonkeyPatch
 ):
-    for name in ("curves", "segmented", "retained", "cheapest"):
+    for name in ("curves", "segmented", "moment_orders", "cheapest"):
         monkeypatch.setattr(automatic, name, lambda *_: pytest.fail("this is for smaller graphs"))
     budget = int(fraction * plain_nbytes(graph))
     timeline = simulate(graph, auto(graph, budget))
@@ -290,8 +290,8 @@ def test_the_least_of_a_large_graph_does_not_depend_on_the_budget(large: None):
 
 def test_blocks_are_planned_where_a_graph_repeats_itself(monkeypatch: pytest.MonkeyPatch):
     planned: list[Chain] = []
-    curves = Planner.curves
-    monkeypatch.setattr(Planner, "curves", lambda self, found: planned.append(found) or curves(self, found))
+    curves = ChainSolver.curves
+    monkeypatch.setattr(ChainSolver, "curves", lambda self, found: planned.append(found) or curves(self, found))
     for graph, often in ((network(30), True), (network(20, shrink=0.9), False)):
         planned.clear()
         auto(graph, int(0.12 * plain_nbytes(graph)) if often else int(0.4 * plain_nbytes(graph)), time_limit=0.1)
@@ -307,7 +307,7 @@ def test_starts_of_blocks_come_beside_the_others(monkeypatch: pytest.MonkeyPatch
     auto(graph, budget, time_limit=0.1)
     with_blocks = list(tried)
     tried.clear()
-    monkeypatch.setattr(Planner, "curves", lambda *_: [])
+    monkeypatch.setattr(ChainSolver, "curves", lambda *_: [])
     auto(graph, budget, time_limit=0.1)
     assert all(order in with_blocks for order in tried)
     assert len(with_blocks) > len(tried)
@@ -340,7 +340,7 @@ def awaited() -> Graph:
 def test_stages_that_are_alike_cost_the_same(graph: Graph):
     """What is counted once for all of them is what is counted for each."""
     found = Chain(Rules(graph))
-    Planner().curves(found)
+    ChainSolver().curves(found)
     stages = found.stages
     assert len(set(stages.twin)) < len(stages)
     once = costs_of(stages)

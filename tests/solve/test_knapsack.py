@@ -56,7 +56,13 @@ def cost_of(rules: Rules, saved: Collection[int], cost: np.ndarray, price: np.nd
     while needed:
         value = needed.pop()
         producer = graph.values[value].producer
-        if producer is None or producer >= graph.boundary or value in saved or value in rules.kept or producer in again:
+        if (
+            producer is None
+            or producer >= graph.boundary
+            or value in saved
+            or value in rules.permanent
+            or producer in again
+        ):
             continue
         if rules.pinned[producer]:
             return math.inf
@@ -67,14 +73,14 @@ def cost_of(rules: Rules, saved: Collection[int], cost: np.ndarray, price: np.nd
 
 def savable(rules: Rules) -> list[int]:
     made = [v for node in rules.graph.nodes[: rules.graph.boundary] for v in node.outputs]
-    return [v for v in made if v not in rules.kept and v not in rules.unsaved]
+    return [v for v in made if v not in rules.permanent and v not in rules.unsaved]
 
 
 def check_cut(rules: Rules, byte: float) -> None:
     graph, made = rules.graph, savable(rules)
     cost = np.array([0.0 if n.id >= graph.boundary else rules.seconds[n.id] for n in graph.nodes])
     price = np.array([byte * value.nbytes for value in graph.values])
-    found = [v for v in _saved(rules, cost, price) if v not in rules.kept]
+    found = [v for v in _saved(rules, cost, price) if v not in rules.permanent]
     choices = (set(c) for n in range(len(made) + 1) for c in itertools.combinations(made, n))
     least = min(cost_of(rules, choice, cost, price) for choice in choices)
     assert cost_of(rules, found, cost, price) == pytest.approx(least, rel=1e-6)  # capacities are 30 bits wide

@@ -12,7 +12,7 @@ from graphs import chain, network, plain_nbytes
 from fckpt.errors import BudgetError
 from fckpt.graph import simulate
 from fckpt.solve._lower_sets import Blocks, all_lower_sets, ancestor_sets, lower_sets, ticks_of
-from fckpt.solve.chains.tensors import vertices_of
+from fckpt.solve.chains.tensors import tensor_graph
 from fckpt.solve.core.rules import Rules
 
 Reads = list[list[int]]
@@ -170,7 +170,7 @@ def test_less_memory_takes_more_time(kind: str):
 
 def test_a_chain_falls_to_about_twice_the_root():
     graph = chain(100)
-    assert len(vertices_of(Rules(graph))) == 100
+    assert len(tensor_graph(Rules(graph))) == 100
     with pytest.raises(BudgetError) as caught:
         lower_sets(graph, 1)
     assert caught.value.least_bytes <= 2 * 100**0.5 + 3

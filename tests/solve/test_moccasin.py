@@ -81,7 +81,7 @@ def test_a_large_graph_is_refused():
     with pytest.raises(ArgumentValueError) as error:
         moccasin(graph, plain_peak(graph) // 2)
     assert str(error.value) == (
-        f"the solver 'moccasin' takes graphs of at most 400 nodes, not {len(graph.nodes)}. Take 'auto' or 'moments'."
+        f"the solver 'moccasin' takes graphs of at most 400 nodes; this graph has {len(graph.nodes)}. Take 'auto' or 'moments'."
     )
     assert moccasin(graph) == moccasin(graph, plain_peak(graph)) == save_all(graph)
 

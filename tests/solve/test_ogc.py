@@ -19,7 +19,7 @@ from fckpt.errors import BudgetError
 from fckpt.graph import Graph, simulate
 from fckpt.solve._ogc import best_checkpoints, between_ends, ogc
 from fckpt.solve.chains.division_tree import Edge, Part, divide
-from fckpt.solve.chains.tensors import vertices_of
+from fckpt.solve.chains.tensors import tensor_graph
 from fckpt.solve.core.rules import Rules
 
 
@@ -56,7 +56,7 @@ def admitted(part: Part, nbytes: list[int]) -> Iterator[Plan]:
     if part.kind != "linear":
         for choice in product(*options):
             yield (
-                frozenset(part.ends).union(*(kept for kept, _ in choice)),
+                frozenset(part.ends).union(*(chosen_inside for chosen_inside, _ in choice)),
                 max((most for _, most in choice), default=0),
             )
         return
@@ -68,8 +68,8 @@ def admitted(part: Part, nbytes: list[int]) -> Iterator[Plan]:
             whole = sum(child.nbytes for child in part.children[j:k]) + sum(nbytes[v] for v in cuts[j + 1 : k])
             segments.append(options[j] if k == j + 1 else [(frozenset(), whole)])
         for choice in product(*segments):
-            kept = frozenset(cuts[k] for k in chosen)
-            yield kept.union(*(inside for inside, _ in choice)), max(most for _, most in choice)
+            chosen_inside = frozenset(cuts[k] for k in chosen)
+            yield chosen_inside.union(*(inside for inside, _ in choice)), max(most for _, most in choice)
 
 
 @pytest.mark.parametrize("start", range(0, 240, 40))
@@ -77,7 +77,10 @@ def test_the_best_of_all_plans_that_the_tree_admits(start: int):
     for seed in range(start, start + 40):
         nbytes, edges = drawn(seed)
         found = best_checkpoints(nbytes, edges)
-        least = min(sum(nbytes[v] for v in kept) + most for kept, most in admitted(divide(nbytes, edges), nbytes))
+        least = min(
+            sum(nbytes[v] for v in chosen_inside) + most
+            for chosen_inside, most in admitted(divide(nbytes, edges), nbytes)
+        )
         assert found.total_nbytes == least
         assert found.total_nbytes == found.limit + sum(nbytes[v] for v in found.chosen)
 
@@ -148,7 +151,7 @@ def test_a_residual_network_as_they_write_it_by_hand():
     plan = fckpt.plan(
         lambda x: model(x).sum(), torch.randn(2, 3, 32, 32), budget=1.0, costs=Analytic(profile_of("cpu"))
     )
-    vertices, edges = between_ends(plan.graph, vertices_of(Rules(plan.graph)))
+    vertices, edges = between_ends(plan.graph, tensor_graph(Rules(plan.graph)))
     assert len(vertices) + 2 == 1 + 3 + 7 + 7 + 6 + 2  # what the classifier makes, nobody reads: it is the target
     assert len(edges) == 3 + 8 + 8 + 7 + 2
     assert [part.kind for part in divide([0] * (len(vertices) + 2), edges).children].count("branched") == 3
@@ -177,14 +180,14 @@ def step(branches: bool = True) -> Graph:
 
 def test_what_is_a_vertex():
     graph = step()
-    vertices = vertices_of(Rules(graph))
+    vertices = tensor_graph(Rules(graph))
     assert [tuple(graph.nodes[i].op.split(".")[-2:][0] for i in v.nodes) for v in vertices] == [
         ("matmul", "relu"), ("rand_like",), ("mul",), ("norm",),
         ("cast",), ("matmul", "relu"), ("rand_like",), ("mul",),
         ("cast",), ("matmul", "relu"), ("rand_like",),
     ]  # fmt: skip
-    kept, edges = between_ends(graph, vertices)
-    assert [graph.nodes[v.nodes[-1]].op for v in kept] == ["relu", "mul", "norm", "relu", "mul", "relu"]
+    chosen_inside, edges = between_ends(graph, vertices)
+    assert [graph.nodes[v.nodes[-1]].op for v in chosen_inside] == ["relu", "mul", "norm", "relu", "mul", "relu"]
     assert edges == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)]
 
 
@@ -192,7 +195,7 @@ def test_what_is_a_vertex():
 def test_chains_keep_about_the_root(count: int):
     graph = chain(count, nbytes=100)
     rules = Rules(graph)
-    vertices, edges = between_ends(graph, vertices_of(rules))
+    vertices, edges = between_ends(graph, tensor_graph(rules))
     nbytes = [0, *(100 for _ in vertices), 0]
     inner = len(vertices)
     best = best_checkpoints(nbytes, edges)

@@ -31,7 +31,7 @@ class Chain(NamedTuple):
     costs: Costs
     values: list[tuple[int, int, int]]
 
-    def crossing(self, stage: int) -> set[int]:
+    def inputs_of(self, stage: int) -> set[int]:
         return {k for k, (made, last, _) in enumerate(self.values) if made < stage <= last}
 
     def nbytes(self, values: set[int]) -> int:
@@ -148,11 +148,11 @@ def held_nbytes(chain: Chain, state: State) -> int:
     """What is there, each value once. What a saved stage leaves includes the next one's input."""
     own = sum(chain.costs.options[i][k].saved_nbytes - onward(chain, i) for i, k in state.saved)
     inputs = state.stored | {i + 1 for i, _ in state.saved} | {state.passing}
-    return own + chain.nbytes(set().union(*(chain.crossing(i) for i in inputs)))
+    return own + chain.nbytes(set().union(*(chain.inputs_of(i) for i in inputs)))
 
 
 def onward(chain: Chain, stage: int) -> int:
-    return chain.nbytes({k for k in chain.crossing(stage + 1) if chain.values[k][0] == stage})
+    return chain.nbytes({k for k in chain.inputs_of(stage + 1) if chain.values[k][0] == stage})
 
 
 def check(chain: Chain, limits: list[int]) -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from fckpt import solve
 from fckpt.errors import ArgumentValueError, BudgetError
 from fckpt.graph import Compute, Graph, Schedule, Timeline, schedule_of, simulate
-from fckpt.solve._moments import lazily
+from fckpt.solve._moments import lazy_order
 from fckpt.solve.core.rules import Order, Rules, peak_of, profile_of, replay
 from fckpt.solve.core.starts import backward_orders, save_everything, segmented
-from fckpt.solve.repair.editable import Tape
+from fckpt.solve.repair.editable import EditableSchedule
 from fckpt.solve.repair.repair import Repair, prune
 
 NAMES = (
@@ -35,7 +35,7 @@ def planned(name: str, graph: Graph, budget: int | None) -> tuple[Schedule | Non
     return schedule, simulate(graph, schedule), None
 
 
-def crossing(graph: Graph, schedule: Schedule) -> set[int]:
+def live_between_passes(graph: Graph, schedule: Schedule) -> set[int]:
     """What is live between the passes, besides what always is."""
     live: set[int] = set()
     for step in schedule.forward:
@@ -83,7 +83,7 @@ def test_what_a_policy_forbids_and_obliges(name: str, graph: Graph, fraction: fl
             assert counts[node.id] <= 1
         elif "must_recompute" in decisions:
             forbidden = {v for v in node.outputs if graph.values[v].decision == "must_recompute"}
-            assert forbidden.difference(graph.gradients).isdisjoint(crossing(graph, schedule))
+            assert forbidden.difference(graph.gradients).isdisjoint(live_between_passes(graph, schedule))
 
 
 @examples(40)
@@ -106,15 +106,15 @@ def test_nothing_beats_exhaustive_search(graph: Graph, fraction: float):
 
 @examples(100)
 @given(graph=graphs(most=8, decisions=True), fraction=st.floats(0.3, 1.0))
-def test_a_tape_knows_its_profile(graph: Graph, fraction: float):
+def test_an_editable_schedule_knows_its_profile(graph: Graph, fraction: float):
     rules = Rules(graph)
-    tape = Tape(rules, save_everything(rules))
-    budget = int(fraction * tape.memory.max())
-    if Repair(tape, budget).run():
-        prune(tape, budget)
-        assert tape.memory.max() <= budget
-    order = tape.order()
-    assert [m for m, at in zip(tape.memory, tape.at, strict=True) if tape.node[at] >= 0] == list(
+    schedule = EditableSchedule(rules, save_everything(rules))
+    budget = int(fraction * schedule.profile.max())
+    if Repair(schedule, budget).run():
+        prune(schedule, budget)
+        assert schedule.profile.max() <= budget
+    order = schedule.order()
+    assert [m for m, at in zip(schedule.profile, schedule.at, strict=True) if schedule.node[at] >= 0] == list(
         profile_of(rules, order)
     )
     assert_simulated(graph, rules, order)
@@ -162,7 +162,7 @@ def test_a_policy_saves_what_it_says(graph: Graph):
         for v in n.outputs
     }
     wanted = {v.id for v in graph.values if v.decision in ("must_save", "prefer_save")}
-    assert crossing(graph, schedule) <= wanted | free | set(graph.gradients)
+    assert live_between_passes(graph, schedule) <= wanted | free | set(graph.gradients)
 
 
 def test_the_registry():
@@ -171,8 +171,10 @@ def test_the_registry():
         "min_cut", "moccasin", "moccasin3", "moments", "ogc", "policy", "recompute_all", "revolve", "rotor", "save_all",
         "xla",
     )  # fmt: skip
-    with pytest.raises(ArgumentValueError, match=r"no solver 'magic'\. Take one of auto, brute, checkmate"):
+    with pytest.raises(ArgumentValueError, match=r"no solver 'magic'\. The solvers are auto, brute, checkmate"):
         solve.get("magic")
+    with pytest.raises(ArgumentValueError, match=r"no solver 'gredy'\. Did you mean 'greedy'\? The solvers are auto"):
+        solve.get("gredy")
 
 
 @examples(200)
@@ -182,6 +184,6 @@ def test_whatever_is_held_can_be_scheduled_lazily(graph: Graph, data: st.DataObj
     base = save_everything(rules)
     moments = data.draw(st.sets(st.integers(0, len(base.forward) + len(base.backward) - 1), max_size=3))
     held = {moment: data.draw(st.sets(st.sampled_from(range(len(graph.values))))) for moment in sorted(moments)}
-    order, stages = lazily(rules, base, held)
+    order, stages = lazy_order(rules, base, held)
     assert len(stages) == len(order.forward) + len(order.backward)
     simulate(graph, schedule_of(graph, *order))

@@ -1,4 +1,4 @@
-"""Errors for functions whose operations depend on the data of tensors: a trace has no data."""
+"""Errors for functions that cannot be traced, because they read the data of tensors or call higher-order operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fckpt._capture.sources import current, failing_module, is_users
 from fckpt._trace.recorder import WAY_OUT, Recorder
 from fckpt.errors import TraceError
 
-__all__ = ["DataReadsRefused", "data_errors_located"]
+__all__ = ["DataReadsRefused", "HigherOrderError", "errors_located"]
 
 _READS = {
     torch.Tensor.numpy,
@@ -47,13 +47,24 @@ _NO_DATA = (
 )
 
 
+class HigherOrderError(TraceError):
+    """The function calls an operator that takes functions as arguments, so that it cannot be traced in any way."""
+
+
 @contextlib.contextmanager
-def data_errors_located() -> Iterator[None]:
-    """Turns errors of fake tensors about missing data into a `TraceError` that names the user's line."""
+def errors_located() -> Iterator[None]:
+    """Turns errors of fake tensors and of higher-order operators into a `TraceError` that names the user's line."""
     try:
         yield
     except Exception as error:
         kind = type(error).__name__
+        if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
+            name = str(error).partition("HigherOrderOperator ")[2].partition(" ")[0] or "an operator"
+            raise HigherOrderError(
+                f"{_line_of(error)}: the function uses torch's operator `{name}`, which takes functions as arguments. "
+                "A plan cannot tell which operations it will run. Write the branch or the loop in Python, or put the "
+                f"budget around a part without the operator. {WAY_OUT}"
+            ) from error
         hidden = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_DATA)
         if not hidden and not any(word in kind for word in ("DataDependent", "DynamicOutputShape", "UnsupportedFake")):
             raise
