@@ -26,7 +26,7 @@ from benches.task import Task, TrainingLoss
 from benches.timing import write_json
 from benches.zoo import Decoder
 from fckpt import solve
-from fckpt._planned.plan import make_plan
+from fckpt._planned.making import make_plan
 from fckpt.cost import Analytic, profile_of
 
 BUDGETS = (0.8, 0.5, 0.3)

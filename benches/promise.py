@@ -42,7 +42,7 @@ from benches.task import Task, size_of
 from benches.timing import Spread, alternate, mib, paired_ratio, set_up, sign_test, spread
 from benches.zoo import NETWORKS
 from fckpt._memory import measure_peak
-from fckpt._planned.plan import make_plan
+from fckpt._planned.making import make_plan
 from fckpt.cost import CostSource, Measured, OpCost
 from fckpt.errors import BudgetError
 from fckpt.graph import Graph

@@ -36,7 +36,7 @@ from benches.replicas import (
 from benches.script import described, steps
 from benches.timing import Spread, alternate, describe_machine, paired_ratio, spread
 from fckpt._memory import measure_peak
-from fckpt._planned.plan import make_plan
+from fckpt._planned.making import make_plan
 from fckpt.errors import BudgetError
 
 __all__ = ["PLANNED_AS", "Epoch", "Pace", "Report", "Row", "compare", "pace", "train"]

@@ -15,7 +15,7 @@ from fckpt._call.conditions import Observation
 from fckpt._inspect import Outputs
 from fckpt._memory import measure_peak
 from fckpt._planned.plan import Budget, Plan
-from fckpt._planned.planner import Reached
+from fckpt._planned.tracing import CapturedTensors
 from fckpt._remat import plain_of, remat
 from fckpt._units import format_bytes
 from fckpt.errors import ArgumentValueError
@@ -99,7 +99,7 @@ class _Comparison:
         run = fn.forward if isinstance(fn, nn.Module) else fn
         arguments = Arguments(args, kwargs)
         observation = Observation([run], arguments.statics, arguments.tensors, {})
-        reached = Reached(observation, arguments.tensors)
+        reached = CapturedTensors(observation, arguments.tensors)
         paths = [arguments.path(i) for i in range(len(arguments.tensors))]
         paths += [f"closed-over tensor {i}" for i in range(len(reached.tensors))]
         if isinstance(fn, nn.Module):

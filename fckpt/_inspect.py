@@ -11,16 +11,19 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fckpt import solve
 from fckpt._call.results import is_number
 from fckpt._planned.ledger import Stats
-from fckpt._planned.plan import Budget, Plan, check_budget, make_plan, plain_plan
-from fckpt._planned.planner import Planner, traced_without_running
+from fckpt._planned.making import check_budget, make_plan, plain_plan, priced
+from fckpt._planned.plan import Budget, Plan
+from fckpt._planned.planner import traced_without_running
 from fckpt._remat import plain_of, planner_of
 from fckpt._trace.operations import Trace
 from fckpt.cost import Analytic, Measured, profile_of, profiles
 from fckpt.cost.calls import CostSource
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
-from fckpt.policies.named import PolicyLike, reductions_saveable
+from fckpt.policies.decisions import PolicyLike, as_policy
+from fckpt.policies.named import reductions_saveable
 from fckpt.report.table import Residual, format_residuals
 
 __all__ = ["ParetoPoint", "pareto", "plan", "print_saved_residuals", "saved_residuals", "stats"]
@@ -249,9 +252,10 @@ class _Looked:
         self, policy: PolicyLike | None, budget: Budget | None, solver: str, time_limit: float | None = None
     ) -> Plan:
         budget = None if budget is None else check_budget(budget)
-        planner = Planner(policy, 1.0, None, solver, self.costs)
+        solve.get(solver)  # raises if there is no such solver, before the operations are priced
+        policy = None if policy is None else as_policy(policy)
         if policy not in self.graphs:
-            self.graphs[policy] = planner.priced(self.trace)
+            self.graphs[policy] = priced(self.trace, policy, self.costs, budgeted=True)
         graph = self.graphs[policy]
         version = str(torch.__version__)
         plain = budget is None and policy is None

@@ -31,8 +31,10 @@ from fckpt._capture.function import BatchedGraph
 from fckpt._module import check_plannable, remat_module
 from fckpt._planned.batched import NOT_BATCHED, Batching, run_batched
 from fckpt._planned.execution import NOT_AGAIN, Execution, Program
-from fckpt._planned.plan import Budget, Plan, check_budget
-from fckpt._planned.planner import TRACING, Planner, Programs, Reached, graph_tracer
+from fckpt._planned.making import check_budget
+from fckpt._planned.plan import Budget, Plan
+from fckpt._planned.planner import Planner, Programs
+from fckpt._planned.tracing import TRACING, CapturedTensors, graph_tracer
 from fckpt._recompute import saved_tensors
 from fckpt._recompute.attached import run_nodes, run_planned
 from fckpt._recompute.hooked import run_segment
@@ -41,7 +43,8 @@ from fckpt._recompute.saved_tensors import HooksUnavailable
 from fckpt._repeats import repeated_blocks, replace_modules
 from fckpt._trace.layouts import layouts_below
 from fckpt._trace.operations import Batch, Layout
-from fckpt._trace.trace import HigherOrderError, inlined, is_followed, is_tracing
+from fckpt._trace.trace import inlined, is_followed, is_tracing
+from fckpt._trace.untraceable import HigherOrderError
 from fckpt._trace.vmap_of_grad import batch_dim
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError
 from fckpt.policies.named import PolicyLike, reductions_saveable
@@ -389,7 +392,7 @@ class _PlannedRegion(_Region):
         call = UserCall(fn, arguments, self.buffer_writes)
         with TRACING:
             observation = Observation(call.fn, arguments.statics, call.inputs, self.buffer_writes, facts=True)
-            reached = Reached(observation, call.inputs, batching.passed)
+            reached = CapturedTensors(observation, call.inputs, batching.passed)
             layouts = layouts_below((*call.inputs, *reached.tensors))
             tracked = any(layout.requires_grad for layout in layouts)
             programs = None

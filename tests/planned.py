@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fckpt
 from fckpt import policies
 
-idle_policies = pytest.mark.filterwarnings("ignore:the policy dots_saveable keeps nothing")
+idle_policies = pytest.mark.filterwarnings("ignore:the policy dots_saveable saves nothing")
 EVERYTHING, NOTHING, DOTS = policies.everything_saveable, policies.nothing_saveable, policies.dots_saveable
 
 

@@ -156,7 +156,7 @@ noisy.register_fake(torch.empty_like)
 noisy.register_autograd(lambda ctx, grad: grad, setup_context=lambda ctx, inputs, output: None)
 
 
-@pytest.mark.filterwarnings("ignore:fckpt does not run custom operations on made-up data")
+@pytest.mark.filterwarnings("ignore:fckpt does not run custom operations on synthetic data")
 @pytest.mark.parametrize("options", [{"policy": policies.nothing_saveable}, {"budget": 0.75}], ids=str)
 def test_a_custom_operation_that_draws_without_saying_so_is_drawn_again_alike(options: Any) -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ def twice(layer: Callable[[Tensor], Tensor]) -> Tensor:
 def test_planned_regions_that_share_a_parameter_say_so(layer: nn.Linear):
     region = fckpt.remat(layer, budget=10**8)
     with pytest.warns(
-        GradientWarning, match=r"takes .*weight.* and 1 more, as a planned call before it did in the same"
+        GradientWarning, match=r"takes .*weight.* and 1 more, and so did an earlier planned call in the same"
     ):
         amp(twice)(region).backward()
 

@@ -15,7 +15,7 @@ from torch.func import grad, vmap
 
 import fckpt
 from fckpt import policies
-from fckpt._planned import planner
+from fckpt._planned import tracing
 from fckpt.report.table import residuals
 
 P = [torch.linspace(-1, 1, 64, dtype=torch.float64).reshape(8, 8).roll(k) for k in range(3)]
@@ -57,7 +57,7 @@ WAYS: dict[str, Callable[[Fn], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*nothing that it is given or closes over requires grad:fckpt.BudgetWarning")
+@pytest.mark.filterwarnings("ignore:.*none of its arguments and closed-over tensors requires grad:fckpt.BudgetWarning")
 @pytest.mark.parametrize("options", [{"policy": policies.dots_saveable}, {"budget": 0.8}], ids=["policy", "budget"])
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_bitwise_those_of_the_plain_function(way: str, options: dict[str, Any]) -> None:
@@ -73,8 +73,8 @@ def test_gradients_are_bitwise_those_of_the_plain_function(way: str, options: di
 
 def test_a_batched_call_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = []
-    trace = planner.trace
-    monkeypatch.setattr(planner, "trace", lambda *args: (traces.append(1), trace(*args))[1])
+    trace = tracing.trace
+    monkeypatch.setattr(tracing, "trace", lambda *args: (traces.append(1), trace(*args))[1])
     region = fckpt.remat(block, policy=policies.dots_saveable)
     for _ in range(3):
         WAYS["two levels"](region)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from fckpt._trace.trace import Call, Ref, TensorSpec, Trace
+from fckpt._trace.operations import Call, Ref, TensorSpec, Trace
 from fckpt.cost import (
     Analytic,
     DeviceProfile,
@@ -610,7 +610,7 @@ def test_unknown_devices(name: str) -> None:
 
 
 def test_profiles_are_checked() -> None:
-    with pytest.raises(ArgumentValueError, match=r"'x' needs positive rates, one of them for float32"):
+    with pytest.raises(ArgumentValueError, match=r"'x' must have positive rates, including one for float32"):
         DeviceProfile("x", {torch.float64: 1e9}, 1e9, 0.0, 1)
 
 

@@ -26,7 +26,7 @@ class Counts:
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.traces = self.plans = 0
-        trace, make = fckpt._planned.planner.trace, fckpt._planned.planner.make_plan
+        trace, make = fckpt._planned.tracing.trace, fckpt._planned.planner.make_plan
 
         def counting_trace(*args: Any, **kwargs: Any) -> Any:
             self.traces += 1
@@ -36,7 +36,7 @@ class Counts:
             self.plans += 1
             return make(*args, **kwargs)
 
-        patch.setattr("fckpt._planned.planner.trace", counting_trace)
+        patch.setattr("fckpt._planned.tracing.trace", counting_trace)
         patch.setattr("fckpt._planned.planner.make_plan", counting_plan)
 
 

@@ -55,6 +55,14 @@ def test_a_plan_that_was_saved_runs_and_is_not_solved_again(saved: Any, monkeypa
     assert_equal(seeded(lambda: step(fckpt.remat(copy.deepcopy(net), plan=plan), x)), expected)
 
 
+def test_a_plan_can_be_read_from_plain_data_and_from_text(saved: Any) -> None:
+    plan = fckpt.Plan.load(saved[0])
+    data = plan.to_json()
+    assert Plan.from_json(data) == Plan.from_json(json.dumps(data)) == Plan.from_json(json.dumps(data).encode()) == plan
+    with pytest.raises(fckpt.PlanError, match="damaged"):
+        Plan.from_json({**data, "budget_bytes": 1})
+
+
 def test_a_plan_is_refused_by_another_function_and_other_shapes(saved: Any) -> None:
     path, net, x = saved
     plan = fckpt.Plan.load(path)

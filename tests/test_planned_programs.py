@@ -20,7 +20,7 @@ from fckpt import policies
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # plain PyTorch, under vmap
     pytest.mark.filterwarnings("ignore::fckpt.BudgetWarning"),  # under jvp, say, which no plan covers
-    pytest.mark.filterwarnings("ignore:the policy .* keeps nothing"),  # in a program without products, say
+    pytest.mark.filterwarnings("ignore:the policy .* saves nothing"),  # in a program without products, say
 ]
 PROFILE = settings(
     max_examples=20,

@@ -371,7 +371,7 @@ def test_outputs_that_only_partly_get_a_cotangent() -> None:
 
 
 def test_inputs_that_do_not_require_grad_and_no_grad_make_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fckpt._planned.planner.trace", lambda *args: pytest.fail("traced"))
+    monkeypatch.setattr("fckpt._planned.tracing.trace", lambda *args: pytest.fail("traced"))
     region = fckpt.remat(lambda a: a.sin().exp(), budget=0.5)
     assert_equal(region(X), X.sin().exp())
     with torch.no_grad():

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from fckpt import policies
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, PolicyWarning
-from fckpt.graph import DECISIONS, Graph, Node, Value
+from fckpt.graph import Graph, Node, Value
+from fckpt.graph.graph import DECISIONS
 from fckpt.policies import (
     Answer,
     Decision,
@@ -298,7 +299,7 @@ def test_register_dot() -> None:
     assert dots_saveable(node) and dots_with_no_batch_dims_saveable(node)
     attend = PolicyNode("fckpt_test.attend.default", shapes=((4, 4),))
     assert dots_saveable(attend) and not dots_with_no_batch_dims_saveable(attend)
-    with pytest.raises(ArgumentValueError, match=r"aten\.kron is registered already, with batch_dims=False"):
+    with pytest.raises(ArgumentValueError, match=r"aten\.kron is already registered, with batch_dims=False"):
         register_dot("aten::kron", batch_dims=True)
     del policies._DOTS["aten.kron"], policies._DOTS["fckpt_test.attend"]
 
@@ -443,14 +444,14 @@ def test_keeping_nothing() -> None:
         return node.op == "aten.exp.default"
 
     assert warning(exp_saveable) == (
-        "the policy as_policy(exp_saveable) keeps nothing. It was asked for 2 aten.mm, 1 aten.tanh, "
-        "1 fckpt.tanh_factor. If that is meant, say nothing_saveable."
+        "the policy as_policy(exp_saveable) saves nothing. It was called for 2 aten.mm, 1 aten.tanh, "
+        "1 fckpt.tanh_factor. If this is intended, use nothing_saveable."
     )
-    assert "keeps nothing" in warning(exp_saveable, budgeted=True)
-    assert "has no opinion of any operation" in warning(lambda node: None)
-    assert "has no opinion of any operation" in warning(lambda node: None, budgeted=True)
-    assert "keeps nothing" in warning(lambda node: PR)
-    assert "keeps nothing" in warning(lambda node: None if node.random else False)
+    assert "saves nothing" in warning(exp_saveable, budgeted=True)
+    assert "has no opinion about any operation" in warning(lambda node: None)
+    assert "has no opinion about any operation" in warning(lambda node: None, budgeted=True)
+    assert "saves nothing" in warning(lambda node: PR)
+    assert "saves nothing" in warning(lambda node: None if node.random else False)
 
 
 def test_policies_with_an_effect_do_not_warn() -> None:

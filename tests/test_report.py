@@ -253,7 +253,7 @@ def test_summary_of_nothing() -> None:
     graph = Graph((), (Value(0, 4, None),), (0,), (), (), (), 0)
     ran = simulate(graph, plain(graph))
     text = summary_table(graph, plain(graph), ran, ran, solver="none")
-    assert text == "peak 0 B; no recomputations; solver none\nNothing is kept, and nothing is computed again."
+    assert text == "peak 0 B; no recomputations; solver none\nNothing is saved, and nothing is recomputed."
 
 
 def test_summary_line() -> None:

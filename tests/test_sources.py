@@ -54,6 +54,13 @@ def test_operations_know_their_module() -> None:
     assert ("exp", "") in found and ("addmm", "head") in found
 
 
+@pytest.mark.parametrize("outputs", [None, 0])  # with outputs, the Python code is traced instead of captured
+def test_operations_know_their_line(outputs: int | None) -> None:
+    graph = fckpt.plan(Model(), X, budget=1.0, outputs=outputs).graph
+    lines = {node.source for node in graph.nodes[: graph.boundary]}
+    assert lines and all(re.fullmatch(r"test_sources\.py:\d+ \(forward\)", line) for line in lines)
+
+
 @pytest.mark.parametrize("wrap", [lambda m: lambda x: m(x).sum(), lambda m: m.forward, lambda m: fckpt.remat(m)])
 def test_one_model_needs_no_prefix(wrap: Any) -> None:
     assert ("tanh", "layers.1") in places(wrap(Model()), X)

@@ -1,1 +1,1 @@
-"""From a Python function to a graph of torch calls, and the guards under which that graph stands for the function."""
+"""Capture of a Python function as a graph of torch calls, with the guards under which the graph is valid."""

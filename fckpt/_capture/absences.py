@@ -1,9 +1,9 @@
-"""Guards for what a captured function looked for and did not find: an absent key, an absent attribute.
+"""Guards for keys and attributes that a captured function looked up and did not find.
 
-Dynamo guards `key in mapping`, `mapping.get(key)` and `hasattr`, but not the two forms in which an exception says that
-something is absent: `mapping[key]` that raises `KeyError` (behind which stand `os.environ.get` and `ChainMap`), and
-`thing.name` that raises `AttributeError`. When the key or the attribute appears, its guards still hold. Seen on torch
-2.11 and 2.13.
+Dynamo guards `key in mapping`, `mapping.get(key)` and `hasattr`. It does not guard the two lookups in which an
+exception reports the absence: `mapping[key]` raising `KeyError` (`os.environ.get` and `ChainMap` depend on it), and
+`thing.name` raising `AttributeError`. Without the guards added here, Dynamo's guards would still hold after the key or
+the attribute has appeared. Seen on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _guarded_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _absence(source: Any, name: str) -> Any:
-    """A guard that what lies at `source` has no attribute of this name."""
+    """Returns a guard that the object at `source` has no attribute called `name`."""
     if "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:
         return source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name))
     return AttrSource(source, name).make_guard(GuardBuilder.HASATTR)  # torch 2.11
@@ -60,7 +60,7 @@ def _absence(source: Any, name: str) -> Any:
 
 @contextlib.contextmanager
 def absences_guarded() -> Iterator[None]:
-    """Lets Dynamo guard, for the body, what is absent."""
+    """Makes Dynamo guard absent keys and attributes within the body."""
     with (
         patched(ConstDictVariable, _SUBSCRIPT, _guarded_subscript),
         patched(UserDefinedObjectVariable, "var_getattr", _guarded_attribute),

@@ -1,12 +1,12 @@
-"""Capture of one call by Dynamo: a graph of torch calls, guards that tell when it is valid, and bytecode around it.
+"""Capture of one call by Dynamo: a graph of torch calls, the guards under which it is valid, and surrounding bytecode.
 
-Dynamo evaluates the function's Python code symbolically. What it reads on the way (attributes, items, globals, cells,
-classes, hooks) becomes guards, which are checked at every call in microseconds; what it writes is replayed by the
-bytecode that it generates, which also collects the graph's inputs and builds the function's result. Nothing is
-compiled, no frame is intercepted, and no fake tensor meets the user's code.
+Dynamo evaluates the function's Python code symbolically. Everything the code reads (attributes, items, globals, cells,
+classes, hooks) becomes a guard, and guards are checked at every call in microseconds. Everything the code writes is
+replayed by bytecode that Dynamo generates; the bytecode also collects the graph's inputs and builds the function's
+result. Nothing is compiled, no frame is intercepted, and the user's code never sees a fake tensor.
 
-All names of `torch._dynamo` are in this folder. Seen on torch 2.11 and 2.13: `fullgraph_capture`, `build_guards` and
-`forward_callable`, on which `torch.export` stands too.
+Only this folder uses `torch._dynamo`. It relies on `fullgraph_capture`, `build_guards` and `forward_callable` (seen on
+torch 2.11 and 2.13), which `torch.export` also uses.
 
 Reference: J. Ansel et al., "PyTorch 2: Faster machine learning through dynamic Python bytecode transformation and graph
 compilation" (2024), https://doi.org/10.1145/3620665.3640366.
@@ -57,33 +57,33 @@ for mark in (marks.begin, marks.end, marks.name):
     allow_in_graph(mark)
 
 _LOGGING = ("debug", "info", "warning", "error", "critical", "exception", "log", "warning_once", "warning_advice")
-"""What a logger can be told, Hugging Face's additions among them: a plan leaves it out."""
+"""Names of logging calls, including those that Hugging Face adds. A plan does not repeat logging calls."""
 _SETTINGS = {
-    "skip_nnmodule_hook_guards": False,  # hooks of torch's own modules may change, too
-    "skip_no_tensor_aliasing_guards_on_parameters": False,  # so may parameters that are tied
+    "skip_nnmodule_hook_guards": False,  # hooks on torch's built-in modules can change
+    "skip_no_tensor_aliasing_guards_on_parameters": False,  # parameter tying can change
     "skip_guards_on_constant_func_defaults": False,
-    "allow_unspec_int_on_nn_module": True,  # a counter is a number that the graph takes, not one that it is made for
+    "allow_unspec_int_on_nn_module": True,  # a counter on a module becomes an input of the graph, not a constant
     "specialize_float": True,
     "allow_rnn": True,
     "capture_scalar_outputs": False,
-    "enable_dynamo_decompositions": False,  # addcdiv with a value, say, which would round otherwise
+    "enable_dynamo_decompositions": False,  # for example, a decomposed addcdiv with a value rounds differently
     "verbose": False,
     "suppress_errors": False,
 }
 
 
 class CaptureError(TraceError):
-    """Dynamo cannot capture a function; the message is Dynamo's."""
+    """Dynamo cannot capture a function; the message comes from Dynamo."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """Where an input of a captured graph comes from."""
+    """The origin of one input of a captured graph."""
 
     name: str
-    """As the user writes it: `args[0]['w']`, `encoder.layer.3.mlp.weight`."""
+    """The input as the user writes it: `args[0]['w']`, `encoder.layer.3.mlp.weight`."""
     is_argument: bool
-    """Whether the caller passed it; otherwise the function reaches it by itself."""
+    """Whether the caller passed the input. Otherwise the function captures it."""
 
 
 def _entry(fn: Any, this: Any, args: Any, kwargs: Any) -> Any:
@@ -95,10 +95,10 @@ def _entry_of_method(fn: Any, this: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Entry:
-    """The function that is captured in the place of a region's: it calls the region's function.
+    """The function that Dynamo captures for a region: a wrapper that calls the region's function.
 
-    Each region has code and globals of its own: Dynamo remembers by code which numbers have changed, and puts names of
-    its own into the globals.
+    Each region gets a separate code object and separate globals, because Dynamo records per code object which numbers
+    have changed, and adds names to the globals.
     """
 
     _numbers = itertools.count()
@@ -112,36 +112,39 @@ class Entry:
             self._functions.append(types.FunctionType(code, scope))
 
     def taken(self, fn: Any) -> tuple[types.FunctionType, Any, Any]:
-        """Returns (entry, function, bound object): a bound method, a new object at each call, is taken apart."""
+        """Returns (entry, function, bound object).
+
+        A bound method is split into function and object, because Python makes a new bound method at each access.
+        """
         if type(fn) is types.MethodType:
             return self._of(fn.__func__)[1], fn.__func__, fn.__self__
         return self._of(fn)[0], fn, None
 
     def _of(self, fn: Any) -> list[types.FunctionType]:
-        """The entries for a function: Dynamo reads its globals by the name of their module, if they are a module's."""
+        """Returns the entries for a function. Dynamo finds a module's globals by the module's name."""
         scope = getattr(fn, "__globals__", None)
         if scope is None or vars(sys.modules.get(scope.get("__name__", ""), types)) is scope:
             return self._functions
-        # Code that was run by `exec`, in a namespace that can be found in no other way.
+        # The function's code was run by `exec`, in a namespace that belongs to no module.
         return [types.FunctionType(entry.__code__, scope) for entry in self._functions]
 
 
-class _Program(threading.local):
-    """What runs in the place of the captured graph in a call of this thread."""
+class _Substitute(threading.local):
+    """The function that runs instead of the captured graph, in the current thread's call."""
 
     run: Callable[[tuple[Any, ...]], Sequence[Any]] | None = None
 
 
 class Captured:
-    """A captured call: valid wherever `holds`."""
+    """A captured call. It is valid for every call for which `holds` returns True."""
 
     def __init__(self, entry: Entry, taken: tuple[Any, Any, Any], passed: Any, output: Any, guards: Any, below: bool):
         fn = taken[1] if taken[2] is None else types.MethodType(taken[1], taken[2])
         names = Names(fn, [leaf for leaf in tree.leaves(passed) if not isinstance(leaf, torch.Tensor)])
         self.graph = None if output.backend_input is None else FlatGraph(output.backend_input.graph_module, names)
-        """The torch calls; None if there are none, and the function may be called as it is."""
+        """The torch calls; None if the function makes none, so that it can be called directly."""
         self.below = below
-        """Whether it was captured below levels of torch.func, where Dynamo's guards would refuse the wrappers."""
+        """Whether the call was captured below levels of torch.func, where Dynamo's guards would reject the wrappers."""
         self._names: list[str] = []
         self._wrapped: WrappedTensors | None = None
         self._entry = entry
@@ -152,42 +155,42 @@ class Captured:
             raise CaptureError("the function calls TorchScript, which differentiates by formulas of its own")
         self._classes = ClassFacts(classes, output.graph_capture_output.traced_code)
         self.builtins = BuiltinNames()
-        """The built-in names that the function's code found."""
+        """The built-in names that the function's code looked up."""
         self.keywords: tuple[str, ...] = ()
-        """The keyword arguments, whose order a function may read and no guard looks at."""
+        """The names of the keyword arguments, in order: a function may read the order, and no guard checks it."""
         self.inputs: tuple[Input, ...] = ()
-        self._program = _Program()
+        self._substitute = _Substitute()
         self._call: Any = None
         if self.graph is not None:
             self.inputs = tuple(_input(source, taken) for source in self.graph.sources)
-            program = self._program
+            substitute = self._substitute
 
             def compiled(*inputs: Any) -> Any:
-                assert program.run is not None
-                return program.run(inputs)
+                assert substitute.run is not None
+                return substitute.run(inputs)
 
             self._call = _callable(output, compiled, taken[0].__globals__)
 
     @property
     def is_general(self) -> bool:
-        """Whether it holds for any value of some numbers."""
+        """Whether the capture takes some numbers as inputs, and is valid for every value of them."""
         return self.graph is not None and bool(self.graph.numbers)
 
     def holds(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the capture is valid for a call: all that it read is as it was."""
+        """Whether the capture is valid for a call: everything that it read is unchanged."""
         _, function, this = self._entry.taken(fn)
         scope = {"fn": function, "this": this, "args": args, "kwargs": kwargs}
         known = self.keywords == tuple(kwargs) and self._guards.check(scope) and self._classes.hold()
         return known and self.builtins.hold() and (self._wrapped is None or self._wrapped.same(scope))
 
     def guard_wrapped(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Guards how the tensors look to the function in this call, wrapped as they are."""
+        """Adds guards on the layouts of the call's wrapped tensors, as the function sees them."""
         entry, function, this = self._entry.taken(fn)
         scope = {"fn": function, "this": this, "args": args, "kwargs": kwargs}
         self._wrapped = WrappedTensors(self._names, entry.__globals__, scope)
 
     def why(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Says which guard fails for a call, with the user's line; empty if none does."""
+        """Returns a description of the guard that fails for a call, with the user's line; empty if none fails."""
         _, function, this = self._entry.taken(fn)
         found = self._guards.check_verbose({"fn": function, "this": this, "args": args, "kwargs": kwargs})
         if self.keywords != tuple(kwargs):
@@ -197,7 +200,7 @@ class Captured:
         return "; ".join(_explained(part) for part in found.verbose_code_parts)
 
     def bound(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphFunction:
-        """Returns the graph with the inputs of a call, which is not made."""
+        """Binds the graph to the inputs of a call, without making the call."""
         assert self.graph is not None
         taken: list[tuple[Any, ...]] = []
 
@@ -210,12 +213,12 @@ class Captured:
         return self.function(taken[0])
 
     def function(self, inputs: tuple[Any, ...]) -> GraphFunction:
-        """Returns the graph with the inputs of a call."""
+        """Binds the graph to the given inputs of a call."""
         assert self.graph is not None
         return GraphFunction(self.graph, [i.is_argument for i in self.inputs], inputs)
 
     def same_graph(self, other: Captured) -> bool:
-        """Whether another capture has the same graph of the same kinds of inputs, so that programs fit both."""
+        """Whether another capture has the same graph and the same kinds of inputs, so that it can share plans."""
         return (
             self.graph is not None
             and other.graph is not None
@@ -226,19 +229,19 @@ class Captured:
     def call(
         self, run: Callable[[tuple[Any, ...]], Sequence[Any]], fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Calls the function with `run` in the place of its graph: from the graph's inputs to its outputs."""
+        """Calls the function with its graph replaced by `run`, which maps the graph's inputs to its outputs."""
         _, function, this = self._entry.taken(fn)
         if self._call is None:
             return fn(*args, **kwargs)
-        before, self._program.run = self._program.run, run
+        before, self._substitute.run = self._substitute.run, run
         try:
             return self._call(function, this, args, kwargs)
         finally:
-            self._program.run = before
+            self._substitute.run = before
 
 
 def _callable(output: Any, compiled: Callable[..., Any], scope: dict[str, Any]) -> Callable[..., Any]:
-    """Returns Dynamo's bytecode as a function over the very globals that the guards look at."""
+    """Returns Dynamo's bytecode as a function with the same globals object that the guards check."""
     captured = output.graph_capture_output
     for alias, module in captured.import_sources.items():
         scope[alias] = importlib.import_module(module)
@@ -249,28 +252,28 @@ def _callable(output: Any, compiled: Callable[..., Any], scope: dict[str, Any]) 
 
 
 class _Bound(BaseException):
-    """Ends a call once its inputs are known, before anything has happened."""
+    """Ends a call as soon as its inputs are known, before any operation has run."""
 
 
 def capture(entry: Entry, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, below: bool = False) -> Captured:
-    """Captures a call, which is not run.
+    """Captures a call without running it.
 
     Args:
-        entry: the region's.
+        entry: the entry of the region.
         fn: the function.
-        args: its arguments, none of which may be a wrapper of torch.func.
-        kwargs: its keyword arguments.
-        below: whether the capture is to hold on wrappers of torch.func. Then Dynamo's guards leave tensors out, and
-            `Captured.guard_wrapped` is to be shown the wrappers.
+        args: the positional arguments, none of which may be a wrapper of torch.func.
+        kwargs: the keyword arguments, under the same condition.
+        below: whether the capture must be valid for wrappers of torch.func. If so, Dynamo's guards do not cover
+            tensors, and the caller must call `Captured.guard_wrapped` with the wrappers.
 
     Raises:
-        CaptureError: Dynamo cannot capture the function, or what it captures would not be the same at the next call.
+        CaptureError: Dynamo cannot capture the function, or the captured graph would be wrong at the next call.
     """
     taken = entry.taken(fn)
     try:
         output, guards, names, builtin_names = _captured(taken, args, kwargs, below, dynamic=True)
     except CaptureError:
-        # Numbers that have changed are taken for numbers that will change again, which not all code stands.
+        # Dynamo assumes that a number which has changed once will change again. Some code cannot be captured so.
         output, guards, names, builtin_names = _captured(taken, args, kwargs, below, dynamic=False)
     captured = Captured(entry, taken, (args, kwargs), output, guards, below)
     captured.keywords, captured._names, captured.builtins = tuple(kwargs), names, builtin_names
@@ -284,9 +287,7 @@ def capture(entry: Entry, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _captured(
     taken: tuple[Any, Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], below: bool, *, dynamic: bool
 ) -> tuple[Any, Any, list[str], BuiltinNames]:
-    """Returns what Dynamo makes of a call, the guards, the tensors that these leave out below levels, and what else is
-    to be guarded.
-    """
+    """Returns Dynamo's output, its guards, the names of tensors without a guard (below levels), and built-in names."""
     names: list[str] = []
     try:
         with shadows_guarded() as builtin_names, _settings(dynamic) as modes, marks.capturing():
@@ -299,7 +300,7 @@ def _captured(
     except TorchDynamoException as error:
         raise CaptureError(_reason(error)) from error
     except Exception as error:
-        # What Dynamo meets in the user's code (an error that the function itself would raise), or a defect.
+        # An error that the user's code raises, or a defect in Dynamo.
         raise CaptureError(f"{type(error).__name__}: {error}") from error
 
 
@@ -307,12 +308,12 @@ def _check_inputs(captured: Captured) -> None:
     if captured.graph is not None:
         for node, source in zip(captured.graph.placeholders, captured.graph.sources, strict=True):
             if "random_value" in node or "Random" in type(source).__name__:
-                raise CaptureError("the function draws from a random.Random, whose numbers a graph would repeat")
+                raise CaptureError("the function draws from a random.Random, and a graph would repeat the same numbers")
 
 
 @contextlib.contextmanager
 def _function_modes(modes: list[Any]) -> Iterator[None]:
-    """Has these function modes in force for the body, and no others."""
+    """Activates exactly these function modes within the body."""
     before = _get_current_function_mode_stack()
     set_torch_function_mode_stack(modes)
     try:
@@ -323,7 +324,7 @@ def _function_modes(modes: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _settings(dynamic: bool) -> Iterator[list[Any]]:
-    """Sets Dynamo up for a capture; yields the function modes that are in force outside."""
+    """Configures Dynamo for a capture; yields the function modes that are active outside."""
     places = (logging, logging.Logger)
     ignored = {f for place in places for name in _LOGGING if (f := getattr(place, name, None))}
     patch = {**_SETTINGS, "ignore_logging_functions": ignored, "automatic_dynamic_shapes": dynamic}
@@ -332,19 +333,19 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(dynamo_timed("fckpt_capture"))
         stack.enter_context(below_all())
         modes = _get_current_function_mode_stack()
-        if torch.torch_version.TorchVersion(torch.__version__) >= (2, 12):  # torch 2.11 does so itself, for each frame
+        if torch.torch_version.TorchVersion(torch.__version__) >= (2, 12):  # torch 2.11 does this for each frame
             stack.enter_context(torch_function_mode_stack_state_mgr)
         stack.enter_context(config.patch(**patch))
         stack.enter_context(absences_guarded())
         stack.enter_context(certain_comparisons())
         stack.enter_context(undecomposed())
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # of Dynamo's, about what it looks through (lru_cache, say)
+        warnings.simplefilter("ignore")  # Dynamo warns about functions that it looks through, such as lru_cache
         yield modes
 
 
 def _reason(error: BaseException) -> str:
-    """The first paragraph of what Dynamo says, and the user's line."""
+    """Returns the first paragraph of Dynamo's message, and the user's line."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines()]
     first = next((line for line in lines if line), type(error).__name__)
@@ -360,13 +361,13 @@ def _reason(error: BaseException) -> str:
 
 def _input(source: Any, taken: tuple[Any, Any, Any]) -> Input:
     text = name_of(source)
-    if _PASSED.fullmatch(text):  # not what a module holds that is passed
+    if _PASSED.fullmatch(text):  # an argument itself, not a tensor held by a module that is an argument
         return Input(_readable(text), True)
     return Input(_readable(text, taken[1]), False)
 
 
 def _explained(part: str) -> str:
-    """Writes a guard with the user's names: `temp == 1.0, read by y * self.temp (model.py:3 in forward)`."""
+    """Formats a guard with the user's names: `temp == 1.0, read by y * self.temp (model.py:3 in forward)`."""
     condition, _, comment = part.partition("  # ")
     line, _, place = comment.strip().partition("  # ")
     condition = _SOURCE.sub(lambda found: _readable(found.group(0)), condition.strip())
@@ -381,7 +382,7 @@ _CELL = re.compile(r"^L\['(?:fn|this)'\]\.__closure__\[(\d+)\]\.cell_contents")
 
 
 def _readable(text: str, fn: Any = None) -> str:
-    """Writes a source as the user would: `L['this']._modules['a']._parameters['w']` is `a.w`."""
+    """Formats a source as the user would write it: `L['this']._modules['a']._parameters['w']` is `a.w`."""
     if _PASSED.fullmatch(text):
         return re.sub(r"L\['(args|kwargs)'\]", r"\1", text)
     members = _MEMBER.findall(text)

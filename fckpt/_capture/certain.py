@@ -1,8 +1,8 @@
-"""Comparisons whose outcome is certain although a tensor takes part: they are no dependence on data.
+"""Comparisons of random tensors whose outcome is known in advance, so that control flow may depend on them.
 
-`torch.rand([]) < 0.0` is how models decide whether to leave a layer out, with a rate that is 0 unless somebody sets it.
-Numbers drawn by `torch.rand` lie in [0, 1), so the outcome is known for rates up to 0 and from 1 on. The number is
-drawn all the same, as generators end where the plain function leaves them.
+Models use `torch.rand([]) < rate` to decide whether to skip a layer, with a rate that is 0 by default. Numbers drawn by
+`torch.rand` lie in [0, 1), so the outcome is known for rates up to 0 and from 1 upwards. The number is still drawn, so
+that the generator ends in the same state as after the plain function.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fckpt._capture.patching import patched
 
 __all__ = ["certain_comparisons"]
 
-_COMPARE = "richcompare_impl"  # torch 2.13; before, Dynamo refuses such a branch
+_COMPARE = "richcompare_impl"  # torch 2.13; earlier versions of Dynamo cannot capture such a branch
 
 
 def _outcome(op: str, bound: float) -> bool | None:
-    """Whether a number from [0, 1) compares so with `bound`; None if that depends on the number."""
+    """Returns the outcome of comparing a number from [0, 1) with `bound`; None if it depends on the number."""
     below, above = bound <= 0, bound >= 1
     return {
         "<": False if below else True if above else None,
@@ -54,7 +54,7 @@ def _knowing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def certain_comparisons() -> Iterator[None]:
-    """Lets Dynamo decide, for the body, the comparisons whose outcome is certain."""
+    """Makes Dynamo evaluate, within the body, the comparisons whose outcome is certain."""
     known = _COMPARE in vars(TensorVariable)
     with patched(TensorVariable, _COMPARE, _knowing) if known else contextlib.nullcontext():
         yield

@@ -1,8 +1,8 @@
-"""What code read of classes: methods and attributes in class dicts, global hooks.
+"""Guards on classes: methods and attributes in class dicts, and global module hooks.
 
-Dynamo guards the class of an object, and not what lies in the class: after `Block.forward = other` or `Block.scale = 2`
-on a subclass its guards still hold. So the classes that are guarded, and their bases, are looked at for the names that
-occur in the code that was evaluated.
+Dynamo guards the class of an object but not the contents of the class: its guards still hold after `Block.forward =
+other`, or after `Block.scale = 2` on a subclass. The guards here compare the entries of the guarded classes and of
+their bases, for all names that occur in the evaluated code.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ _HOOKS = [value for name, value in vars(nn_module).items() if name.startswith("_
 
 
 class ClassFacts:
-    """The entries of class dicts under the names that evaluated code mentions, as they were at the capture."""
+    """The class attributes that evaluated code may have read, as they were at the capture."""
 
     __slots__ = ("_abstract", "_dicts", "_hooks", "_names", "_sizes", "_values")
 
     def __init__(self, guarded: Iterable[type], codes: Iterable[types.CodeType]):
         names = _names_in(codes)
-        classes: dict[int, type] = {id(torch.Tensor): torch.Tensor}  # whose methods are not guarded either
+        classes: dict[int, type] = {id(torch.Tensor): torch.Tensor}  # Dynamo does not guard tensor methods either
         for cls in guarded:
             classes.update((id(base), base) for base in cls.__mro__ if base is not object)
         mutable = [cls for cls in classes.values() if cls.__flags__ & _HEAPTYPE]
         self._dicts = [vars(cls) for cls in mutable for name in names if name in vars(cls)]
         self._names = [name for cls in mutable for name in names if name in vars(cls)]
         self._values = self._read()
-        # Where a name is absent, only a new entry can bring it: then the dict grows.
+        # An absent name can only appear as a new entry, which makes the dict grow.
         self._sizes = [(vars(cls), len(vars(cls))) for cls in mutable]
         self._hooks = [tuple(hooks.values()) for hooks in _HOOKS]
-        # `ABC.register` changes what `isinstance` says of a class, and leaves no trace in it.
+        # `ABC.register` changes the result of `isinstance` without changing the class itself.
         self._abstract = abc.get_cache_token() if {"isinstance", "issubclass"}.intersection(names) else None
 
     def _read(self) -> list[Any]:
         return [held.get(name, _ABSENT) for held, name in zip(self._dicts, self._names, strict=True)]
 
     def hold(self) -> bool:
-        """Whether all entries are the same objects still, and no class has a new one."""
+        """Whether all entries are still the same objects, and no class has gained or lost an entry."""
         values = map(types.MappingProxyType.get, self._dicts, self._names)
         return (
             all(map(operator.is_, values, self._values))
@@ -56,7 +56,7 @@ class ClassFacts:
         )
 
     def changed(self) -> str:
-        """Says what differs; empty if nothing does."""
+        """Returns a description of the first difference; empty if there is none."""
         pairs = zip(self._names, self._read(), self._values, strict=True)
         names = [name for name, now, then in pairs if now is not then]
         if names:
@@ -64,7 +64,7 @@ class ClassFacts:
         if any(len(held) != size for held, size in self._sizes):
             return "a class has gained or lost an attribute"
         if self._abstract not in (None, abc.get_cache_token()):
-            return "a class was registered with an abstract one"
+            return "a class was registered with an abstract base class"
         return "" if self.hold() else "global module hooks have changed"
 
 
@@ -72,16 +72,16 @@ _METHODS = dict(vars(torch.Tensor))
 
 
 def patched_methods(codes: Iterable[types.CodeType]) -> list[str]:
-    """Returns the methods of tensors that code names and somebody has replaced: Dynamo takes them for torch's own."""
+    """Returns the replaced methods of `torch.Tensor` that code mentions. Dynamo would use torch's original methods."""
     known = [name for name in _names_in(codes) if name in _METHODS or hasattr(torch._C.TensorBase, name)]
     return [name for name in known if vars(torch.Tensor).get(name, _ABSENT) is not _METHODS.get(name, _ABSENT)]
 
 
-_HEAPTYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was made by Python code, and its dict can change
+_HEAPTYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was created by Python code, so its dict can change
 
 
 def classes_of(guard: Any) -> list[type]:
-    """The classes that one of Dynamo's guards is about."""
+    """Returns the classes that one of Dynamo's guards checks."""
     found = []
     for attribute in ("guarded_class_weakref", "obj_weakref"):
         reference = getattr(guard, attribute, None)

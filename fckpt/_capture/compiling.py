@@ -1,4 +1,4 @@
-"""What Dynamo evaluates in the place of regions and names, while fckpt captures the function around them."""
+"""Functions that Dynamo evaluates instead of regions and `checkpoint_name`, inside a function that fckpt captures."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["is_capturing", "key_of", "marked_region", "named"]
 
 @torch.compiler.assume_constant_result
 def is_capturing() -> bool:
-    """Whether fckpt captures, and not a `torch.compile` of the user's."""
+    """Whether the capture in progress belongs to fckpt, not to the user's `torch.compile`."""
     return marks.is_capturing()
 
 
 @torch.compiler.assume_constant_result
 def key_of(policy: Any) -> int:
-    """The number by which marks name regions with a policy that are made within a captured function."""
+    """Returns the key under which marks refer to regions with a policy that a captured function creates."""
     return marks.key_of(policy)
 
 
 def marked_region(key: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a region's function: its calls become the enclosing function's, between two marks."""
+    """Calls a region's function between two marks, so that its torch calls join the enclosing graph."""
     marks.begin(key)
     result = fn(*args, **kwargs)
     marks.end(key, [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)])
@@ -34,7 +34,7 @@ def marked_region(key: int, fn: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 
 def named(tree: Any, name: str) -> Any:
-    """Names the tensors in `tree`, if fckpt captures."""
+    """Names the tensors in `tree` if fckpt is capturing."""
     if is_capturing():
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor):

@@ -1,4 +1,4 @@
-"""A captured graph as the function of one call: of the tensors that were passed, closing over the others."""
+"""A captured graph as a function of one call's arguments, with the other inputs as captured tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["BatchedGraph", "GraphFunction", "OutDims", "Same"]
 
 
 class Same:
-    """Stands in a result for an input that is returned as it is."""
+    """Placeholder in a result for an input that the function returns unchanged."""
 
     __slots__ = ("number",)
 
@@ -26,13 +26,13 @@ class Same:
 
 
 class GraphFunction:
-    """The graph with the inputs of one call, as a pure function of the arguments among them."""
+    """The graph bound to the inputs of one call, as a pure function of the arguments among them."""
 
     def __init__(self, graph: FlatGraph, is_argument: Sequence[bool], inputs: Sequence[Any]):
-        """Binds a graph.
+        """Binds a graph to inputs.
 
         Args:
-            graph: the captured one.
+            graph: the captured graph.
             is_argument: by input, whether the caller passed it.
             inputs: all inputs of the call.
         """
@@ -40,20 +40,20 @@ class GraphFunction:
         self.inputs = [*inputs, *graph.constants]
         tensors = [i for i in range(len(self.inputs)) if i not in graph.numbers]
         self.passed = [i for i in tensors if i < len(inputs) and is_argument[i]]
-        """The arguments' positions among the inputs."""
+        """The positions of the arguments among the inputs."""
         self.held: dict[int, torch.Tensor] = {i: self.inputs[i] for i in tensors if i not in {*self.passed}}
-        """The other tensors, by position: places in which a recompute puts those that it is to use."""
+        """The captured tensors, by position among the inputs. A recompute replaces the entries of this dict."""
         self.slots = [(self.held, i, tensor) for i, tensor in self.held.items()]
 
     @property
     def arguments(self) -> list[torch.Tensor]:
-        """The tensors that were passed."""
+        """The tensors that the caller passed."""
         return [self.inputs[i] for i in self.passed]
 
     def blueprint(self) -> GraphFunction:
-        """The same function of tensors without data, which stand for those of any call: it keeps none of this one's.
+        """Returns the same function bound to stand-in tensors without data, so that it keeps no tensor of this call.
 
-        Tensors that share memory have stand-ins that do.
+        The stand-ins of tensors that share memory share memory too.
         """
         bases: dict[int, torch.Tensor] = {}
         with below_all(), unseen():
@@ -65,11 +65,11 @@ class GraphFunction:
         return copy
 
     def __call__(self, *arguments: torch.Tensor) -> list[Any]:
-        """Runs the graph; a result that is one of the inputs comes as `Same`."""
+        """Runs the graph. A result that is one of the inputs is returned as `Same`."""
         return self.run(arguments, self.held.values())
 
     def run(self, arguments: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> list[Any]:
-        """Runs the graph on arguments, and on other tensors in the places of those that it closes over."""
+        """Runs the graph on the given arguments and captured tensors."""
         given = list(self.inputs)
         for i, tensor in zip(self.passed, arguments, strict=True):
             given[i] = tensor
@@ -79,7 +79,7 @@ class GraphFunction:
         return [Same(known[id(x)]) if id(x) in known else x for x in self.graph(given)]
 
     def finished(self, results: Sequence[Any]) -> list[Any]:
-        """Puts inputs in the places of `Same`, and numbers that depend on numbers among the inputs in theirs."""
+        """Replaces `Same` by the inputs, and inserts the results that are numbers computed from input numbers."""
         numbers = self.graph.numeric(self.inputs[: len(self.inputs) - len(self.graph.constants)])
         found = [self.inputs[x.number] if type(x) is Same else x for x in results]
         for position, number in numbers.items():
@@ -87,13 +87,13 @@ class GraphFunction:
         return found
 
     def release(self) -> None:
-        """Lets go of the inputs that a recompute is given anew."""
+        """Drops the references to the arguments. A recompute receives them again."""
         for i in self.passed:
             self.inputs[i] = None
 
 
 class OutDims:
-    """Stands behind the results of a batched function: their batch dimensions."""
+    """The batch dimensions of a batched function's results, appended to the results."""
 
     __slots__ = ("dims",)
 
@@ -102,10 +102,10 @@ class OutDims:
 
 
 class BatchedGraph:
-    """A captured graph under a `vmap`, as a function of the batches."""
+    """A captured graph under `vmap`, as a function of the batched tensors."""
 
     def __init__(self, inner: GraphFunction | BatchedGraph, level: int, size: int, randomness: str):
-        """Takes the `vmap` of a level off a call of `inner`."""
+        """Removes one level of `vmap` from a call of `inner`."""
         self.inner = inner
         self.size = size
         self.randomness = randomness
@@ -121,7 +121,7 @@ class BatchedGraph:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a trace depends on besides that of the function inside."""
+        """The part of the cache key of a trace that this `vmap` adds to the key of the inner function."""
         return (self.dims, self.size, self.randomness)
 
     def blueprint(self) -> BatchedGraph:
@@ -134,7 +134,7 @@ class BatchedGraph:
         return copy
 
     def __call__(self, *arguments: torch.Tensor) -> list[Any]:
-        """Runs the graph on batches; the last result is `OutDims`."""
+        """Runs the graph on batched tensors; the last result is `OutDims`."""
         return self.run(arguments, self.held.values())
 
     def run(self, arguments: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> list[Any]:
@@ -152,7 +152,7 @@ class BatchedGraph:
 
     @staticmethod
     def wrapped(results: Sequence[Any], level: int) -> list[Any]:
-        """Returns results as the `vmap` of a level sees them."""
+        """Wraps results as the given level of `vmap` expects them."""
         dims = iter(results[-1].dims)
         return [
             x if not isinstance(x, torch.Tensor) or (dim := next(dims)) is None else _add_batch_dim(x, dim, level)
@@ -160,7 +160,7 @@ class BatchedGraph:
         ]
 
     def release(self) -> None:
-        """Lets go of the inputs that a recompute is given anew."""
+        """Drops the references to the arguments. A recompute receives them again."""
         self.arguments = []
         self.inner.release()
 

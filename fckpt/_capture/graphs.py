@@ -15,26 +15,26 @@ from fckpt._capture.sources import Names, running, source_of
 __all__ = ["FlatGraph"]
 
 _LEVEL = {"_wrap_for_grad": 1, "_unwrap_for_grad": 1, "_add_batch_dim": 2, "_remove_batch_dim": 1, "_unwrap_batched": 1}
-"""Functions of torch.func that a graph calls with the number of a level, and which argument it is."""
+"""By function of torch.func that a graph calls with a level number: the position of that argument."""
 
 
 class FlatGraph:
-    """The torch calls of a function, from its inputs to a flat list of results."""
+    """The torch calls of a function, mapping its inputs to a flat list of results."""
 
     def __init__(self, module: fx.GraphModule, names: Names | None = None):
-        """Takes over a graph; `names` are those of modules, for telling where in a model a call stands."""
+        """Takes ownership of a graph. `names` maps modules to paths, which locate each call in the model."""
         nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.placeholders = [node.name for node in nodes]
         self.sources = [getattr(node, "_dynamo_source", None) for node in nodes]
-        """Where each input comes from, as Dynamo tells it."""
+        """The source of each input, as Dynamo records it."""
         self.numbers = tuple(i for i, node in enumerate(nodes) if _is_number(node))
-        """Which inputs are Python numbers."""
+        """The positions of the inputs that are Python numbers."""
         self.decisive = tuple(i for i in self.numbers if _reaches_tensor(nodes[i]))
-        """Those of the numbers that a tensor's value or shape depends on."""
+        """The positions of the numbers on which the value or shape of a tensor depends."""
         self.differentiates = any("_grad_increment_nesting" in str(n.target) for n in module.graph.nodes)
-        """Whether it takes gradients inside."""
+        """Whether the graph takes gradients with torch.func."""
         self.constants = _constants_as_inputs(module)
-        """Tensors that the graph holds: they are taken as further inputs."""
+        """Tensors that the graph holds, which become additional inputs."""
         (output,) = (node for node in module.graph.nodes if node.op == "output")
         self._numeric = _numeric_outputs(module, output)
         self._strip(module, names)
@@ -43,13 +43,13 @@ class FlatGraph:
 
     @staticmethod
     def _strip(module: fx.GraphModule, names: Names | None) -> None:
-        """Lets go of what the capture computed with; where each call stands in the user's code is kept."""
+        """Removes the metadata of the capture, except the source of each call in the user's code."""
         for node in module.graph.nodes:
             node.meta = {"source": source_of(node.meta, names)}
         module.meta.clear()
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        """Runs the calls on `inputs` and the constants, which follow them."""
+        """Runs the calls on `inputs`, which end with the constants."""
         if marks.answered() is not None or get_dynamic_layer_stack_depth():
             result = _Walk(self.module).run(*inputs)
         else:
@@ -57,7 +57,7 @@ class FlatGraph:
         return list(result)
 
     def numeric(self, inputs: Sequence[Any]) -> dict[int, Any]:
-        """Computes the results that are Python numbers and depend on numbers among the inputs, by position."""
+        """Computes, by position, the results that are Python numbers and depend on numbers among the inputs."""
         if self._numeric is None:
             return {}
         positions, graph = self._numeric
@@ -79,7 +79,7 @@ class FlatGraph:
 
 
 class _Walk(fx.Interpreter):
-    """Runs the calls one by one: says where each stands in the user's code, and numbers levels as they are here."""
+    """Runs the calls one by one, reporting the source of each call and shifting level numbers to the current depth."""
 
     def __init__(self, module: fx.GraphModule):
         super().__init__(module)
@@ -101,10 +101,10 @@ class _Walk(fx.Interpreter):
 
 
 def _release_after_backward(output: Any) -> None:
-    """Has what an `autograd.Function` saved go after its backward, as in a plain run, if `output` is what one made.
+    """Frees the tensors that an `autograd.Function` saved after its backward, if `output` is a result of one.
 
-    The class that stands for it in a captured graph holds that in a variable, until the garbage collector comes by
-    (torch 2.13, `AutogradFunctionApply`).
+    The plain function frees them at that point. The class that represents the `autograd.Function` in a captured graph
+    would hold them in a closure variable until the garbage collector runs (torch 2.13, `AutogradFunctionApply`).
     """
     node = getattr(output, "grad_fn", None)
     backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
@@ -137,7 +137,7 @@ def _reaches_tensor(node: fx.Node) -> bool:
 
 
 def _constants_as_inputs(module: fx.GraphModule) -> list[torch.Tensor]:
-    """Turns the tensors that a graph holds as attributes into inputs behind the others."""
+    """Turns the tensors that a graph holds as attributes into inputs, after the existing ones."""
     constants: list[torch.Tensor] = []
     placeholders: dict[str, fx.Node] = {}
     last = None
@@ -176,7 +176,7 @@ def _numeric_outputs(module: fx.GraphModule, output: fx.Node) -> tuple[list[int]
     for node in module.graph.nodes:
         if node.op == "placeholder" or (node.op != "output" and _is_number(node)):
             if any(argument not in copies for argument in node.all_input_nodes):
-                return None  # a size of an intermediate: no number of the inputs alone
+                return None  # it depends on the size of an intermediate, not only on input numbers
             copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[node] for _, node in found))
     graph.eliminate_dead_code()

@@ -1,7 +1,8 @@
-"""What a captured graph holds beside torch's operations: names of values, and the ends of rematerialised regions.
+"""Marks in a captured graph: calls that name values, and calls that begin and end rematerialised regions.
 
-A capture follows no context variable, and it evaluates Python code without running it. So a region or a name inside of
-the captured function becomes a call of one of the functions below, which whoever runs the graph answers.
+Dynamo does not support context variables, and it evaluates Python code without running it. So each region and each
+`checkpoint_name` in a captured function becomes a call of one of the functions below. The code that runs the graph
+installs a handler for these calls.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ __all__ = [
 
 
 class Marked(Protocol):
-    """A rematerialised region, as a mark names it."""
+    """A rematerialised region, as a mark refers to it."""
 
     key: int
 
 
 class Marks(Protocol):
-    """Answers the marks of a graph that is running."""
+    """A handler of the marks in a running graph."""
 
     def begin(self, region: Any) -> None:
-        """A rematerialised function begins."""
+        """Handles the start of a rematerialised region."""
 
     def end(self, region: Any, outputs: Sequence[torch.Tensor]) -> None:
-        """A rematerialised function has returned `outputs`."""
+        """Handles the end of a rematerialised region that returned `outputs`."""
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
-        """`checkpoint_name` names a tensor."""
+        """Handles a `checkpoint_name` of a tensor."""
 
 
 class _State(threading.local):
@@ -62,7 +63,7 @@ _keys = itertools.count(1)
 
 
 def register(region: Any) -> int:
-    """Gives a region the number by which marks name it."""
+    """Assigns a region the key under which marks refer to it."""
     key = next(_keys)
     _regions[key] = region
     return key
@@ -70,14 +71,14 @@ def register(region: Any) -> int:
 
 @dataclass(frozen=True)
 class _Made:
-    """A region that a captured function makes anew in each call."""
+    """A region that a captured function creates in each of its calls."""
 
     policy: Any
 
 
 @functools.cache
 def key_of(policy: Any) -> int:
-    """Returns the number by which marks name regions with this policy, which is kept."""
+    """Returns the key under which marks refer to regions with this policy; the policy is never freed."""
     region = _kept[policy] = _Made(policy)
     return register(region)
 
@@ -86,13 +87,13 @@ _kept: dict[Any, _Made] = {}
 
 
 def is_capturing() -> bool:
-    """Whether this thread is capturing a function for fckpt. Read as a constant by the capture itself."""
+    """Whether this thread is capturing a function for fckpt. The capture itself reads the result as a constant."""
     return _state.capturing
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Marks the body as a capture of this thread."""
+    """Declares the body to be a capture in this thread."""
     before, _state.capturing = _state.capturing, True
     try:
         yield
@@ -102,7 +103,7 @@ def capturing() -> Iterator[None]:
 
 @contextmanager
 def marks_answered(marks: Marks | None) -> Iterator[None]:
-    """Has `marks` answer the marks of graphs that run in the body; without them, marks do nothing."""
+    """Makes `marks` handle the marks of graphs that run in the body. With None, marks have no effect."""
     before, _state.marks = _state.marks, marks
     try:
         yield
@@ -111,12 +112,12 @@ def marks_answered(marks: Marks | None) -> Iterator[None]:
 
 
 def answered() -> Marks | None:
-    """What answers the marks in this thread, if anything does."""
+    """Returns the handler of marks in this thread, or None."""
     return _state.marks
 
 
 def begin(key: int) -> None:
-    """Marks the beginning of a region."""
+    """Marks the start of a region."""
     if _state.marks is not None:
         _state.marks.begin(_regions.get(key))
 
@@ -128,7 +129,7 @@ def end(key: int, outputs: list[torch.Tensor]) -> None:
 
 
 def name(tensor: torch.Tensor, text: str) -> torch.Tensor:
-    """Names a tensor, and returns it."""
+    """Names a tensor and returns the same tensor."""
     if _state.marks is not None:
         _state.marks.name(tensor, text)
     return tensor

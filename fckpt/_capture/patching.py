@@ -1,4 +1,4 @@
-"""Replaces methods of Dynamo's classes for the time of a capture."""
+"""Temporary replacement of methods of Dynamo's classes during a capture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["patched"]
 
 @contextlib.contextmanager
 def patched(owner: type, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Puts `wrapped(method)` in the place of a method that a class itself defines, for the body."""
+    """Replaces a method, which the class `owner` itself must define, by `wrapped(method)` within the body."""
     method = vars(owner)[name]
     setattr(owner, name, wrapped(method))
     try:

@@ -1,10 +1,10 @@
-"""Guards for a function that is traced by running its Python code: what that code may have read, besides its arguments.
+"""Guards for a function that is traced by running its Python code: everything the code may have read.
 
-While a trace runs, the recorder notes which code ran and what classes the objects had that it was given. All that such
-code can name is guarded: globals, attributes of imported modules and of classes, methods, defaults, cells, what lies in
-containers and objects that are reached from there, variables of the environment, and whether caches were filled anew.
-What is guarded so is a superset of what was read: a change that was not read may lead to another trace, never to a
-stale plan. Captured functions have narrower guards, and faster ones (`_capture`).
+During a trace, `Reads` records which code ran, and the classes of the objects that the code received. The guards cover
+all that this code can refer to besides its arguments: globals, attributes of imported modules and of classes, methods,
+defaults, cells, the contents of containers and objects found there, environment variables, and new entries in caches.
+The guarded set is a superset of what was read: an irrelevant change may cause another trace, but no plan can be stale.
+Functions that Dynamo captures have narrower and faster guards (`captured.py`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["Guards", "Reads"]
 
 
 class Reads:
-    """Notes, while a trace runs, which of the user's code runs, and the classes of what it is given."""
+    """Recorder of the user's code that runs during a trace, and of the classes of the objects that it receives."""
 
     def __init__(self) -> None:
         self.codes: dict[types.CodeType, dict[str, Any]] = {}
-        """The code that ran, and its globals."""
+        """By code object that ran: the globals of its function."""
         self.classes: dict[int, type] = {}
         self.environment: dict[str, str | None] = {}
-        """The variables of the environment that were asked for, and their values."""
+        """The environment variables that were read, and their values."""
 
     def note(self, frame: types.FrameType) -> None:
-        """Notes a function that is being called."""
+        """Records the call of a function."""
         scope = frame.f_globals
         if frame.f_code is _LOOKUP and isinstance(key := frame.f_locals.get("key"), str):
             self.environment[key] = os.environ.get(key)
@@ -52,10 +52,10 @@ class Reads:
                 self.classes[id(base)] = base
 
     def guards(self, facts: Iterable[Any]) -> Guards:
-        """Returns the guards, as of now: after the trace, which has changed nothing.
+        """Returns guards on the current state. It is the state of the trace too, because a trace changes nothing.
 
         Args:
-            facts: what was found in the closure; the classes of objects and modules are among it.
+            facts: what the walk of the closure found, including the classes of objects and modules.
         """
         for value in (*_globals(self.codes), *facts):
             if isinstance(value, type):
@@ -73,7 +73,7 @@ def _globals(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[Any]:
 
 
 def _functions_of_modules(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
-    """What code may call of the modules that are imported where it stands, `F.relu` say, and what is built in."""
+    """Yields the functions of imported modules that code may call, such as `F.relu`, and the built-in functions."""
     for code, scope in codes.items():
         names = global_names(code)
         for held in [scope[name] for name in names if type(scope.get(name)) is types.ModuleType]:
@@ -83,7 +83,7 @@ def _functions_of_modules(codes: dict[types.CodeType, dict[str, Any]]) -> Iterat
 
 
 class Guards:
-    """What the code of a trace may have read, as it was then."""
+    """The values that the code of a trace may have read, as they were at the trace."""
 
     def __init__(self, reads: Reads):
         self._environment = reads.environment
@@ -94,16 +94,16 @@ class Guards:
         self._caches = [(c, c.cache_info().misses) for c in _caches(reads)]
         self._facts = facts_of(self._called, self._scopes)
         self.unguarded = next((fact for fact in self._facts if isinstance(fact, Unguarded)), None)
-        """What cannot be guarded, if there is such a thing."""
+        """A fact that cannot be guarded, or None."""
         classes = [fact for fact in self._facts if isinstance(fact, type)]
         self._classes = ClassFacts([*reads.classes.values(), *classes], reads.codes)
 
     def hold(self) -> bool:
-        """Whether a trace would read the same things now."""
+        """Whether a trace would read the same values now."""
         return not self.changed()
 
     def changed(self) -> str:
-        """Says what differs; empty if nothing does."""
+        """Returns a description of the first difference; empty if there is none."""
         if not self._classes.hold():
             return self._classes.changed()
         for cls, bases in self._bases:
@@ -111,19 +111,19 @@ class Guards:
                 return f"{cls.__qualname__} has other base classes"
         for held, name, value in self._attributes:
             if held.get(name) is not value:
-                return f"{held.get('__name__', 'a module')}.{name} is another function"
+                return f"{held.get('__name__', 'a module')}.{name} was replaced by another function"
         for key, then in self._environment.items():
             if os.environ.get(key) != then:
-                return f"the environment has another {key}"
+                return f"the environment variable {key} has changed"
         for cache, misses in self._caches:
             if cache.cache_info().misses != misses:
-                return f"the cache of {getattr(cache, '__name__', 'a function')} was filled with something new"
+                return f"the cache of {getattr(cache, '__name__', 'a function')} has a new entry"
         same = facts_of(self._called, self._scopes) == self._facts
-        return "" if same else "a global, or what lies in one, is another"
+        return "" if same else "a global variable, or its contents, have changed"
 
 
 def _called(reads: Reads) -> Iterator[Any]:
-    """The functions that ran, as far as they are found in classes and in globals, and descriptors with a state."""
+    """Yields the functions that ran, as far as classes and globals hold them, and instances of user descriptors."""
     found: dict[int, types.FunctionType] = {}
     for cls in reads.classes.values():
         for value in list(vars(cls).values()):
@@ -147,6 +147,6 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
 
 
 def _caches(reads: Reads) -> Iterator[Any]:
-    """The functions with a cache that the code names: a hit is no call, so what they read would go unseen."""
+    """Yields the functions with a cache that code refers to. A cache hit makes no call, so its reads are not seen."""
     held = [*_globals(reads.codes), *(v for cls in reads.classes.values() for v in list(vars(cls).values()))]
     return (value for value in held if isinstance(value, functools._lru_cache_wrapper))

@@ -1,8 +1,10 @@
-"""Guards for what Dynamo takes for granted: built-in names, the sign of zero, and what Python's `os` remembers.
+"""Guards that Dynamo omits: on built-in names, on the sign of zero, and on environment variables read through `os`.
 
-A built-in name is looked up in the globals first, and the globals may get one of that name (`max = my_max`). 0.0 equals
--0.0, and another number comes of it. Globals of Python's own modules are not guarded at all, and `os.getenv` reads the
-environment by one. Seen on torch 2.11 and 2.13.
+* Python looks up a built-in name in the globals first, where a later assignment (`max = my_max`) hides the built-in.
+* 0.0 equals -0.0, but the two can give different results.
+* Dynamo does not guard the globals of Python's own modules, and `os.getenv` reads the environment through one of them.
+
+Seen on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ __all__ = ["BuiltinNames", "shadows_guarded"]
 
 
 class BuiltinNames:
-    """Names that code found among the built-in ones, because its globals had none of that name."""
+    """The built-in names that code looked up, by the globals of the code, which did not contain them."""
 
     __slots__ = ("_scopes",)
 
@@ -33,18 +35,18 @@ class BuiltinNames:
         self._scopes: dict[int, tuple[dict[str, Any], set[str]]] = {}
 
     def note(self, scope: dict[str, Any], name: str) -> None:
-        """Notes that a name was looked up; nobody gives the modules of a library other built-in names."""
+        """Notes the lookup of a name. Lookups by libraries are not noted, because their globals do not change."""
         if not is_library(str(scope.get("__name__", ""))):
             self._scopes.setdefault(id(scope), (scope, set()))[1].add(name)
 
     def hold(self) -> bool:
-        """Whether the globals have no such names still."""
+        """Whether the globals still do not contain the names."""
         return all(scope.keys().isdisjoint(names) for scope, names in self._scopes.values())
 
     def changed(self) -> str:
-        """Says which name the globals have by now; empty if there is none."""
+        """Returns a description of the first name that the globals contain now; empty if there is none."""
         found = [name for scope, names in self._scopes.values() for name in sorted(names) if name in scope]
-        return f"a global {found[0]!r} stands before the built-in one" if found else ""
+        return f"a global variable hides the built-in {found[0]!r}" if found else ""
 
 
 def _noting(names: BuiltinNames) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -90,7 +92,7 @@ def _without_os(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 @contextlib.contextmanager
 def shadows_guarded() -> Iterator[BuiltinNames]:
-    """Lets Dynamo guard, for the body, the sign of zero and the environment; yields the built-in names it looks up."""
+    """Makes Dynamo guard the sign of zero and `os` within the body; yields the built-in names that code looks up."""
     names = BuiltinNames()
     with (
         patched(InstructionTranslatorBase, "load_builtin_from_argval", _noting(names)),

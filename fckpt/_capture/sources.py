@@ -1,8 +1,8 @@
-"""Where an operation comes from: the module that was running, by its path in the model, and the user's line.
+"""The source of an operation: the path of the running module in the model, and the user's line.
 
-The recorder of a trace asks `current()` at every operation. Whoever runs the function says what is running: `named`,
-for Python code that calls modules; `Located`, for a graph of torch.fx, whose nodes remember module and line; or
-`running`, for anything else.
+The recorder of a trace calls `current()` at every operation. The code that runs the function reports what is running,
+with `named` for Python code that calls modules, with `Located` for a torch.fx graph (whose nodes store module and
+line), and with `running` for anything else.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["Located", "Names", "Source", "current", "failing_module", "is_users"
 
 
 class Source(NamedTuple):
-    """Where an operation comes from."""
+    """The source of one operation."""
 
     module: str = ""
-    """The path of the module that was running, `encoder.layer.3.mlp`; nothing outside of modules."""
+    """The path of the running module, `encoder.layer.3.mlp`; empty outside of modules."""
     line: str = ""
     """The user's line, `model.py:12 (forward)`."""
 
@@ -38,11 +38,11 @@ class Source(NamedTuple):
 
 
 class _State(threading.local):
-    """What is running in this thread."""
+    """The sources that are running in this thread."""
 
     stack: tuple[Source, ...] = ()
     failed: tuple[int, str] = (0, "")
-    """The id of an exception, and the module that it came from."""
+    """The id of the latest exception, and the module that raised it."""
 
 
 _state = _State()
@@ -50,13 +50,13 @@ _state = _State()
 
 @contextlib.contextmanager
 def running(module: str, line: str = "") -> Iterator[None]:
-    """Says that what runs in the body is in `module`, and, if that is known, on `line`."""
+    """Declares that the body runs in `module` and, if given, on `line`."""
     before = _state.stack
     _state.stack = (*before, Source(module, line))
     try:
         yield
     except Exception as error:
-        if _state.failed[0] != id(error):  # else it came from a module within
+        if _state.failed[0] != id(error):  # otherwise an inner module raised it
             _state.failed = id(error), module
         raise
     finally:
@@ -64,13 +64,13 @@ def running(module: str, line: str = "") -> Iterator[None]:
 
 
 def current() -> Source:
-    """Returns where the operation that is running comes from; the line is looked for if nobody said it."""
+    """Returns the source of the running operation. Finds the line on the call stack if none was declared."""
     module, line = _state.stack[-1] if _state.stack else Source()
     return Source(module, line or _user_line())
 
 
 def failing_module(error: BaseException) -> str:
-    """Returns the module that an exception was raised in, if it was raised in one."""
+    """Returns the path of the module that raised an exception; empty if no module raised it."""
     number, module = _state.failed
     return module if number == id(error) else ""
 
@@ -79,10 +79,11 @@ def failing_module(error: BaseException) -> str:
 
 
 class Names:
-    """The paths of the modules and tensors that a function reaches.
+    """The paths of the modules and tensors that a function can access.
 
-    A function that reaches one model, as a bound `forward` or a loss around it, calls its parts `encoder.layer.3`. If
-    there are more, the variables that hold them come first: `model.encoder.layer.3`, `critic.0`.
+    If the function accesses one model (a bound `forward`, or a loss function around a model), paths start in the model:
+    `encoder.layer.3`. If it accesses several, paths start with the variable that holds the model:
+    `model.encoder.layer.3`, `critic.0`.
     """
 
     def __init__(self, fn: Callable[..., Any], statics: Iterable[Any] = ()):
@@ -92,15 +93,15 @@ class Names:
         large = [m for m in roots if next(m.children(), None) is not None or next(m.parameters(), None) is not None]
         variables = _variables(fn)
         self.modules: dict[int, str] = {}
-        """By id of a module."""
+        """Paths by id of a module."""
         self.tensors: dict[int, str] = {}
-        """By id of a parameter or buffer."""
+        """Paths by id of a parameter or buffer."""
         for root in roots:
             prefix = variables.get(id(root)) or type(root).__name__
             if len(large) == 1 and root is large[0]:
                 prefix = ""
             self._add(root, prefix)
-        self._roots = roots  # ids are theirs as long as they live
+        self._roots = roots  # keeps the modules alive, so that their ids stay valid
 
     def _add(self, root: nn.Module, prefix: str) -> None:
         for path, module in root.named_modules():
@@ -115,7 +116,7 @@ def _joined(prefix: str, path: str) -> str:
 
 
 def _variables(fn: Any) -> dict[int, str]:
-    """The names of what a function's variables hold, by id; those of its object's attributes, for a method."""
+    """Returns the names of a function's variables (and of a method's object's attributes), by id of their values."""
     found: dict[int, str] = {}
     if isinstance(fn, types.MethodType):
         if not isinstance(fn.__self__, nn.Module):
@@ -136,7 +137,7 @@ _patching = threading.RLock()
 
 @contextlib.contextmanager
 def named(names: Names) -> Iterator[None]:
-    """Follows the calls of modules that this thread makes in the body, by the paths in `names`."""
+    """Reports, with `running`, the module calls that this thread makes in the body, by the paths in `names`."""
     thread = threading.get_ident()
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +147,7 @@ def named(names: Names) -> Iterator[None]:
         with running(path):
             return before(self, *args, **kwargs)
 
-    # Hooks for all modules would do as well, but others can see them: guards on hooks, torch.compile, a user's own.
+    # Global module hooks would also work, but guards on hooks, torch.compile and the user's code would see them.
     with _patching:
         before = nn.Module.__call__
         nn.Module.__call__ = call  # type: ignore[method-assign]
@@ -161,7 +162,7 @@ def named(names: Names) -> Iterator[None]:
 
 
 class Located(torch.fx.Interpreter):
-    """Runs a graph of torch.fx, and says of each operation which module and line its node was recorded in."""
+    """Runs a torch.fx graph, and reports for each node the module and line in which it was recorded."""
 
     def __init__(self, graph: torch.fx.GraphModule, names: Names | None = None):
         super().__init__(graph)
@@ -169,21 +170,22 @@ class Located(torch.fx.Interpreter):
         self.extra_traceback = False
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        """Runs a node."""
+        """Runs a node, and reports its source."""
         with running(*source_of(n.meta, self.names)):
             return super().run_node(n)
 
 
 def source_of(meta: dict[str, Any], names: Names | None = None) -> Source:
-    """Reads where a node of torch.fx comes from out of its `nn_module_stack` and `stack_trace`.
+    """Reads the source of a torch.fx node from its `nn_module_stack` and `stack_trace`.
 
     Args:
-        meta: of the node.
-        names: of the function that the graph was recorded from. Without, paths are those in the graph.
+        meta: the metadata of the node.
+        names: the names of the function that the graph was recorded from. If None, module paths are taken from the
+            graph.
     """
     module = ""
     for key, entry in reversed((meta.get("nn_module_stack") or {}).items()):
-        number = str(key).partition("@")[0]  # Dynamo's keys are ids of modules, and "@1" a second call
+        number = str(key).partition("@")[0]  # Dynamo's keys are module ids; "@1" denotes a second call
         known = names.modules.get(int(number)) if names is not None and number.isdigit() else None
         module = known if known is not None else re.sub(r"^[LG]\['[^']*'\]\.?", "", entry[0])
         break
@@ -197,19 +199,19 @@ def source_of(meta: dict[str, Any], names: Names | None = None) -> Source:
 
 # -- lines -------------------------------------------------------------------------------------------------------
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the package
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is neither torch's, nor Python's, nor ours."""
+    """Whether a file belongs neither to torch, nor to Python, nor to fckpt."""
     pythons = filename.startswith(_PYTHON) and "-packages" not in filename
     return not (pythons or filename.startswith((_HERE, _TORCH, "<frozen")))
 
 
 def _user_line() -> str:
-    """The innermost line that is neither torch's nor ours: `model.py:12 (forward)`."""
+    """Returns the innermost line on the call stack of the user's code: `model.py:12 (forward)`."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         code = frame.f_code

@@ -1,4 +1,4 @@
-"""Operations that Dynamo replaces by others, which round in another way: a capture is to have the function's own."""
+"""Operations that Dynamo would decompose into others that round differently; a capture contains the originals."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 __all__ = ["undecomposed"]
 
 _REPLACED = (torch.addcdiv, torch._foreach_lerp_)
-"""Those that `config.enable_dynamo_decompositions` says nothing of."""
+"""Decomposed operations that `config.enable_dynamo_decompositions` does not control."""
 
 
 @contextmanager
 def undecomposed() -> Iterator[None]:
-    """Has Dynamo take these operations as they are."""
+    """Makes Dynamo capture these operations without decomposing them."""
     handlers = TorchInGraphFunctionVariable._get_handlers()
     before = {op: handlers.pop(op) for op in _REPLACED if op in handlers}
     try:

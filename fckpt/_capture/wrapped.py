@@ -1,6 +1,6 @@
-"""Guards on tensors below levels of torch.func, where a function sees wrappers: on their layouts as it sees them.
+"""Guards on the layouts of tensors inside transforms of torch.func, where a function sees wrapped tensors.
 
-Dynamo's own guards on tensors compare dispatch keys too, and would refuse a wrapper where the capture saw a tensor.
+Dynamo's guards on tensors also compare dispatch keys, and would reject a wrapper where the capture saw a plain tensor.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ __all__ = ["WrappedTensors", "mark_static", "name_of", "without_tensors"]
 
 
 class WrappedTensors:
-    """The tensors that a capture read, and how they looked."""
+    """The tensors that a capture read, and their layouts."""
 
     def __init__(self, names: Sequence[str], scope: dict[str, Any], places: dict[str, Any]):
-        """Reads them.
+        """Reads the tensors.
 
         Args:
-            names: Dynamo's expressions for them, over `G` and `L`.
+            names: Dynamo's expressions for the tensors, which refer to `G` and `L`.
             scope: `G`, the globals.
             places: `L`, the arguments of the entry.
         """
@@ -30,7 +30,7 @@ class WrappedTensors:
         self._layouts = list(map(_layout, self._read(places)))
 
     def same(self, places: dict[str, Any]) -> bool:
-        """Whether they look as they did."""
+        """Whether all layouts are unchanged."""
         try:
             found = self._read(places)
         except (AttributeError, LookupError, TypeError):
@@ -46,13 +46,13 @@ def _layout(value: Any) -> Any:
 
 
 def without_tensors(entries: Sequence[Any], names: list[str]) -> list[bool]:
-    """Says which guards to keep: all but those on tensors, whose names are added to `names`."""
+    """Returns, by guard, whether to keep it. Guards on tensors are dropped, and their names appended to `names`."""
     keep = [entry.guard_type != "TENSOR_MATCH" for entry in entries]
     names += [name_of(e.orig_guard.originating_source) for e, kept in zip(entries, keep, strict=True) if not kept]
     return keep
 
 
 def name_of(source: Any) -> str:
-    """Dynamo's expression for what a guard or an input is about."""
+    """Returns Dynamo's expression for the object of a guard or input."""
     name = getattr(source, "name", "")
     return str(name() if callable(name) else name)  # a method on torch 2.11

@@ -1,1 +1,1 @@
-"""Engine 2: a function is traced once, and each call runs the two functions lowered from a schedule."""
+"""The planned engine: traces a function once, schedules the trace, and runs the schedule as two Python functions."""

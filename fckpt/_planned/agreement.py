@@ -1,4 +1,4 @@
-"""One plan for all ranks: rank 0 makes it, for the smallest budget of all, and every rank compares what it is for."""
+"""Agreement of all ranks on one plan: rank 0 makes the plan, for the smallest of the ranks' budgets."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ __all__ = ["agreed", "mesh_of"]
 
 
 def mesh_of(traced: Trace, budgeted: bool) -> str | None:
-    """Returns the key of the mesh whose ranks must have one plan, if there is such a mesh.
+    """Returns the key of the mesh whose ranks must share one plan; None if there is no such mesh.
 
     Args:
-        traced: what is planned. If it sends messages, it is the mesh over which it does.
-        budgeted: whether times decide, which each rank would measure differently. Then it is the mesh in use at least:
-            were their plans different, `shard_map` would find that the ranks run different programs.
+        traced: the trace. If it contains collectives, the mesh is theirs.
+        budgeted: whether there is a budget, so that the plan depends on measured times, which differ between ranks.
+            Then the ranks of the mesh in use share one plan even without collectives: with different plans, `shard_map`
+            would report that the ranks run different programs.
     """
     messages = (call.args[-1] for call in traced.calls if str(call.op).startswith("fckpt.") and call.node is not None)
     used = mesh_in_use() if budgeted else None
@@ -32,14 +33,14 @@ def agreed(traced: Trace, key: str, budget: Budget | None, make: Callable[[Budge
     """Returns the plan that rank 0 makes.
 
     Args:
-        traced: what is planned, the same on all ranks.
-        key: of the mesh.
-        budget: what this rank has, in bytes or as a fraction, as all do; None to follow the decisions of a policy.
+        traced: the trace, the same on all ranks.
+        key: the key of the mesh.
+        budget: the budget of this rank: on all ranks in bytes, or on all ranks a fraction. None to follow a policy.
         make: makes a plan for a budget.
 
     Raises:
-        RankFailure: a rank is to plan something else, has failed, or does not come.
-        BudgetError: nothing fits the smallest budget.
+        RankFailure: a rank plans another function, has failed, or does not take part.
+        BudgetError: no plan fits the smallest budget.
     """
     budget = parse_bytes(budget) if isinstance(budget, str) else budget
     mine = json.dumps({"fingerprint": fingerprint(traced.graph, arguments=False), "budget": budget})
@@ -48,7 +49,7 @@ def agreed(traced: Trace, key: str, budget: Budget | None, make: Callable[[Budge
         parts = [json.loads(text) for text in said]
         odd = odd_one({rank: part["fingerprint"] for rank, part in enumerate(parts)})
         if odd is not None:
-            text = f"rank {odd[0]} is to plan another function than others: its operations or sizes differ."
+            text = f"rank {odd[0]} plans another function than the other ranks: its operations or sizes differ."
             return json.dumps({"failure": text, "rank": odd[0]})
         budgets = [part["budget"] for part in parts if part["budget"] is not None]
         try:
@@ -61,4 +62,4 @@ def agreed(traced: Trace, key: str, budget: Budget | None, make: Callable[[Budge
         raise RankFailure(found["failure"], found["rank"])
     if "over" in found:
         raise BudgetError(found["over"], found["least_bytes"])
-    return Plan.from_json(json.dumps(found["plan"]), "the plan of rank 0")
+    return Plan.from_json(found["plan"], "the plan of rank 0")

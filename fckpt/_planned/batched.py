@@ -1,4 +1,4 @@
-"""A function under `vmap` as a function of the batches: what is planned when the innermost level is a `vmap`."""
+"""A function under `vmap` as a function of batched tensors, which is planned if the innermost level is a `vmap`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["NOT_BATCHED", "Batching", "run_batched"]
 
 
 class Batching(NamedTuple):
-    """The `vmap`s that were taken off a call."""
+    """The levels of `vmap` that were removed from a call."""
 
     sizes: tuple[int, ...]
     passed: tuple[torch.Tensor, ...]
-    """Tensors that the function closed over and is passed instead."""
+    """The tensors of the call, which became arguments when a level was removed."""
 
 
 NOT_BATCHED = Batching((), ())
@@ -29,7 +29,7 @@ NOT_BATCHED = Batching((), ())
 
 @dataclass(frozen=True)
 class _Key:
-    """How a call is batched: with the layouts of the batches, all that its trace depends on."""
+    """The properties of a batched call on which its trace depends, besides the layouts of the batched tensors."""
 
     dims: tuple[int | None, ...]
     size: int
@@ -39,11 +39,11 @@ class _Key:
 
 @dataclass(frozen=True)
 class _Result:
-    """What a batched call returns besides tensors."""
+    """The result of a batched call without its tensors."""
 
     spec: tree.TreeSpec
     leaves: tuple[Any, ...]
-    """Tensors as None."""
+    """The leaves of the result, with None in place of tensors."""
     dims: tuple[int | None, ...]
 
     def __hash__(self) -> int:
@@ -58,14 +58,14 @@ def run_batched(
     batching: Batching,
     run: Callable[[Callable[..., Any], Arguments, Batching], Any],
 ) -> Any:
-    """Takes the innermost level, a `vmap`, off a call.
+    """Runs a call below its innermost level, which must be a `vmap`.
 
     Args:
         fn: the function.
-        arguments: those of the call, in that level.
-        closure: the tensors that `fn` closes over.
-        slots: where they lie.
-        batching: the levels that were taken off before.
+        arguments: the arguments of the call, in that level.
+        closure: the captured tensors of `fn`.
+        slots: the places that hold the captured tensors.
+        batching: the levels that were removed before.
         run: runs a function on arguments below the level.
     """
     interpreter = innermost()

@@ -1,4 +1,4 @@
-"""One call by a plan: the forward pass, the residuals that it leaves, the backward pass that uses them up."""
+"""Execution of planned calls: the forward pass, the residuals that it saves, and the backward pass that reads them."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ __all__ = ["NOT_AGAIN", "Execution", "Program"]
 
 
 class Program:
-    """A traced function and a plan for it, ready to run any number of times, in any threads."""
+    """A planned program: a traced call, lowered by a schedule. It can run any number of times, in any threads."""
 
     def __init__(self, trace: Trace, schedule: Schedule, graph: Graph, count: int):
-        """Prepares to run a schedule.
+        """Lowers a schedule.
 
         Args:
-            trace: the function.
-            schedule: what runs.
-            graph: the trace's, as the schedule was made for it.
-            count: how many of the trace's operands are arguments; the rest is closed over.
+            trace: the traced call.
+            schedule: a schedule of the trace.
+            graph: the graph for which the schedule was made.
+            count: the number of the trace's operands that are arguments; the others are captured tensors.
         """
         self.trace = trace
         self.schedule = schedule
@@ -49,52 +49,53 @@ class Program:
         self.lowered = lower(trace, schedule, graph)
         self.count = count
         self.ambient = ambient.capture()
-        """The settings of the trace, which are those of every call: backward recomputes under them."""
+        """The settings of the trace, which are those of every call. The backward pass recomputes under them."""
         self.constants = [data for _, data in trace.constants]
         read = {trace.tensors[t].value for t in trace.operands}
         used = read.intersection(v for node in trace.graph.nodes for v in node.inputs)
         used.update(trace.tensors[t].value for t in trace.outputs)
         written = {operand for _, operand in trace.versions}
         self.uses = {i for i, t in enumerate(trace.operands) if i < count or trace.tensors[t].value in used} | written
-        """The operands that matter: all arguments, and the closed-over tensors that the function uses."""
+        """The operands of interest: all arguments, and the captured tensors that the operations use or write."""
         self.draws = any(node.random for node in trace.graph.nodes)
-        """Whether it draws random numbers."""
+        """Whether an operation draws random numbers."""
         self.backward = trace.backward
-        """The backward pass that was planned."""
+        """The planned backward pass."""
         dims = trace.out_dims or (None,) * len(trace.outputs)
         specs = [(trace.tensors[t], dim) for t, dim in zip(trace.outputs, dims, strict=True)]
         shapes = [(_without(spec.shape, dim), spec.dtype) for spec, dim in specs]
         self.returned = Returned(trace.spec, trace.leaves, shapes)
-        """What the function returns: structure, leaves, and its tensors' shapes and dtypes, as the caller sees them."""
+        """The result as the caller sees it: tree structure, leaves, and the shapes and dtypes of its tensors."""
         closed_over = [i for i in range(count, len(trace.operands)) if i in self.uses]
         self.read_only = [i for i in closed_over if i not in written]
-        """The closed-over tensors that are used and not written: operands of the call."""
+        """The captured tensors that are used but not written. They are operands of the call for autograd."""
         self.statistics = [i for i in closed_over if i in written]
-        """Those that the forward pass writes."""
+        """The captured tensors that the forward pass writes."""
         self.remembered = [
             i for i in self.statistics if trace.tensors[trace.operands[i]].value in _behind_results(trace)
         ]
-        """Those of them whose values before the call results or gradients depend on: not so the count of BatchNorm."""
+        """The written captured tensors whose previous values affect results or gradients (BatchNorm's do not)."""
         late = {t for node in _computed(schedule.backward) for t in graph.nodes[node].inputs}
         versions = {trace.operands[i]: i for i in self.statistics} | {t: i for t, i in trace.versions if i in written}
         self.reread = {i for t, i in versions.items() if trace.tensors[t].value in late}
-        """Those that the forward pass writes and the backward pass reads."""
+        """The captured tensors that the forward pass writes and the backward pass reads."""
         self.writes_late = any(graph.nodes[call.node].backward for call in trace.calls if call.node and call.replaced)
-        """Whether the backward pass works in place, which batches of cotangents cannot."""
+        """Whether the backward pass has in-place operations, which do not work with batched cotangents."""
         self._taken: dict[tuple[tuple[int, ...], ...], bool] = {}
         self.casts = _cast(trace)
-        """The operands that autocast casts for operations, and may remember the casts of."""
+        """The operands that autocast casts, and whose casts it may cache."""
         self.complex = [i for i, t in enumerate(trace.operands) if trace.tensors[t].dtype.is_complex]
 
     @functools.cached_property
     def functional(self) -> Lowered:
-        """The same, with nothing written over anything: a residual has no room for a batch of results."""
+        """The lowered functions without overwriting: a residual is too small for a batch of results."""
         return lower(self.trace, self.schedule, self.graph.plain)
 
     def takes(self, strides: Sequence[tuple[int, ...]]) -> bool:
-        """Whether cotangents with these strides change nothing but where the first operations read them.
+        """Whether the plan is valid for cotangents with these strides: only their first readers see the difference.
 
-        Only such whose elements repeat are asked about: others may be copied on the way, which has its price.
+        Other strides than the planned ones are accepted for expanded cotangents only. Others might be copied, and the
+        plan does not account for copies.
         """
         key = tuple(strides)
         if key not in self._taken:
@@ -102,22 +103,22 @@ class Program:
         return self._taken[key]
 
     def origin(self, operand: int) -> str:
-        """Returns what an operand is to the user."""
+        """Returns a description of an operand for the user."""
         value = self.graph.values[self.trace.tensors[self.trace.operands[operand]].value]
         return value.origin or f"a tensor of shape {list(value.shape)}"
 
     def closed_over(self, closure: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the closed-over tensors that are used and not written."""
+        """Returns the captured tensors that are used but not written."""
         return [closure[i - self.count] for i in self.read_only]
 
 
 def _without(shape: Sequence[int], dim: int | None) -> torch.Size:
-    """A shape without its batch dimension."""
+    """Returns a shape without its batch dimension."""
     return torch.Size(shape if dim is None else (*shape[:dim], *shape[dim + 1 :]))
 
 
 def _taken(trace: Trace, strides: Sequence[tuple[int, ...]]) -> bool:
-    """Runs the operations that read cotangents on fake ones with other strides, to see whether results lie alike."""
+    """Checks with fake cotangents of other strides whether the operations that read them return the same strides."""
     assert trace.backward.outputs is not None and trace.backward.strides is not None
     mode = FakeTensorMode()
     found: dict[int, torch.Tensor] = {}
@@ -161,7 +162,7 @@ _NOW: Any = object()
 
 
 def _behind_results(trace: Trace) -> set[int]:
-    """The values that outputs and gradients are computed from, running statistics that are only written apart."""
+    """Returns the values on which outputs and gradients depend, without running statistics that are only written."""
     calls = {call.node: call for call in trace.calls if call.node is not None}
     producers = {v: node for node in trace.graph.nodes for v in node.outputs}
     ends = [*trace.outputs, *(t for t in trace.gradients if t is not None)]
@@ -182,7 +183,7 @@ def _behind_results(trace: Trace) -> set[int]:
 
 
 def _cast(trace: Trace) -> list[int]:
-    """The operands that are differentiated and converted to another dtype by the first operations that take them."""
+    """Returns the operands that are differentiated and that a dtype conversion reads directly."""
     converted = {t for call in trace.calls if call.op is _CONVERT for t in indices_of(call.args)}
     pairs = zip(trace.operands, trace.gradients, strict=True)
     return [i for i, (t, grad) in enumerate(pairs) if grad is not None and t in converted]
@@ -194,7 +195,8 @@ _CONVERT = torch.ops.aten._to_copy.default
 NOT_AGAIN = (
     "the forward pass of a planned function would have to run again (for a second backward pass, a second derivative, "
     "or a backward pass of other outputs than before), but it changed a buffer that its results depend on, and plans "
-    "keep no copies of buffers. Run forward again as well, or return the new value of the buffer instead."
+    "save no copies of buffers. Call the function again before this backward pass, or return the new value of the "
+    "buffer instead of changing it."
 )
 
 
@@ -203,7 +205,7 @@ def _computed(steps: Sequence[Step]) -> set[int]:
 
 
 class Execution:
-    """One call of a `Program`."""
+    """One call by a plan: it runs the forward pass of a `Program`, holds the residuals, and runs the backward pass."""
 
     def __init__(
         self,
@@ -220,15 +222,15 @@ class Execution:
         """Prepares a call.
 
         Args:
-            program: what runs, unless backward turns out to be of other outputs than it was planned for.
-            closure: the closed-over tensors, in the order of the trace.
-            replan: returns the program for a backward pass.
-            gives_up: told why a backward pass cannot be that of a plan.
-            seen: told when a backward pass has run.
-            level: of the `vmap` under which the program was traced, if it was.
+            program: the planned program to run. Another one replaces it if the backward pass is for other outputs.
+            closure: the captured tensors, in the order of the trace.
+            replan: returns the planned program for a backward pass.
+            gives_up: called with the reason if a backward pass cannot run by a plan.
+            certain: whether a backward pass like the planned one has been observed. Until then the forward pass may
+                have to run again, so buffers that it changes are copied first.
+            seen: called when a backward pass has run.
+            level: the level of the `vmap` under which the program was traced; 0 if there was none.
             retraceable: whether `replan` can trace the function again.
-            certain: whether a backward pass like the planned one has been seen. Until then the forward pass may have
-                to run again, for which buffers that it changes are copied first.
         """
         self.program = program
         self.level = level
@@ -238,24 +240,24 @@ class Execution:
         self.gives_up = gives_up
         self.seen = seen
         self.statistics = [(i, self._batch(closure[i - program.count])[0]) for i in program.statistics]
-        """The operands of the trace that are none of the call."""
+        """The written captured tensors: operands of the trace, but not operands of the call for autograd."""
         known = dict(self.statistics)
         self.before = {i: None if certain else known[i].detach().clone() for i in program.remembered}
-        """What they held before the call, where that matters and is known."""
+        """By written captured tensor whose previous value matters: a copy of that value, or None if not copied."""
         self.residuals: list[Any] | None = None
         self.shared: list[tuple[torch.Tensor, int]] = []
-        """Outputs that are residuals too, and their versions: the caller may change them."""
+        """The outputs that are also residuals, with their versions: the caller may change them in place."""
         self.written: list[tuple[torch.Tensor, int]] = []
-        """Closed-over tensors that the forward pass wrote and the backward pass reads, and their versions."""
+        """The captured tensors that the forward pass wrote and the backward pass reads, with their versions."""
         self.has_run = False
         self.over = False
         """Whether a backward pass has run."""
         self.lock = threading.Lock()
         self.restored: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-        """Puts the conditions of the forward pass back, for running it again."""
+        """Returns a context manager that restores the conditions of the forward pass, for running it again."""
 
     def forward(self, operands: Sequence[torch.Tensor]) -> list[Any] | None:
-        """Runs the forward pass, the first time; None after that."""
+        """Runs the forward pass at the first call; later calls return None."""
         with self.lock:
             if self.has_run:
                 return None
@@ -271,7 +273,7 @@ class Execution:
     # -- under a vmap
 
     def _below_level(self) -> contextlib.AbstractContextManager[Any]:
-        """Leaves the level of the `vmap`, if there is one."""
+        """Returns a context manager that leaves the level of the `vmap`, if there is one."""
         if not self.level:
             return contextlib.nullcontext()
         return innermost().lower()
@@ -286,7 +288,10 @@ class Execution:
         return [t if t is None else add_batch_dim(t, dim, self.level) for t, dim in pairs]
 
     def _cotangents(self, given: Sequence[int], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The cotangents with their batches where the trace has them; None if one is batched whose output is not."""
+        """Returns the cotangents with the batch dimensions of the trace.
+
+        Returns None if the cotangent of an output without a batch dimension has one.
+        """
         found = []
         for i, ct in zip(given, cotangents, strict=True):
             value, dim = self._batch(ct)
@@ -303,10 +308,10 @@ class Execution:
     def backward(
         self, operands: Sequence[torch.Tensor], given: Sequence[int], cotangents: Sequence[torch.Tensor]
     ) -> list[Any] | None:
-        """Runs the backward pass by a plan; None where that cannot be.
+        """Runs the backward pass by a plan; returns None if that is not possible.
 
-        A backward pass of other outputs, or a second one, finds no residuals: what was kept is let go first, and the
-        forward pass of the right plan runs again.
+        A backward pass for other outputs than planned, or a second backward pass, has no residuals: the saved ones are
+        freed, and the forward pass of the matching plan runs again.
         """
         brought = self._cotangents(given, cotangents)
         operands = [t for t, _ in map(self._batch, operands)]
@@ -335,7 +340,7 @@ class Execution:
         self.gives_up(reason)
 
     def _gradients(self) -> list[int]:
-        """The operands of the trace that are operands of the call."""
+        """Returns the operands of the trace that are operands of the call for autograd."""
         return [*range(self.program.count), *self.read_only]
 
     def _grads(
@@ -343,7 +348,7 @@ class Execution:
     ) -> list[Any]:
         with self.lock:
             residuals, self.residuals = self.residuals, None
-        # Lazy conjugation and negation are views above the operations that were recorded.
+        # Lazy conjugation and negation are views above the recorded operations.
         cotangents = [ct.resolve_conj().resolve_neg() for ct in cotangents]
         functional = any(map(is_legacy_batch, cotangents))
         planned = self.program.backward
@@ -352,13 +357,13 @@ class Execution:
         if backward != planned and backward._replace(strides=planned.strides) == planned:
             if not functional and not self.program.takes(strides) and not self.retraceable:
                 self.gives_up("other strides")
-                functional = True  # each operation then gets its operands as they come
+                functional = True  # without overwriting, operations accept operands with any strides
             if functional or self.program.takes(strides):
                 backward = planned
         if backward != self.program.backward:
             with ambient.restored(self.program.ambient):
                 program = self.replan(backward)
-            if program.lowered.source != self.program.lowered.source:  # it would have kept something else
+            if program.lowered.source != self.program.lowered.source:  # it would have saved other residuals
                 residuals = None
                 self.shared = []
             self.program = program
@@ -375,7 +380,7 @@ class Execution:
         return [grads[i] for i in self._gradients()]
 
     def _again(self, operands: Sequence[torch.Tensor]) -> tuple[list[Any], list[tuple[int, torch.Tensor]]]:
-        """Runs the forward pass once more, with all side effects on copies; returns what it keeps, and the copies."""
+        """Runs the forward pass again, with all side effects on copies; returns its residuals and the copies."""
         program = self.program
         with self.restored(), torch.no_grad():
             copies = [(i, self._before(i).clone()) for i in program.statistics]
@@ -383,7 +388,7 @@ class Execution:
                 return program.lowered.forward(self._given(program, operands, copies))[1], copies
 
     def _before(self, operand: int) -> torch.Tensor:
-        """A written closed-over tensor as it was before the call, or as it is now if nothing depends on that."""
+        """Returns a written captured tensor as it was before the call, or as it is now if its value does not matter."""
         known = self.before.get(operand, _NOW)
         if known is _NOW:
             return next(t for i, t in self.statistics if i == operand).detach()
@@ -396,7 +401,7 @@ class Execution:
             if tensor._version != then:
                 raise MutationError(
                     f"an output of a rematerialised function (shape {list(tensor.shape)}, {tensor.dtype}) was changed "
-                    f"in place between forward and backward (version {then} -> {tensor._version}), and its plan keeps "
+                    f"in place between forward and backward (version {then} -> {tensor._version}), and its plan saves "
                     "that output for backward. Change a copy instead."
                 )
         self.shared = []
@@ -407,7 +412,7 @@ class Execution:
                 raise MutationError(
                     f"a buffer that a planned function writes and its backward pass reads (shape {list(tensor.shape)}, "
                     f"{tensor.dtype}) was changed in place between forward and backward (version {then} -> "
-                    f"{tensor._version}), by another call of the function, say. Run backward before that."
+                    f"{tensor._version}), for example by another call of the function. Run backward before that call."
                 )
 
     def _given(
@@ -420,6 +425,6 @@ class Execution:
         for i, tensor in statistics:
             own[i] = tensor
         for i in program.complex:
-            if own[i] is not None:  # lazy conjugation and negation are views above the operations that were recorded
+            if own[i] is not None:  # lazy conjugation and negation are views above the recorded operations
                 own[i] = own[i].resolve_conj().resolve_neg()
         return own + program.constants

@@ -1,4 +1,4 @@
-"""What happened in the calls of one planned function: counts, seconds, and the budgets that were not kept."""
+"""Statistics and warnings of one planned function: counts, seconds, and calls that did not run by a plan."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ __all__ = ["Ledger", "Stats"]
 
 
 class _Reason(NamedTuple):
-    """Why a budget is not kept in a call, and what the warning says of it."""
+    """A reason why a call does not run by a plan, with the parts of its warning."""
 
     why: str
     way_out: str = "Put the budget around the outermost function, the transform included."
     does: str = "is rematerialised as a whole"
     is_plain: bool = False
-    """Whether the call takes no more than the plain function by itself does; derivatives of other kinds may."""
+    """Whether the call takes at most the memory of the plain function. Other kinds of derivatives may take more."""
 
 
 _REASONS = {
     "saved-tensor hooks": _Reason(
         "it runs inside of another rematerialised region, torch.utils.checkpoint or other saved-tensor hooks, which "
-        "decide about what is saved",
+        "decide what is saved",
         way_out="Put the budget around the outer function instead.",
         is_plain=True,
     ),
     "forward mode": _Reason("forward-mode derivatives run through it"),
-    "vmap": _Reason("a vmap is around the transform that differentiates it, in a way that no plan covers"),
+    "vmap": _Reason("a vmap is around the transform that differentiates it, in a way that plans do not support"),
     "batched backward": _Reason(
         "its backward pass is batched or differentiated by an outer transform (jacrev, hessian, is_grads_batched)"
     ),
@@ -42,56 +42,56 @@ _REASONS = {
         "a second derivative is taken through its backward pass (create_graph=True, or grad of grad)"
     ),
     "dispatch mode": _Reason(
-        "a TorchDispatchMode is in force, which may change what operations return, and would see other operations than "
+        "a TorchDispatchMode is active, which may change what operations return, and would see other operations than "
         "in the plain function",
-        way_out="Leave the mode out, or set fckpt_looks_on = True in its class if it changes nothing.",
+        way_out="Do not use the mode here, or set fckpt_looks_on = True in its class if it changes no results.",
         is_plain=True,
     ),
     "other strides": _Reason(
-        "its backward pass is given gradients that lie otherwise in memory than the plan assumed, and the function "
-        "cannot be traced again",
+        "its backward pass receives gradients with other strides than the plan assumed, and the function cannot be "
+        "traced again",
         way_out="Return a loss, or contiguous tensors.",
-        does="runs by its plan, with nothing written over anything",
+        does="runs by its plan, but overwrites no operands",
     ),
     "torch.compile": _Reason(
-        "it runs inside of a function that torch.compile compiles, where the compiler plans",
+        "it runs inside of a function that torch.compile compiles, where the compiler decides what is saved",
         way_out="Compile without the budget, or use the budget without torch.compile.",
     ),
     "untraceable": _Reason(
         "it cannot be traced into a graph", way_out="Put the budget around a part of it that can be traced."
     ),
     "nothing to differentiate": _Reason(
-        "nothing that it is given or closes over requires grad, so it runs as it stands",
+        "none of its arguments and closed-over tensors requires grad",
         way_out="Use torch.no_grad() for inference, or put the budget around the function that is differentiated.",
-        does="runs as it stands",
+        does="runs like the plain function",
         is_plain=True,
     ),
 }
-"""By the name under which `stats` counts it."""
+"""By the name under which `Stats.fallbacks` counts the reason."""
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What `fckpt.stats` returns: counts over all calls of one rematerialised function."""
+    """Counts over all calls of one rematerialised function, which `fckpt.stats` returns."""
 
     calls: int = 0
-    """Calls that were to be planned: with grad mode on, outside of other planned functions."""
+    """Calls to which the budget, policy or plan applies: with grad mode on, outside of other planned functions."""
     plans: int = 0
     """Plans that a solver made."""
     programs: int = 0
-    """Traces made ready to run: one for each signature, and for each set of outputs that was differentiated."""
+    """Planned programs: traces that were lowered, one per signature and per set of differentiated outputs."""
     captures: int = 0
-    """How often the function's Python code was captured, because it was new or something that it read had changed."""
+    """Captures of the function's Python code: the first one, and one each time that a guard failed."""
     hits: int = 0
-    """Calls that found a program and ran it: nothing was captured, traced or solved."""
+    """Calls that ran an existing planned program, without capturing, tracing or solving."""
     fallbacks: dict[str, int] = field(default_factory=dict)
-    """Calls, and backward passes, that could not run by a plan, by reason."""
+    """Calls and backward passes that could not run by a plan, by reason."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds spent on capturing, tracing and solving."""
 
 
 class Ledger:
-    """The counts of one region, and which warnings it has given."""
+    """The counts of one region, and the warnings that it has issued."""
 
     def __init__(self) -> None:
         self.stats = Stats(fallbacks={}, seconds={"capture": 0.0, "trace": 0.0, "solve": 0.0})
@@ -100,15 +100,15 @@ class Ledger:
         self.promised: int | float | str | None = None
         self.name = "a rematerialised function"
         self.expected: Callable[[], int | None] = lambda: None
-        """Returns the peak in bytes that a call may reach without a plan, if that is known."""
+        """Returns the peak in bytes of a call without a plan; None if it is unknown."""
 
     def count(self, what: str) -> None:
-        """Counts one more call, plan, program, capture or hit."""
+        """Increments one of the counts: `calls`, `plans`, `programs`, `captures` or `hits`."""
         self.stats = dataclasses.replace(self.stats, **{what: getattr(self.stats, what) + 1})
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Adds the seconds that the body takes."""
+        """Adds the seconds that the body takes to the entry `what`."""
         start = time.perf_counter()
         try:
             yield
@@ -116,12 +116,12 @@ class Ledger:
             self.stats.seconds[what] += time.perf_counter() - start
 
     def falls_back(self, reason: str, detail: str = "", *, quiet: bool = False) -> None:
-        """Notes that a call does not run by a plan, and warns the first time for each reason.
+        """Counts a call that does not run by a plan, and warns the first time for each reason.
 
         Args:
-            reason: a key of the table of reasons.
-            detail: what else is known of the cause.
-            quiet: whether to count only.
+            reason: a key of `_REASONS`.
+            detail: more about the cause, for the warning.
+            quiet: whether to count without a warning.
         """
         self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + 1
         if quiet or self.promised is None or reason in self._warned:
@@ -144,30 +144,30 @@ class Ledger:
         )
 
     def shares_casts(self, names: Sequence[str]) -> None:
-        """Warns, the first time, that regions share leaves which autocast would have cast once for all of them."""
+        """Warns, once, that several regions use the same leaf tensor, which autocast would have cast only once."""
         if "casts" in self._warned:
             return
         self._warned.add("casts")
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         warnings.warn(
-            f"{self.name} takes {names[0]}{more}, as a planned call before it did in the same block of autocast. Plain "
-            "PyTorch casts such a tensor once, and adds up its gradients in the lower precision; planned calls cast it "
-            "each for itself, and its gradients add up in the higher one: they are nearer to the true gradient, and "
-            "not bit for bit those of the plain function. Put one region around all uses, or pass "
-            "cache_enabled=False to torch.autocast, with which plain PyTorch does as planned calls do.",
+            f"{self.name} takes {names[0]}{more}, and so did an earlier planned call in the same block of autocast. "
+            "Plain PyTorch casts such a tensor once, and adds up its gradients in the lower precision. Each planned "
+            "call casts the tensor separately, so its gradients add up in the higher precision: they are more "
+            "accurate, but not bit for bit those of the plain function. Put one region around all uses, or pass "
+            "cache_enabled=False to torch.autocast, so that plain PyTorch casts at each use too.",
             GradientWarning,
             stacklevel=users_stacklevel(),
         )
 
     def captured_again(self, why: str) -> None:
-        """Warns at the third capture in a row: what the function reads changes from call to call."""
+        """Warns at the third capture in a row, which means that values that the function reads keep changing."""
         self._in_a_row = 1 if self._hits != self.stats.hits else self._in_a_row + 1
         self._hits = self.stats.hits
         if self._in_a_row == 3:
             warnings.warn(
-                f"{self.name} is captured for the third time in a row, which takes as long as many steps. What it read "
-                f"has changed: {why or 'no guard says what'}. Pass what changes as a tensor, or keep it out of the "
-                "function.",
+                f"{self.name} is captured for the third time in a row, which takes as long as many steps. Something "
+                f"that it reads has changed: {why or 'no guard tells what'}. Pass what changes as a tensor, or keep it "
+                "out of the function.",
                 PlanWarning,
                 stacklevel=users_stacklevel(),
             )

@@ -1,8 +1,8 @@
-"""A schedule to two Python functions, forward and backward, that run it.
+"""Lowering of a schedule to two Python functions, forward and backward.
 
-The functions are straight-line code, one line a step: an operation on local variables, or a variable let go. So a
-tensor lives exactly as long as the schedule says, and there is no interpreter between two operations. Views are
-made when an operation needs them and let go with their base.
+The functions are straight-line code with one line per step: an operation on local variables, or an assignment of None
+that frees a tensor. So each tensor lives exactly as long as the schedule says, and no interpreter runs between two
+operations. Views are made when an operation needs them, and freed with their base.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ __all__ = ["Lowered", "lower"]
 
 @dataclass(frozen=True)
 class Lowered:
-    """What runs a schedule."""
+    """The two functions that run a schedule."""
 
     forward: Callable[[list[torch.Tensor]], tuple[list[torch.Tensor], list[Any]]]
-    """From operands and constants to outputs and residuals."""
+    """Maps operands and constants to outputs and residuals."""
     backward: Callable[[list[torch.Tensor], list[Any], list[torch.Tensor]], list[torch.Tensor | None]]
-    """From operands and constants, residuals (a list that it empties) and cotangents to gradients by operand."""
+    """Maps operands and constants, residuals (a list, which it empties) and cotangents to gradients, by operand."""
     source: str
-    """The Python text of both."""
+    """The Python source of both functions."""
 
 
 def lower(trace: Trace, schedule: Schedule, graph: Graph) -> Lowered:
-    """Writes the two functions. They run in whatever dispatch state the caller sets up.
+    """Generates the two functions. They run in the dispatch state that the caller sets up.
 
     Args:
-        trace: what was traced.
-        schedule: a schedule of its graph.
-        graph: says which inputs are overwritten: the trace's, or one with fewer of them.
+        trace: the trace.
+        schedule: a schedule of the graph of the trace.
+        graph: the graph of the trace, or a variant in which fewer inputs are overwritten.
 
     Raises:
         PlanError: the schedule does not belong to the trace.
@@ -55,7 +55,7 @@ def lower(trace: Trace, schedule: Schedule, graph: Graph) -> Lowered:
 
 
 def _watch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, RandomState]:
-    """Runs a custom operation; returns its result and the states of the generators that it turned out to draw from."""
+    """Runs a custom operation; returns its result, and the previous states of the generators that it drew from."""
     generators = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
     state = RandomState.capture([device] if device.type not in ("cpu", "meta") else [], generators)
     result = op(*args, **kwargs)
@@ -63,7 +63,7 @@ def _watch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch
 
 
 def _rewatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, state: RandomState) -> Any:
-    """Runs it again, with the numbers that it drew then."""
+    """Runs a custom operation again, with the random numbers of the first run."""
     if not state.states:
         return op(*args, **kwargs)
     with state.replay(lambda: True):
@@ -71,11 +71,11 @@ def _rewatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: tor
 
 
 State = tuple[bytes, bytes | None]
-"""A generator's state before a random operation and, where other threads might draw from it, after it."""
+"""A generator's state before a random operation and, if other threads might draw from the generator, after it."""
 
 
 def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, State]:
-    """Runs a random operation; returns its result and the generator's states around it."""
+    """Runs a random operation; returns its result, and the states of the generator before and after it."""
     generator = _generator(kwargs, device)
     before = state_of(generator)
     result = op(*args, **kwargs)
@@ -83,10 +83,10 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.
 
 
 def _redraw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, state: State) -> Any:
-    """Runs it again, with the numbers that it drew then; the generator is left as it is.
+    """Runs a random operation again, with the random numbers of the first run, and restores the generator's state.
 
     Raises:
-        RandomStateError: another thread draws from the same generator, then or now.
+        RandomStateError: another thread drew from the same generator during one of the two runs.
     """
     generator = _generator(kwargs, device)
     now = state_of(generator)
@@ -110,6 +110,8 @@ def _generator(kwargs: dict[str, Any], device: torch.device) -> torch.Generator:
 
 
 class _Writer:
+    """Generator of the source of both functions."""
+
     def __init__(self, trace: Trace, schedule: Schedule, graph: Graph):
         self.trace = trace
         self.graph = graph
@@ -121,7 +123,7 @@ class _Writer:
             "watch": _watch,
             "rewatch": _rewatch,
         }
-        self.names: dict[int, str] = {}  # of objects in the scope
+        self.names: dict[int, str] = {}  # by id of an object: its name in the scope
         self.producers = trace.producers()
         self.by_node: dict[int, list[Call]] = {}
         for call in trace.calls:
@@ -129,7 +131,8 @@ class _Writer:
                 self.by_node.setdefault(call.node, []).append(call)
         given = [*trace.operands, *(t for t, _ in trace.constants)]
         self.given = [*enumerate(given), *((operand, t) for t, operand in trace.versions)]
-        """Tensors that the functions are given, with their place; what is written over an operand is the operand."""
+        """The tensors that the functions receive, with their positions. A version of an operand that the function wrote
+        has the position of the operand."""
         self.ours = {t for _, t in self.given}
         self.members: dict[int, list[int]] = {}
         for tensor, spec in enumerate(trace.tensors):
@@ -144,7 +147,7 @@ class _Writer:
         self.lines: list[str] = []
         self.used: set[int] = set()
         self.live: set[int] = set()
-        self.states: set[int] = set()  # nodes whose generator state is held
+        self.states: set[int] = set()  # nodes whose generator state is saved
 
     # -- the functions
 
@@ -167,7 +170,7 @@ class _Writer:
                 self.ensure(t)
                 self.used.add(t)
         backward, backward_used = self.lines, self.used
-        # What the backward pass does not use is not kept: an output that the caller lets go, say.
+        # Only tensors that the backward pass uses are residuals: the caller may free an output, for example.
         residuals = [_var(t) for t in candidates if t in backward_used] + [f"s{node}" for node in states]
         constants = {t for t, _ in trace.constants}
         outputs = [f"{_var(t)}.clone()" if self.base(t) in constants else _var(t) for t in trace.outputs]
@@ -188,7 +191,7 @@ class _Writer:
         self.live = {*self.ours, *live}
 
     def bases(self) -> list[int]:
-        """The live tensors that are no views and that nobody else holds."""
+        """Returns the live tensors that are not views and that only the schedule holds."""
         held = self.trace.graph.held
         return [
             t
@@ -197,7 +200,7 @@ class _Writer:
         ]
 
     def base(self, tensor: int) -> int:
-        """The given tensor that `tensor` is a view of; itself if it is none of those."""
+        """Returns the tensor that `tensor` is a view of, or `tensor` if it is not a view."""
         while tensor in self.producers and self.producers[tensor].node is None:
             tensor = indices_first(self.producers[tensor])
         return tensor
@@ -218,7 +221,7 @@ class _Writer:
         calls = self.by_node[node]
         made = [t for call in calls for t in (*call.outputs, *_made(call)) if t is not None]
         if again and made and self.live.issuperset(made):
-            return  # it makes what is there
+            return  # all its results are still there
         for call in calls:
             self.run(call, node, over, again)
         if node in self.repeated and self.trace.graph.nodes[node].random and not again:
@@ -226,7 +229,7 @@ class _Writer:
 
     def run(self, call: Call, node: int, over: int | None, again: bool) -> None:
         args, copies = list(call.args), []
-        if again:  # statistics that it wrote the first time, and that are still there, it leaves alone
+        if again:  # a recompute does not write the statistics that the first run wrote and that are still there
             for position in statistics_of(call.op, call.args):
                 written = call.args[position].tensor
                 old = next((old for old, new in call.replaced if new == written), None)
@@ -255,7 +258,7 @@ class _Writer:
         self.live.update(fresh)
 
     def replace(self, replaced: Sequence[tuple[int, int]], over: int | None) -> None:
-        """Has what a call writes over ready: the memory itself if it goes right after that, else a copy of it."""
+        """Prepares the targets of a call's writes: the memory itself if the call is its last use, otherwise a copy."""
         for old, new in replaced:
             if new in self.ours:
                 continue
@@ -277,7 +280,7 @@ class _Writer:
         return f"{', '.join(targets)}"
 
     def call(self, call: Call, args: list[Any], node: int, again: bool) -> str:
-        op = self.object(call.op._op, "op")  # what `call.op(...)` calls, without the way there
+        op = self.object(call.op._op, "op")  # the builtin that `call.op(...)` calls, without its overhead
         positional, named = self.sent(args, call.kwargs)
         if node not in self.repeated or not is_random(call.op):
             return f"{op}({', '.join(positional + named)})"
@@ -287,17 +290,17 @@ class _Writer:
         first, then = ("draw", "redraw") if is_tagged_random(call.op) else ("watch", "rewatch")
         if again:
             return f"{then}({sent}, s{node})"
-        # The state goes first into a tuple with the result.
+        # The call returns a tuple of the result and the state.
         self.emit(f"r{node}, s{node} = {first}({sent})")
         return f"r{node}; r{node} = None"
 
     def device(self, call: Call) -> torch.device:
-        """Where a call runs."""
+        """Returns the device on which a call runs."""
         made = [t for t in (*call.outputs, *indices_of(call.args)) if t is not None]
         return self.trace.tensors[made[0]].device if made else torch.device("cpu")
 
     def call_over(self, call: Call, args: list[Any], value: int | None) -> str:
-        """The same call, with its result written over `value`."""
+        """Returns the text of a call that writes its result over `value`."""
         op, keyword = writer_of(call.op)
         positional, named = self.sent(args, call.kwargs)
         if keyword:
@@ -312,7 +315,7 @@ class _Writer:
             self.live.difference_update(gone)
 
     def ensure(self, tensor: int) -> None:
-        """Makes a view, if it is one and not there."""
+        """Emits the view calls that make `tensor`, if it is a view that does not exist yet."""
         todo = [tensor]
         while todo:
             t = todo[-1]
@@ -321,7 +324,7 @@ class _Writer:
                 continue
             call = self.producers.get(t)
             if call is None or call.node is not None:
-                raise PlanError("the schedule reads a tensor before it is made; it belongs to another function.")
+                raise PlanError("the schedule reads a tensor before it is computed; it belongs to another function.")
             missing = [
                 x for x in (*indices_of(call.args), *indices_of(list(call.kwargs.values()))) if x not in self.live
             ]
@@ -330,7 +333,7 @@ class _Writer:
                 continue
             positional, named = self.sent(call.args, call.kwargs)
             targets = self.targets(call, ["_" if x is None else _var(x) for x in call.outputs])
-            # A cotangent may come with other strides than the traced one had, where only a copy can be viewed so.
+            # A cotangent may have other strides than at the trace, so that `view` would fail and a copy is needed.
             op = torch.ops.aten.reshape.default if call.op is torch.ops.aten.view.default else call.op
             self.emit(f"{targets} = {self.object(op._op, 'op')}({', '.join(positional + named)})")
             self.live.update(x for x in call.outputs if x is not None)
@@ -341,7 +344,7 @@ class _Writer:
         self.lines.append(line)
 
     def sent(self, args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """What a call is given, by position and by name."""
+        """Returns the texts of a call's positional and keyword arguments."""
         return [self.text(a) for a in args], [f"{k}={self.text(v)}" for k, v in kwargs.items()]
 
     def text(self, value: Any) -> str:
@@ -369,7 +372,7 @@ class _Writer:
 
 
 class _Copy(NamedTuple):
-    """A variable that holds a copy of what a call would write over."""
+    """A variable that holds a copy of a tensor that a call would write over."""
 
     name: str
 
@@ -379,7 +382,7 @@ def _made(call: Call) -> list[int]:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor on a copy of its whole storage."""
+    """Returns the same view of a copy of the tensor's whole storage."""
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return copy.set_(tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
 
@@ -389,7 +392,7 @@ def _function(signature: str, lines: list[str]) -> str:
 
 
 def indices_first(call: Call) -> int:
-    """The first tensor that a call reads: what a view is a view of."""
+    """Returns the first tensor that a call reads. For a view, it is the base."""
     return next(iter(indices_of(call.args)))
 
 

@@ -1,1 +1,1 @@
-"""From a captured graph, or a Python function, to a `Graph` of its forward and backward pass."""
+"""Tracing of a captured graph or a Python function: a `Graph` of its forward and backward pass."""

@@ -1,8 +1,8 @@
-"""Outputs of a traced function that share memory with an argument or with one another.
+"""Outputs of a traced function that share memory with an argument or with each other.
 
-A plan computes tensors that stand apart. What is a view in the plain function is made anew at every call, as a view of
-the argument or of the output that it looks at: so writing to one of them is seen by the others and by autograd, or
-raises, as in the plain function, and their gradients meet where they meet there.
+A plan computes outputs that do not share memory. An output that is a view in the plain function is created again after
+every call, as a view of the same argument or output. So in-place changes are visible to the other tensors and to
+autograd (or raise an error) as in the plain function, and gradients are summed in the same places.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["apart"]
 def apart(
     leaves: list[Any], results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], count: int, recorder: Recorder
 ) -> list[torch.Tensor]:
-    """Returns the outputs that a plan has to compute, and puts into `leaves` how the others are made of them.
+    """Returns the outputs that a plan must compute, and replaces the other outputs in `leaves` by view descriptions.
 
     Args:
-        leaves: of the result; ('out', i) and ('in', i) stand for tensors.
-        results: the tensors ('out', i).
-        operands: the arguments and what is closed over.
-        count: how many of the operands are arguments.
-        recorder: of the trace.
+        leaves: the leaves of the result, in which ('out', i) and ('in', i) stand for tensors.
+        results: the tensors for which ('out', i) stands.
+        operands: the arguments, then the captured tensors.
+        count: the number of operands that are arguments.
+        recorder: the recorder of the trace.
     """
     groups: dict[int, list[int]] = {}
     for i, tensor in enumerate(results):
@@ -59,7 +59,7 @@ def apart(
 def _of(
     base: torch.Tensor, source: tuple[str, int], members: list[int], results: Sequence[torch.Tensor], recorder: Recorder
 ) -> dict[int, Rebuilt] | None:
-    """How outputs are made of `base`; None if that is unknown for one of them."""
+    """Returns the view steps from `base` to each output; None if they are unknown for one of the outputs."""
     found = {}
     for i in members:
         steps = recorder.steps(base, results[i])
@@ -73,19 +73,19 @@ def _of(
 def _of_one_another(
     members: list[int], results: Sequence[torch.Tensor], recorder: Recorder
 ) -> tuple[torch.Tensor | None, dict[int, Rebuilt]]:
-    """What outputs in the same memory are views of, and how they are made of it; nothing if they need not be."""
+    """Returns the common base of outputs that share memory, and their view steps; (None, {}) if none are needed."""
     tracked = [results[i] for i in members if results[i].requires_grad]
     bases = [t._base if t._is_view() and t._base is not None else t for t in tracked]
     if not bases or any(base is not bases[0] for base in bases):
         return None, {}
     source = ("out", _place(bases[0], members, results))
     found = _of(bases[0], source, members, results, recorder) or {}
-    # One view of something that nobody else sees is as good as a tensor of its own, if it may be written.
+    # A single view whose base is not visible is equivalent to a separate tensor, if autograd allows writing to it.
     calls = [view.op for rebuilt in found.values() for view in rebuilt.steps]
     several = any(isinstance(op._schema.returns[0].type, torch.ListType) for op in calls)
     return (bases[0], found) if found and (len(members) > 1 or several) else (None, {})
 
 
 def _place(base: torch.Tensor, members: Sequence[int], results: Sequence[torch.Tensor]) -> int:
-    """Which output a plan computes for a group: the base, if it is returned itself, or else the first of its views."""
+    """Returns the output that a plan computes for a group: the base if the function returns it, or the first view."""
     return next((i for i in members if results[i] is base), members[0])

@@ -1,15 +1,16 @@
-"""From the recorded calls of a function to the graph of what is needed, and nothing else."""
+"""Assembly of a `Trace`: from the recorded calls of a function to a graph of the needed operations only."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fckpt._trace.in_place import overwritable
 from fckpt._trace.operations import (
+    Backward,
     Call,
     Recorded,
     TensorSpec,
@@ -21,44 +22,68 @@ from fckpt._trace.operations import (
     statistics_of,
     strides_of,
 )
+from fckpt._trace.recorder import Recorder
 from fckpt.graph.graph import Graph, Node, Value
 
-__all__ = ["Assembly"]
+__all__ = ["Assembly", "Interface"]
 
 aten = torch.ops.aten
 
 
-class Assembly:
-    """From what was recorded to a graph of what is needed."""
+class Interface(NamedTuple):
+    """The inputs and outputs of both passes, as numbers of tensors; see the fields of `Trace` with these names."""
 
-    def __init__(self, ends: Any, origins: Sequence[str]):
-        self.ends = ends
-        self.recorder = recorder = ends.recorder
+    operands: tuple[int, ...]
+    spec: Any
+    leaves: tuple[Any, ...]
+    outputs: tuple[int, ...]
+    flags: tuple[bool, ...]
+    cotangents: tuple[int | None, ...]
+    gradients: tuple[int | None, ...]
+    backward: Backward
+    out_dims: tuple[int | None, ...]
+    grad_dims: tuple[int | None, ...]
+
+
+class Assembly:
+    """Builder of a `Trace` from the calls of a recorder."""
+
+    def __init__(self, recorder: Recorder, interface: Interface, origins: Sequence[str]):
+        """Prepares to build a trace.
+
+        Args:
+            recorder: the recorder of both passes.
+            interface: the inputs and outputs of both passes.
+            origins: names for the operands.
+        """
+        self.interface = interface
+        self.recorder = recorder
         self.origins = origins
         assert recorder.boundary is not None
         self.recorded: list[Recorded] = recorder.calls
         self.forward_calls = recorder.boundary
-        self.operand = {recorder.values[t]: i for i, t in enumerate(ends.operand_numbers)}
-        """By version of a storage: the operand that lies there."""
+        self.operand = {recorder.values[t]: i for i, t in enumerate(interface.operands)}
+        """By version of a storage: the operand that it belongs to."""
         for before, after in recorder.written.items():
             self.operand[after] = self.operand[before]
         self.rewritten = {*recorder.written, *recorder.written.values()}
-        """Versions of operands that the function writes over."""
+        """The versions of operands that the function writes over."""
         self.versions: list[tuple[int, int]] = []
-        self.empty: dict[int, Recorded] = {}  # by tensor: what made it, where nothing but a write reads it
+        self.empty: dict[int, Recorded] = {}  # by uninitialised tensor that only a write reads: its allocation
         self.values: list[Value] = []
-        self.known: dict[int, int] = {}  # from the recorder's storages to values
+        self.known: dict[int, int] = {}  # by version of a storage in the recorder: the value
         self.calls: list[Call] = []
         self.nodes: list[Node] = []
         self.late: set[int] = set()
-        self.node_of: dict[int, int] = {}  # by position in what was recorded
-        self.before: list[int] = []  # by the same: how many nodes come before it
+        self.node_of: dict[int, int] = {}  # by position among the recorded calls
+        self.before: list[int] = []  # by position among the recorded calls: the number of nodes before it
 
     def trace(self) -> Trace:
-        ends, recorder = self.ends, self.recorder
+        """Builds the trace."""
+        interface, recorder = self.interface, self.recorder
         kept = self._needed()
         inputs = self._inputs(kept)
-        late = [ct for ct in ends.cotangents if ct is not None]
+        late = [ct for ct in interface.cotangents if ct is not None]
         cotangents = tuple(self._cotangent(ct) for ct in late)
         self.late.update(cotangents)
         boundary = 0
@@ -72,8 +97,8 @@ class Assembly:
             if position == self.forward_calls - 1:
                 boundary = len(self.nodes)
         held = {*inputs, *cotangents}
-        outputs = dict.fromkeys(v for t in ends.outputs if (v := self.known[recorder.values[t]]) not in held)
-        gradients = dict.fromkeys(self.known[recorder.values[t]] for t in ends.gradients if t is not None)
+        outputs = dict.fromkeys(v for t in interface.outputs if (v := self.known[recorder.values[t]]) not in held)
+        gradients = dict.fromkeys(self.known[recorder.values[t]] for t in interface.gradients if t is not None)
         specs = tuple(self._spec(t, value) for t, value in zip(recorder.tensors, recorder.values, strict=True))
         plain = {self.known[recorder.values[t]] for t in late if self._is_plain(t)}
         written = {call.node: arguments_of(call, specs, plain) for call in self.calls}
@@ -84,53 +109,53 @@ class Assembly:
             graph,
             tuple(self.calls),
             specs,
-            operands=tuple(ends.operand_numbers),
+            operands=interface.operands,
             constants=tuple(recorder.constants.items()),
-            spec=ends.spec,
-            leaves=tuple(ends.leaves),
-            outputs=ends.outputs,
-            flags=ends.flags,
-            cotangents=ends.cotangents,
-            gradients=ends.gradients,
+            spec=interface.spec,
+            leaves=interface.leaves,
+            outputs=interface.outputs,
+            flags=interface.flags,
+            cotangents=interface.cotangents,
+            gradients=interface.gradients,
             versions=tuple(self.versions),
-            backward=ends.backward,
-            out_dims=ends.out_dims,
-            grad_dims=ends.grad_dims,
+            backward=interface.backward,
+            out_dims=interface.out_dims,
+            grad_dims=interface.grad_dims,
             regions=tuple((self._inside(calls, returned), policy) for calls, returned, policy in recorder.regions),
         )
 
     def _inputs(self, kept: set[int]) -> tuple[int, ...]:
-        """The values of operands and constants that operations or results use, in the order of their first use.
+        """Returns the values of operands and constants that operations or results use, in the order of their first use.
 
-        So the graph does not depend on the order in which a call passes them, nor on what nothing uses.
+        This order makes the graph independent of the order of the arguments, and of unused operands.
         """
         values = self.recorder.values
-        given = [*self.ends.operand_numbers, *self.recorder.constants]
+        given = [*self.interface.operands, *self.recorder.constants]
         names = [*self.origins, *["a constant"] * len(self.recorder.constants)]
         first = {values[t]: (t, name) for t, name in reversed(list(zip(given, names, strict=True)))}
         used: list[int] = []
         for call in (self.recorded[position] for position in sorted(kept)):
             used += [*indices_of(call.args), *indices_of(tuple(call.kwargs.values())), *(t for t, _ in call.replaced)]
-        used += [t for t in (*self.ends.outputs, *self.ends.gradients) if t is not None]
+        used += [t for t in (*self.interface.outputs, *self.interface.gradients) if t is not None]
         found = dict.fromkeys(version for t in used if (version := values[t]) in first)
         return tuple(self._value(first[version][0], None, first[version][1]) for version in found)
 
     def _cotangent(self, tensor: int) -> int:
-        """The value of a cotangent. One whose elements repeat is planned like any other: an operation may copy it."""
+        """Returns the value of a cotangent. An expanded cotangent counts in full, because operations may copy it."""
         value, known = self._value(tensor, None, "a cotangent"), self.recorder.tensors[tensor]
         if is_expanded(known.shape, known.stride()):
             self.values[value] = dataclasses.replace(self.values[value], nbytes=known.nbytes)
         return value
 
     def _is_plain(self, tensor: int) -> bool:
-        """Whether a cotangent has the strides of its output, or elements that repeat."""
+        """Whether a cotangent has the strides of its output, or is expanded."""
         known = self.recorder.tensors[tensor]
-        output = self.recorder.tensors[self.ends.outputs[self.ends.cotangents.index(tensor)]]
+        output = self.recorder.tensors[self.interface.outputs[self.interface.cotangents.index(tensor)]]
         same = strides_of(known.shape, known.stride()) == strides_of(output.shape, output.stride())
         return same or is_expanded(known.shape, known.stride())
 
     def _lived(self) -> tuple[Value, ...]:
-        """The values with the times to which the plain function holds them, in nodes instead of recorded calls."""
+        """Returns the values with the node until which the plain function holds each (`Value.held_to`)."""
         if not self.nodes:
             return tuple(self.values)
         nodes = [*self.before, len(self.nodes)]
@@ -142,7 +167,7 @@ class Assembly:
         return tuple(dataclasses.replace(v, held_to=held_to[v.id]) for v in self.values)
 
     def _inside(self, calls: range, returned: set[int]) -> frozenset[int]:
-        """The nodes that were made of these calls and make none of these storages."""
+        """Returns the nodes of these calls that make none of the returned storages."""
         outer = {self.known[storage] for storage in returned if storage in self.known}
         nodes = (self.node_of[i] for i in calls if i in self.node_of)
         return frozenset(n for n in nodes if outer.isdisjoint(self.nodes[n].outputs))
@@ -158,9 +183,9 @@ class Assembly:
         )
 
     def _needed(self) -> set[int]:
-        """The calls that results depend on, and those that draw random numbers, change state or can raise."""
-        ends, values = self.ends, self.recorder.values
-        needed = {*ends.outputs, *(t for t in ends.gradients if t is not None)}
+        """Returns the calls that results depend on, and those that draw random numbers, change state or can raise."""
+        interface, values = self.interface, self.recorder.values
+        needed = {*interface.outputs, *(t for t in interface.gradients if t is not None)}
         versions = {values[t] for t in needed}
         kept: set[int] = set()
         for position in range(len(self.recorded) - 1, -1, -1):
@@ -168,7 +193,7 @@ class Assembly:
             writes = any(values[old] in self.recorder.written for old, _ in call.replaced)
             check = not call.outputs and not call.replaced
             effect = writes or is_random(call.op) or (check and position < self.forward_calls)
-            # What a write writes to is a view of the next version, which stands before it.
+            # The target of a write is a view of the next version, which is recorded before the write.
             made = not versions.isdisjoint(values[new] for _, new in call.replaced)
             if effect or made or not needed.isdisjoint(call.outputs):
                 kept.add(position)
@@ -182,7 +207,7 @@ class Assembly:
         return kept
 
     def _find_empty(self, kept: set[int]) -> None:
-        """Finds memory that an operation asks for in order to write to it: the two become one node."""
+        """Finds allocations of uninitialised memory that a single call then fills: the two calls become one node."""
         recorder = self.recorder
         readers: dict[int, list[int]] = {}
         for position in sorted(kept):
@@ -191,14 +216,14 @@ class Assembly:
                 sent = [*indices_of(call.args), *indices_of(tuple(call.kwargs.values()))]
                 for version in {recorder.values[t] for t in (*sent, *(old for old, _ in call.replaced))}:
                     readers.setdefault(version, []).append(position)
-        ends = {recorder.values[t] for t in (*self.ends.outputs, *self.ends.gradients) if t is not None}
+        results = {recorder.values[t] for t in (*self.interface.outputs, *self.interface.gradients) if t is not None}
         for position in sorted(kept):
             call = self.recorded[position]
             if call.op is aten.empty_strided.default and call.outputs[0] is not None:
                 version = recorder.values[call.outputs[0]]
                 found = [self.recorded[p] for p in readers.get(version, [])]
                 writes = [old for reader in found[:1] for old, _ in reader.replaced]
-                if len(found) == 1 and call.outputs[0] in writes and version not in ends:
+                if len(found) == 1 and call.outputs[0] in writes and version not in results:
                     self.empty[call.outputs[0]] = call
 
     def _value(self, tensor: int, producer: int | None, origin: str) -> int:
@@ -222,7 +247,7 @@ class Assembly:
     def _add(self, recorded: Recorded) -> None:
         op, args, kwargs, outputs = recorded.op, recorded.args, recorded.kwargs, recorded.outputs
         if any(t in self.empty for t in outputs):
-            return  # it comes with the write
+            return  # added together with the write
         if recorded.is_view:
             self.calls.append(Call(op, args, kwargs, outputs, None))
             return
@@ -232,7 +257,7 @@ class Assembly:
         own = {new for _, new in versions}
         statistics = {args[i].tensor for i in statistics_of(op, args)}
         sent = [t for t in (*indices_of(args), *indices_of(tuple(kwargs.values()))) if recorder.values[t] not in own]
-        # Running statistics of a module are written by the first run alone, and not read by this operation.
+        # Only the first run writes the running statistics of a module, and the operation does not read them.
         sent += [old for old, new in replaced if new not in statistics or recorder.values[new] not in self.operand]
         read = tuple(dict.fromkeys(self.known[recorder.values[t]] for t in sent))
         made = len(self.values)
@@ -246,7 +271,7 @@ class Assembly:
             self.late.update(new)
         writes = tuple(self.known[old] for old, _ in versions if old in recorder.written)
         once = any(recorder.values[t] in self.rewritten for t in sent) or not new
-        # Of several results, statistics are small enough to be updated in a copy at every run.
+        # An operation with several results can run again if it only writes statistics: those are small enough to copy.
         once |= len(new) > 1 and any(recorder.values[t] not in self.operand for _, t in replaced if t not in statistics)
         overwrites = () if once or len(new) > 1 else self._overwrites(recorded, replaced)
         self.nodes.append(
@@ -271,7 +296,7 @@ class Assembly:
     def _with_memory(
         self, replaced: tuple[tuple[int, int], ...], node: int
     ) -> tuple[tuple[tuple[int, int], ...], list[Call]]:
-        """What a write really replaces, and calls that ask for the rest of the memory that it writes to."""
+        """Returns the pairs of a write with an initialised target, and the calls that allocate the other targets."""
         calls = []
         for old, new in replaced:
             if old in self.empty:

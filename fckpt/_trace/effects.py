@@ -1,7 +1,7 @@
-"""What a traced Python function does besides computing, none of which a plan would repeat: found, and refused.
+"""Errors for side effects of a traced Python function, which a plan would not repeat.
 
-This is for functions that are traced by running their Python code. What a captured function does (see `_capture`) is
-replayed at every call.
+These checks apply to functions that are traced by running their Python code. The side effects of a captured function
+are replayed at every call (see `_capture`).
 """
 
 from __future__ import annotations
@@ -15,20 +15,26 @@ import os
 import sys
 import threading
 import time
+import types
 import uuid
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
+from fckpt._call.closure import Snapshot
 from fckpt._call.facts import is_library
+from fckpt._call.levels import unwrapped
 from fckpt._call.modules import storage_of
+from fckpt._call.places import Slot, content, moved, put
 from fckpt._capture.reads import Reads
 from fckpt._capture.sources import current
 from fckpt._trace.recorder import WAY_OUT, Recorder
 from fckpt.errors import TraceError
 
-__all__ = ["impure_calls_refused", "refuse_what_stays"]
+__all__ = ["check_assignments", "check_writes", "impure_calls_refused", "refuse_leftover_tensors", "seeding_refused"]
 
 _CLOCKS = {
     getattr(time, name) for name in dir(time) if name.startswith(("time", "perf_counter", "monotonic", "process"))
@@ -43,28 +49,28 @@ _IMPURE = {
     **{f: "reads a clock" for f in _CLOCKS if callable(f) and not isinstance(f, type)},
 }
 
-_ASKS = {
-    os.getpid: "asks for its process",
-    os.getcwd: "asks for the working directory",
-    os.listdir: "looks at files",
-    os.scandir: "looks at files",
-    os.stat: "looks at files",
-    builtins.globals: "looks up its globals by name",
+_READS = {
+    os.getpid: "reads its process id",
+    os.getcwd: "reads the working directory",
+    os.listdir: "reads the file system",
+    os.scandir: "reads the file system",
+    os.stat: "reads the file system",
+    builtins.globals: "reads its globals by name",
     datetime.datetime.now: "reads a clock",
     datetime.datetime.utcnow: "reads a clock",
     datetime.date.today: "reads a clock",
-    torch.get_num_threads: "asks for the number of threads",
-    torch.get_num_interop_threads: "asks for the number of threads",
-    threading.get_ident: "asks for its thread",
+    torch.get_num_threads: "reads the number of threads",
+    torch.get_num_interop_threads: "reads the number of threads",
+    threading.get_ident: "reads its thread id",
 }
-"""What a library may ask for its own purposes, and the user's code may not."""
+"""Calls that are allowed in library code and refused in user code."""
 
 
 @contextlib.contextmanager
 def impure_calls_refused(reads: Reads) -> Iterator[None]:
-    """Raises `TraceError` if the body calls what a plan could not repeat: a clock, a file, the terminal.
+    """Raises `TraceError` if the body reads a clock, opens a file, prints, or makes another call with a side effect.
 
-    Calls that torch or fckpt make are let by. Functions that are called are noted in `reads`.
+    Calls made by torch or fckpt are allowed. All functions that are called are recorded in `reads`.
     """
     found: list[str] = []
     before = sys.getprofile()
@@ -75,7 +81,7 @@ def impure_calls_refused(reads: Reads) -> Iterator[None]:
         elif event == "c_call" and not found and (does := _impure(argument, frame)):
             found.append(f"{current()}: the function {does} here (`{argument.__name__}`)")
 
-    # A collection runs functions of others (`gc.callbacks`, which hypothesis has, or a monitor): not the traced one's.
+    # A garbage collection runs unrelated functions (`gc.callbacks` of hypothesis or of a monitor, for example).
     collects = gc.isenabled()
     gc.disable()
     sys.setprofile(look)
@@ -87,16 +93,16 @@ def impure_calls_refused(reads: Reads) -> Iterator[None]:
             gc.enable()
     if found:
         raise TraceError(
-            f"{found[0]}, which a plan would not do again: it runs the operations of the function, not its Python "
+            f"{found[0]}, which a plan would not do again: a plan runs the operations of the function, not its Python "
             f"code. Do it outside of the function. {WAY_OUT}"
         )
 
 
 def _impure(called: Any, frame: Any) -> str:
-    """Says what is wrong with a call from a frame; empty if nothing is."""
+    """Returns what a call from a frame does that a plan would not repeat; empty if nothing."""
     try:
-        does, asks = _IMPURE.get(called, ""), _ASKS.get(called, "")
-    except TypeError:  # it cannot be hashed
+        does, asks = _IMPURE.get(called, ""), _READS.get(called, "")
+    except TypeError:  # not hashable
         return ""
     if asks and is_library(str(frame.f_globals.get("__name__", ""))):
         return ""
@@ -105,13 +111,13 @@ def _impure(called: Any, frame: Any) -> str:
 
 def _is_from_user(frame: Any) -> bool:
     if any(getattr(callback, "__code__", None) is frame.f_code for callback in gc.callbacks):
-        return False  # the collector may run anywhere, and calls what anybody left with it
+        return False  # the garbage collector may run at any point, and calls these callbacks
     name = frame.f_globals.get("__name__", "").partition(".")[0]
     return name not in ("torch", "fckpt", "contextlib", "warnings", "linecache", "tokenize", "traceback", "logging")
 
 
-def refuse_what_stays(recorder: Recorder) -> None:
-    """Raises `TraceError` if tensors of a trace are still alive after it, in a cache say; they are taken out first."""
+def refuse_leftover_tensors(recorder: Recorder) -> None:
+    """Raises `TraceError` if tensors of a trace outlive it, in a cache for example. Removes those tensors first."""
     if not recorder.alive():
         return
     gc.collect()
@@ -124,7 +130,7 @@ def refuse_what_stays(recorder: Recorder) -> None:
         names.add(_removed(held.pop(), held))
     names -= {""}
     if not names:
-        return  # held by torch itself: a cache of autocast, say, which goes with its block
+        return  # held by torch, for example in the cache of autocast, which is freed at the end of its block
     raise TraceError(
         f"the function keeps tensors that it computes: {', '.join(sorted(names))}. A plan runs the function's "
         "operations, not its Python code, so it would keep nothing there. Return them, or fill the cache before. "
@@ -133,7 +139,7 @@ def refuse_what_stays(recorder: Recorder) -> None:
 
 
 def _removed(value: Any, ours: list[torch.Tensor], depth: int = 3) -> str:
-    """Takes a tensor, or a tuple with it, out of the container that holds it; returns what that was, if anything."""
+    """Removes a tensor, or a tuple with it, from its container; returns a description of the container."""
     for holder in gc.get_referrers(value):
         if isinstance(holder, dict):
             for key in [key for key, held in list(holder.items()) if held is value]:
@@ -151,3 +157,94 @@ def _removed(value: Any, ours: list[torch.Tensor], depth: int = 3) -> str:
         elif isinstance(holder, tuple) and depth and (found := _removed(holder, ours, depth - 1)):
             return found
     return ""
+
+
+# -- assignments and writes ----------------------------------------------------------------------
+
+
+def check_assignments(slots: Sequence[Slot], before: Snapshot, recorder: Recorder) -> None:
+    """Raises `TraceError` if the function assigned to captured places, after restoring the previous contents."""
+
+    def owned(value: Any) -> bool:
+        if type(value) in weakref.ProxyTypes:  # the referent is held elsewhere, or is dead
+            return False
+        if isinstance(value, (list, tuple)):
+            return any(map(owned, value))
+        if isinstance(value, dict):
+            return any(map(owned, value.values()))
+        return isinstance(value, torch.Tensor) and recorder.owns(unwrapped(value))
+
+    names = [_named(holder, key) for holder, key, _ in moved(slots) if owned(content(holder, key))]
+    changes = before.changes()
+    for change in changes:
+        put(*change)
+    names += [_named(holder, key) for holder, key, _ in changes]
+    if names:
+        raise TraceError(
+            f"the function assigns {', '.join(sorted(set(names)))} while it runs. A plan runs its operations, not its "
+            f"Python code, so it would assign nothing. Return the value instead. {WAY_OUT}"
+        )
+
+
+def _named(holder: Any, key: Any) -> str:
+    if key is None:
+        return "a variable" if type(holder) is types.CellType else f"an item of a {type(holder).__name__}"
+    return f"{holder.__name__}.{key}" if isinstance(holder, type) else str(key)
+
+
+def check_writes(
+    operands: Sequence[torch.Tensor], numbers: Sequence[int], recorder: Recorder, tensors: Sequence[torch.Tensor]
+) -> None:
+    """Raises `TraceError` if a captured tensor is changed in place in a way that a plan cannot reproduce."""
+    written = [recorder.values[number] in recorder.written for number in numbers]
+    storages = [storage_of(t) for t in tensors] if any(written) else []
+    for i, storage in enumerate(storages):
+        if written[i] and storage and storages.count(storage) > 1:
+            raise TraceError(
+                "the function changes a closed-over tensor in place that shares memory with another tensor that it "
+                f"uses. Close over only one of the two. {WAY_OUT}"
+            )
+        if written[i] and operands[i].requires_grad:
+            raise TraceError(
+                "the function changes a closed-over tensor in place that requires grad (an embedding with max_norm, "
+                f"for example), which a plan cannot reproduce. {WAY_OUT}"
+            )
+
+
+# -- random seeds ----------------------------------------------------------------------
+
+
+class _UnseedableGenerator:
+    """A stand-in for the default generator during a trace, which can be read but raises `TraceError` when it is set."""
+
+    def __init__(self, generator: torch.Generator):
+        self.generator = generator
+        self.thread = threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("manual_seed", "set_state", "seed") and threading.get_ident() == self.thread:
+            frame, inside = sys._getframe(1), False
+            while frame is not None and not inside:
+                inside, frame = frame.f_code.co_filename == torch.utils.checkpoint.__file__, frame.f_back
+            if inside:
+                raise TraceError(
+                    "the function uses torch.utils.checkpoint inside, which makes decisions about recomputation that a "
+                    "plan does not know. Remove it (a plan decides for the whole function), replace it by fckpt.remat, "
+                    f"or pass preserve_rng_state=False if nothing in it is random. {WAY_OUT}"
+                )
+            raise TraceError(
+                f"{current()}: the function sets the random generator (`{name}`), which a plan cannot repeat. Set "
+                f"the generator before the call, or pass a torch.Generator. {WAY_OUT}"
+            )
+        return getattr(self.generator, name)
+
+
+@contextlib.contextmanager
+def seeding_refused() -> Iterator[None]:
+    """Raises `TraceError` if the body seeds the default generator or sets its state."""
+    generator = torch.random.default_generator
+    torch.random.default_generator = _UnseedableGenerator(generator)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.random.default_generator = generator

@@ -1,7 +1,7 @@
-"""Operations that may write their result over an operand that nobody reads any more.
+"""Operations that can write their result over an operand that is not read afterwards.
 
-Pointwise operations, whose kernels read an element before they write it: the result is bitwise the same. It saves the
-memory of the result while the operation runs, and the time that fresh memory takes to be mapped.
+These are pointwise operations whose kernels read each element before they write it, so the result is bitwise the same.
+Overwriting saves the memory of the result during the operation, and the time to map fresh memory.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _OUT = (
     aten.sqrt.out, aten.sub.out, aten.tanh.out, aten.tanh_backward.grad_input, aten.threshold.out,
     aten.threshold_backward.grad_input, aten.where.self_out,
 )  # fmt: skip
-"""Kernels that write where they are told to, an operand allowed."""
+"""Kernels with an output argument, which may be one of the operands."""
 _SELF = {
     aten.relu.default: aten.relu_.default,
     aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
     aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
 }
-"""Operations without such a kernel, that can write over their first operand."""
+"""Operations without an output argument that can write over their first operand, with their in-place variants."""
 
 
 def _functional(op: Any) -> Any:
-    """The operation that returns a new tensor instead of writing into its last argument."""
+    """Returns the variant of an out-operation that returns a new tensor instead of writing to its last argument."""
     takes = [(a.name, str(a.type)) for a in op._schema.arguments[:-1]]
     packet = op.overloadpacket
     for name in packet.overloads():
@@ -52,18 +52,18 @@ _WRITERS |= {op: (writer, "") for op, writer in _SELF.items()}
 
 
 def writer_of(op: Any) -> tuple[Any, str]:
-    """Returns what writes the result of `op` over an operand, and the keyword that names the operand, if any."""
+    """Returns the operation that writes the result of `op` over an operand, and the keyword of the operand, if any."""
     return _WRITERS[op]
 
 
 def overwritable(op: Any, args: Sequence[Any], tensors: Sequence[Any], storages: Sequence[int], out: int) -> list[int]:
-    """Returns the positions in `args` of operands that the result may be written over.
+    """Returns the positions in `args` of the operands that the result may overwrite.
 
     Args:
         op: an `OpOverload`.
-        args: its arguments; tensors are refs.
-        tensors: by number, anything with the layout of a tensor.
-        storages: by number, which storage it looks at.
+        args: the arguments of the operation; tensors are refs.
+        tensors: by number, an object with the layout of the tensor.
+        storages: by number, the storage of the tensor.
         out: the number of the result.
     """
     if op not in _WRITERS:
@@ -75,7 +75,7 @@ def overwritable(op: Any, args: Sequence[Any], tensors: Sequence[Any], storages:
     for position, arg in enumerate(args[:1] if not _WRITERS[op][1] else args):
         if not isinstance(arg, Ref) or _layout(tensors[arg.tensor]) != result or not _is_whole(tensors[arg.tensor]):
             continue
-        # Another view of the same memory would be read after it is overwritten.
+        # Any other view of the same memory would be read after its elements are overwritten.
         others = [t for t in indices_of(list(args)) if storages[t] == storages[arg.tensor]]
         if all(_layout(tensors[t]) == result for t in others):
             found.append(position)
@@ -87,6 +87,6 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is all of its memory, without gaps or repetitions."""
+    """Whether `tensor` covers its whole storage, without gaps or repetitions."""
     nbytes = tensor.numel() * tensor.element_size()
     return tensor.untyped_storage().nbytes() == nbytes > 0 and is_dense(tensor.shape, tensor.stride())

@@ -1,4 +1,4 @@
-"""What the tensors of a call look like below all levels of torch.func, as far as a trace depends on it."""
+"""Layouts of the tensors of a call below all levels of torch.func, as far as a trace depends on them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["layouts_below"]
 
 
 def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
-    """The layouts below all levels of torch.func; a tensor that any level tracks requires grad."""
+    """Returns the layouts below all levels of torch.func. A tensor that any level tracks requires grad."""
     if not transforms_active():
-        # There may be a thousand, at every call, and the constructor of a named tuple takes most of the time.
+        # A call may have a thousand tensors, and the constructor of a named tuple would take most of the time.
         new, strided = functools.partial(tuple.__new__, Layout), torch.strided
         return [
             new(

@@ -1,11 +1,11 @@
-"""How long the memory of a trace's tensors lives: what a plain run holds, and when.
+"""Lifetimes of storages during a trace, which are those of the plain function.
 
-A trace runs the function, and autograd's engine its backward pass, on tensors that nobody but they hold. So memory goes
-when that of a plain run would: a saved value after the node of autograd that saved it, a cotangent after the node that
-it was handed to, what a derivative's formula makes on the way at the end of the C++ expression, a variable of the
-function with its frame. No dependence between operations tells any of that.
+A trace runs the function and its backward pass on tensors that only the function and autograd hold. So each storage is
+freed at the same point as in a plain run: a saved value after the autograd node that saved it, a cotangent after the
+node that consumed it, a temporary of a derivative formula at the end of its C++ expression, and a local variable with
+its frame. These points cannot be derived from the dependences between operations.
 
-Seen on torch 2.11 and 2.13: the Python object of a storage lives as long as the storage itself, whoever holds it.
+Seen on torch 2.11 and 2.13: the Python object of a storage lives as long as the storage itself.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["Lifetimes", "Sums"]
 
 
 class Lifetimes:
-    """When each version of a storage ended. Time is the number of calls that were recorded before."""
+    """The time at which each version of a storage ended, as the number of calls recorded before."""
 
     def __init__(self, calls: Sized):
         self.ended: dict[int, int] = {}
-        """By version that has ended: the time."""
+        """By version that has ended: the time of its end."""
         self._calls = calls
         self._storages: list[weakref.ref[torch.UntypedStorage]] = []
 
     def watch(self, storage: torch.UntypedStorage, version: Callable[[], int]) -> None:
-        """Follows a storage, held weakly, to its end; `version` tells which of its versions that is the end of."""
-        calls, ended = self._calls, self.ended  # and not `self`, which holds the reference that holds the function
+        """Observes a storage through a weak reference; `version` returns the present version of the storage."""
+        calls, ended = self._calls, self.ended  # using `self` in `gone` would make a reference cycle
 
         def gone(_: Any) -> None:
             ended[version()] = len(calls)
@@ -38,18 +38,18 @@ class Lifetimes:
         self._storages.append(weakref.ref(storage, gone))
 
     def end(self, version: int) -> None:
-        """Notes that a version ends here: the next one is written over it."""
+        """Notes that a version ends now, because the next version overwrites it."""
         self.ended[version] = len(self._calls)
 
 
 class Sums:
-    """Tells where autograd's engine adds a gradient to what it has, which no formula does."""
+    """Detector of the additions with which autograd's engine accumulates gradients between two nodes."""
 
     def __init__(self) -> None:
-        self._done: Any = None  # the node of autograd whose formula ended last
+        self._done: Any = None  # the autograd node whose formula ended last
 
     def mark(self, results: Iterable[torch.Tensor]) -> None:
-        """Has every node of autograd behind `results` say when its formula has ended."""
+        """Adds a hook to every autograd node behind `results` that notes when the node's formula has ended."""
         reference = weakref.ref(self)
 
         def ended(*_: Any) -> None:
@@ -67,13 +67,13 @@ class Sums:
             todo += [n for n in new if n.name() != "torch::autograd::AccumulateGrad"]
 
     def is_one(self, func: Any) -> bool:
-        """Whether the present call comes from the engine, after a node's formula.
+        """Whether the current call is made by the engine, after a node's formula.
 
-        The engine adds in place, if nobody else holds what it has; below a dispatch mode it never does.
+        In a plain run, the engine adds in place if it holds the only reference. Below a dispatch mode it never does.
         """
         wanted = self._done is not None and func is torch.ops.aten.add.Tensor
         return wanted and torch._C._current_autograd_node() is self._done
 
     def release(self) -> None:
-        """Lets go of what it knows."""
+        """Drops the reference to the last autograd node."""
         self._done = None

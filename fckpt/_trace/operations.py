@@ -1,4 +1,4 @@
-"""The operations behind a graph: what is called, on which tensors, and what goes in and comes out."""
+"""Data types of a trace: operations on numbered tensors, and the inputs and outputs of both passes."""
 
 from __future__ import annotations
 
@@ -35,44 +35,44 @@ aten = torch.ops.aten
 
 
 class Ref(NamedTuple):
-    """Stands for a tensor of a trace, in the arguments of a call: its number."""
+    """A reference to a tensor of a trace by its number, in the arguments of a call."""
 
     tensor: int
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What is known of a tensor without its data."""
+    """The layout of a tensor of a trace, and its place in memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     value: int
-    """The storage that it looks at, as a number of `Graph.values`; -1 if the graph has no use for it."""
+    """The storage of the tensor, as an index of `Graph.values`; -1 if the graph does not contain the storage."""
     offset: int = 0
-    """Where in the storage it begins, in elements."""
+    """The position of the first element in the storage, in elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation of the trace, on tensors that are refs."""
+    """One operation of a trace, with refs in place of tensors."""
 
     op: Any
     """A `torch._ops.OpOverload`."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[int | None, ...]
-    """The tensors that it returns, flat; None for what is none."""
+    """The numbers of the tensors that the operation returns, flat; None for a result that is not a tensor."""
     node: int | None
     """The node of the graph; None for a view, which makes no storage. Calls of one node run one after the other."""
     replaced: tuple[tuple[int, int], ...] = ()
-    """What it writes over: tensors that are whole storages, and what they are after it. The call's arguments see the
-    latter."""
+    """The storages that the operation writes: tensors that span them before the call and after it, in pairs. The
+    arguments of the call refer to the latter."""
 
 
 class Layout(NamedTuple):
-    """A tensor to be traced: enough to make a fake one of it, and part of the key under which plans are kept."""
+    """A description of an operand, from which a trace makes a fake tensor; part of the key of stored plans."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -80,70 +80,71 @@ class Layout(NamedTuple):
     device: torch.device
     requires_grad: bool
     accumulates: bool
-    """Whether its gradient goes to `.grad`: a leaf of autograd."""
+    """Whether the gradient of the tensor is stored in `.grad`: whether the tensor is a leaf of autograd."""
     computed: bool = False
-    """Whether autocast casts it anew for each operation: of leaves that are no views it remembers the cast."""
+    """Whether autocast casts the tensor for each operation. Autocast caches only the casts of leaves that are not
+    views."""
 
 
 class Backward(NamedTuple):
-    """A backward pass, as far as a trace depends on it."""
+    """The properties of a backward pass on which a trace depends."""
 
     outputs: tuple[int, ...] | None = None
-    """The outputs that get a cotangent; None for those that are likely to."""
+    """The outputs that get a cotangent; None to guess them."""
     autocast: Any = None
-    """What autocast does while it runs, see `ambient.autocast`: nothing, as a rule."""
+    """The state of autocast during the backward pass, see `ambient.autocast`; usually None."""
     strides: tuple[tuple[int, ...], ...] | None = None
-    """Those of the cotangents, see `strides_of`; None for those of the outputs."""
+    """The strides of the cotangents, see `strides_of`; None for the strides of the outputs."""
     chosen: tuple[int | str, ...] | None = None
-    """In the place of `outputs`: tensors of the result, by position or name."""
+    """An alternative to `outputs`: tensors of the result, by position or name."""
 
 
 _LIKELY = Backward()
 
 
 class Batch(NamedTuple):
-    """A `vmap` around the transform that differentiates a call."""
+    """A `vmap` outside of the transform that differentiates a call."""
 
     dims: tuple[int | None, ...]
-    """By operand: which dimension of its memory is the batch; None where it has none."""
+    """By operand: its batch dimension; None if it has none."""
     size: int
     randomness: str
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The graph, the operations behind its nodes, and what goes in and comes out, as numbers of tensors."""
+    """The graph, the operations of its nodes, and the inputs and outputs of both passes as numbers of tensors."""
 
     graph: Graph
     calls: tuple[Call, ...]
     tensors: tuple[TensorSpec, ...]
     operands: tuple[int, ...] = ()
-    """The arguments' tensors, then those closed over."""
+    """The tensors of the arguments, then the captured tensors."""
     constants: tuple[tuple[int, torch.Tensor], ...] = ()
-    """Tensors that the function makes of Python numbers, with their data."""
+    """Tensors that the function makes from Python numbers, with their data."""
     spec: Any = None
-    """The structure of the result."""
+    """The tree structure of the result."""
     leaves: tuple[Any, ...] = ()
-    """Its leaves: ('out', i), ('in', i) for the i-th argument, or what is no tensor."""
+    """The leaves of the result: ('out', i) for output i, ('in', i) for argument i, otherwise the leaf itself."""
     outputs: tuple[int, ...] = ()
     flags: tuple[bool, ...] = ()
     """By output: whether it requires grad."""
     cotangents: tuple[int | None, ...] = ()
-    """By output; None where it does not require grad."""
+    """By output: its cotangent; None if the output gets none."""
     gradients: tuple[int | None, ...] = ()
-    """By operand; None where it does not require grad, or nothing depends on it."""
+    """By operand: its gradient; None if it does not require grad, or no differentiated output depends on it."""
     regions: tuple[tuple[frozenset[int], Any], ...] = ()
-    """Rematerialised functions inside, inner ones first: the nodes whose results stay inside, and the policy."""
+    """The rematerialised regions inside, inner ones first: the nodes whose results stay inside, and the policy."""
     backward: Backward = _LIKELY
-    """The backward pass; its `outputs` are known."""
+    """The backward pass, with `outputs` set."""
     out_dims: tuple[int | None, ...] = ()
     """By output: its batch dimension, if the call is under a `Batch`."""
     grad_dims: tuple[int | None, ...] = ()
     """By operand: the batch dimension of its gradient."""
     versions: tuple[tuple[int, int], ...] = ()
-    """Tensors that are an operand (its position) after the forward pass has written over it."""
+    """Pairs of a tensor and the position of the operand whose memory it is, after a write of the forward pass."""
     given: tuple[weakref.ref[torch.Tensor], ...] = ()
-    """By operand: the tensor of the call, as long as the caller has it."""
+    """By operand: a weak reference to the tensor of the traced call."""
 
     def producers(self) -> dict[int, Call]:
         """Returns the call that makes each tensor."""
@@ -156,7 +157,7 @@ _STATISTICS = dict.fromkeys(_NORMS, (3, 4))
 
 
 class Recorded(NamedTuple):
-    """A call as it was recorded, before anything is known of the graph."""
+    """A call as the recorder writes it down, before the graph is assembled."""
 
     op: Any
     args: tuple[Any, ...]
@@ -167,34 +168,34 @@ class Recorded(NamedTuple):
     replaced: tuple[tuple[int, int], ...] = ()
     module: str = ""
     accumulates: bool = False
-    """Whether autograd's engine adds a gradient to what it has here, over that if nobody else holds it."""
+    """Whether this call is an addition of gradients by autograd's engine, in place if nothing else holds the sum."""
 
 
 def statistics_of(op: Any, args: Sequence[Any]) -> tuple[int, ...]:
-    """The positions of running statistics that a call writes (and does not read), unknown to its schema.
+    """Returns the positions of running statistics that a call writes but does not read; its schema omits this write.
 
-    The same operation without them computes the same: so it is run again.
+    Without running statistics, the operation computes the same result. A recompute runs it that way.
     """
     positions = _STATISTICS.get(op, ())
     training = bool(positions) and args[5] is True
     return tuple(i for i in positions if training and args[i] is not None)
 
 
-# The namespaces of operations that are known to say whether they draw random numbers.
+# Namespaces whose operations carry the tag `nondeterministic_seeded` whenever they draw random numbers.
 _BUILT_IN = {"aten", "prims", "prim", "fckpt", "quantized", "inductor", "mkldnn", "onednn", "_c10d_functional"}
 DECLARED_PURE: set[str] = set()
-"""Names of other operations whose author says that they compute and do nothing else (`fckpt.cost.register_pure`)."""
+"""Names of other operations that their author has declared free of side effects (`fckpt.cost.register_pure`)."""
 
 
 def is_random(op: Any) -> bool:
-    """Whether an operation draws random numbers, or may: a user's does not always say so."""
+    """Whether an operation draws random numbers, or may do so: custom operations do not always have the tag."""
     if is_tagged_random(op) or getattr(op, "namespace", "aten") in _BUILT_IN:
         return is_tagged_random(op)
     return DECLARED_PURE.isdisjoint((str(op), str(op.overloadpacket)))
 
 
 def is_tagged_random(op: Any) -> bool:
-    """Whether an operation says that it draws random numbers."""
+    """Whether an operation is tagged as drawing random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
@@ -207,7 +208,7 @@ def indices_of(value: Any) -> Iterator[int]:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements with these strides fill memory without gaps or repetitions, in any order of dimensions."""
+    """Whether the elements fill memory without gaps or repetitions, in any order of the dimensions."""
     extent = 1
     for step, size in sorted((st, n) for n, st in zip(shape, stride, strict=True) if n != 1):
         if step != extent:
@@ -217,14 +218,14 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def strides_of(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The strides that matter: 0 for those of dimensions in which no step is taken."""
+    """Returns the strides that matter: those of dimensions of size 1, and all strides of an empty tensor, become 0."""
     if 0 in shape:
         return (0,) * len(stride)
     return tuple([0 if size == 1 else step for size, step in zip(shape, stride, strict=True)])
 
 
 def is_expanded(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements of a tensor repeat others, as those of the gradient of a sum do."""
+    """Whether elements of a tensor share memory, as in the gradient of a sum."""
     return any(step == 0 and size > 1 for size, step in zip(shape, stride, strict=True)) and 0 not in shape
 
 
@@ -236,14 +237,14 @@ def text_of(
     devices: bool = True,
     cotangents: Collection[int] = (),
 ) -> str:
-    """Writes an argument of a call, the same in every process: a tensor as its layout, a generator as nothing.
+    """Formats an argument of a call, the same in every process: a tensor as its layout, a generator as None.
 
     Args:
         value: the argument.
-        specs: the tensors that its refs stand for.
-        seen: the tensors of the call so far, and their numbers: one that comes again is written as its number.
-        devices: whether layouts name their device.
-        cotangents: values whose strides are left out.
+        specs: the specs of the tensors, by number.
+        seen: the tensors of the call so far, with their numbers in the text. A repeated tensor is written as a number.
+        devices: whether layouts include the device.
+        cotangents: values whose strides are omitted.
     """
     again = functools.partial(text_of, specs=specs, seen=seen, devices=devices, cotangents=cotangents)
     if isinstance(value, Ref):
@@ -270,15 +271,15 @@ def text_of(
 
 _POSITIONS = {"start", "end", "index", "shifts", "storage_offset"}
 _NORMS_OF = {"p", "ord", "norm_type"}
-"""Which norm is taken: that of order 2 may be computed in another way than the others, in other memory."""
+"""Arguments that select a norm. Kernels may compute the norm of order 2 differently, with different temporaries."""
 
 
 def arguments_of(call: Call, specs: Sequence[TensorSpec], cotangents: Collection[int]) -> str:
-    """Writes what memory that an operation takes depends on besides its name: `self=%0=float32[2,3](3,1), dim=[1]`.
+    """Formats the arguments on which the memory of an operation depends: `self=%0=float32[2,3](3,1), dim=[1]`.
 
-    Left out are devices, the strides of these `cotangents`, and numbers that no memory depends on: floats but for the
-    order of a norm, ints of pointwise and of random operations, and where in a tensor a slice begins. So a number that
-    changes from step to step, a rate or a temperature, leaves a plan valid.
+    The text omits devices, the strides of these `cotangents`, and numbers that do not affect memory: floats other than
+    the order of a norm, ints of pointwise and random operations, and the start of a slice. So a plan stays valid when
+    such a number (a rate or a temperature, for example) changes from step to step.
     """
     schema = getattr(call.op, "_schema", None)
     names = [a.name for a in schema.arguments] if schema else [str(i) for i in range(len(call.args))]

@@ -1,11 +1,12 @@
-"""The recorder: a dispatch mode below autograd that writes down every operation as plain PyTorch dispatches it.
+"""The recorder: a dispatch mode below autograd that records every operation as plain PyTorch dispatches it.
 
-The tensors of a trace have sizes, strides, a device and a storage, and no memory (`Stand`). A fake tensor behind each
-of them tells what an operation returns. What outlives its trace, in a cache of the user's, say, raises when it is used.
+The tensors of a trace have sizes, strides, a device and a storage, but no memory (`StandIn`). For each of them, the
+recorder has a fake tensor, which determines the results of operations. A tensor that outlives its trace, in a cache of
+the user for example, raises an error when it is used.
 
-Tensors are known by what they look at (storage, offset, sizes, strides), never by identity, and the recorder holds no
-reference to them, so that autograd sees who owns what, as in a plain run. In-place work is written down as it is: each
-write ends one *version* of a storage and begins the next, and views of the old version are made anew from the new one.
+The recorder identifies tensors by storage, offset, sizes and strides, not by object identity. It holds no references to
+them, so that autograd sees the same ownership as in a plain run. In-place operations are recorded as such: each write
+ends one *version* of a storage and begins the next, and views of the old version are created again from the new one.
 
 Seen on torch 2.11 and 2.13: `torch._C._construct_storage_from_data_pointer`, `torch._C._set_throw_on_mutable_data_ptr`,
 `torch._C._DisableTorchDispatch`; `aten.native_batch_norm` writes statistics that its schema does not name.
@@ -35,28 +36,29 @@ aten = torch.ops.aten
 WAY_OUT = "fckpt.remat without policy and budget takes any function; nothing is traced then."
 
 
-class Stand(torch.Tensor):
-    """A tensor of a trace: it has no memory, and can be used while it is traced alone."""
+class StandIn(torch.Tensor):
+    """A tensor of a trace: it has no memory, and can only be used during the trace."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TraceError(
-            f"{func} is given a tensor that a trace has left behind: a function that was traced for a plan has put it "
-            f"into a cache, a list or an attribute. It has no data. Clear that, and return tensors instead. {WAY_OUT}"
+            f"{func} is given a tensor without data, which a trace has left behind: a function that was traced for a "
+            "plan has put the tensor into a cache, a list or an attribute. Clear that place, and return tensors "
+            f"instead. {WAY_OUT}"
         )
 
     @property
     def grad(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         raise TraceError(
-            f"{current()}: the function reads `.grad` of a tensor, which changes from call to call. Pass it as an "
-            f"argument. {WAY_OUT}"
+            f"{current()}: the function reads `.grad` of a tensor, which changes from call to call. Pass the gradient "
+            f"as an argument. {WAY_OUT}"
         )
 
     @grad.setter
-    def grad(self, value: Any) -> None:
-        raise TraceError(f"{current()}: the function sets `.grad` of a tensor, which no plan would do. {WAY_OUT}")
+    def grad(self, value: Any) -> None:  # type: ignore[override]
+        raise TraceError(f"{current()}: the function sets `.grad` of a tensor, which a plan would not do. {WAY_OUT}")
 
     @property
     def data(self) -> Any:
@@ -65,33 +67,33 @@ class Stand(torch.Tensor):
     @data.setter
     def data(self, value: Any) -> None:
         raise TraceError(
-            f"{current()}: the function puts other memory into a tensor (`tensor.data = ...`), which no plan would "
-            f"do. Write into it instead (`tensor.copy_(...)`), or assign a new tensor to its place. {WAY_OUT}"
+            f"{current()}: the function replaces the memory of a tensor (`tensor.data = ...`), which a plan would not "
+            f"do. Write to the tensor instead (`tensor.copy_(...)`), or use a new tensor in its place. {WAY_OUT}"
         )
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:
         return f"<a tensor of a trace, {self.dtype}{list(self.shape)}>"
 
 
-_TRACEABLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, Stand)
+_TRACEABLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, StandIn)
 
 
 def check_dense(tensor: torch.Tensor) -> None:
-    """Raises `TraceError` for a tensor that no plan can deal with."""
+    """Raises `TraceError` for a tensor that cannot be traced: a sparse tensor, a subclass, a fake CUDA tensor."""
     if tensor.layout is not torch.strided or type(tensor) not in _TRACEABLE:
         raise TraceError(
-            f"a {type(tensor).__name__} with layout {tensor.layout} cannot be traced: budgets and policies know dense "
-            f"torch.Tensors. {WAY_OUT}"
+            f"a {type(tensor).__name__} with layout {tensor.layout} cannot be traced: budgets and policies support "
+            f"dense torch.Tensors only. {WAY_OUT}"
         )
     if tensor.device.type == "cuda" and not torch.cuda.is_available():
         raise TraceError(
-            "fake CUDA tensors cannot be traced where there is no CUDA (autograd would end the process). Use tensors "
-            'on the meta device, and costs=fckpt.cost.Analytic(fckpt.cost.profiles["H100"]), for a plan for a GPU.'
+            "fake CUDA tensors cannot be traced on a machine without CUDA (autograd would end the process). To plan "
+            'for a GPU, use tensors on the meta device, and costs=fckpt.cost.Analytic(fckpt.cost.profiles["H100"]).'
         )
 
 
 class _Computed(torch.autograd.Function):
-    """Makes a tensor require grad that is no leaf, without an operation."""
+    """Identity that turns a tensor into a non-leaf that requires grad, without recording an operation."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
@@ -102,57 +104,57 @@ _anchor = torch.zeros((), requires_grad=True)
 
 
 class _Block:
-    """A storage, and the tensors that look at its present version."""
+    """A storage, and the views of its present version."""
 
     __slots__ = ("base", "current", "held", "reference", "stale")
 
     def __init__(self, reference: Any, base: int, held: bool):
         self.reference = reference
-        """What keeps the address of the storage from being used again; not its memory."""
+        """A weak reference that keeps the address of the storage from being reused, but not its memory."""
         self.base = base
-        """The tensor that the allocating operation returned, as of the present version."""
+        """The number of the tensor that the allocating operation returned, in the present version."""
         self.held = held
-        """Whether it belongs to somebody else: an operand, a cotangent, a constant."""
+        """Whether the storage is an operand, a cotangent or a constant, which the trace does not own."""
         self.current: dict[Any, int] = {}
         self.stale: dict[Any, int] = {}
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down the operations below autograd, on tensors without memory."""
+    """A dispatch mode that records the operations below autograd, on tensors without memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.fake.cache_enabled = False  # what it keeps may have less storage (aten.copy of a row, torch 2.13)
+        self.fake.cache_enabled = False  # cached results may have a smaller storage (aten.copy of a row, torch 2.13)
         self.calls: list[Recorded] = []
         self.lifetimes = Lifetimes(self.calls)
         self.sums = Sums()
         self.tensors: list[FakeTensor] = []
-        """By tensor: what is known of it, without memory."""
+        """By tensor: a fake tensor with its layout."""
         self.values: list[int] = []
-        """By tensor: the version of a storage that it looks at. Versions are numbered as they come to be."""
+        """By tensor: the version of a storage that it is a view of. Versions are numbered in order of creation."""
         self.count = 0
-        """How many versions there are."""
+        """The number of versions."""
         self.written: dict[int, int] = {}
-        """By held version that the function writes over: the next one."""
+        """By version of a held storage that the function writes over: the next version."""
         self.constants: dict[int, torch.Tensor] = {}
         self.names: dict[int, list[str]] = {}
         self.sources: dict[int, Source] = {}
         self.boundary: int | None = None
         self.autograd_nodes: list[Any] = []
         self.regions: list[tuple[range, set[int], Any]] = []
-        """Rematerialised functions inside: their calls, the versions that they return, their policies."""
+        """The rematerialised regions inside: their calls, the versions that they return, their policies."""
         self._open: list[tuple[Any, int]] = []  # the regions that have begun, and the number of calls before each
         self._refused: dict[int, Callable[[], Exception]] = {}  # by storage that must not be written: the error
         self._blocks: dict[int, _Block] = {}
         self._by_fake: dict[int, _Block] = {}
-        self._views: dict[int, int] = {}  # by tensor: the call that made it, if that is a view
+        self._views: dict[int, int] = {}  # by tensor that is a view: the call that made it
 
     # -- tensors
 
     def stand_in(self, layout: Layout) -> torch.Tensor:
-        """Returns a tensor without memory in the place of an operand or a cotangent."""
-        with below_all():  # a cotangent is asked for within the levels of a trace
+        """Returns a tensor without memory that stands for an operand or a cotangent."""
+        with below_all():  # stand-ins for cotangents are made within the levels of a trace
             with self._faking():
                 fake = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
             tensor = self._fresh(fake, held=True)
@@ -161,19 +163,19 @@ class Recorder(TorchDispatchMode):
             )
 
     def refuse_writes(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
-        """Has `error` raised as soon as the storage of a tensor is written."""
+        """Makes any later write to the storage of a tensor raise `error()`."""
         self._refused[tensor.untyped_storage()._cdata] = error
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Returns the number of a tensor, as of the present version of its storage.
+        """Returns the number of a tensor, in the present version of its storage.
 
         Raises:
-            TraceError: it is none of this trace.
+            TraceError: the tensor does not belong to this trace.
         """
         return self._number_or_refuse(tensor, None)
 
     def owns(self, tensor: Any) -> bool:
-        """Whether `tensor` was made by this trace, and has no memory."""
+        """Whether `tensor` belongs to this trace, and so has no memory."""
         try:
             storage = tensor.untyped_storage()._cdata
         except (RuntimeError, NotImplementedError):
@@ -181,7 +183,7 @@ class Recorder(TorchDispatchMode):
         return storage in self._blocks
 
     def alive(self) -> set[int]:
-        """The storages without memory that are still referred to: by their addresses."""
+        """Returns the addresses of the trace's storages that are still alive."""
         return {key for key, block in self._blocks.items() if not block.reference.expired()}
 
     def version(self, tensor: torch.Tensor) -> int:
@@ -189,7 +191,7 @@ class Recorder(TorchDispatchMode):
         return self.values[self.number(tensor)]
 
     def steps(self, base: torch.Tensor, view: torch.Tensor) -> tuple[View, ...] | None:
-        """Returns how `view` comes of `base`; None if that is unknown."""
+        """Returns the steps that make `view` from `base`; None if they are unknown."""
         first, number = self.number(base), self.number(view)
         found: list[View] = []
         while number != first:
@@ -203,7 +205,7 @@ class Recorder(TorchDispatchMode):
         return tuple(reversed(found))
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
-        """Notes what `checkpoint_name` calls a tensor."""
+        """Notes the name that `checkpoint_name` gives a tensor."""
         number = self._find(unwrapped(tensor))
         if number is not None:
             names = self.names.setdefault(self.values[number], [])
@@ -213,26 +215,27 @@ class Recorder(TorchDispatchMode):
     # -- the marks of a captured graph
 
     def begin(self, region: Any) -> None:
-        """Notes where a rematerialised function begins."""
+        """Notes the start of a rematerialised region."""
         self._open.append((region, len(self.calls)))
 
     def end(self, region: Any, outputs: Sequence[torch.Tensor]) -> None:
-        """Notes where a rematerialised function ends, and what it returns."""
+        """Notes the end of a rematerialised region, and the tensors that it returns."""
         begun, first = self._open.pop()
         assert begun is region
         self.note_region(first, outputs, None if region is None else region.policy)
 
     def note_region(self, first: int, outputs: Sequence[torch.Tensor], policy: Any) -> None:
-        """Notes what `policy` says of the values inside of a region, which began at call `first`."""
+        """Notes the policy for the values inside a region, which began at call `first`."""
         if policy is not None and self.boundary is None:
             returned = {self.version(unwrapped(t)) for t in outputs}
             self.regions.append((range(first, len(self.calls)), returned, policy))
 
     def start_backward(self) -> None:
+        """Notes the end of the forward pass."""
         self.boundary = len(self.calls)
 
     def release(self) -> None:
-        """Lets go of autograd's nodes from the outputs on: a long chain at once would exhaust the stack."""
+        """Frees autograd's nodes one by one from the outputs on: freeing a long chain at once exhausts the stack."""
         self.autograd_nodes.reverse()
         while self.autograd_nodes:
             self.autograd_nodes.pop()
@@ -246,7 +249,7 @@ class Recorder(TorchDispatchMode):
         return self._at(block, _geometry(tensor))
 
     def _at(self, block: _Block, geometry: Any) -> int:
-        """The number of what looks at the present version of a storage in a certain way."""
+        """Returns the number of the view of a storage's present version with this geometry, and makes it if needed."""
         found = block.current.get(geometry)
         if found is not None:
             return found
@@ -258,7 +261,7 @@ class Recorder(TorchDispatchMode):
         return block.current[geometry]
 
     def _again(self, block: _Block, call: Recorded) -> None:
-        """Makes the views of an older version from the present one."""
+        """Records the view call of an older version again, for the present version."""
 
         def renewed(value: Any) -> Any:
             if isinstance(value, Ref):
@@ -272,12 +275,12 @@ class Recorder(TorchDispatchMode):
         self._record_view(Recorded(call.op, args, kwargs, outputs, True, call.source))
 
     def _strided(self, block: _Block, geometry: Any) -> None:
-        """Makes a view that the trace has not seen being made (`x.data`, say)."""
+        """Records a view that was made without a recorded operation (`x.data`, for example)."""
         offset, shape, stride, dtype, conj, neg = geometry
         same = [t for g, t in block.current.items() if g[3:] == (dtype, conj, neg)]
         same = same or [self._at(block, g) for g in list(block.stale) if g[3:] == (dtype, conj, neg)][:1]
         if not same:
-            raise TraceError(f"{current()}: a view of a tensor came about in a way that is unknown. {WAY_OUT}")
+            raise TraceError(f"{current()}: a view of a tensor was made in an unknown way. {WAY_OUT}")
         with self._faking():
             fake = self.tensors[same[0]].as_strided(shape, stride, offset)
         args = (Ref(same[0]), list(shape), list(stride), offset)
@@ -290,7 +293,7 @@ class Recorder(TorchDispatchMode):
         self.calls.append(call)
 
     def _new(self, fake: Any, block: _Block | None = None) -> int:
-        """Numbers a tensor, which looks at the present version of `block`, or else at a new one."""
+        """Assigns a number to a tensor: a view of the present version of `block`, or a new storage if that is None."""
         number = len(self.tensors)
         self.tensors.append(fake)
         if block is None:
@@ -302,9 +305,9 @@ class Recorder(TorchDispatchMode):
         return number
 
     def _fresh(self, fake: Any, *, held: bool = False) -> torch.Tensor:
-        """A tensor without memory that looks as `fake` does, on a new storage."""
+        """Returns a tensor without memory, on a new storage, with the layout of `fake`."""
         storage = _without_memory(fake.untyped_storage().nbytes(), fake.device)
-        tensor = _looking_at(storage, fake)
+        tensor = _viewing(storage, fake)
         self._adopt(tensor, fake, held)
         return tensor
 
@@ -319,12 +322,12 @@ class Recorder(TorchDispatchMode):
         return number
 
     def _number_or_refuse(self, tensor: torch.Tensor, func: Any) -> int:
-        """The number of a tensor of this trace; a TraceError for any other, which no plan would find again."""
+        """Returns the number of a tensor; raises `TraceError` if the tensor does not belong to this trace."""
         found = self._find(tensor)
         if found is not None:
             return found
         check_dense(tensor)
-        if isinstance(tensor, Stand):
+        if isinstance(tensor, StandIn):
             raise TraceError(f"{current()}: {func or 'the result'} uses a tensor of another trace. {WAY_OUT}")
         raise TraceError(
             f"{current()}: {func or 'the result'} uses a tensor of shape {list(tensor.shape)} that is neither "
@@ -333,7 +336,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _constant(self, data: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor that the function makes of Python numbers."""
+        """Returns the stand-in for a constant, which the function makes from Python numbers."""
         with self.fake:
             fake = aten.lift_fresh.default(data)
         tensor = self._fresh(fake, held=True)
@@ -354,11 +357,11 @@ class Recorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func is aten.lift_fresh.default:
             return args[0] if self._find(args[0]) is not None else self._constant(args[0])
-        if func is aten._efficientzerotensor.default:  # a gradient of zeros without memory, which cannot be written
+        if func is aten._efficientzerotensor.default:  # a gradient of zeros without memory, which is not writable
             func = aten.zeros.default
         if torch.Tag.inplace_view in func.tags:
             return self._reshaped(func, args, kwargs)
-        given: dict[int, torch.Tensor] = {}  # by storage of a fake one: a tensor on the same storage
+        given: dict[int, torch.Tensor] = {}  # by storage of a fake tensor: an argument with that storage
         numbers: dict[int, int] = {}
 
         def fake_of(tensor: torch.Tensor) -> Any:
@@ -373,10 +376,10 @@ class Recorder(TorchDispatchMode):
         with self.fake:
             result = func(*sent[0], **sent[1])
         if any(self._of(t).shape != t.shape for t in written):
-            raise TraceError(f"{current()}: {func} gives a tensor another size in place. {WAY_OUT}")
+            raise TraceError(f"{current()}: {func} changes the size of a tensor in place. {WAY_OUT}")
         found = _flat(result)
         if not written and not any(isinstance(t, torch.Tensor) for t in found):
-            if not found or found == [None]:  # it can only raise
+            if not found or found == [None]:  # an assertion: its only effect is an error
                 self._record(func, args, kwargs, numbers, ())
             return result
         replaced = self._write(written, func) if written else ()
@@ -403,7 +406,7 @@ class Recorder(TorchDispatchMode):
         written: Sequence[torch.Tensor],
         replaced: tuple[tuple[int, int], ...],
     ) -> Any:
-        """Numbers what an operation returned, writes it down, and returns tensors without memory in its place."""
+        """Records an operation, and returns tensors without memory instead of its fake results."""
         outputs: list[int | None] = []
         fresh, seen = False, {id(self._of(t)): t for t in reversed(written)}
         made: dict[int, torch.Tensor] = {}
@@ -425,7 +428,7 @@ class Recorder(TorchDispatchMode):
                 outputs.append(len(self.tensors) - 1)
                 return tensor
             owner = given[key] if key in given else made[key]
-            tensor = _looking_at(owner.untyped_storage(), fake)
+            tensor = _viewing(owner.untyped_storage(), fake)
             known = block.current.get(_geometry(fake))
             outputs.append(None if known is not None and key not in made else self._new(fake, block))
             return tensor
@@ -451,7 +454,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         ref = lambda tensor: Ref(numbers[id(tensor)])
         args, kwargs = _mapped(tuple(args), ref), {k: _mapped(v, ref) for k, v in kwargs.items()}
-        if func in _EMPTY and outputs[0] is not None:  # it reads nothing of its operand
+        if func in _EMPTY and outputs[0] is not None:  # it does not read the data of its operand
             fake = self.tensors[outputs[0]]
             func, args = aten.empty_strided.default, (list(fake.shape), list(fake.stride()))
             kwargs = {"dtype": fake.dtype, "device": fake.device}
@@ -463,14 +466,14 @@ class Recorder(TorchDispatchMode):
             self.calls.append(call)
 
     def _write(self, written: Sequence[torch.Tensor], func: Any) -> tuple[tuple[int, int], ...]:
-        """Begins the next version of each storage that an operation writes: pairs of bases."""
+        """Begins the next version of each storage that an operation writes; returns pairs of old and new base."""
         replaced = []
         blocks = {t.untyped_storage()._cdata: self._blocks[t.untyped_storage()._cdata] for t in written}
         for key, block in blocks.items():
             if key in self._refused:
                 raise self._refused[key]()
             if block.held and block.base not in self.constants and self.boundary is not None:
-                raise TraceError(f"the backward pass ({func}) writes over a tensor that it was given. {WAY_OUT}")
+                raise TraceError(f"the backward pass ({func}) writes over one of its inputs. {WAY_OUT}")
             old = block.base
             self.lifetimes.end(self.values[old])
             block.stale.update(block.current)
@@ -486,7 +489,7 @@ class Recorder(TorchDispatchMode):
         return tuple(replaced)
 
     def _reshaped(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A tensor looks at its storage in another way from now on (`x.t_()`, say)."""
+        """Handles an operation that changes the geometry of a tensor in place (`x.t_()`, for example)."""
         if func in _RESIZES:
             raise TraceError(f"{current()}: {func} writes in place in a way that cannot be traced. {WAY_OUT}")
         tensor = args[0]
@@ -507,7 +510,7 @@ class Recorder(TorchDispatchMode):
     def _source(self) -> Source:
         if self.boundary is None:
             source = current()
-            # The first operation under a number is that of the node; those after it may have no node of their own.
+            # The first operation with a sequence number made the autograd node; later ones may have no separate node.
             self.sources.setdefault(torch.autograd._get_sequence_nr() - 1, source)
             return source
         node = torch._C._current_autograd_node()
@@ -532,7 +535,7 @@ _RESIZES = {
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operation changes in place."""
+    """Returns the tensors that an operation changes in place."""
     found: list[torch.Tensor] = []
     schema = func._schema
     if schema.is_mutable:
@@ -561,12 +564,12 @@ def _without_memory(nbytes: int, device: torch.device) -> torch.UntypedStorage:
     return torch._C._construct_storage_from_data_pointer(0, device, nbytes)  # type: ignore[attr-defined]
 
 
-def _looking_at(storage: torch.UntypedStorage, fake: torch.Tensor) -> torch.Tensor:
-    """A tensor on `storage` that looks at it as `fake` does."""
+def _viewing(storage: torch.UntypedStorage, fake: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor on `storage` with the layout of `fake`."""
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         tensor = torch.empty(0, dtype=fake.dtype, device=fake.device)
         tensor.set_(storage, int(fake.storage_offset()), tuple(fake.shape), fake.stride())
-        tensor = torch.Tensor._make_subclass(Stand, tensor)
+        tensor = torch.Tensor._make_subclass(StandIn, tensor)
     if fake.is_conj():
         torch._C._set_conj(tensor, True)
     if fake.is_neg():

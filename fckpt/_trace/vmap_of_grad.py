@@ -1,7 +1,7 @@
-"""Two levels of torch.func in a trace: a `vmap`, and within it the transform that differentiates.
+"""Two levels of torch.func in a trace: a `vmap`, and inside it the transform that differentiates.
 
-`vmap(grad(f))` is traced as it runs: autograd records at the inner level, on batches that the outer one wraps, and the
-operations that both come to are those of the batches.
+`vmap(grad(f))` is traced as it runs: autograd records at the inner level, on tensors that the outer level batches. The
+recorded operations are those on the batched tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Levels", "batch_dim", "under_vmap"]
 
 
 class Levels:
-    """The two levels, while they are in force."""
+    """The two levels of a trace, while they are active."""
 
     def __init__(self, outer: int, inner: int):
         self.outer = outer
@@ -41,7 +41,13 @@ class Levels:
     def wrapped(
         self, tensors: Sequence[torch.Tensor], tracked: Sequence[bool], computed: Sequence[bool]
     ) -> list[torch.Tensor]:
-        """Returns batches as the function sees them, differentiated where they are `tracked`; see `Layout.computed`."""
+        """Wraps batched operands as the function sees them; those that are `tracked` require grad.
+
+        Args:
+            tensors: the batched operands.
+            tracked: by operand, whether it requires grad.
+            computed: by operand, whether it must not be a leaf; see `Layout.computed`.
+        """
         found = []
         for tensor, dim, flag, anew in zip(tensors, self.dims, tracked, computed, strict=True):
             batched = tensor if dim is None else _add_batch_dim(tensor, dim, self.outer)
@@ -51,11 +57,11 @@ class Levels:
         return found
 
     def batched(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
-        """Returns a cotangent as the inner level takes it."""
+        """Wraps a cotangent for the inner level."""
         return _wrap_for_grad(tensor if dim is None else _add_batch_dim(tensor, dim, self.outer), self.inner)
 
     def below(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-        """Returns the batch behind a tensor, and which of its dimensions is that of the batch."""
+        """Returns the batched tensor below a wrapped one, and its batch dimension."""
         value: Any = tensor
         if is_functorch_wrapped_tensor(value) and maybe_get_level(value) == self.inner:
             value = _unwrap_for_grad(value, self.inner)
@@ -64,7 +70,7 @@ class Levels:
 
 @contextlib.contextmanager
 def under_vmap(batch: Batch) -> Iterator[Levels]:
-    """Puts the two levels in force for the body."""
+    """Activates the two levels within the body."""
     with vmap_increment_nesting(batch.size, batch.randomness) as outer, grad_increment_nesting() as inner:
         levels = Levels(outer, inner)
         levels.dims = batch.dims
@@ -72,7 +78,7 @@ def under_vmap(batch: Batch) -> Iterator[Levels]:
 
 
 def batch_dim(tensor: torch.Tensor, level: int) -> int | None:
-    """Returns which dimension of a tensor's memory is the batch of the `vmap` of this level."""
+    """Returns the dimension of a tensor's memory that the `vmap` of this level batches."""
     while is_functorch_wrapped_tensor(tensor):
         if maybe_get_level(tensor) == level:
             return maybe_get_bdim(tensor) if is_batchedtensor(tensor) else None

@@ -1,8 +1,8 @@
-"""Bytes, FLOPs and seconds of every operation of a trace: measured on the device, or estimated for another one.
+"""Seconds, FLOPs and temporary bytes of the operations of a trace: measured on the device, or estimated for another.
 
-`price` fills in a trace's graph from a source. `Measured` runs each distinct operation on the real device;
-`Analytic` computes a roofline for a `DeviceProfile`, so that a plan for a GPU can be made on a laptop. Kernels that
-neither knows are named by `register_cost`; `register_pure` says that a custom one may be run on made-up data.
+`price` sets the costs in the graph of a trace. `Measured` runs each distinct operation on the real device. `Analytic`
+computes a roofline estimate from a `DeviceProfile`, so that a plan for a GPU can be made on a laptop. For custom
+operations, `register_cost` sets the cost, and `register_pure` allows `Measured` to run them on synthetic data.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Costs from shapes alone: a roofline over a device profile.
+"""Analytic costs: roofline estimates from the shapes of tensors and a device profile.
 
-The roofline model is that of S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model
-for multicore architectures", 2009, https://doi.org/10.1145/1498765.1498785: an operation takes as long as its
-arithmetic or its memory traffic, whichever is longer.
+In the roofline model, an operation takes as long as its arithmetic or its memory traffic, whichever is longer.
+
+Reference: S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model for multicore
+architectures", 2009, https://doi.org/10.1145/1498765.1498785.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fckpt._trace.trace import Call, Ref, TensorSpec
+from fckpt._trace.operations import Call, Ref, TensorSpec
 from fckpt.cost.calls import OpCost, extent, packet, refs, registered
 from fckpt.cost.devices import DeviceProfile
 
@@ -23,11 +24,11 @@ __all__ = ["Analytic", "flops_of"]
 
 @dataclass(frozen=True)
 class Analytic:
-    """Prices by `max(flops / peak, bytes moved / bandwidth) + launch`, for a device that need not be here.
+    """Cost source that estimates `max(flops / peak, bytes moved / bandwidth) + launch`; it does not need the device.
 
-    Temporaries are estimates: what the main kernels were seen to allocate on CPU, and elsewhere of that only what torch
-    itself composes of several kernels; the workspaces of cuDNN and cuBLAS are not in there. Where a budget must hold to
-    the byte, use `Measured`.
+    Temporaries are estimates. For CPU tensors they are the allocations that were observed for the main kernels. For
+    other devices they cover only operations that torch composes of several kernels, not the workspaces of cuDNN and
+    cuBLAS. If a budget must hold to the byte, use `Measured`.
 
     Example:
         >>> cpu = torch.device("cpu")
@@ -42,7 +43,7 @@ class Analytic:
     profile: DeviceProfile
 
     def __call__(self, call: Call, specs: Sequence[TensorSpec]) -> OpCost:
-        """Returns the estimated cost of `call`, or what the user registered for it."""
+        """Returns the estimated cost of `call`, or its registered cost if there is one."""
         known = registered(call, specs)
         if known is not None:
             return known
@@ -56,7 +57,7 @@ class Analytic:
 
 
 def flops_of(call: Call, specs: Sequence[TensorSpec]) -> int:
-    """Counts floating point operations: those of torch's FLOP counter, else one per element of the largest tensor."""
+    """Counts floating point operations with torch's FLOP counter, or else as one per element of the largest tensor."""
     from torch.utils import flop_counter
 
     formula = flop_counter.flop_registry.get(getattr(call.op, "overloadpacket", call.op))
@@ -69,7 +70,7 @@ def flops_of(call: Call, specs: Sequence[TensorSpec]) -> int:
             outputs = tuple(None if i is None else _Shape(specs[i].shape) for i in call.outputs)
             return int(formula(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else outputs))
         except (AssertionError, AttributeError, IndexError, TypeError, ValueError):
-            pass  # a call that the formula does not foresee: counted by its elements
+            pass  # the formula does not support this call, so its elements are counted below
     inputs = _inputs(call, specs)[packet(call) in _GATHERS :]
     tensors = [*inputs, *(specs[i] for i in call.outputs if i is not None)]
     return max((math.prod(spec.shape) for spec in tensors), default=0)
@@ -79,7 +80,7 @@ _FLASH_CPU = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
 class _Shape(tuple[int, ...]):
-    """Stands for a tensor in the formulas of torch's FLOP counter, which read nothing else of it."""
+    """A tensor for the formulas of torch's FLOP counter, which read only shapes."""
 
     @property
     def shape(self) -> _Shape:
@@ -97,7 +98,7 @@ def _shapes(value: Any, specs: Sequence[TensorSpec]) -> Any:
 
 
 def _inputs(call: Call, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """The tensors that a call reads, each once."""
+    """Returns the specs of the tensors that a call reads, each once."""
     return [specs[i] for i in dict.fromkeys(ref.tensor for ref in refs((call.args, call.kwargs)))]
 
 
@@ -107,11 +108,11 @@ def _compute_dtype(call: Call, specs: Sequence[TensorSpec]) -> torch.dtype:
 
 
 def _nbytes(spec: TensorSpec) -> int:
-    """Bytes that reading or writing a tensor moves: expanded dimensions once, gaps not at all."""
+    """Returns the bytes that a read or write of a tensor moves: expanded elements count once, gaps do not count."""
     return min(math.prod(spec.shape), extent(spec)) * spec.dtype.itemsize
 
 
-# These read only as much of their first argument as they return.
+# These operations read only as many elements of their first argument as they return.
 _GATHERS = {
     f"aten.{name}" for name in ("embedding", "gather", "index", "index_select", "take", "_unsafe_index", "slice_copy")
 }
@@ -126,7 +127,7 @@ def _moved(call: Call, specs: Sequence[TensorSpec]) -> int:
 
 
 def _temporary(call: Call, specs: Sequence[TensorSpec]) -> int:
-    """What the kernel was seen to allocate besides its outputs, on CPU; elsewhere, what torch composes everywhere."""
+    """Returns the observed temporary bytes on CPU; on other devices, only those of operations composed by torch."""
     on_cpu = all(specs[i].device.type == "cpu" for i in call.outputs if i is not None)
     name, inputs = packet(call), _inputs(call, specs)
     if not inputs or not (on_cpu or name in _COMPOSED):
@@ -152,7 +153,7 @@ _TEMPORARIES = {
     "aten._safe_softmax": 0.25,
     "aten._cdist_forward": 2,
 }
-"""Temporaries in multiples of the first argument, as `Measured` found them on an x86 CPU with torch 2.13."""
+"""Temporaries in multiples of the first argument, as measured on an x86 CPU with torch 2.13."""
 _COMPOSED = {
     "aten.logsumexp",
     "aten.mse_loss",
@@ -160,11 +161,11 @@ _COMPOSED = {
     "aten.huber_loss",
     "aten.binary_cross_entropy_with_logits",
 }
-"""Of these, what is made of other operations on every device."""
+"""The operations among them that torch composes of other operations on every device."""
 
 
 def _convolution(call: Call, specs: Sequence[TensorSpec]) -> int:
-    """The copies that oneDNN reorders in float32 and narrower, the columns of an image in float64."""
+    """Returns the temporaries of a convolution: reordered copies of oneDNN, or image columns in float64."""
     backward = packet(call).endswith("backward")
     tensors = _inputs(call, specs)
     grad, x, weight = tensors[:3] if backward else (specs[call.outputs[0] or 0], *tensors[:2])
@@ -180,7 +181,7 @@ def _convolution(call: Call, specs: Sequence[TensorSpec]) -> int:
 
 
 def _slowdown(call: Call, specs: Sequence[TensorSpec]) -> float:
-    """How much longer than its memory traffic an operation takes on CPU."""
+    """Returns the ratio of the time of an operation to the time of its memory traffic, on CPU."""
     on_cpu = all(specs[i].device.type == "cpu" for i in call.outputs if i is not None)
     return _SLOWDOWNS.get(packet(call), 1.0) if on_cpu else 1.0
 
@@ -198,5 +199,5 @@ _SLOWDOWNS = {
     **dict.fromkeys(["aten.var", "aten.var_mean", "aten.std", "aten.native_dropout", "aten.bernoulli"], 30.0),
     **dict.fromkeys(["aten.sort", "aten.binary_cross_entropy"], 90.0),
 }
-"""Seconds over those of the memory traffic, as `Measured` found them on an x86 CPU, one thread, torch 2.13; what
-nothing is said of keeps to the roofline within a factor of about 2.5."""
+"""Seconds divided by the seconds of the memory traffic, as measured on an x86 CPU with one thread and torch 2.13.
+Operations that are not listed agree with the roofline within a factor of about 2.5."""

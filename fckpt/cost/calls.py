@@ -1,4 +1,4 @@
-"""One operation of a trace as text, as a cost, and as an entry of the registry of users' kernels."""
+"""Costs and signatures of single operations, and the registry of custom operations."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """What one operation takes."""
+    """The cost of one operation."""
 
     seconds: float
     flops: int
     temporary_nbytes: int
-    """Most bytes that it holds at once while it runs, besides its outputs."""
+    """The most bytes that the operation holds at once while it runs, besides its outputs."""
     storages: tuple[int, ...] = field(default=(), repr=False)
-    """By output: the bytes that its memory was seen to take, 0 where that is an earlier output's; empty if it is not
-    known, and taken to be what shapes and strides say."""
+    """By output: the measured bytes of its storage, 0 if an earlier output has the same storage. Empty if not measured;
+    then the sizes follow from shapes and strides."""
 
 
 class CostSource(Protocol):
-    """Prices one operation."""
+    """A function that returns the cost of one operation."""
 
     def __call__(self, call: Call, specs: Sequence[TensorSpec]) -> OpCost:
-        """Returns the cost of `call`, whose refs are positions in `specs`."""
+        """Returns the cost of `call`. Its refs are positions in `specs`."""
         ...
 
 
@@ -61,33 +61,33 @@ def refs(value: Any) -> Iterator[Ref]:
 
 
 def named(call: Call) -> dict[str, Any]:
-    """The arguments by their names in the schema; by position where there is no schema."""
+    """Returns the arguments of a call by name, or by position if the operation has no schema."""
     schema = getattr(call.op, "_schema", None)
     names = [a.name for a in schema.arguments] if schema else [str(i) for i in range(len(call.args))]
     return dict(zip(names, call.args, strict=False)) | call.kwargs
 
 
 def packet(call: Call) -> str:
-    """The operation without its overload: `aten.mm`."""
+    """Returns the name of the operation without its overload: `aten.mm`."""
     return str(getattr(call.op, "overloadpacket", call.op))
 
 
 def extent(spec: TensorSpec) -> int:
-    """How many elements of its storage a tensor spans, gaps included; what is expanded counts once."""
+    """Returns the number of storage elements that a tensor spans, including gaps; expanded elements count once."""
     if 0 in spec.shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
 
 
 def signature(call: Call, specs: Sequence[TensorSpec]) -> str:
-    """Writes everything that the cost of a call depends on, the same in every process.
+    """Formats everything on which the cost of a call depends, the same in every process.
 
-    That is the operation, the shapes, strides, dtypes and devices of its tensors, which of them are the same one, and
-    its other arguments. Generators and the tensors' places in the trace are left out.
+    The text contains the operation, the shapes, strides, dtypes and devices of its tensors, which arguments are the
+    same tensor, and the other arguments. It omits generators and the numbers of the tensors in the trace.
 
     Args:
         call: the operation.
-        specs: the tensors that its refs stand for.
+        specs: the specs of the tensors, by number.
 
     Example:
         >>> x = TensorSpec((2, 3), (3, 1), torch.float32, torch.device("cpu"), value=0)
@@ -104,17 +104,17 @@ _REGISTRY: dict[str, CostSource | Callable[[Call, Sequence[TensorSpec]], OpCost]
 
 
 def register_cost(op: Any, fn: Callable[[Call, Sequence[TensorSpec]], OpCost]) -> None:
-    """Makes `fn` the price of an operation, for the measured and the analytic source alike.
+    """Sets the cost of an operation, for both `Measured` and `Analytic`.
 
-    Meant for kernels that cannot run on made-up data, or whose work a roofline over their arguments misses.
+    This is meant for kernels that cannot run on synthetic data, and for kernels whose cost a roofline estimate misses.
 
     Args:
-        op: a `torch.library.custom_op`, an `OpOverload`, an `OpOverloadPacket` (all of its overloads), or the name of
-            one: "mylib::scan", "mylib::scan.default".
-        fn: called with the call and the specs of the trace's tensors; returns an `OpCost`.
+        op: a `torch.library.custom_op`, an `OpOverload`, an `OpOverloadPacket` (which stands for all its overloads), or
+            a name: "mylib::scan", "mylib::scan.default".
+        fn: a function that takes the call and the specs of the trace's tensors, and returns an `OpCost`.
 
     Raises:
-        ArgumentTypeError: `op` is none of these, or `fn` cannot be called.
+        ArgumentTypeError: `op` is not an operation, or `fn` is not callable.
 
     Example:
         >>> def scan_cost(call, specs):
@@ -130,39 +130,40 @@ def register_cost(op: Any, fn: Callable[[Call, Sequence[TensorSpec]], OpCost]) -
 
 
 def registered(call: Call, specs: Sequence[TensorSpec]) -> OpCost | None:
-    """The cost that the user gave for this operation; None if there is none."""
+    """Returns the registered cost of a call; None if its operation has none."""
     fn = _REGISTRY.get(str(call.op)) or _REGISTRY.get(packet(call))
     if fn is None:
         return None
     cost = fn(call, specs)
     if not isinstance(cost, OpCost) or not valid(cost):
         raise ArgumentValueError(
-            f"the cost registered for {call.op} is {cost!r}: it takes an OpCost of finite seconds and whole numbers of "
-            "FLOPs and bytes, none of them negative."
+            f"the cost registered for {call.op} is {cost!r}. It must be an OpCost with finite seconds and whole "
+            "numbers of FLOPs and bytes, none of them negative."
         )
     return cost
 
 
 def valid(cost: OpCost) -> bool:
-    """Whether a cost can be one: seconds that are finite, counts that are ints, nothing negative."""
+    """Whether a cost is valid: finite seconds, integer counts, nothing negative."""
     counts = (cost.flops, cost.temporary_nbytes, *cost.storages)
     seconds = isinstance(cost.seconds, (int, float)) and not isinstance(cost.seconds, bool)
     return seconds and 0 <= cost.seconds < 1e9 and all(type(n) is int and n >= 0 for n in counts)
 
 
 def register_pure(op: Any) -> None:
-    """Declares that an operation of your own may be run on made-up data, to be measured.
+    """Declares that a custom operation may be run on synthetic data, so that it can be measured.
 
-    Nobody but its author knows what a custom kernel does with data that it was not made for, and what else it does: it
-    may count its calls, write a file, wait for another rank. So custom operations (all whose namespace is not one of
-    torch's) are not run when a plan is made, but estimated, with a warning, unless they are declared pure or have a
-    cost of their own (`register_cost`). Measurements of them are not kept on disk: a kernel may be edited.
+    Only its author knows what a custom kernel does with unexpected data, and which side effects it has: it may count
+    its calls, write a file, or wait for another rank. So fckpt does not run custom operations (those whose namespace is
+    not one of torch's) to make a plan. It estimates them, with a warning, unless they are declared pure or have a
+    registered cost (`register_cost`). Measurements of custom operations are not stored on disk, because their kernels
+    may be edited.
 
     Args:
         op: as for `register_cost`.
 
     Raises:
-        ArgumentTypeError: `op` is no operation.
+        ArgumentTypeError: `op` is not an operation.
 
     Example:
         >>> register_pure("mylib::scan")
@@ -171,17 +172,17 @@ def register_pure(op: Any) -> None:
 
 
 def is_custom(op: Any) -> bool:
-    """Whether an operation is the user's, or a library's that fckpt knows nothing of."""
+    """Whether an operation belongs to the user, or to a library that fckpt does not know."""
     return isinstance(op, torch._ops.OpOverload) and op.namespace not in _KNOWN
 
 
 def is_pure(call: Call) -> bool:
-    """Whether an operation may run on made-up data."""
+    """Whether an operation may run on synthetic data."""
     return not is_custom(call.op) or not DECLARED_PURE.isdisjoint((str(call.op), packet(call)))
 
 
 _KNOWN = {"aten", "prims", "quantized", "mkldnn", "torchvision", "torchaudio"}
-"""Namespaces of kernels that do nothing but compute."""
+"""Namespaces of kernels without side effects."""
 
 
 def _name(op: Any) -> str:

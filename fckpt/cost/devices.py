@@ -1,4 +1,4 @@
-"""What a device can do: peak rates of GPUs from their data sheets, and of any device by trying it out."""
+"""Device profiles: rates of GPUs from their data sheets, and measured rates of the devices of this machine."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from fckpt.errors import ArgumentValueError
 __all__ = ["BANDWIDTH_EFFICIENCY", "COMPUTE_EFFICIENCY", "DeviceProfile", "calibrated", "profile_of", "profiles"]
 
 COMPUTE_EFFICIENCY = 0.7
-"""The share of its peak that a large matrix product reaches; torch's own estimate takes 0.75."""
+"""The fraction of the peak rate that a large matrix product reaches; torch's own estimate uses 0.75."""
 BANDWIDTH_EFFICIENCY = 0.85
-"""The share of its peak that a large copy reaches."""
+"""The fraction of the peak bandwidth that a large copy reaches."""
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """What a device achieves on large operations, and what a small one costs at least."""
+    """The rates of a device on large operations, and the minimum time of an operation."""
 
     name: str
     flops: Mapping[torch.dtype, float] = field(hash=False)
-    """Floating point operations per second of a matrix product, by dtype. float32 must be there."""
+    """Floating point operations per second of a matrix product, by dtype; must contain float32."""
     bytes_per_second: float
     launch_seconds: float
-    """What an operation takes that does nothing."""
+    """The time of an operation on an empty tensor."""
     memory_nbytes: int
     allocation_granularity: int = 1
-    """Blocks are rounded up to a multiple of this many bytes."""
+    """The allocator rounds sizes up to a multiple of this many bytes."""
 
     def __post_init__(self) -> None:
         rates = [*self.flops.values(), self.bytes_per_second, self.allocation_granularity]
         if torch.float32 not in self.flops or min(rates) <= 0 or self.launch_seconds < 0:
             raise ArgumentValueError(
-                f"the profile {self.name!r} needs positive rates, one of them for float32, not {self.flops}, "
+                f"the profile {self.name!r} must have positive rates, including one for float32, not {self.flops}, "
                 f"{self.bytes_per_second} B/s and {self.launch_seconds} s."
             )
 
     def flops_of(self, dtype: torch.dtype) -> float:
-        """The rate for `dtype`: its own; a quarter of its real dtype's if it is complex; else that of float32."""
+        """Returns the rate for `dtype`: the listed one, a quarter of the real rate for complex dtypes, or float32's."""
         if dtype.is_complex:
             return self.flops_of(dtype.to_real()) / 4
         return self.flops.get(dtype, self.flops[torch.float32])
@@ -54,7 +54,7 @@ class DeviceProfile:
 def _gpu(name: str, teraflops: dict[torch.dtype, float], gigabytes_per_second: float, nbytes: int) -> DeviceProfile:
     flops = {dtype: rate * 1e12 * COMPUTE_EFFICIENCY for dtype, rate in teraflops.items()}
     rate = gigabytes_per_second * 1e9 * BANDWIDTH_EFFICIENCY
-    # Eager PyTorch takes some 5 us to launch a kernel from Python; the caching allocator rounds to 512 bytes.
+    # Eager PyTorch takes about 5 us to launch a kernel from Python; the caching allocator rounds up to 512 bytes.
     return DeviceProfile(name, MappingProxyType(flops), rate, 5e-6, nbytes, allocation_granularity=512)
 
 
@@ -80,12 +80,12 @@ profiles: Mapping[str, DeviceProfile] = MappingProxyType(
         ),
     }
 )
-"""Devices by name: the data sheet's peaks times `COMPUTE_EFFICIENCY` and `BANDWIDTH_EFFICIENCY`.
+"""Profiles by device name: the peaks of the data sheet times `COMPUTE_EFFICIENCY` and `BANDWIDTH_EFFICIENCY`.
 
-Peaks are dense, without sparsity. float16, bfloat16 and float8 are tensor core rates with accumulation in float32, and
-float64 runs on tensor cores too (RTX 4090: without); float32 is without tensor cores, since torch does not use TF32 for
-products of matrices unless asked to (`torch.set_float32_matmul_precision`). For convolutions it does by default
-(`torch.backends.cudnn.allow_tf32`): there the float32 peaks are too low.
+Peaks are for dense matrices. The rates of float16, bfloat16 and float8 are those of tensor cores with accumulation in
+float32. float64 also uses tensor cores (except on the RTX 4090). float32 does not, because torch does not use TF32 for
+matrix products by default (`torch.set_float32_matmul_precision`). torch does use TF32 for convolutions by default
+(`torch.backends.cudnn.allow_tf32`), so the float32 rates are too low for convolutions.
 
 * H100 SXM 80 GB, H200 SXM 141 GB: NVIDIA, "NVIDIA H100 Tensor Core GPU Architecture" white paper, V1.04, 2023, table 2;
   bandwidths from the H100 and "NVIDIA H200 Tensor Core GPU" data sheets. 989.4 TFLOPS bfloat16, 66.9 float32 and
@@ -94,18 +94,18 @@ products of matrices unless asked to (`torch.set_float32_matmul_precision`). For
   2039 GB/s.
 * RTX 4090: NVIDIA, "NVIDIA Ada GPU Architecture" white paper, V2.02, 2023, appendix A. 165.2 TFLOPS bfloat16, 82.6
   float32 and 1/64 of that, 1.29, float64, 330.3 float8 (660.6 before V2.02, an error); 1008 GB/s.
-* cpu: two cores of a server processor of 2023 with AVX-512, rounded; `profile_of("cpu")` tries this machine's instead.
+* cpu: two cores of a server processor of 2023 with AVX-512, rounded; `profile_of("cpu")` measures this machine instead.
 """
 
 
 def profile_of(device: torch.device | str) -> DeviceProfile:
-    """Finds the profile of a device: by name for the GPUs in `profiles`, else by trying it out once.
+    """Returns the profile of a device: listed in `profiles` for known GPUs, otherwise measured once.
 
     Args:
-        device: a name in `profiles` (of these, "cpu" means this machine's), or a device of this machine.
+        device: a name in `profiles`, or a device of this machine. "cpu" means the CPU of this machine.
 
     Raises:
-        ArgumentValueError: it is neither.
+        ArgumentValueError: there is no such profile, and no such device on this machine.
 
     Example:
         >>> f"{profile_of('H100').bytes_per_second:.3g}"
@@ -121,27 +121,27 @@ def profile_of(device: torch.device | str) -> DeviceProfile:
         torch.empty(1, device=device).add(1).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ArgumentValueError(
-            f"there is no device {str(device)!r} here to try out, and no profile of that name. Name one of "
-            f"{', '.join(profiles)}, or describe it with a DeviceProfile."
+            f"this machine has no device {str(device)!r}, and there is no profile of that name. Name one of "
+            f"{', '.join(profiles)}, or describe the device with a DeviceProfile."
         ) from error
     return calibrated(device)
 
 
 def _listed(name: str) -> DeviceProfile | None:
-    """The profile of a GPU that calls itself `name`; none if it is another variant of the chip than that listed."""
+    """Returns the profile of the GPU with this device name; None if only another variant of the chip is listed."""
     if re.search("PCIe|NVL|40GB|Laptop|MIG|4090 ?D", name, re.IGNORECASE):
         return None
     return next((known for key, known in profiles.items() if re.search(rf"\b{key}\b", name)), None)
 
 
 def calibrated(device: torch.device | str) -> DeviceProfile:
-    """Measures a device of this machine by matrix products, a copy and an empty operation: under a second, once.
+    """Measures a device of this machine with matrix products, a copy and a small operation; takes under a second, once.
 
     Args:
-        device: where to run them.
+        device: the device to measure.
 
     Returns:
-        A profile; on CPU, for the number of threads in force.
+        A profile. On CPU it is valid for the current number of threads.
     """
     return _calibrated(torch.device(device), torch.get_num_threads())
 
@@ -155,7 +155,7 @@ def _calibrated(device: torch.device, threads: int) -> DeviceProfile:
             try:
                 a = torch.full((size, size), 0.5, device=device, dtype=dtype)
                 flops[dtype] = 2 * size**3 / _least_seconds(lambda a=a: a.mm(a), device)
-            except (RuntimeError, TypeError):  # not every device has every dtype
+            except (RuntimeError, TypeError):  # not every device supports every dtype
                 continue
         a = torch.zeros(2**26 if device.type == "cpu" else 2**28, device=device, dtype=torch.uint8)
         b = torch.zeros_like(a)
@@ -166,7 +166,7 @@ def _calibrated(device: torch.device, threads: int) -> DeviceProfile:
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of memory, and the granularity of the allocator."""
+    """Returns the bytes of memory, and the granularity of the allocator."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory, 512
     try:

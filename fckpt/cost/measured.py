@@ -1,4 +1,4 @@
-"""Costs from running each operation on the real device, on made-up data, with nothing left behind but a cache."""
+"""Measured costs: each operation runs on the real device, on synthetic data, without side effects except a cache."""
 
 from __future__ import annotations
 
@@ -26,39 +26,40 @@ from fckpt.cost.synthetic import EXTREMES, FILLS, arguments, made_up
 
 __all__ = ["Measured"]
 
-_SECONDS_PER_OP = 0.01  # 1000 distinct operations in 30 s, with one profiled run each
-_PATIENCE = 0.5  # seconds; what takes longer is not run for warming up
-_LAUNCHES = 10  # of a kernel on an accelerator, between two waits
+_SECONDS_PER_OP = 0.01  # so that 1000 distinct operations take 30 s, including one profiled run each
+_PATIENCE = 0.5  # seconds; an operation that takes longer gets no warm-up run
+_LAUNCHES = 10  # launches of a kernel on an accelerator between two synchronisations
 
 
 class Measured:
-    """Prices by running: seconds are the least of a few runs, temporaries are read off the allocator.
+    """Cost source that runs operations: seconds are the least of a few runs, and the allocator reports temporaries.
 
-    Runs happen one after the other on tensors of the given shapes, strides, dtypes and devices, and in the settings in
-    force (threads, determinism, TF32): random numbers from [0, 1), indices that are in range. What the caller holds is
-    read, not made up again, where it is known. An operation that takes another's workspace (the backward of an RNN)
-    runs on one that this other makes. One that may allocate by what its data says (writes by a mask) runs on extremes
-    of it too, and the most counts. Custom operations run only if they are declared pure (`register_pure`).
+    Each operation runs on tensors of the given shapes, strides, dtypes and devices, under the current settings
+    (threads, determinism, TF32). The data are random numbers from [0, 1) and valid indices; tensors that the caller
+    already holds are read instead, if they are known. An operation that reads the workspace of another operation (the
+    backward of an RNN) runs after that operation. An operation whose allocations may depend on its data (a write with a
+    mask) also runs on extreme data, and the largest result counts. Custom operations run only if they are declared pure
+    (`register_pure`).
 
-    Generators, autograd, autocast and transforms around the call are left alone. On CUDA the peak statistics of the
-    allocator are reset. Data stays in the processor's caches from run to run, so that small operations look faster than
-    in a program.
+    Random generators, autograd, autocast and surrounding transforms are not affected. On CUDA, the peak statistics of
+    the allocator are reset. Data stays in the processor's caches between runs, so small operations appear faster than
+    they are in a training step.
 
-    Temporaries on CPU are exact to the byte for what goes through torch's allocator; scratch memory that oneDNN and
-    BLAS allocate by themselves is not seen, as in `fckpt.measure_peak`.
+    On CPU, temporaries are exact to the byte for memory from torch's allocator. Scratch memory that oneDNN and BLAS
+    allocate themselves is not counted, as in `fckpt.measure_peak`.
 
     Args:
-        cache: whether to keep measurements on disk, in the folder that the environment variable FCKPT_CACHE names,
-            else in `fckpt` under the user's cache folder. They are kept by device, number of threads, version of
-            torch, settings, and `signature`.
-        repeats: how often to run an operation at most after the first time; slow ones run less.
+        cache: whether to store measurements on disk: in the folder that the environment variable FCKPT_CACHE names, or
+            else in `fckpt` under the user's cache folder. The key consists of the device, the number of threads, the
+            version of torch, the settings, and the `signature`.
+        repeats: the maximum number of runs after the first one; slow operations run less often.
 
     Attributes:
-        failures: what could not run, by operation, and why; it was estimated by `Analytic` for the same device.
-        refused: custom operations that were not run, by operation; they were estimated too.
+        failures: by operation that could not run: the reason. `Analytic` estimated it for the same device.
+        refused: by custom operation that was not run: the reason. `Analytic` estimated it too.
 
     Example:
-        >>> from fckpt._trace.trace import Ref
+        >>> from fckpt._trace.operations import Ref
         >>> x = TensorSpec((8, 8), (8, 1), torch.float32, torch.device("cpu"), value=0)
         >>> out = TensorSpec((8, 8), (8, 1), torch.float32, torch.device("cpu"), value=1)
         >>> call = Call(torch.ops.aten.mm.default, (Ref(0), Ref(0)), {}, (1,), 0)
@@ -85,9 +86,9 @@ class Measured:
 
         Args:
             call: the operation.
-            specs: the tensors that its refs stand for.
-            makers: by tensor, the call that makes it, where that is known.
-            held: by tensor, those that are there already. They are read only.
+            specs: the specs of the tensors, by number.
+            makers: by tensor, the call that makes it, if known.
+            held: existing tensors, by number. They are only read.
         """
         known = registered(call, specs)
         if known is not None:
@@ -96,7 +97,7 @@ class Measured:
             self.refused.setdefault(str(call.op), "it is a custom operation")
             return self._estimated(call, specs, _device(call, specs))
         maker = workspace_maker(call, makers or {})
-        if is_custom(call.op):  # it may be another one by the same name the next time
+        if is_custom(call.op):  # not stored: the kernel may be edited without a change of its name
             return self._measure(call, specs, maker, held or {}) or self._estimated(call, specs, _device(call, specs))
         return self._remembered(call, specs, maker, held or {})
 
@@ -126,15 +127,15 @@ class Measured:
         reasons: list[str] = []
         device = _device(call, specs)
         if maker is None and opaque_operands(call):
-            reasons.append("it reads the workspace of another operation, which cannot be made up")
+            reasons.append("it reads the workspace of another operation, which cannot be synthesised")
         for fill, given in [] if reasons else _attempts(call, held):
             try:
                 with _isolated(device), _as_planned(call.op):
-                    # The arguments go with each function's end, before others are made up.
+                    # Each of the two functions frees its arguments before the other makes new ones.
                     cost = self._run_with(call, specs, fill, given, maker, device)
                     worst = self._at_worst(call, specs, fill, given, maker, device)
                 return dataclasses.replace(cost, temporary_nbytes=max(cost.temporary_nbytes, worst))
-            except Exception as error:  # whatever a kernel raises on data that it was not made for
+            except Exception as error:  # a kernel may raise any exception on unexpected data
                 lines = str(error).splitlines() or [""]
                 reasons.append(f"{type(error).__name__}: {lines[0]}")
         self.failures.setdefault(str(call.op), reasons[0])
@@ -147,18 +148,18 @@ class Measured:
 
     @staticmethod
     def _at_worst(call: Call, specs: Sequence[TensorSpec], fill: str, *rest: Any) -> int:
-        """The most temporary bytes on extreme data, where a kernel might allocate by what its data says."""
+        """Returns the most temporary bytes on extreme data, if the allocations of a kernel may depend on its data."""
         given, maker, device = rest
         most = 0
         for extreme in EXTREMES if _looks_at_data(call, specs) else ():
             if extreme != fill:
-                with contextlib.suppress(Exception):  # it need not take them: the usual data was taken
+                with contextlib.suppress(Exception):  # the kernel may reject extreme data: it accepted the usual data
                     most = max(most, _temporaries(_prepared(call, specs, extreme, given, maker), device)[0])
         return most
 
 
 def _attempts(call: Call, held: Mapping[int, torch.Tensor]) -> list[tuple[str, Mapping[int, torch.Tensor]]]:
-    """Ways to make the arguments of a call: with what is held where there is some, then all made up."""
+    """Returns ways to make the arguments of a call, in order: from existing tensors if possible, then synthetic."""
     schema = getattr(call.op, "_schema", None)
     ways: list[tuple[str, Mapping[int, torch.Tensor]]] = [(fill, {}) for fill in FILLS]
     if schema is None or schema.is_mutable or call.replaced or statistics_of(call.op, call.args):
@@ -171,7 +172,7 @@ def _attempts(call: Call, held: Mapping[int, torch.Tensor]) -> list[tuple[str, M
 def _prepared(
     call: Call, specs: Sequence[TensorSpec], fill: str, given: Mapping[int, torch.Tensor], maker: Call | None
 ) -> Callable[[], Any]:
-    """Something that runs the call, after the one whose workspace it takes has run."""
+    """Returns a function that runs the call. If the call reads a workspace, runs the operation that makes it first."""
     if maker is not None:
         shared = made_up(maker, specs, fill, given)
         args, kwargs = arguments(maker, specs, fill, shared)
@@ -184,7 +185,7 @@ def _prepared(
 
 
 def _looks_at_data(call: Call, specs: Sequence[TensorSpec]) -> bool:
-    """Whether a kernel may allocate by the contents of masks or indices."""
+    """Whether the allocations of a kernel may depend on the contents of masks or indices."""
     if torch.Tag.pointwise in getattr(call.op, "tags", ()):
         return False
     operands = {ref.tensor for ref in refs((call.args, call.kwargs))}
@@ -192,7 +193,7 @@ def _looks_at_data(call: Call, specs: Sequence[TensorSpec]) -> bool:
 
 
 def _device(call: Call, specs: Sequence[TensorSpec]) -> torch.device:
-    """The accelerator that a call uses, else the CPU."""
+    """Returns the accelerator that a call uses, or the CPU if it uses none."""
     used = [ref.tensor for ref in refs((call.args, call.kwargs))] + [i for i in call.outputs if i is not None]
     devices = [specs[i].device for i in used]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
@@ -204,9 +205,9 @@ def _index(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def _isolated(device: torch.device) -> Iterator[None]:
-    """Takes what is around the call out of force, and puts generators back to where they were."""
+    """Disables surrounding transforms, modes and autograd within the body, and restores random generators after it."""
     indices = [] if device.type == "cpu" else [_index(device)]
-    others = RandomState.capture()  # Python's and NumPy's: a user's operation may draw from any
+    others = RandomState.capture()  # of Python and NumPy: a custom operation may draw from any generator
     kind = "cuda" if device.type == "cpu" else device.type
     with (
         out_of_reach(),
@@ -225,7 +226,7 @@ def _isolated(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_planned(op: Any) -> Iterator[None]:
-    """Where a plan runs an operation: below autograd, with grad mode on, without which an RNN leaves no workspace."""
+    """Sets the dispatch state of planned calls: below autograd, with grad mode on (an RNN needs it for a workspace)."""
     if not isinstance(op, torch._ops.OpOverload):
         yield
         return
@@ -235,7 +236,7 @@ def _as_planned(op: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keeps cyclic garbage from being freed while it is recorded what an operation frees."""
+    """Disables garbage collection within the body, so that only the operation frees memory."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -246,14 +247,14 @@ def _no_collection() -> Iterator[None]:
 
 
 def _run(run: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, int, tuple[int, ...]]:
-    """The least seconds of a few runs, the temporary bytes of one, and the bytes of each of its results."""
+    """Returns the least seconds of a few runs, the temporary bytes, and the bytes of each result."""
     first = _timed(run, device, 1)
     if first < _PATIENCE:
-        first = _timed(run, device, 1)  # the first run of a kernel may load and choose it
+        first = _timed(run, device, 1)  # the first run may include loading and choosing a kernel
     start = time.perf_counter()
     temporary, storages = _temporaries(run, device)
     if first > _SECONDS_PER_OP:
-        # As good a second run as any, where recording takes no share of it to speak of.
+        # The profiled run counts as a second timing, because recording takes a negligible fraction of its time.
         return min(first, time.perf_counter() - start), temporary, storages
     launches = 1 if device.type == "cpu" else _LAUNCHES
     least, spent = float("inf"), 0.0
@@ -266,7 +267,7 @@ def _run(run: Callable[[], Any], device: torch.device, repeats: int) -> tuple[fl
 
 
 def _timed(run: Callable[[], Any], device: torch.device, launches: int) -> float:
-    """Seconds of one run, the release of its results included."""
+    """Returns the seconds of one run, including the release of its results."""
     _wait(device)
     start = time.perf_counter()
     for _ in range(launches):
@@ -281,7 +282,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _temporaries(run: Callable[[], Any], device: torch.device) -> tuple[int, tuple[int, ...]]:
-    """Most bytes held while it runs, less what it returns; and the bytes of each result's memory."""
+    """Returns the most bytes held during a run minus the bytes of its results, and the bytes of each result."""
     sizes: list[int] = []
 
     def sized() -> Any:

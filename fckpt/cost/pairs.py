@@ -1,7 +1,8 @@
-"""Operations that take what another one wrote in a form of its own, and so are known and measured as pairs.
+"""Operations that read the opaque output of another operation, and so are identified and measured as pairs.
 
-The backward of an RNN reads the workspace of its forward, that of attention a generator's state, that of an embedding
-bag the offsets of its bags. Made-up contents there end the process, or read memory that is not theirs.
+The backward of an RNN reads the workspace of its forward, the backward of attention reads a generator's state, and the
+backward of an embedding bag reads the offsets of the bags. Synthetic contents of such tensors could crash the process,
+or make a kernel read out of bounds.
 """
 
 from __future__ import annotations
@@ -22,34 +23,34 @@ _OPAQUE = {
     "workspace", "reserve", "reserveSpace", "reservedSpace", "rng_state", "philox_seed", "philox_offset", "cum_seq_q",
     "cum_seq_k", "offset2bag", "bag_size", "maximum_indices",
 }  # fmt: skip
-"""Names, in the schemas of operations, of tensors whose contents only the operation that made them knows."""
+"""Names of arguments, in the schemas of operations, that are opaque tensors with a private format."""
 
 
 def opaque_operands(call: Call) -> list[int]:
-    """Returns the tensors that a call takes and another operation wrote in a form of its own."""
+    """Returns the opaque tensors that a call reads."""
     given = named(call)
     return [given[name].tensor for name in sorted(_OPAQUE.intersection(given)) if isinstance(given[name], Ref)]
 
 
 def makers_of(trace: Trace) -> dict[int, Call]:
-    """Returns the call that computes each tensor of a trace; not that of a view."""
+    """Returns, by tensor of a trace, the call that computes it. Views are not included."""
     return {t: call for call in trace.calls if call.node is not None for t in call.outputs if t is not None}
 
 
 def workspace_maker(call: Call, makers: Mapping[int, Call]) -> Call | None:
-    """Returns the operation whose workspace a call takes; None if it takes none, or not from one known operation."""
+    """Returns the single operation that made all opaque tensors of a call; None if there is no such operation."""
     opaque = opaque_operands(call)
     found = {id(maker): maker for t in opaque if (maker := makers.get(t)) is not None}
     return next(iter(found.values())) if len(found) == 1 and all(t in makers for t in opaque) else None
 
 
 def paired_signature(call: Call, specs: Sequence[TensorSpec], maker: Call | None) -> str:
-    """Writes the signature of a call, and of the one whose workspace it takes."""
+    """Formats the signature of a call, followed by the signature of the operation whose workspace it reads."""
     return signature(call, specs) + (f" after {signature(maker, specs)}" if maker is not None else "")
 
 
 def code_of(op: Any) -> str:
-    """Returns what tells apart two functions of one name: a hash of their code. Torch's operations need none."""
+    """Returns a hash of the code of a function, which distinguishes functions with one name; empty for torch's."""
     if isinstance(op, torch._ops.OpOverload):
         return ""
     code = getattr(op, "__code__", None) or getattr(type(op).__call__, "__code__", None)

@@ -1,4 +1,4 @@
-"""A trace's graph with the cost of every node."""
+"""Pricing of a trace: its graph with the cost of every node."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ __all__ = ["price"]
 
 
 def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
-    """Sets the seconds, FLOPs and temporary bytes of every node of a trace.
+    """Returns the graph of a trace with the seconds, FLOPs and temporary bytes of every node.
 
-    Operations on equal tensors (the same op, shapes, strides, dtypes, devices and other arguments) are priced once.
-    Views cost nothing.
+    Calls with equal signatures (the same op, shapes, strides, dtypes, devices and other arguments) are priced once.
+    Views have no cost.
 
     Args:
-        trace: what to price.
+        trace: the trace.
         source: `Measured()`, `Analytic(profile)`, or a function of a call and the specs of all tensors.
-        progress: whether to show a line on stderr, if that is a terminal and it takes more than a second.
+        progress: whether to show the progress on stderr, if stderr is a terminal and pricing takes more than a second.
 
     Returns:
         The graph of the trace, with costs.
 
     Warns:
-        UserWarning: operations that `Measured` could not run, or would not (custom ones), and so were estimated.
+        UserWarning: some operations were estimated, because `Measured` could not run them, or because they are custom.
     """
     calls = [call for call in trace.calls if call.node is not None]
     makers = makers_of(trace)
@@ -66,13 +66,14 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
         nodes[i] = dataclasses.replace(nodes[i], **spent)
     values = _measured_sizes(trace, calls, [costs[key].storages for key in keys])
     nodes = [_overwriting_equals(node, values) for node in nodes]
-    # What is written to memory that is there before, or is watched, reads the state while its result is there.
+    # These operations read the generator's state while memory for their result is already allocated: those that write
+    # to existing memory, and custom ones, whose generators are observed.
     late = {
         call.node for call in calls if is_random(call.op) and (not any(_made(call)) or not is_tagged_random(call.op))
     }
     for node in [n for n in nodes if n.random and _is_on_cpu(trace, n)]:
-        # Before a random operation that will run again the generator's state is read, and let go at once; and after
-        # it too, where another thread might draw.
+        # A planned call copies the generator's state before a random operation that it will recompute. If other threads
+        # might draw, it copies the state after the operation too.
         early = node.id not in late and threading.active_count() == 1
         made = sum(trace.graph.values[v].nbytes for v in node.outputs) if early else 0
         least = torch.default_generator.get_state().nbytes - made
@@ -84,30 +85,30 @@ WARNINGS = "fckpt estimated what it could not measure"
 
 
 def _warn(source: Measured, before: set[str]) -> None:
-    """Says once what had to be estimated."""
+    """Warns once about operations that were estimated."""
     if failed := {k: v for k, v in source.failures.items() if k not in before}:
         listed = "; ".join(f"{op}: {reason}" for op, reason in failed.items())
         warnings.warn(
-            f"{WARNINGS}, as these operations do not run on made-up data. "
-            f"fckpt.cost.register_cost gives them a cost of your own. {listed}",
+            f"{WARNINGS}, as these operations do not run on synthetic data. "
+            f"Set their costs with fckpt.cost.register_cost. {listed}",
             stacklevel=users_stacklevel(),
         )
     if refused := [op for op in source.refused if op not in before]:
         warnings.warn(
-            f"fckpt does not run custom operations on made-up data, so it guessed time and temporary memory of "
-            f"{', '.join(refused)}, and a budget holds only as far as the guess does. fckpt.cost.register_cost gives "
-            "such an operation a cost of your own; fckpt.cost.register_pure says that it computes and does nothing "
-            "else, so that it may be measured.",
+            f"fckpt does not run custom operations on synthetic data, so it estimated the time and temporary memory of "
+            f"{', '.join(refused)}. A budget holds only if the estimates are right. Set the cost of such an operation "
+            "with fckpt.cost.register_cost, or declare with fckpt.cost.register_pure that it has no side effects, so "
+            "that it can be measured.",
             stacklevel=users_stacklevel(),
         )
 
 
 def _held(trace: Trace) -> dict[int, torch.Tensor]:
-    """By tensor of the trace: the caller's memory under it, where that can be read as it is."""
+    """Returns, by tensor of the trace, a view of the caller's memory, for operands that can be read directly."""
     bases: dict[int, tuple[torch.Tensor, int]] = {}
     for number, reference in zip(trace.operands, trace.given, strict=False):
         tensor, spec = reference(), trace.tensors[number]
-        if tensor is None or not _is_real(tensor) or spec.value < 0:  # nothing uses it
+        if tensor is None or not _is_real(tensor) or spec.value < 0:  # -1: no operation uses the operand
             continue
         if (tuple(tensor.shape), tensor.stride()) == (spec.shape, spec.stride):
             bases[spec.value] = tensor.detach(), int(tensor.storage_offset()) - spec.offset
@@ -120,18 +121,18 @@ def _held(trace: Trace) -> dict[int, torch.Tensor]:
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has numbers: integers are made up, so that what they are used for is the same everywhere."""
+    """Whether a tensor is a plain floating point tensor. Integer tensors are synthesised, for reproducible costs."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not is_wrapped(tensor)
     return plain and not tensor.is_conj() and not tensor.is_neg() and tensor.is_floating_point()
 
 
 def _measured_sizes(trace: Trace, calls: Sequence[Call], storages: Sequence[Sequence[int]]) -> list[Value]:
-    """The values of a graph with the bytes that their memory was seen to take."""
+    """Returns the values of the graph with their measured sizes."""
     sizes: dict[int, int] = {}
     for call, seen in zip(calls, storages, strict=True):
         for value, nbytes in _kept(trace, call, seen).items():
             sizes[value] = max(nbytes, sizes.get(value, 0))
-        for old, new in call.replaced:  # the same memory, written over
+        for old, new in call.replaced:  # both versions have the same memory
             before, after = (trace.tensors[t].value for t in (old, new))
             if before in sizes and after >= 0 and trace.graph.values[after].nbytes:
                 sizes[after] = sizes[before]
@@ -139,7 +140,7 @@ def _measured_sizes(trace: Trace, calls: Sequence[Call], storages: Sequence[Sequ
 
 
 def _kept(trace: Trace, call: Call, storages: Sequence[int]) -> dict[int, int]:
-    """The values that a call makes, with the bytes that were seen."""
+    """Returns the values that a call makes, with their measured bytes."""
     sizes: dict[int, int] = {}
     for tensor, nbytes in zip(call.outputs, storages, strict=False):
         value = -1 if tensor is None else trace.tensors[tensor].value
@@ -149,14 +150,14 @@ def _kept(trace: Trace, call: Call, storages: Sequence[int]) -> dict[int, int]:
 
 
 def _with_dropped(trace: Trace, call: Call, cost: OpCost) -> OpCost:
-    """The cost with the results that are let go at once among the temporaries: two that count as one value, say."""
+    """Returns the cost with results that are not values of the graph counted as temporaries."""
     made = sum(nbytes for t, nbytes in zip(call.outputs, cost.storages, strict=False) if t is not None)
     dropped = made - sum(_kept(trace, call, cost.storages).values())
     return dataclasses.replace(cost, temporary_nbytes=cost.temporary_nbytes + max(0, dropped))
 
 
 def _overwriting_equals(node: Node, values: Sequence[Value]) -> Node:
-    """The node, which overwrites nothing that turned out to be of another size."""
+    """Returns the node without overwrites of values whose measured size differs from that of the result."""
     sizes = {values[v].nbytes for v in node.outputs}
     fit = lambda over: tuple(v for v in over if {values[v].nbytes} == sizes)
     return dataclasses.replace(node, overwrites=fit(node.overwrites), accumulates=fit(node.accumulates))
@@ -172,7 +173,7 @@ def _is_on_cpu(trace: Trace, node: Node) -> bool:
 
 
 def _joined(first: OpCost | None, then: OpCost) -> OpCost:
-    """The cost of a node of several calls, one after the other."""
+    """Returns the cost of two calls of a node that run one after the other."""
     if first is None:
         return then
     temporary = max(first.temporary_nbytes, then.temporary_nbytes)

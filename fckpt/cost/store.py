@@ -1,4 +1,4 @@
-"""Measured costs on disk: one file per device and setting, one line per operation, only ever appended to."""
+"""Measured costs on disk: one append-only file per device and settings, with one line per operation."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fckpt.cost.calls import OpCost, valid
 
 __all__ = ["Store", "environment"]
 
-FORMAT = 2  # part of the file names: a change of what is measured starts new files
+FORMAT = 2  # part of the file names: to be increased when the measurements change
 
 
 def environment(device: torch.device) -> str:
-    """Names the device and the settings on which the cost of an operation depends."""
+    """Returns the name of a device with the settings on which the cost of an operation depends."""
     settings = ambient.capture()[2:]
     if device.type == "cpu":
         name = f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
@@ -41,14 +41,14 @@ def _cpu_name() -> str:
     with contextlib.suppress(OSError):
         fields = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
         known = {key.strip(): value.strip() for key, value in fields}
-        # Virtual machines call all models by one name, so the numbers are part of it.
+        # Virtual machines may report one name for all models, so the model numbers are included.
         if name := " ".join(known[key] for key in ("model name", "cpu family", "model") if key in known):
             return name
     return platform.processor() or platform.machine()
 
 
 def _folder() -> Path:
-    """FCKPT_CACHE, or `fckpt` where the platform keeps users' caches."""
+    """Returns the folder in FCKPT_CACHE, or `fckpt` in the platform's folder for users' caches."""
     named = os.environ.get("FCKPT_CACHE")
     if named:
         return Path(named)
@@ -60,32 +60,32 @@ def _folder() -> Path:
 
 
 class Store:
-    """Costs by environment and signature.
+    """A store of costs by environment and signature.
 
-    Files may be shared by processes: a line is written by one append, which the system keeps whole, and the last line
-    for an operation counts. Lines that cannot be read are dropped, and the file is written anew without them. A folder
-    that cannot be written to is no error; nothing is kept then.
+    Processes may share the files: each line is written by a single append, which is atomic, and the last line for an
+    operation counts. A file with invalid lines is rewritten without them. If the folder is not writable, nothing is
+    stored, and no error is raised.
     """
 
     def __init__(self) -> None:
         self._read: dict[str, dict[str, OpCost]] = {}
 
     def get(self, where: str, key: str) -> OpCost | None:
-        """Returns what is kept for an operation. Files are read once."""
+        """Returns the stored cost of an operation, or None. Each file is read once."""
         if where not in self._read:
             self._read[where] = _load(_path(where))
         return self._read[where].get(key)
 
     def put(self, where: str, key: str, cost: OpCost) -> None:
-        """Keeps a cost."""
+        """Stores a cost."""
         self._read.setdefault(where, {})[key] = cost
         if " at 0x" in key:
-            return  # an address means something else in the next process
+            return  # an address has another meaning in the next process
         with contextlib.suppress(OSError):
             path = _path(where)
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "ab", buffering=0) as file:
-                # The first newline ends what another process may have left half-written.
+                # The first newline ends an incomplete line that another process may have left.
                 file.write(f"\n{_line(key, cost)}\n".encode())
 
 
@@ -125,7 +125,7 @@ def _parsed(entry: dict[str, Any]) -> tuple[str, OpCost]:
 
 
 def _rewrite(path: Path, costs: dict[str, OpCost]) -> None:
-    # What another process appends meanwhile is lost, and will be measured again.
+    # Lines that another process appends in the meantime are lost, and measured again later.
     with contextlib.suppress(OSError):
         text = "".join(f"{_line(key, cost)}\n" for key, cost in costs.items())
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:

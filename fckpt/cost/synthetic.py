@@ -1,4 +1,4 @@
-"""Made-up arguments for an operation: tensors of the right form whose values it accepts."""
+"""Synthetic arguments for an operation: tensors with the right layouts, and with values that the operation accepts."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Any
 
 import torch
 
-from fckpt._trace.trace import Call, Ref, TensorSpec
+from fckpt._trace.operations import Call, Ref, TensorSpec
 from fckpt.cost.calls import extent, named, packet, refs
 
 __all__ = ["EXTREMES", "FILLS", "arguments", "made_up"]
 
 FILLS = ("usual", "zeros", "ones")
-"""Ways to fill tensors, tried in this order until an operation accepts its arguments. Floats are from [0, 1), and
-"zeros" adds n to the diagonals of n by n matrices, for what wants them positive definite; integers are indices in
-range where an operation is known to index and zero elsewhere, or zero, or one; masks are half true, or false, or true.
+"""Ways to fill tensors, tried in this order until an operation accepts its arguments.
+
+* Floats are always from [0, 1). "zeros" adds n to the diagonals of n by n matrices, which makes them positive definite.
+* Integers: "usual" gives valid indices for operations that index, otherwise 0; "zeros" gives 0, "ones" gives 1.
+* Masks: "usual" is half true, "zeros" is false, "ones" is true.
 """
 EXTREMES = ("full", "zeros")
-"""Where a kernel may allocate by what it finds in its data: all masks true and indices in range, or none and all equal.
-"""
-_BLOCK = 2**16  # numbers that are drawn; the rest are copies of them
+"""Ways to fill tensors for kernels whose allocations depend on data. "full": masks are true, and indices are random
+valid ones. "zeros": masks are false, and indices are all 0."""
+_BLOCK = 2**16  # the number of random numbers to draw; larger tensors repeat them
 
 
 def made_up(
@@ -32,9 +34,9 @@ def made_up(
 
     Args:
         call: the operation.
-        specs: the tensors that its refs stand for.
+        specs: the specs of the tensors, by number.
         fill: one of `FILLS` or `EXTREMES`.
-        given: tensors that are there already.
+        given: existing tensors, by number.
     """
     given = given or {}
     bounds = _index_bounds(call, specs) if fill in ("usual", "full") else {}
@@ -48,14 +50,14 @@ def made_up(
 
 
 def _is_shared(specs: Sequence[TensorSpec], indices: Sequence[int], index: int) -> bool:
-    """Whether a tensor looks at the same memory as another of them: a kernel may see that, and copy one."""
+    """Whether a tensor shares memory with another one. A kernel may detect that, and copy one of the two."""
     spec = specs[index]
     kin = [specs[i] for i in indices if specs[i].value == spec.value >= 0]
     return len(kin) > 1 and spec.dtype.is_floating_point and {s.dtype for s in kin} == {spec.dtype}
 
 
 def _views(specs: Sequence[TensorSpec], indices: Sequence[int], fill: str) -> dict[int, torch.Tensor]:
-    """Tensors that share memory as in the trace."""
+    """Makes tensors that share memory as in the trace."""
     made: dict[int, torch.Tensor] = {}
     for value in {specs[i].value for i in indices}:
         kin = [i for i in indices if specs[i].value == value]
@@ -69,7 +71,7 @@ def _views(specs: Sequence[TensorSpec], indices: Sequence[int], fill: str) -> di
 def arguments(
     call: Call, specs: Sequence[TensorSpec], fill: str, given: Mapping[int, torch.Tensor] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Makes the arguments of `call`, the same at each call; equal refs become one tensor.
+    """Makes the arguments of `call`, deterministically; equal refs become one tensor.
 
     Args:
         call: see `made_up`.
@@ -78,7 +80,7 @@ def arguments(
         given: see `made_up`.
 
     Returns:
-        args and kwargs. Generators in them are new.
+        args and kwargs, with new generators.
     """
     tensors = made_up(call, specs, fill, given)
 
@@ -95,7 +97,7 @@ def arguments(
 
 
 def _fitting(call: Call, specs: Sequence[TensorSpec]) -> dict[int, torch.Tensor]:
-    """Tensors whose contents other arguments decide: a mask with a true element for each row, the offsets of bags."""
+    """Makes tensors whose contents depend on other arguments: masks with one true element per row, offsets of bags."""
     given = named(call)
     if packet(call) in _BAGS:
         spec, count = specs[given["offsets"].tensor], specs[given["indices"].tensor].shape[0]
@@ -148,7 +150,7 @@ def _numbers(dtype: torch.dtype, count: int, bound: int, fill: str) -> torch.Ten
 
 
 def _index_bounds(call: Call, specs: Sequence[TensorSpec]) -> dict[int, int]:
-    """By tensor: how many values its elements may have, where they index another tensor."""
+    """Returns, by tensor of indices, the number of valid indices."""
     find = _BOUNDS.get(packet(call))
     if find is None:
         return {}

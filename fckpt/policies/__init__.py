@@ -1,4 +1,4 @@
-"""Policies: which values of a forward pass may be kept for the backward pass. See `fckpt.policies.named`."""
+"""Policies: functions that decide which values of a forward pass are saved. See `fckpt.policies.named`."""
 
 from __future__ import annotations
 

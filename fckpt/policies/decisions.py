@@ -1,6 +1,6 @@
-"""What a policy is: asked about an operation, it says whether to keep what the operation makes.
+"""The class `Policy`: a function from an operation to a decision whether to save the results of the operation.
 
-The named policies, and the table of what follows from which answer, are in `fckpt.policies`.
+The named policies, and the table of decisions and their effects, are in `fckpt.policies.named`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Decision(enum.Enum):
-    """What a policy says of keeping a value for the backward pass; `fckpt.policies` tells what follows."""
+    """A policy's decision about one value. `fckpt.policies` describes the effect of each decision."""
 
     MUST_SAVE = "must_save"
     PREFER_SAVE = "prefer_save"
@@ -41,48 +41,49 @@ class Decision(enum.Enum):
 
 Answer = Decision | bool | None
 
-# From what never keeps to what always keeps: `&` takes the first of two decisions, `|` the last.
+# From never saving to always saving: `&` takes the first of two decisions, `|` the last.
 _EAGERNESS = (Decision.MUST_RECOMPUTE, Decision.PREFER_RECOMPUTE, Decision.PREFER_SAVE, Decision.MUST_SAVE)
-# Across nested regions: what one region forbids is not kept, what one demands is, and of two wishes the meaner counts.
+# Precedence for nested regions: forbidding to save wins over demanding it, and a demand wins over preferences.
 _NESTED = (Decision.MUST_RECOMPUTE, Decision.MUST_SAVE, Decision.PREFER_RECOMPUTE, Decision.PREFER_SAVE)
 _OPPOSITE = dict(zip(_EAGERNESS, reversed(_EAGERNESS), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyNode:
-    """What a policy sees of an operation."""
+    """The properties of an operation that a policy sees."""
 
     op: str
-    """`aten.mm.default`, say."""
+    """The name of the operation, for example `aten.mm.default`."""
     names: tuple[str, ...] = ()
-    """What `checkpoint_name` calls the values that it makes, or views of them."""
+    """The names that `checkpoint_name` has given to the results of the operation, or to views of them."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """The shapes of the values that it makes."""
+    """The shapes of the results."""
     dtypes: tuple[str, ...] = ()
     nbytes: int = 0
-    """What keeping all of them costs."""
+    """The bytes of all results together."""
     source: str = ""
     """The user's line, `model.py:12 (forward)`."""
     module: str = ""
-    """The path of the module that runs it, `encoder.layer.3.mlp`; nothing outside of modules."""
+    """The path of the module that runs the operation, `encoder.layer.3.mlp`; empty outside of modules."""
     seconds: float = 0.0
-    """What computing them again costs."""
+    """The time of the operation."""
     flops: int = 0
     random: bool = False
-    """Whether it draws random numbers."""
+    """Whether the operation draws random numbers."""
     in_forward: bool = True
-    """Whether the forward pass runs it. What does not is a factor of the derivative, as 1 - y * y is of tanh's."""
+    """Whether the forward pass runs the operation. If not, its result is a factor of a derivative, such as 1 - y * y
+    for tanh, that does not depend on cotangents."""
     batch_sizes: tuple[int, ...] = ()
-    """The sizes of the `vmap`s inside the region that batched it."""
+    """The sizes of the `vmap`s inside the region that batched the operation."""
 
     @property
     def batch_depth(self) -> int:
-        """How many `vmap`s inside the region batched it."""
+        """The number of `vmap`s inside the region that batched the operation."""
         return len(self.batch_sizes)
 
     @staticmethod
     def of(graph: Graph, node: Node, batch_sizes: tuple[int, ...] = ()) -> PolicyNode:
-        """Returns what a policy sees of `node`."""
+        """Returns the properties of `node` that a policy sees."""
         made = [graph.values[v] for v in node.outputs]
         return PolicyNode(
             op=node.op,
@@ -101,22 +102,22 @@ class PolicyNode:
 
 
 class Policy(abc.ABC):
-    """A function from a `PolicyNode` to a decision, that can be compared, printed and combined."""
+    """A function from a `PolicyNode` to a decision, which can be compared, printed and combined."""
 
     @abc.abstractmethod
     def __call__(self, node: PolicyNode) -> Answer:
-        """Returns a `Decision`, whether to save, or None for "no opinion"."""
+        """Returns a `Decision`, a bool (whether to save), or None for "no opinion"."""
 
     @property
     def mentioned(self) -> frozenset[str]:
-        """The names of values that the policy speaks of."""
+        """The names of values that the policy mentions."""
         return frozenset()
 
     def decide(self, node: PolicyNode) -> Decision | None:
-        """Returns the decision that the answer amounts to.
+        """Returns the decision to which the answer of the policy corresponds.
 
         Raises:
-            ArgumentTypeError: the answer is none.
+            ArgumentTypeError: the answer is not a `Decision`, True, False or None.
         """
         return _decision(_answer(self, node))
 
@@ -137,7 +138,7 @@ class Policy(abc.ABC):
 
 
 class Frozen(Policy):
-    """A policy that cannot be changed: plans are kept by their policies."""
+    """An immutable policy. Immutability matters because caches of plans use policies as keys."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise FrozenInstanceError(f"cannot assign to {name!r}: the policy {self!r} is frozen")
@@ -150,12 +151,12 @@ PolicyLike = Policy | Callable[[PolicyNode], Answer]
 
 
 def as_policy(policy: PolicyLike) -> Policy:
-    """Returns `policy` as an object: itself, or a plain function wrapped.
+    """Returns `policy` itself if it is a `Policy`, or wraps a plain function in one.
 
-    A wrapped function is compared and hashed by its identity, so that a plan made for it is not used for another.
+    A wrapped function is compared and hashed by identity, so that a plan for one function is not used for another.
 
     Raises:
-        ArgumentTypeError: it is no policy.
+        ArgumentTypeError: `policy` is not a policy.
 
     Example:
         >>> from fckpt import policies
@@ -196,12 +197,12 @@ def _decision(answer: Answer) -> Decision | None:
 
 
 def decisions_of(answers: Iterable[Answer]) -> list[Decision]:
-    """The decisions that answers amount to, without those that are None."""
+    """Returns the decisions to which the answers correspond, without None."""
     return [decision for decision in map(_decision, answers) if decision is not None]
 
 
 def _extreme(choose: Callable[..., Any], answers: list[Answer]) -> Answer:
-    """The first (`choose=min`) or last (`max`) answer by eagerness to keep. Booleans among themselves stay such."""
+    """Returns the answer that saves the least (`choose=min`) or the most (`max`); a boolean if all are booleans."""
     known = [answer for answer in answers if answer is not None]
     if all(isinstance(answer, bool) for answer in known):
         return choose(known, default=None)
@@ -209,7 +210,7 @@ def _extreme(choose: Callable[..., Any], answers: list[Answer]) -> Answer:
 
 
 def nested_decision(answers: Iterable[Answer]) -> Decision | None:
-    """Returns what answers of nested regions come to; see `combine_nested`."""
+    """Returns the combined decision of the answers of nested regions; see `combine_nested`."""
     return min(decisions_of(answers), key=_NESTED.index, default=None)
 
 
@@ -218,7 +219,7 @@ def nested_decision(answers: Iterable[Answer]) -> Decision | None:
 
 @dataclass(frozen=True, repr=False)
 class _Function(Frozen):
-    """A plain function."""
+    """A policy that calls a plain function."""
 
     function: Callable[[PolicyNode], Answer]
 
@@ -234,14 +235,14 @@ class _Function(Frozen):
     def __repr__(self) -> str:
         name = getattr(self.function, "__name__", None) or repr(self.function)
         code = getattr(self.function, "__code__", None)
-        if name == "<lambda>" and code is not None:  # which one it is, the place alone tells
+        if name == "<lambda>" and code is not None:  # the line identifies the lambda
             name = f"<lambda at {os.path.basename(code.co_filename)}:{code.co_firstlineno}>"
         return f"as_policy({name})"
 
 
 @dataclass(frozen=True, repr=False)
 class _Combination(Frozen):
-    """Policies joined by an operator."""
+    """A policy made of several policies by an operator."""
 
     policies: tuple[Policy, ...]
 
@@ -251,7 +252,7 @@ class _Combination(Frozen):
 
 
 class _Either(_Combination):
-    """Keeps what one of the policies keeps."""
+    """The policy that saves what at least one of its policies saves."""
 
     def __call__(self, node: PolicyNode) -> Answer:
         return _extreme(max, [_answer(policy, node) for policy in self.policies])
@@ -261,7 +262,7 @@ class _Either(_Combination):
 
 
 class _Both(_Combination):
-    """Keeps what all of the policies keep."""
+    """The policy that saves what all of its policies save."""
 
     def __call__(self, node: PolicyNode) -> Answer:
         return _extreme(min, [_answer(policy, node) for policy in self.policies])
@@ -271,7 +272,7 @@ class _Both(_Combination):
 
 
 class _Nested(_Combination):
-    """Keeps what no enclosing region forbids."""
+    """The policy that saves what no enclosing region forbids."""
 
     def __call__(self, node: PolicyNode) -> Answer:
         return nested_decision([_answer(policy, node) for policy in self.policies])
@@ -282,7 +283,7 @@ class _Nested(_Combination):
 
 @dataclass(frozen=True, repr=False)
 class _Opposite(Frozen):
-    """Keeps what the policy does not keep."""
+    """The policy that saves what its policy does not save."""
 
     policy: Policy
 
@@ -302,7 +303,7 @@ class _Opposite(Frozen):
 
 
 def _operands(kind: type[_Combination], *policies: Policy) -> tuple[Policy, ...]:
-    """The policies, those of the same operator opened: a | (b | c) is a | b | c, and prints as it."""
+    """Flattens policies with the same operator: a | (b | c) becomes a | b | c."""
     opened = (p.policies if isinstance(p, kind) else (p,) for p in policies)
     return tuple(itertools.chain.from_iterable(opened))
 
@@ -312,14 +313,15 @@ def _enclosed(policy: Policy, *looser: type[Policy]) -> str:
 
 
 def combine_nested(*policies: PolicyLike) -> Policy:
-    """Returns the policy for a region inside regions: a value is kept only if every one of them allows it.
+    """Returns the policy for nested regions: a value is saved only if every region allows it.
 
-    What one region forbids (`False`, `MUST_RECOMPUTE`) is not kept. Else, what one demands (`MUST_SAVE`) is kept.
-    Of two preferences that to recompute wins, and a region without an opinion leaves the choice to the others.
+    If one region forbids to save a value (`False`, `MUST_RECOMPUTE`), the value is not saved. Otherwise, if one region
+    demands to save it (`MUST_SAVE`), the value is saved. Otherwise, a preference to recompute wins over a preference to
+    save. A region without an opinion leaves the choice to the others.
 
     Args:
-        *policies: those of the regions, outermost first. A region without policy and budget has
-            `reductions_saveable`; one with a budget alone has no opinion, and is left out.
+        *policies: the policies of the regions, outermost first. A region without policy and budget has the policy
+            `reductions_saveable`. A region with only a budget has no opinion, and is omitted.
 
     Example:
         >>> from fckpt.policies import PolicyNode, combine_nested, everything_saveable, nothing_saveable

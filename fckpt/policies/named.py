@@ -1,18 +1,19 @@
-"""Policies: which values of a forward pass may be kept for the backward pass.
+"""Named policies, and their application to a graph. Policies decide which values of a forward pass are saved.
 
-A policy is asked once for every operation of the forward pass, with a `PolicyNode`; its answer holds for all that
-the operation makes. It answers with a `Decision`, with `True` or `False`, or with `None` for "no opinion":
+A policy is called once for every operation of the forward pass, with a `PolicyNode`. Its answer holds for all results
+of the operation. The answer is a `Decision`, `True` or `False`, or `None` for "no opinion":
 
-| answer                    | without a budget          | with a budget                                |
-|---------------------------|---------------------------|----------------------------------------------|
-| `MUST_SAVE`               | kept                      | kept                                         |
-| `True`, `PREFER_SAVE`     | kept if backward needs it | the solver chooses, and rather keeps it      |
-| `PREFER_RECOMPUTE`        | recomputed                | the solver chooses, and rather recomputes it |
-| `False`, `MUST_RECOMPUTE` | recomputed                | never kept                                   |
-| `None`                    | recomputed                | the solver chooses                           |
+| answer                    | without a budget           | with a budget                                |
+|---------------------------|----------------------------|----------------------------------------------|
+| `MUST_SAVE`               | saved                      | saved                                        |
+| `True`, `PREFER_SAVE`     | saved if backward needs it | the solver chooses, and prefers to save      |
+| `PREFER_RECOMPUTE`        | recomputed                 | the solver chooses, and prefers to recompute |
+| `False`, `MUST_RECOMPUTE` | recomputed                 | never saved                                  |
+| `None`                    | recomputed                 | the solver chooses                           |
 
-A policy is a plain function, or one of the objects of this file. Those are frozen, hashable and printable (as the
-expression that makes them), and combine with `|` (what either keeps), `&` (what both keep) and `~` (the opposite).
+A policy is a plain function, or one of the objects of this file. The objects are frozen and hashable, and print as the
+expression that makes them. They combine with `|` (saves what either saves), `&` (saves what both save) and `~` (saves
+what the policy does not save).
 
 Example:
     >>> from fckpt import policies
@@ -27,9 +28,9 @@ Example:
     True
 
 References:
-    The names and their meaning are those of JAX's `jax.checkpoint_policies`
-    (https://docs.jax.dev/en/latest/gradient-checkpointing.html), the decisions those of PyTorch's
-    `torch.utils.checkpoint.CheckpointPolicy` (https://docs.pytorch.org/docs/stable/checkpoint.html).
+    The names and their meanings follow `jax.checkpoint_policies` of JAX
+    (https://docs.jax.dev/en/latest/gradient-checkpointing.html). The decisions follow
+    `torch.utils.checkpoint.CheckpointPolicy` of PyTorch (https://docs.pytorch.org/docs/stable/checkpoint.html).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ __all__ = [
 
 # By operation -----------------------------------------------------------------------------------------------------
 
-# Products of matrices, by packet. As in JAX, convolutions are dots, but not of those without batch dimensions.
+# Matrix products, by packet. As in JAX, convolutions count as dots, but not as dots without batch dimensions.
 _LINEAR = "mm addmm _addmm_activation linear mv addmv dot vdot _int_mm _scaled_mm mkldnn_linear"
 _BATCHED = "bmm baddbmm addbmm _grouped_mm _scaled_grouped_mm"
 _CONVOLUTION = """
@@ -100,9 +101,9 @@ _ATTENTION = """
     _flash_attention_forward _efficient_attention_forward _cudnn_attention_forward
 """
 _DOTS = {f"aten.{op}": op in _LINEAR.split() for op in f"{_LINEAR} {_BATCHED} {_CONVOLUTION} {_ATTENTION}".split()}
-"""Whether it has no batch dimensions, by operation."""
+"""By operation that is a dot: whether it has no batch dimensions."""
 
-# What `vmap` makes of a product of matrices, and `einsum` of every product.
+# The operations to which `vmap` maps matrix products, and to which `einsum` maps every product.
 _BATCHED_PRODUCTS = frozenset({"aten.bmm", "aten.baddbmm"})
 
 
@@ -110,24 +111,24 @@ _OP = re.compile(r"[A-Za-z_]\w*(\.|::)\w+(\.\w+)?")  # as torch.ops.mylib.gemm a
 
 
 def _packet(op: str) -> str:
-    """`aten.mm` for `aten.mm.default` and `aten::mm`."""
+    """Returns an operation without its overload: `aten.mm` for `aten.mm.default` and `aten::mm`."""
     return ".".join(op.replace("::", ".").split(".")[:2])
 
 
 def register_dot(op: Any, *, batch_dims: bool = False) -> None:
-    """Makes an operation count as a product of matrices, for `dots_saveable` and its like.
+    """Registers an operation as a matrix product, for `dots_saveable` and `dots_with_no_batch_dims_saveable`.
 
-    Your own matmul kernel is unknown to fckpt, and such policies would recompute it. Register it where you define
-    it, before plans are made. All overloads count.
+    fckpt does not know custom matrix product kernels, so these policies would recompute them. Register a kernel where
+    it is defined, before plans are made. The registration covers all overloads.
 
     Args:
         op: the operation, `torch.ops.mylib.gemm` or `"mylib::gemm"`.
-        batch_dims: whether it has batch dimensions, as attention has and a linear layer has not:
-            `dots_with_no_batch_dims_saveable` passes over such operations.
+        batch_dims: whether the operation has batch dimensions, like attention and unlike a linear layer.
+            `dots_with_no_batch_dims_saveable` does not save operations with batch dimensions.
 
     Raises:
-        ArgumentTypeError: `op` is no operation.
-        ArgumentValueError: it is registered already, the other way.
+        ArgumentTypeError: `op` is not an operation.
+        ArgumentValueError: the operation is already registered with the other value of `batch_dims`.
 
     Example:
         >>> from fckpt.policies import PolicyNode, dots_saveable, register_dot
@@ -139,12 +140,12 @@ def register_dot(op: Any, *, batch_dims: bool = False) -> None:
         raise ArgumentTypeError(f'register_dot takes an operation, torch.ops.mylib.gemm or "mylib::gemm", not {op!r}.')
     packet = _packet(str(op))
     if _DOTS.setdefault(packet, not batch_dims) == batch_dims:
-        raise ArgumentValueError(f"{packet} is registered already, with batch_dims={not batch_dims}.")
+        raise ArgumentValueError(f"{packet} is already registered, with batch_dims={not batch_dims}.")
 
 
 @dataclass(frozen=True, repr=False)
 class _Constant(Frozen):
-    """A policy without parameters, which is its name."""
+    """A policy without parameters, which prints as its name."""
 
     rule: Callable[[PolicyNode], bool]
 
@@ -157,19 +158,19 @@ class _Constant(Frozen):
     def __repr__(self) -> str:
         return self.rule.__name__
 
-    def __reduce__(self) -> str:  # so that a copy in another process is the same policy
+    def __reduce__(self) -> str:  # so that unpickling in another process returns the same policy
         return self.rule.__name__
 
 
 @_Constant
 def everything_saveable(node: PolicyNode) -> bool:
-    """Everything may be kept: as if nothing were rematerialised."""
+    """Allows saving every value, so that nothing needs to be rematerialised."""
     return True
 
 
 @_Constant
 def nothing_saveable(node: PolicyNode) -> bool:
-    """Nothing is kept: everything is computed again, from the arguments."""
+    """Saves nothing: everything is recomputed from the arguments."""
     return False
 
 
@@ -178,26 +179,27 @@ _REDUCTIONS = frozenset({"fckpt.all_reduce", "fckpt.reduce_scatter", "fckpt.all_
 
 @_Constant
 def reductions_saveable(node: PolicyNode) -> bool:
-    """What came of a reduction over ranks or of an exchange may be kept, so that it is not sent again.
+    """Allows saving results of reductions over ranks and of exchanges, so that no message is sent twice.
 
-    All else is computed again, gathers of divided parameters among it: what `remat` does without a policy. On one
-    device it is `nothing_saveable`.
+    All other values are recomputed, including gathers of divided parameters. This is the policy of `remat` without a
+    policy and budget. On one device it is equivalent to `nothing_saveable`.
     """
     return _packet(node.op) in _REDUCTIONS
 
 
 @_Constant
 def dots_saveable(node: PolicyNode) -> bool:
-    """Products of matrices, convolutions and attention may be kept; see `register_dot` for your own kernels."""
+    """Allows saving results of matrix products, convolutions and attention; see `register_dot` for custom kernels."""
     return _packet(node.op) in _DOTS
 
 
 @_Constant
 def dots_with_no_batch_dims_saveable(node: PolicyNode) -> bool:
-    """Products of matrices without batch dimensions may be kept: linear layers, but not attention scores.
+    """Allows saving results of matrix products without batch dimensions: linear layers, but not attention scores.
 
-    It means the same under `vmap`: batch dimensions that come from it do not count (`PolicyNode.batch_sizes`), nor
-    does a batch of one, which is how `einsum` computes every product. Convolutions are not kept, as in JAX.
+    The policy means the same under `vmap`: batch dimensions of `vmap` do not count (`PolicyNode.batch_sizes`). A batch
+    of size one does not count either, because `einsum` computes every product with one. As in JAX, the results of
+    convolutions are not saved.
     """
     packet = _packet(node.op)
     if packet in _BATCHED_PRODUCTS:
@@ -214,7 +216,7 @@ checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
 @dataclass(frozen=True, init=False, repr=False)
 class _Names(Frozen):
-    """A policy that looks at names."""
+    """A policy that depends on the names of values."""
 
     names: tuple[str, ...]
 
@@ -228,7 +230,7 @@ class _Names(Frozen):
         return frozenset(self.names)
 
     def speaks_of(self, node: PolicyNode) -> bool:
-        """Whether one of the names is one of the node's."""
+        """Whether the node has one of the names."""
         return not self.mentioned.isdisjoint(node.names)
 
     def __repr__(self) -> str:
@@ -236,7 +238,7 @@ class _Names(Frozen):
 
 
 class save_only_these_names(_Names):
-    """Values with one of these names may be kept, and no others.
+    """Allows saving values with one of these names, and no others.
 
     Example:
         >>> from fckpt.policies import PolicyNode, save_only_these_names
@@ -250,7 +252,7 @@ class save_only_these_names(_Names):
 
 
 class save_any_names_but_these(_Names):
-    """Values with a name may be kept, but none of these; nor what has no name.
+    """Allows saving values that have a name, except these names; values without a name are not saved.
 
     Example:
         >>> from fckpt.policies import PolicyNode, save_any_names_but_these
@@ -264,10 +266,10 @@ class save_any_names_but_these(_Names):
 
 
 class save_anything_except_these_names(_Names):
-    """Everything may be kept but values with one of these names.
+    """Allows saving every value except those with one of these names.
 
-    The value itself is not kept, under whatever name: a name belongs to the memory that the operation fills, so there
-    is nothing else to keep it by. (JAX's policy of this name keeps the value that the name was given to.)
+    A named value is not saved at all, because its name belongs to the memory that the operation fills. (JAX's policy of
+    this name saves the value to which the name was given.)
 
     Example:
         >>> from fckpt.policies import PolicyNode, save_anything_except_these_names
@@ -281,7 +283,7 @@ class save_anything_except_these_names(_Names):
 
 
 def save_from_both_policies(first: PolicyLike, second: PolicyLike) -> Policy:
-    """Returns the policy that keeps what either of the two keeps: `first | second`, by the name it has in JAX.
+    """Returns `first | second`, the policy that saves what either of the two saves, under its JAX name.
 
     Example:
         >>> from fckpt.policies import dots_saveable, save_from_both_policies, save_only_these_names
@@ -302,24 +304,25 @@ def apply_policy(
     batching: Mapping[int, tuple[int, ...]] | None = None,
     budgeted: bool = False,
 ) -> Graph:
-    """Returns the graph with what `policy` says of its values, as `Value.decision`.
+    """Returns the graph with the decisions of `policy` in `Value.decision`.
 
-    All operations that need no cotangent are asked for, so also those that the backward pass happened to run.
-    Those that must run exactly once (`Node.once`) are not: the backward pass can have their values in no other way.
-    Decisions that are there already are those of regions inside, and are met as `combine_nested` does.
+    The policy is called for all operations that do not depend on cotangents, including those that the backward pass of
+    the plain function runs. It is not called for operations that must run exactly once (`Node.once`), because their
+    results must be saved if the backward pass reads them. Existing decisions come from inner regions; they are combined
+    with the new ones as in `combine_nested`.
 
     Args:
         graph: the graph.
         policy: a policy, or a function of a `PolicyNode`.
-        nodes: the ids of the region's nodes; all nodes if left out.
-        batching: by node id, the sizes of the `vmap`s inside the region that batched it.
+        nodes: the ids of the region's nodes; None for all nodes.
+        batching: by node id, the sizes of the `vmap`s inside the region that batched the operation.
         budgeted: whether there is a budget, so that a solver chooses where the policy has no opinion.
 
     Raises:
-        ArgumentTypeError: `policy` is no policy, or answers something that is no decision.
+        ArgumentTypeError: `policy` is not a policy, or it returns something else than a decision.
 
     Warns:
-        PolicyWarning: the policy mentions names that do not occur, or keeps nothing and is not `nothing_saveable` or
+        PolicyWarning: the policy mentions names that do not occur, or it saves nothing and is not `nothing_saveable` or
             `reductions_saveable`.
     """
     policy, batching = as_policy(policy), batching or {}
@@ -343,7 +346,7 @@ def _met(inner: str, outer: Decision | None) -> str:
 
 
 def _unknown_names(graph: Graph, policy: Policy) -> list[str]:
-    """What is wrong with the names that `policy` mentions."""
+    """Returns a complaint if `policy` mentions names that no value has."""
     occurring = sorted({name for value in graph.values for name in value.names})
     missing = sorted(policy.mentioned.difference(occurring))
     if not missing:
@@ -357,17 +360,17 @@ def _unknown_names(graph: Graph, policy: Policy) -> list[str]:
 
 
 def _idle(policy: Policy, asked: Sequence[PolicyNode], answers: Sequence[Decision | None], budgeted: bool) -> list[str]:
-    """What is wrong if `policy` makes no difference."""
+    """Returns a complaint if `policy` has no effect."""
     if not asked or policy in (nothing_saveable, reductions_saveable):
         return []
     keeping = {Decision.MUST_SAVE, Decision.PREFER_SAVE, *([Decision.PREFER_RECOMPUTE] if budgeted else [])}
     opinions = set(answers)
     if opinions == {None}:
-        effect = "has no opinion of any operation"
+        effect = "has no opinion about any operation"
     elif opinions & keeping or (budgeted and None in opinions):
         return []
     else:
-        effect = "keeps nothing"
+        effect = "saves nothing"
     counts = Counter(_packet(node.op) for node in asked).most_common()
     kinds = ", ".join([f"{count} {op}" for op, count in counts[:8]] + (["others"] if counts[8:] else []))
-    return [f"the policy {policy!r} {effect}. It was asked for {kinds}. If that is meant, say nothing_saveable."]
+    return [f"the policy {policy!r} {effect}. It was called for {kinds}. If this is intended, use nothing_saveable."]

@@ -1,4 +1,4 @@
-"""`checkpoint_name`: names for values, which policies go by, and the way they reach whoever traces."""
+"""`checkpoint_name`, which names values for policies, and `names_recorded`, which observes the names."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _namings: ContextVar[tuple[Naming, ...]] = ContextVar("namings", default=())
 def names_recorded(naming: Naming) -> Iterator[None]:
     """Calls `naming(tensor, name)` for every tensor that `checkpoint_name` names in the body, in this thread.
 
-    The tensor is the one that the function sees: under `vmap` or `grad`, one of their wrappers. Where such blocks are
-    nested, all are told.
+    The tensor is the one that the function sees: under `vmap` or `grad`, a wrapper. In nested blocks, the functions of
+    all blocks are called.
 
     Example:
         >>> import torch, fckpt.policies as policies
@@ -44,17 +44,17 @@ def names_recorded(naming: Naming) -> Iterator[None]:
 def checkpoint_name(tree: T, name: str) -> T:
     """Names the tensors of a pytree, for policies such as `save_only_these_names`. Returns `tree` itself.
 
-    Where nothing is traced this does nothing. The name holds for the memory of a tensor, and so for its views.
+    Outside of traces, this function has no effect. A name belongs to the memory of a tensor, and so to all its views.
 
     Args:
-        tree: a tensor, or a pytree of tensors: all of them get the name. `None` is no leaf.
-        name: what they are called. Many values may have the same name.
+        tree: a tensor, or a pytree of tensors, which all get the name. `None` is not a leaf.
+        name: the name. Several values may have the same name.
 
     Returns:
-        `tree`, the very same object.
+        `tree`, the same object.
 
     Raises:
-        ArgumentTypeError: `name` is no str, or a leaf no tensor.
+        ArgumentTypeError: `name` is not a str, or a leaf is not a tensor.
         ArgumentValueError: `name` is empty.
 
     Example:
@@ -63,7 +63,7 @@ def checkpoint_name(tree: T, name: str) -> T:
         >>> def block(params, x):
         ...     h = checkpoint_name(torch.tanh(x @ params["w1"]), "hidden")
         ...     return h @ params["w2"]
-        >>> policy = save_only_these_names("hidden")     # remat(block, policy=policy) keeps h, and nothing else
+        >>> policy = save_only_these_names("hidden")     # remat(block, policy=policy) saves h, and nothing else
         >>> x = torch.ones(3)
         >>> checkpoint_name(x, "x") is x
         True
@@ -71,7 +71,7 @@ def checkpoint_name(tree: T, name: str) -> T:
     References:
         `jax.ad_checkpoint.checkpoint_name`, https://docs.jax.dev/en/latest/gradient-checkpointing.html
     """
-    if torch.compiler.is_compiling():  # Dynamo follows no context variable (torch 2.13)
+    if torch.compiler.is_compiling():  # Dynamo does not support context variables (torch 2.13)
         from fckpt._capture import compiling  # imports Dynamo, which takes a second
 
         return compiling.named(tree, name)
@@ -93,7 +93,7 @@ def checkpoint_name(tree: T, name: str) -> T:
 
 
 def check_name(function: str, name: Any) -> None:
-    """Raises what is wrong with `name`, given to `function`."""
+    """Raises an error if `name`, passed to `function`, is not a valid name."""
     if not isinstance(name, str):
         hint = f" Pass them one by one: {function}(*names)." if isinstance(name, (list, tuple, set, frozenset)) else ""
         raise ArgumentTypeError(f"{function}: a name is a str, not {type(name).__name__}: {name!r}.{hint}")

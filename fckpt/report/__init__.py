@@ -1,1 +1,1 @@
-"""Tables and pictures of a plan, from `Graph`, `Schedule` and `Timeline`."""
+"""Tables and pictures of a plan, and a progress line."""

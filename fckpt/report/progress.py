@@ -1,4 +1,4 @@
-"""A line on stderr that says how far long work is."""
+"""A progress line on stderr for long work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Line"]
 
 
 class Line:
-    """Appears after a while, on terminals only, and goes with the block that it is for."""
+    """A progress line. It appears after a while, on terminals only, and disappears at the end of its `with` block."""
 
     def __init__(self, enabled: bool = True):
         self.enabled = enabled and sys.stderr.isatty()
@@ -24,12 +24,12 @@ class Line:
         return self
 
     def update(self, done: int, total: int, text: str) -> None:
-        """Says how much is done, if there is news.
+        """Shows the progress and the remaining time, at most five times per second.
 
         Args:
-            done: how much, at least 1.
-            total: of how much.
-            text: what is done, with two `{}` for the two numbers. After something else the time begins anew.
+            done: the number of finished items, at least 1.
+            total: the number of all items.
+            text: the text of the line, with two `{}` for the two numbers. A new text restarts the time estimate.
         """
         now = time.perf_counter()
         if self.text not in ("", text):
@@ -42,7 +42,7 @@ class Line:
         self._write(f"{text.format(done, total)}, {format_seconds(left)} left")
 
     def say(self, text: str) -> None:
-        """Says what is done now, at once."""
+        """Shows a text immediately."""
         self.text = text
         self._write(text)
 

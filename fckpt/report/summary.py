@@ -1,4 +1,4 @@
-"""A plan in one line, and in one table: what is kept and what is computed again, line by line of the user's code."""
+"""Summaries of a plan: one line, and a table of saved and recomputed operations by line of the user's code."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fckpt.report.table import aligned, brief, held_between, module_pattern, pat
 __all__ = ["ROWS", "summary_line", "summary_table"]
 
 ROWS = 40
-"""A table has no more rows than these; what weighs least is summed up in one more."""
+"""The most rows of a table. The operations with the least bytes and time are combined into one additional row."""
 
 _WIDTH = 62
 
 
 @dataclass
 class _Row:
-    """Operations of one line of code with results of the same shape: those of repeated blocks."""
+    """A row of the table: the operations of one line of code with results of the same shape, in all repeated blocks."""
 
     what: str
     operations: int = 0
@@ -47,14 +47,14 @@ class _Row:
 def summary_line(
     timeline: Timeline, baseline: Timeline, *, solver: str, budget: int | None = None, gap: float | None = None
 ) -> str:
-    """Writes what a plan comes to, in one line.
+    """Formats the peak, time and recomputations of a plan as one line.
 
     Args:
-        timeline: the plan's.
-        baseline: that of the plain function.
-        solver: who made the plan.
-        budget: the bytes that were allowed, if a number was given.
-        gap: by how much the overhead may be above the least possible, if that is known; 0: it is the least.
+        timeline: the timeline of the plan.
+        baseline: the timeline of the plain function.
+        solver: the solver that made the plan.
+        budget: the budget in bytes; None if there was none.
+        gap: the overhead minus its lower bound; 0 if the plan is optimal, None if unknown.
 
     Example:
         >>> plan = Timeline((3, 2), 3 * 2**30, 0, 2**30, 1.5, 0.5, 7)
@@ -93,26 +93,26 @@ def summary_table(
     budget: int | None = None,
     gap: float | None = None,
 ) -> str:
-    """Writes the line of `summary_line`, and a table of what is kept and what is computed again.
+    """Formats `summary_line`, followed by a table of saved and recomputed operations.
 
-    Operations of the same line and shape in modules of repeated blocks (`mm in h.*.mlp`) are one row, in the order of
-    the program; where rows of one module would read alike, their lines are named too. "kept"
-    counts the values that are held between the passes, outputs included; "again" the computations that are
-    repetitions, whose times are in the last column. Operations with neither are left out. At most 120 columns wide.
+    Operations of the same line and shape in repeated modules (`mm in h.*.mlp`) are one row. Rows are in execution
+    order. If several rows of a module would have the same label, their lines are added. The column "kept" counts the
+    values that are held between the passes, including outputs. The column "again" counts recomputations; their time is
+    in the last column. Operations with neither are omitted. The table is at most 120 columns wide.
 
     Args:
         graph: the graph.
-        schedule: a valid schedule of it.
-        timeline: what `simulate` makes of it.
-        baseline: that of the plain function.
-        solver: who made the schedule.
-        budget: the bytes that were allowed, if a number was given.
+        schedule: a valid schedule of the graph.
+        timeline: the timeline of the schedule.
+        baseline: the timeline of the plain function.
+        solver: the solver that made the schedule.
+        budget: the budget in bytes; None if there was none.
         gap: see `summary_line`.
     """
     line = summary_line(timeline, baseline, solver=solver, budget=budget, gap=gap)
     rows = [row for row in _rows(graph, schedule) if row.kept or row.again]
     if not rows:
-        return f"{line}\nNothing is kept, and nothing is computed again."
+        return f"{line}\nNothing is saved, and nothing is recomputed."
     total = _sum("total", rows)
     table = [
         ["operation", "count", "kept", "bytes", "again", "time"],
@@ -144,7 +144,7 @@ def _block(graph: Graph, node: Node) -> object:
 
 
 def _labels(groups: Sequence[Sequence[Node]]) -> list[str]:
-    """What the rows are called: an operation and its module, with the line too where that tells rows apart."""
+    """Returns the labels of the rows: operation and module, and the line if rows would otherwise have one label."""
     full = [_folded(nodes) for nodes in groups]
     several = Counter(map(brief, dict.fromkeys(full)))
     labels = [brief(text) if several[brief(text)] == 1 else text for text in full]
@@ -164,7 +164,7 @@ def _sum(what: str, rows: Iterable[_Row]) -> _Row:
 
 
 def _weightiest(rows: Sequence[_Row]) -> list[_Row]:
-    """The rows that weigh most in bytes and repetitions, in order, and the others as one."""
+    """Returns the rows with the most bytes and recompute time, in order, and the others combined into one row."""
     if len(rows) <= ROWS:
         return list(rows)
     total = _sum("", rows)

@@ -1,4 +1,4 @@
-"""What a schedule holds between the passes: residuals, each with its size, its origin and why it is there."""
+"""Residuals of a schedule, each with its size, its origin and the reason why it is saved; and their table."""
 
 from __future__ import annotations
 
@@ -32,36 +32,37 @@ KINDS: tuple[Kind, ...] = ("intermediate", "output", "argument")
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """Memory that is held from the forward to the backward pass."""
+    """A tensor that is held from the forward to the backward pass."""
 
     nbytes: int
     shape: tuple[int, ...]
     dtype: Any
-    """A `torch.dtype`; what the graph says, a text like "float32", where `residuals` was not told how to read it."""
+    """A `torch.dtype`, or its name if `residuals` was called without `dtype`."""
     origin: str
-    """The path of an argument or parameter, `params['w']`, or the operation that made it: `mm at model.py:12 (fn)`,
-    within modules `mm in encoder.layer.3.mlp at model.py:12`."""
+    """The path of an argument or parameter, `params['w']`, or the operation that made the tensor: `mm at model.py:12
+    (fn)`, within modules `mm in encoder.layer.3.mlp at model.py:12`."""
     name: str
-    """What `checkpoint_name` calls it, or nothing."""
+    """The name that `checkpoint_name` has given to the tensor; empty if none."""
     reason: str
-    """What needs it first in the backward pass: an operation of it, or one that is computed again."""
+    """The first operation of the backward pass, or of a recompute in it, that reads the tensor."""
     recompute_seconds: float | None
-    """What it would take to compute it from the others instead. None for what is held anyway, and what cannot be."""
+    """The time to recompute the tensor from the other residuals. None for arguments and outputs, and for tensors that
+    cannot be recomputed."""
     kind: Kind = "intermediate"
-    """Intermediates cost memory; arguments and outputs are held anyway."""
+    """Intermediates cost memory. Arguments and outputs are held in any case."""
 
 
 def residuals(graph: Graph, schedule: Schedule, dtype: Callable[[str], Any] = str) -> list[Residual]:
-    """Lists what is held between the passes, in the order in which it is made.
+    """Lists the residuals of a schedule, in the order in which they are made.
 
     Args:
         graph: the graph.
-        schedule: a valid schedule of it.
-        dtype: what makes of the name of a dtype what the rows are to say.
+        schedule: a valid schedule of the graph.
+        dtype: a function from the name of a dtype to the value of `Residual.dtype`.
 
     Returns:
-        All intermediates (their bytes and those of the outputs are `Timeline.forward_nbytes`), and of the arguments
-        and outputs those that the backward pass reads.
+        All intermediates that are held between the passes, and the arguments and outputs that the backward pass reads.
+        The bytes of the intermediates and of all outputs add up to `Timeline.forward_nbytes`.
     """
     held = held_between(graph, schedule)
     readers = _first_readers(schedule, graph, held)
@@ -78,7 +79,7 @@ def residuals(graph: Graph, schedule: Schedule, dtype: Callable[[str], Any] = st
 
 
 def held_between(graph: Graph, schedule: Schedule) -> frozenset[int]:
-    """Returns the values that are live when the forward pass has ended: inputs, outputs and what is kept."""
+    """Returns the values that are live at the end of the forward pass: inputs, outputs and saved intermediates."""
     live = set(graph.inputs)
     for step in schedule.forward:
         if isinstance(step, Compute):
@@ -89,7 +90,7 @@ def held_between(graph: Graph, schedule: Schedule) -> frozenset[int]:
 
 
 def _first_readers(schedule: Schedule, graph: Graph, held: Collection[int]) -> dict[int, int]:
-    """By value of `held`: the node that reads it first in the backward pass, before it is freed."""
+    """Returns, by value of `held`, the first node of the backward pass that reads it before it is freed."""
     readers: dict[int, int] = {}
     waiting = set(held)
     for step in schedule.backward:
@@ -123,7 +124,7 @@ def _residual(graph: Graph, index: int, kind: Kind, reason: str, held: Collectio
 
 
 def _recompute_seconds(graph: Graph, value: int, held: Collection[int]) -> float | None:
-    """The seconds of all nodes that make `value` from what else is held; None if one of them must not run again."""
+    """Returns the seconds to recompute `value` from the other held values; None if a node must not run again."""
     nodes: set[int] = set()
     stack = [value]
     while stack:
@@ -138,26 +139,27 @@ def _recompute_seconds(graph: Graph, value: int, held: Collection[int]) -> float
 
 
 def place(node: Node) -> str:
-    """Writes an operation and where it is: `mm in encoder.layer.3.mlp at model.py:12`, `mm at model.py:12 (fn)`."""
+    """Formats an operation with its source: `mm in encoder.layer.3.mlp at model.py:12`, `mm at model.py:12 (fn)`."""
     return short_op(node) + node.place
 
 
 def short_op(node: Node) -> str:
-    """Writes an operation without namespace and overload: `mm` for `aten.mm.default`."""
+    """Formats an operation without namespace and overload: `mm` for `aten.mm.default`."""
     return ".".join(node.op.split(".")[:2]).removeprefix("aten.")
 
 
 # As text ----------------------------------------------------------------------------------------------------------
 
 _WIDTHS = (9, 24, 34, 36, 9)
-"""Of the columns at most: 120 with the gaps between them."""
+"""The maximum widths of the columns; 120 in all with the gaps between them."""
 
 
 def format_residuals(rows: Iterable[Residual]) -> str:
-    """Writes residuals as a table of at most 120 columns, with totals.
+    """Formats residuals as a table of at most 120 columns, with totals.
 
-    Intermediates come first, then outputs and arguments; within each, the biggest. Residuals of repeated blocks (the
-    same line and shape, or arguments whose paths differ in an index) are one row, marked "x12", with their sums.
+    Intermediates come first, then outputs, then arguments; within each kind, the largest come first. Residuals of
+    repeated blocks (with the same line and shape, or arguments whose paths differ in an index) are one row, marked
+    "x12", with their sums.
 
     Example:
         >>> shape, origin, reason = (512, 512), "tanh at mlp.py:3 (f)", "mm at mlp.py:4 (f)"
@@ -177,7 +179,7 @@ def format_residuals(rows: Iterable[Residual]) -> str:
     ordered = sorted(groups.values(), key=lambda group: (KINDS.index(group[0].kind), -_nbytes(group)))
     table = [("bytes", "what", "from", "needed by", "recompute"), *map(_row, ordered)]
     lines = aligned([[shortened(c, w) for c, w in zip(row, _WIDTHS, strict=True)] for row in table], right=(0, 4))
-    totals = [*table, *_totals(rows)]  # with the table, so that the bytes stand in one column
+    totals = [*table, *_totals(rows)]  # aligned together with the table, so that the bytes share a column
     return "\n".join([*lines, "", *aligned([row[:2] for row in totals], right=(0,))[len(table) :]])
 
 
@@ -226,7 +228,7 @@ def _folded(texts: Sequence[str], pattern: Callable[[str], str]) -> str:
 
 
 def _common(texts: Sequence[str]) -> str:
-    """The text that occurs most, those of repeated blocks as one."""
+    """Returns the most frequent text. The texts of repeated blocks count as one."""
     groups: dict[str, list[str]] = {}
     for text in texts:
         groups.setdefault(path_pattern(text), []).append(text)
@@ -239,18 +241,18 @@ def _fold_key(row: Residual) -> object:
 
 
 def path_pattern(path: str) -> str:
-    """`params['layers'][*]['w']` for `params['layers'][3]['w']`, and `mm in h.*.mlp` for `mm in h.3.mlp`."""
+    """Replaces indices by `*`: `params['a'][*]['w']` for `params['a'][3]['w']`, `mm in h.*.mlp` for `mm in h.3.mlp`."""
     path = re.sub(r"(?<= in )\S+", lambda module: module_pattern(module[0]), path)
     return re.sub(r"(?<=\[)\d+(?=\])|(?<=[.'\"])\d+(?=[.'\"])|^\d+(?=\.)", "*", path)
 
 
 def module_pattern(module: str) -> str:
-    """`h.*.mlp` for `h.3.mlp`."""
+    """Replaces indices in a module path by `*`: `h.*.mlp` for `h.3.mlp`."""
     return ".".join("*" if part.isdigit() else part for part in module.split("."))
 
 
 def brief(origin: str) -> str:
-    """Leaves the line out where there is a module: `mm in h.3.mlp` for `mm in h.3.mlp at gpt2.py:12`."""
+    """Removes the line if there is a module: `mm in h.3.mlp` for `mm in h.3.mlp at gpt2.py:12`."""
     return re.sub(r"( in \S+) at \S+$", r"\1", origin)
 
 
@@ -259,7 +261,7 @@ def _name_pattern(name: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Returns lines with the rows' cells in columns, two blanks apart; those numbered in `right` end flush."""
+    """Returns lines with the cells in columns, two blanks apart. Columns whose numbers are in `right` align right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -269,9 +271,9 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def shortened(text: str, width: int) -> str:
-    """Returns `text`, or without its middle if it is longer than `width`: both ends tell where it comes from.
+    """Shortens `text` to `width` by replacing its middle by "...", because both ends identify the origin.
 
-    An operation keeps its name, and the path of its module loses its head: `mm in ...attention.self.query`.
+    In `mm in encoder.layer.3.attention.self.query`, the start of the path is cut: `mm in ...attention.self.query`.
     """
     if len(text) <= width:
         return text
@@ -282,4 +284,4 @@ def shortened(text: str, width: int) -> str:
     return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
 
 
-_TAIL = 12  # a path is cut no shorter than to this
+_TAIL = 12  # the minimum length of the end of a path that is cut

@@ -1,4 +1,4 @@
-"""Memory over the steps of a plan, as a picture: SVG written by hand, for notebooks and pages of either brightness."""
+"""Picture of the memory over the steps of a plan: an SVG for notebooks and web pages, in light and dark mode."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fckpt.graph.simulation import Timeline
 __all__ = ["POINTS", "memory_svg"]
 
 POINTS = 1000
-"""A curve has no more points than these: of more steps, the highest of each few in a row is drawn."""
+"""The most points of a curve. With more steps, each point is the maximum of several consecutive steps."""
 
 WIDTH, HEIGHT = 720, 360
 LEFT, RIGHT, TOP, BOTTOM = 76, 16, 44, 44
 """Margins around the axes."""
 
-# Middling colours, which stand out from white and from black, and which colour-blind eyes tell apart. All else has the
-# colour of the page's text.
+# Colours of medium brightness, which contrast with white and with black, and which colour-blind readers can tell apart.
+# Everything else has the colour of the page's text.
 BEFORE, AFTER, BUDGET = "#d97706", "#3b82f6", "#dc2626"
-# A page's own style goes first; on its own, as an <img>, the picture follows the brightness of the reader's screen.
+# The style of a page takes precedence. As an <img>, the picture follows the colour scheme of the reader's system.
 _STYLE = "svg:root{color:#1f2328}@media(prefers-color-scheme:dark){svg:root{color:#e6edf3}}"
 
 
 class _Axes(NamedTuple):
-    """From steps and bytes to the picture."""
+    """The mapping from steps and bytes to coordinates of the picture."""
 
     steps: int
     nbytes: float
@@ -51,12 +51,12 @@ def memory_svg(
 
     Args:
         before: the timeline of the plain function.
-        after: that of the plan.
-        budget: the bytes that were allowed; a dashed line.
-        forward_steps: how many steps the forward pass of each has; the boundary to the backward pass is marked.
+        after: the timeline of the plan.
+        budget: the budget in bytes, drawn as a dashed line; None if there was none.
+        forward_steps: the number of steps of each forward pass. If given, the starts of the backward passes are marked.
 
     Returns:
-        An `<svg>` element, to be put into a page or a file as it is. The peaks are exact, however many steps there are.
+        An `<svg>` element, for a page or a file. Peaks are exact for any number of steps.
 
     Example:
         >>> plain = Timeline((4, 8, 6, 2), 8, 1, 8, 1.0, 0.0, 0)
@@ -110,7 +110,7 @@ def _curve(axes: _Axes, live: Sequence[int], colour: str) -> str:
 
 
 def _thinned(live: Sequence[int]) -> list[tuple[int, int]]:
-    """At most `POINTS` pairs of a step and the most bytes from there to the next pair."""
+    """Returns at most `POINTS` pairs of a step and the maximum of bytes up to the step of the next pair."""
     stride = math.ceil(len(live) / POINTS)
     return [(i, max(live[i : i + stride])) for i in range(0, len(live), stride)]
 
@@ -163,12 +163,12 @@ def _text(x: object, y: object, text: str, anchor: str) -> str:
 
 
 def _unit(nbytes: int) -> tuple[str, int]:
-    """The binary unit for an axis that goes to `nbytes`."""
+    """Returns the binary unit for an axis that ends at `nbytes`, and its number of bytes."""
     power = min((nbytes.bit_length() - 1) // 10, 4)
     return ("B", "KiB", "MiB", "GiB", "TiB")[power], 1024**power
 
 
 def _round_up(size: float) -> float:
-    """The next of ..., 0.5, 1, 2, 5, 10, 20, ..."""
+    """Rounds up to the next of ..., 0.5, 1, 2, 5, 10, 20, ..."""
     power = 10.0 ** math.floor(math.log10(size))
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= size)

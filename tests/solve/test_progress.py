@@ -9,7 +9,7 @@ import pytest
 from graphs import network
 
 from fckpt import solve
-from fckpt._planned.plan import make_plan
+from fckpt._planned.making import make_plan
 from fckpt.graph import simulate
 from fckpt.report.progress import Line
 

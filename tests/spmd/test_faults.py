@@ -28,7 +28,7 @@ DIFFERENCES = {
     "longer": r"rank 1 calls all_gather over a of \(6,\) .* where others call .* over a of \(3,\)",
     "operation": r"rank 1 calls all_reduce max over a .* where others call all_reduce sum over a",
     "pullback": r"rank 1 calls all_reduce sum over a of \(3,\) float64 at .* where others call .* \(3,\) float32 at",
-    "graph": r"rank 1 is to plan another function than others: its operations or sizes differ",
+    "graph": r"rank 1 plans another function than the other ranks: its operations or sizes differ",
     "graph, checked": r"rank 1 will call all_reduce .* computed by operations with hash \w+ as collective number 2",
 }
 FAULTS = {

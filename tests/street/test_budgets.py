@@ -81,7 +81,7 @@ def test_a_loss_of_some_of_the_outputs(form: str, subset: str) -> None:
     if form == "dataclass" and verdict.error is not None:
         assert verdict.outcome == "OpaqueOutputError"
     elif form == "ModelOutput" and verdict.error is not None:  # `importorskip` within: traced as Python
-        assert "backward pass came of other outputs" in str(verdict.error)
+        assert "backward pass runs for other outputs" in str(verdict.error)
     else:
         assert verdict.kept, (verdict.error, verdict.over)
 

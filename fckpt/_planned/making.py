@@ -1,0 +1,136 @@
+"""Making of plans: a trace is priced, policies decide about its values, and a solver schedules it within a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from typing import Any
+
+from fckpt import solve
+from fckpt._planned.plan import Budget, Plan
+from fckpt._planned.tracing import TRACING
+from fckpt._trace.operations import Trace
+from fckpt._units import format_bytes, parse_bytes
+from fckpt.cost import Measured, price
+from fckpt.cost.calls import CostSource
+from fckpt.cost.pricing import WARNINGS
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
+from fckpt.graph.graph import Graph
+from fckpt.graph.schedule import plain_schedule
+from fckpt.graph.simulation import simulate
+from fckpt.policies.decisions import Policy
+from fckpt.policies.named import apply_policy
+from fckpt.report.progress import Line
+
+__all__ = ["check_budget", "make_plan", "plain_plan", "priced"]
+
+
+def check_budget(budget: Any) -> Budget:
+    """Returns `budget` if it is valid.
+
+    Raises:
+        ArgumentTypeError: the budget is not an int, float or str.
+        ArgumentValueError: the budget is not a valid size, or a float that is not a fraction of the plain peak.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        raise ArgumentTypeError(
+            f'a budget is a number of bytes (an int, or "4GiB"), or a float for a fraction of the plain peak, not '
+            f"{type(budget).__name__}: {budget!r}."
+        )
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise ArgumentValueError(
+                f"a float budget is a fraction of the plain function's peak, above 0 and at most 1, not {budget!r}. "
+                'Bytes are ints, or text like "4GiB".'
+            )
+        return budget
+    return parse_bytes(budget)
+
+
+def priced(
+    traced: Trace,
+    policy: Policy | None,
+    costs: CostSource | None,
+    *,
+    budgeted: bool,
+    batches: tuple[int, ...] = (),
+) -> Graph:
+    """Returns the graph of a trace with the decisions of policies and, if there is a budget, with costs.
+
+    Args:
+        traced: the trace. It holds the policies of the regions inside.
+        policy: the policy of the whole call.
+        costs: the source of costs; None for `Measured()`.
+        budgeted: whether there is a budget. Without one, plans do not depend on costs.
+        batches: the sizes of the `vmap`s that batched the call.
+    """
+    graph = traced.graph
+    if budgeted:
+        with TRACING, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=WARNINGS)  # about operations that had to be estimated
+            graph = price(traced, costs or Measured(), progress=sys.stderr.isatty())
+    for nodes, inner in traced.regions:
+        graph = apply_policy(graph, inner, nodes=nodes, budgeted=budgeted)
+    if policy is not None:
+        batching = {node.id: batches for node in graph.nodes} if batches else None
+        graph = apply_policy(graph, policy, batching=batching, budgeted=budgeted)
+    return graph
+
+
+def plain_plan(graph: Graph, torch_version: str) -> Plan:
+    """Returns the plan of the plain function, which saves what autograd saves and recomputes nothing."""
+    plan = Plan(graph.eager, plain_schedule(graph), "save_all", None, torch_version)
+    return dataclasses.replace(plan, budget_bytes=plan.peak_bytes)
+
+
+def make_plan(
+    graph: Graph, budget: Budget | None, solver: str, torch_version: str, time_limit: float | None = None
+) -> Plan:
+    """Solves a priced graph. On a terminal, a line shows the progress.
+
+    Args:
+        graph: the graph, with costs and with the decisions of policies.
+        budget: see `check_budget`; None to follow the decisions only.
+        solver: the name of a solver.
+        torch_version: the version of torch, which the plan records.
+        time_limit: the time limit of the solver in seconds; None for its default.
+
+    Raises:
+        BudgetError: no plan fits the budget, or the solver returned a plan that does not fit.
+        ArgumentValueError: the solver takes no time limit, or the time limit is not a positive number.
+    """
+    if budget is None:
+        return Plan(graph, solve.get("policy")(graph, None), "policy", None, torch_version)
+    if isinstance(budget, float):
+        nbytes = int(simulate(graph.eager, plain_schedule(graph)).peak_nbytes * budget)
+    else:
+        nbytes = parse_bytes(budget)
+    if time_limit is not None and not 0 < time_limit < float("inf"):
+        raise ArgumentValueError(f"a time limit is a number of seconds above 0, not {time_limit!r}.")
+    chosen = solve.get(solver)
+    if chosen is not solve.auto:
+        if time_limit is not None:
+            raise ArgumentValueError(f"the solver {solver!r} takes no time limit; 'auto' does.")
+        return _within(Plan(graph, chosen(graph, nbytes), solver, nbytes, torch_version), nbytes)
+    with Line() as line:
+
+        def tell(what: str, done: int, of: int) -> None:
+            if of:
+                line.update(done, of, f"{what}: {{}} of {{}}")
+            else:
+                line.say(f"{what}: {done}" if done else what)
+
+        schedule = solve.auto(graph, nbytes, time_limit=time_limit, watch=tell)
+    return _within(Plan(graph, schedule, solver, nbytes, torch_version), nbytes)
+
+
+def _within(plan: Plan, nbytes: int) -> Plan:
+    """Returns the plan if its peak is within the budget; otherwise raises `BudgetError`."""
+    if plan.peak_bytes <= nbytes:
+        return plan
+    raise BudgetError(
+        f"the solver {plan.solver!r} returned a plan that needs {format_bytes(plan.peak_bytes)} where the budget is "
+        f"{format_bytes(nbytes)}. Name that budget or another solver; a solver should raise a BudgetError itself.",
+        plan.peak_bytes,
+    )

@@ -1,0 +1,176 @@
+"""The results of a traced forward pass, and the gradients that autograd computes from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fckpt import _tree as tree
+from fckpt._call import ambient
+from fckpt._call.results import is_number, numbered
+from fckpt._trace.aliases import apart
+from fckpt._trace.assemble import Interface
+from fckpt._trace.operations import Backward, Layout, is_dense, strides_of
+from fckpt._trace.recorder import Recorder
+from fckpt._trace.vmap_of_grad import Levels
+from fckpt.errors import ArgumentValueError
+
+__all__ = ["Results", "likely_differentiated"]
+
+
+def likely_differentiated(results: Sequence[torch.Tensor]) -> list[int]:
+    """Returns the outputs that are probably the loss: the only scalar among them, otherwise all that require grad.
+
+    The result decides which backward pass is planned before the first one has been observed. A model that returns its
+    loss beside logits and hidden states is differentiated for the loss.
+    """
+    tracked = [i for i, t in enumerate(results) if t.requires_grad]
+    numbers = [i for i in tracked if results[i].dim() == 0]
+    return numbers if len(numbers) == 1 else tracked
+
+
+class Results:
+    """The results of a traced call, and after `differentiate` its gradients, as tensors and as their numbers."""
+
+    def __init__(
+        self,
+        result: Any,
+        operands: list[torch.Tensor],
+        numbers: list[int],
+        layouts: Sequence[Layout],
+        count: int,
+        recorder: Recorder,
+        levels: Levels | None,
+    ):
+        """Numbers the tensors that the function returned.
+
+        Args:
+            result: the return value of the function.
+            operands: the tensors that stand for the arguments, then for the captured tensors.
+            numbers: the operands' numbers in the trace.
+            layouts: the operands' layouts.
+            count: the number of operands that are arguments.
+            recorder: the recorder of the trace.
+            levels: the levels of torch.func in the trace, if any.
+        """
+        self.recorder = recorder
+        self.levels = levels
+        self.operands = operands
+        self.operand_numbers = numbers
+        self.layouts = layouts
+        self.leaves, self.spec = tree.flatten(result)
+        known = {id(t): ("in", i) for i, t in enumerate(operands[:count])}
+        results: list[torch.Tensor] = numbered(self.leaves, known)
+        # Under vmap, results are separate batches even where they share memory with others.
+        self.results = apart(self.leaves, results, operands, count, recorder) if levels is None else results
+        self.flags = tuple(t.requires_grad for t in self.results)
+        found = [self._below(t) for t in self.results]
+        self.outputs = tuple(recorder.number(t) for t, _ in found)
+        self.out_dims = tuple(dim for _, dim in found)
+        self.grad_dims: tuple[int | None, ...] = ()
+        self.cotangents: tuple[int | None, ...] = ()
+        self.gradients: tuple[int | None, ...] = ()
+
+    def interface(self) -> Interface:
+        """Returns the inputs and outputs of both passes; call `differentiate` first."""
+        return Interface(
+            operands=tuple(self.operand_numbers),
+            spec=self.spec,
+            leaves=tuple(self.leaves),
+            outputs=self.outputs,
+            flags=self.flags,
+            cotangents=self.cotangents,
+            gradients=self.gradients,
+            backward=self.backward,
+            out_dims=self.out_dims,
+            grad_dims=self.grad_dims,
+        )
+
+    def _below(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        """Returns a tensor below the levels of the trace, and its batch dimension."""
+        return (tensor, None) if self.levels is None else self.levels.below(tensor)
+
+    def differentiate(self, backward: Backward) -> None:
+        """Runs a backward pass."""
+        recorder = self.recorder
+        differentiated = backward.outputs if backward.chosen is None else self._chosen(backward.chosen)
+        if differentiated is None:
+            differentiated = tuple(likely_differentiated(self.results))
+        given = dict(zip(differentiated, backward.strides or (), strict=False))
+        strides: list[tuple[int, ...]] = []
+        cotangents: list[torch.Tensor | None] = []
+        for i, (t, _) in enumerate(map(self._below, self.results)):
+            own = strides_of(t.shape, t.stride())
+            same = given.get(i, own) == own
+            layout = Layout(tuple(t.shape), t.stride() if same else given[i], t.dtype, t.device, False, False)
+            cotangents.append(recorder.stand_in(layout) if i in differentiated else None)
+            strides += [given.get(i, own)] if i in differentiated else []
+            del t
+        self.backward = Backward(differentiated, backward.autocast, tuple(strides))
+        self.cotangents = tuple(None if ct is None else recorder.number(ct) for ct in cotangents)
+        if self.levels is not None:
+            pairs = list(zip(cotangents, self.out_dims, strict=True))
+            cotangents = [None if ct is None else self.levels.batched(ct, dim) for ct, dim in pairs]
+            del pairs
+        wanted = [t for t in self.operands if t.requires_grad]
+        pairs = [(y, ct) for y, ct in zip(self.results, cotangents, strict=True) if ct is not None]
+        found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        if wanted and pairs:
+            ys, cts = [y for y, _ in pairs], [ct for _, ct in pairs]
+            recorder.sums.mark(ys)
+            self.results.clear()
+            pairs.clear()
+            with ambient.autocast_as(backward.autocast):
+                found = torch.autograd.grad(ys, wanted, cts, allow_unused=True)
+            del ys
+            recorder.release()
+        grads = iter(found)
+        taken = {recorder.values[t] for t in self.outputs}
+        gradients: list[int | None] = []
+        dims: list[int | None] = []
+        for operand, layout in zip(self.operands, self.layouts, strict=True):
+            grad, dim = next(grads) if operand.requires_grad else None, None
+            if grad is not None:
+                grad, dim = self._below(grad)
+            dims.append(dim)
+            if grad is not None and layout.accumulates and self.levels is None:
+                grad = self._own(grad, layout, taken)
+            gradients.append(None if grad is None else recorder.number(grad))
+        self.gradients, self.grad_dims = tuple(gradients), tuple(dims)
+
+    def _chosen(self, chosen: Sequence[int | str]) -> tuple[int, ...]:
+        """Returns the outputs that the user selected as the loss."""
+        pairs = [(name, leaf) for name, leaf in zip(self.spec.names(), self.leaves, strict=True) if is_number(leaf)]
+        try:
+            leaves = [pairs[i] for i in tree.selected(chosen, [name for name, _ in pairs])]
+        except LookupError as error:
+            raise ArgumentValueError(f"outputs: {error}.") from error
+        for name, (kind, number) in leaves:
+            if kind != "out" or not self.results[number].requires_grad:
+                raise ArgumentValueError(f"outputs: {name or 'the result'!r} depends on nothing that requires grad.")
+        return tuple(sorted({number for _, (_, number) in leaves}))
+
+    def _own(self, grad: torch.Tensor, layout: Layout, taken: set[int]) -> torch.Tensor:
+        """Returns the gradient in a separate storage, laid out like the leaf, so that autograd stores it in `.grad`.
+
+        Autograd would copy any other gradient, and the plan would not account for the copy.
+        """
+        recorder = self.recorder
+        storage = recorder.version(grad)
+        given = [*self.operand_numbers, *(ct for ct in self.cotangents if ct is not None)]
+        shared = storage in taken or storage in {recorder.values[t] for t in given}
+        stride = _strides_of_grad(layout)
+        if shared or grad.stride() != stride or grad.untyped_storage().nbytes() != grad.nbytes:
+            grad = torch.empty_strided(layout.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+            storage = recorder.version(grad)
+        taken.add(storage)
+        return grad
+
+
+def _strides_of_grad(layout: Layout) -> tuple[int, ...]:
+    """Returns the leaf's strides if its elements fill its memory, otherwise those of a contiguous tensor."""
+    if not is_dense(layout.shape, layout.stride):
+        return tuple(torch._prims_common.make_contiguous_strides_for(layout.shape))
+    return tuple(layout.stride)

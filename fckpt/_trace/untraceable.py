@@ -1,0 +1,92 @@
+"""Errors for functions that cannot be traced, because they read the data of tensors or call higher-order operators."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fckpt._call.levels import unwrapped
+from fckpt._capture.sources import current, failing_module, is_users
+from fckpt._trace.recorder import WAY_OUT, Recorder
+from fckpt.errors import TraceError
+
+__all__ = ["DataReadsRefused", "HigherOrderError", "errors_located"]
+
+_READS = {
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.tolist,
+    torch.Tensor.data_ptr,
+    torch.Tensor.__dlpack__,
+}
+
+
+class DataReadsRefused(TorchFunctionMode):
+    """A mode that raises `TraceError` for calls that would read the memory of a traced tensor, which has none."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and self.recorder.owns(unwrapped(args[0])):
+            raise TraceError(f"{current()}: {_looks(f'`{func.__name__}`')}")
+        return func(*args, **(kwargs or {}))
+
+
+_NO_DATA = (
+    "Cannot access data pointer",
+    "its data is not allocated yet",
+    "unallocated storage",
+    "invalid python storage",
+)
+
+
+class HigherOrderError(TraceError):
+    """The function calls an operator that takes functions as arguments, so that it cannot be traced in any way."""
+
+
+@contextlib.contextmanager
+def errors_located() -> Iterator[None]:
+    """Turns errors of fake tensors and of higher-order operators into a `TraceError` that names the user's line."""
+    try:
+        yield
+    except Exception as error:
+        kind = type(error).__name__
+        if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
+            name = str(error).partition("HigherOrderOperator ")[2].partition(" ")[0] or "an operator"
+            raise HigherOrderError(
+                f"{_line_of(error)}: the function uses torch's operator `{name}`, which takes functions as arguments. "
+                "A plan cannot tell which operations it will run. Write the branch or the loop in Python, or put the "
+                f"budget around a part without the operator. {WAY_OUT}"
+            ) from error
+        hidden = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_DATA)
+        if not hidden and not any(word in kind for word in ("DataDependent", "DynamicOutputShape", "UnsupportedFake")):
+            raise
+        raise TraceError(f"{_line_of(error)}: {_looks(f'{kind}: {_first_line(error)}')}") from error
+
+
+def _looks(what: str) -> str:
+    return (
+        f"the function looks at the data of a tensor here ({what}), so its operations are not the same for all data "
+        f"and cannot be planned ahead. {WAY_OUT}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _line_of(error: Exception) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    if not frames:
+        return "in the traced function"
+    last = frames[-1]
+    module = failing_module(error)
+    inside = f"{last.name} of {module}" if module else last.name
+    return f"{last.filename}:{last.lineno}, in {inside} ({(last.line or '').strip()})"
