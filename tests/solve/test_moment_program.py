@@ -6,7 +6,7 @@ import pytest
 from graphs import network
 from test_bounds import isclose
 
-from benches.graphs import layered
+from benches.common.graphs import layered
 from fckpt.graph import Graph
 from fckpt.solve.core.rules import Order, Rules, peak_of
 from fckpt.solve.core.starts import save_everything

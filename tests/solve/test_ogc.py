@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fckpt
-from benches.models import ResNet
+from benches.models.convolutional import ResNet
 from fckpt.cost import Analytic, profile_of
 from fckpt.errors import BudgetError
 from fckpt.graph import Graph, simulate
