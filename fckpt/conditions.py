@@ -31,6 +31,7 @@ __all__ = [
     "unseen",
     "unwrapped",
     "version",
+    "with_attributes",
 ]
 
 # Reading an attribute of a tensor, too, calls the torch function modes in force: those of an enclosing region, which
@@ -248,7 +249,7 @@ class Written(NamedTuple):
         """Returns a copy of the value before the run, for a recompute to write into."""
         if self.lost:
             raise MutationError(self.lost)
-        return self.before.detach().clone()
+        return copy_of(self.before, self.tensor)
 
 
 class Again(NamedTuple):
@@ -349,13 +350,25 @@ class Conditions:
         new = {id(buffer.tensor): t for buffer, t in stand_ins}  # wherever else they lie
         if self.statistics and not torch._C._are_functorch_transforms_active():
             # Within transforms, writing to a captured tensor is an error anyway.
-            new |= {id(t): t.detach().clone() for t in self.statistics if id(t) not in new}
+            new |= {id(t): copy_of(t, t) for t in self.statistics if id(t) not in new}
         if new:
             pairs = [(slot, replaced(slot[2], new)) for slot in self.slots]
             changes += [(slot[0], slot[1], value) for slot, value in pairs if value is not slot[2]]
         changes += placing
         changes += [(buffer.buffers, buffer.name, t) for buffer, t in stand_ins]
         return changes, frozenset(id(t) for _, t in stand_ins)
+
+
+def copy_of(tensor: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor's values, with the attributes that somebody has given to `live`."""
+    return with_attributes(tensor.detach().clone(), live)
+
+
+def with_attributes(new: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """Gives `new` the attributes that somebody has given to `live`, and returns it."""
+    if vars(live):
+        vars(new).update(vars(live))
+    return new
 
 
 def may_be_statistics(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 from fckpt import tree
-from fckpt.conditions import Again, may_be_statistics
+from fckpt.conditions import Again, may_be_statistics, with_attributes
 from fckpt.errors import ImpureFunctionError, MutationError, RandomStateError
 from fckpt.modules import storage_of
 from fckpt.rng import SHARED
@@ -320,10 +320,10 @@ def _describe_end(end: Any) -> str:
 
 def as_in_forward(tensor: torch.Tensor, needs_grad: bool) -> torch.Tensor:
     if may_be_statistics(tensor) and not needs_grad:
-        return tensor.clone()  # for the recompute to write into
+        return with_attributes(tensor.clone(), tensor)  # for the recompute to write into
     if tensor.requires_grad == needs_grad:
         return tensor
-    return tensor.detach().requires_grad_(needs_grad)
+    return with_attributes(tensor.detach().requires_grad_(needs_grad), tensor)
 
 
 def _as_dual(tensor: torch.Tensor, tangent: torch.Tensor | None) -> torch.Tensor:
