@@ -518,3 +518,22 @@ def test_what_a_hook_writes_to_its_module_is_written_once(options: dict[str, Any
     for _ in range(2):
         step(x).sum().backward()
     assert model.seen == 4 and model.log == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("where", ["closure", "buffer", "argument"])
+def test_a_recompute_finds_the_attributes_of_tensors(where: str) -> None:
+    scale = torch.ones(6)
+    scale.factor = 2.0  # type: ignore[attr-defined]
+    holder = nn.Module()
+    holder.register_buffer("scale", scale)
+
+    def fn(x: Tensor, held: Any = None) -> Tensor:
+        held = held if where == "argument" else holder.scale if where == "buffer" else scale
+        return (x.sin() * held * held.factor).exp().sin()  # type: ignore[union-attr]
+
+    got = []
+    for f in (fn, fckpt.remat(fn)):
+        x = leaf(W)
+        f(x, *((scale,) if where == "argument" else ())).sum().backward()
+        got.append(x.grad)
+    assert_equal(got[1], got[0])

@@ -29,6 +29,7 @@ __all__ = [
     "Observation",
     "Written",
     "may_be_statistics",
+    "with_attributes",
 ]
 
 
@@ -246,7 +247,7 @@ class Written(NamedTuple):
         """Returns a copy of the value before the forward, for a recompute to write into."""
         if self.lost:
             raise MutationError(self.lost)
-        return self.before.detach().clone()
+        return copy_of(self.before, self.tensor)
 
 
 class Again(NamedTuple):
@@ -349,7 +350,7 @@ class Conditions:
         new = {id(buffer.tensor): t for buffer, t in stand_ins}  # replaced in every other place, too
         if self.statistics and not transforms_active():
             # Within transforms, writing to a captured tensor is an error anyway.
-            new |= {id(t): t.detach().clone() for t in self.statistics if id(t) not in new}
+            new |= {id(t): copy_of(t, t) for t in self.statistics if id(t) not in new}
         if new:
             for holder, key, value in self.slots:
                 other = replaced(value, new)
@@ -358,6 +359,18 @@ class Conditions:
         changes += placing
         changes += [(buffer.buffers, buffer.name, t) for buffer, t in stand_ins]
         return changes, frozenset(id(t) for _, t in stand_ins)
+
+
+def copy_of(tensor: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor's values, with the attributes that somebody has given to `live`."""
+    return with_attributes(tensor.detach().clone(), live)
+
+
+def with_attributes(new: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """Gives `new` the attributes that somebody has given to `live`, and returns it."""
+    if vars(live):
+        vars(new).update(vars(live))
+    return new
 
 
 def may_be_statistics(tensor: torch.Tensor) -> bool:

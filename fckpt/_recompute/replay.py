@@ -18,7 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fckpt import _tree as tree
-from fckpt._call.conditions import Again, may_be_statistics
+from fckpt._call.conditions import Again, may_be_statistics, with_attributes
 from fckpt._call.levels import EXCLUDE_LEGACY_VMAP, below_all, is_wrapped, transforms_active
 from fckpt._call.modules import storage_of
 from fckpt._call.rng import SHARED
@@ -326,10 +326,10 @@ def _describe_leaf(kind: Any) -> str:
 
 def as_in_forward(tensor: torch.Tensor, needs_grad: bool) -> torch.Tensor:
     if may_be_statistics(tensor) and not needs_grad:
-        return tensor.clone()  # for the recompute to write into
+        return with_attributes(tensor.clone(), tensor)  # for the recompute to write into
     if tensor.requires_grad == needs_grad:
         return tensor
-    return tensor.detach().requires_grad_(needs_grad)
+    return with_attributes(tensor.detach().requires_grad_(needs_grad), tensor)
 
 
 def _as_dual(tensor: torch.Tensor, tangent: torch.Tensor | None) -> torch.Tensor:
