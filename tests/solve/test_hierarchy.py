@@ -167,9 +167,9 @@ def test_a_stage_holds_at_most_the_cost_of_its_option(graph: Graph, data: st.Dat
     stages = Stages(rules, cuts=0)
     block = cut_out(stages, 0)
     made = [v for node in block.graph.nodes[: block.graph.boundary] for v in node.outputs]
-    kept = data.draw(st.lists(st.sampled_from(made), unique=True))
+    saved = data.draw(st.lists(st.sampled_from(made), unique=True))
     leaf = data.draw(st.sampled_from([None, 1]))  # frees values, and runs nodes several times
-    plan = without_rest(block.graph, replay(Rules(with_rest(block.graph, 0)), kept, leaf=leaf))
+    plan = without_rest(block.graph, replay(Rules(with_rest(block.graph, 0)), saved, leaf=leaf))
     again = [block.nodes[k] for k in plan.backward]
     stages.add(0, again)
     option = stages.option_nodes[0].index(again)

@@ -47,7 +47,7 @@ def check_moves(graph: Graph, exact: bool) -> int:
             break
         for row in np.flatnonzero(gaps.second[: gaps.count]).tolist():
             value, run = int(gaps.value[row]), int(gaps.second[row])
-            fresh = Repair(repair.schedule, budget, gaps)  # it has looked nothing up
+            fresh = Repair(repair.schedule, budget, gaps)  # with empty caches
             fresh.over_before = repair.over_before
             ratios = [np.inf]
             for nodes, extended in fresh.closures(value, run):

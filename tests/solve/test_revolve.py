@@ -78,7 +78,7 @@ def test_the_closed_form_is_the_optimum():
 @pytest.mark.parametrize("snapshots", [1, 2, 3, 5, 21])
 def test_on_a_chain_the_peak_is_the_number_of_snapshots(snapshots: int):
     graph = chain(20)
-    stages = Stages(Rules(graph), order=None)
+    stages = Stages(Rules(graph))
     assert len(stages) == 21  # the loss is one of them
     timeline = simulate(graph, schedule_of(graph, *stages.order(binomial(21, snapshots))))
     assert timeline.recomputed_seconds == closed_form(21, snapshots) - 20
