@@ -30,6 +30,7 @@ from fckpt.policies import (
     dots_saveable,
     dots_with_no_batch_dims_saveable,
     everything_saveable,
+    named,
     names_recorded,
     nothing_saveable,
     register_dot,
@@ -275,7 +276,7 @@ def test_dots(op: str, shape: tuple[int, ...], dot: bool, no_batch_dims: bool) -
 
 
 def test_every_dot_is_an_operation_of_torch() -> None:
-    known = {name for name in policies._DOTS if name.startswith("aten.")}
+    known = {name for name in named._DOTS if name.startswith("aten.")}
     assert not [name for name in known if not hasattr(torch.ops.aten, name.removeprefix("aten."))]
 
 
@@ -301,7 +302,7 @@ def test_register_dot() -> None:
     assert dots_saveable(attend) and not dots_with_no_batch_dims_saveable(attend)
     with pytest.raises(ArgumentValueError, match=r"aten\.kron is already registered, with batch_dims=False"):
         register_dot("aten::kron", batch_dims=True)
-    del policies._DOTS["aten.kron"], policies._DOTS["fckpt_test.attend"]
+    del named._DOTS["aten.kron"], named._DOTS["fckpt_test.attend"]
 
 
 @pytest.mark.parametrize("op", [3.5, "gemm", torch.mm, None])

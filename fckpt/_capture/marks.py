@@ -79,11 +79,11 @@ class _Made:
 @functools.cache
 def key_of(policy: Any) -> int:
     """Returns the key under which marks refer to regions with this policy; the policy is never freed."""
-    region = _kept[policy] = _Made(policy)
+    region = _by_policy[policy] = _Made(policy)
     return register(region)
 
 
-_kept: dict[Any, _Made] = {}
+_by_policy: dict[Any, _Made] = {}
 
 
 def is_capturing() -> bool:

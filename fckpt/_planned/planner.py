@@ -33,7 +33,7 @@ from fckpt._planned.tracing import (
 from fckpt._recompute.closed_over import unwatched
 from fckpt._trace.layouts import layouts_below
 from fckpt._trace.operations import Backward, Layout, Trace
-from fckpt._trace.recorder import WAY_OUT
+from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.cost.calls import CostSource
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, PlanError, TraceError
 from fckpt.graph.graph import Graph

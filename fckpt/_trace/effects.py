@@ -31,7 +31,8 @@ from fckpt._call.modules import storage_of
 from fckpt._call.places import Slot, content, moved, put
 from fckpt._capture.reads import Reads
 from fckpt._capture.sources import current
-from fckpt._trace.recorder import WAY_OUT, Recorder
+from fckpt._trace.recorder import Recorder
+from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.errors import TraceError
 
 __all__ = ["check_assignments", "check_writes", "impure_calls_refused", "refuse_leftover_tensors", "seeding_refused"]

@@ -1,15 +1,14 @@
 """The recorder: a dispatch mode below autograd that records every operation as plain PyTorch dispatches it.
 
-The tensors of a trace have sizes, strides, a device and a storage, but no memory (`StandIn`). For each of them, the
-recorder has a fake tensor, which determines the results of operations. A tensor that outlives its trace, in a cache of
-the user for example, raises an error when it is used.
+The tensors of a trace have no memory (`stand_ins.py`). For each of them, the recorder has a fake tensor, with which it
+determines the results of operations.
 
 The recorder identifies tensors by storage, offset, sizes and strides, not by object identity. It holds no references to
 them, so that autograd sees the same ownership as in a plain run. In-place operations are recorded as such: each write
 ends one *version* of a storage and begins the next, and views of the old version are created again from the new one.
 
-Seen on torch 2.11 and 2.13: `torch._C._construct_storage_from_data_pointer`, `torch._C._set_throw_on_mutable_data_ptr`,
-`torch._C._DisableTorchDispatch`; `aten.native_batch_norm` writes statistics that its schema does not name.
+Seen on torch 2.11 and 2.13: `torch._C._DisableTorchDispatch`; `aten.native_batch_norm` writes statistics that its
+schema does not name.
 """
 
 from __future__ import annotations
@@ -28,79 +27,12 @@ from fckpt._call.results import View
 from fckpt._capture.sources import Source, current
 from fckpt._trace.lifetimes import Lifetimes, Sums
 from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, statistics_of
+from fckpt._trace.stand_ins import WAY_OUT, StandIn, as_computed, check_dense, storage_without_memory, viewing
 from fckpt.errors import TraceError
 
-__all__ = ["WAY_OUT", "Recorder", "check_dense"]
+__all__ = ["Recorder"]
 
 aten = torch.ops.aten
-WAY_OUT = "fckpt.remat without policy and budget takes any function; nothing is traced then."
-
-
-class StandIn(torch.Tensor):
-    """A tensor of a trace: it has no memory, and can only be used during the trace."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise TraceError(
-            f"{func} is given a tensor without data, which a trace has left behind: a function that was traced for a "
-            "plan has put the tensor into a cache, a list or an attribute. Clear that place, and return tensors "
-            f"instead. {WAY_OUT}"
-        )
-
-    @property
-    def grad(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        raise TraceError(
-            f"{current()}: the function reads `.grad` of a tensor, which changes from call to call. Pass the gradient "
-            f"as an argument. {WAY_OUT}"
-        )
-
-    @grad.setter
-    def grad(self, value: Any) -> None:  # type: ignore[override]
-        raise TraceError(f"{current()}: the function sets `.grad` of a tensor, which a plan would not do. {WAY_OUT}")
-
-    @property
-    def data(self) -> Any:
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-
-    @data.setter
-    def data(self, value: Any) -> None:
-        raise TraceError(
-            f"{current()}: the function replaces the memory of a tensor (`tensor.data = ...`), which a plan would not "
-            f"do. Write to the tensor instead (`tensor.copy_(...)`), or use a new tensor in its place. {WAY_OUT}"
-        )
-
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
-        return f"<a tensor of a trace, {self.dtype}{list(self.shape)}>"
-
-
-_TRACEABLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, StandIn)
-
-
-def check_dense(tensor: torch.Tensor) -> None:
-    """Raises `TraceError` for a tensor that cannot be traced: a sparse tensor, a subclass, a fake CUDA tensor."""
-    if tensor.layout is not torch.strided or type(tensor) not in _TRACEABLE:
-        raise TraceError(
-            f"a {type(tensor).__name__} with layout {tensor.layout} cannot be traced: budgets and policies support "
-            f"dense torch.Tensors only. {WAY_OUT}"
-        )
-    if tensor.device.type == "cuda" and not torch.cuda.is_available():
-        raise TraceError(
-            "fake CUDA tensors cannot be traced on a machine without CUDA (autograd would end the process). To plan "
-            'for a GPU, use tensors on the meta device, and costs=fckpt.cost.Analytic(fckpt.cost.profiles["H100"]).'
-        )
-
-
-class _Computed(torch.autograd.Function):
-    """Identity that turns a tensor into a non-leaf that requires grad, without recording an operation."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tensor: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
-        return tensor[0]
-
-
-_anchor = torch.zeros((), requires_grad=True)
 
 
 class _Block:
@@ -158,9 +90,7 @@ class Recorder(TorchDispatchMode):
             with self._faking():
                 fake = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
             tensor = self._fresh(fake, held=True)
-            return (
-                _Computed.apply(_anchor, [tensor]) if layout.computed else tensor.requires_grad_(layout.requires_grad)
-            )
+            return as_computed(tensor) if layout.computed else tensor.requires_grad_(layout.requires_grad)
 
     def refuse_writes(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
         """Makes any later write to the storage of a tensor raise `error()`."""
@@ -306,8 +236,8 @@ class Recorder(TorchDispatchMode):
 
     def _fresh(self, fake: Any, *, held: bool = False) -> torch.Tensor:
         """Returns a tensor without memory, on a new storage, with the layout of `fake`."""
-        storage = _without_memory(fake.untyped_storage().nbytes(), fake.device)
-        tensor = _viewing(storage, fake)
+        storage = storage_without_memory(fake.untyped_storage().nbytes(), fake.device)
+        tensor = viewing(storage, fake)
         self._adopt(tensor, fake, held)
         return tensor
 
@@ -428,7 +358,7 @@ class Recorder(TorchDispatchMode):
                 outputs.append(len(self.tensors) - 1)
                 return tensor
             owner = given[key] if key in given else made[key]
-            tensor = _viewing(owner.untyped_storage(), fake)
+            tensor = viewing(owner.untyped_storage(), fake)
             known = block.current.get(_geometry(fake))
             outputs.append(None if known is not None and key not in made else self._new(fake, block))
             return tensor
@@ -556,27 +486,6 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.is_conj(),
         tensor.is_neg(),
     )
-
-
-def _without_memory(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    if device.type == "meta":
-        return torch.UntypedStorage(nbytes, device="meta")
-    return torch._C._construct_storage_from_data_pointer(0, device, nbytes)  # type: ignore[attr-defined]
-
-
-def _viewing(storage: torch.UntypedStorage, fake: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor on `storage` with the layout of `fake`."""
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
-        tensor = torch.empty(0, dtype=fake.dtype, device=fake.device)
-        tensor.set_(storage, int(fake.storage_offset()), tuple(fake.shape), fake.stride())
-        tensor = torch.Tensor._make_subclass(StandIn, tensor)
-    if fake.is_conj():
-        torch._C._set_conj(tensor, True)
-    if fake.is_neg():
-        torch._C._set_neg(tensor, True)
-    if fake.device.type != "meta":
-        torch._C._set_throw_on_mutable_data_ptr(tensor)
-    return tensor
 
 
 def _mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:

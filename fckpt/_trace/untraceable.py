@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from fckpt._call.levels import unwrapped
 from fckpt._capture.sources import current, failing_module, is_users
-from fckpt._trace.recorder import WAY_OUT, Recorder
+from fckpt._trace.recorder import Recorder
+from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.errors import TraceError
 
 __all__ = ["DataReadsRefused", "HigherOrderError", "errors_located"]

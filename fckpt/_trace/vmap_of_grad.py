@@ -49,11 +49,11 @@ class Levels:
             computed: by operand, whether it must not be a leaf; see `Layout.computed`.
         """
         found = []
-        for tensor, dim, flag, anew in zip(tensors, self.dims, tracked, computed, strict=True):
+        for tensor, dim, flag, not_leaf in zip(tensors, self.dims, tracked, computed, strict=True):
             batched = tensor if dim is None else _add_batch_dim(tensor, dim, self.outer)
             seen = _wrap_for_grad(batched, self.inner)
             leaf = _create_differentiable(seen, self.inner) if flag else seen
-            found.append(leaf.view_as(leaf) if anew else leaf)
+            found.append(leaf.view_as(leaf) if not_leaf else leaf)
         return found
 
     def batched(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:

@@ -130,7 +130,7 @@ def _measured_sizes(trace: Trace, calls: Sequence[Call], storages: Sequence[Sequ
     """Returns the values of the graph with their measured sizes."""
     sizes: dict[int, int] = {}
     for call, seen in zip(calls, storages, strict=True):
-        for value, nbytes in _kept(trace, call, seen).items():
+        for value, nbytes in _sizes_of(trace, call, seen).items():
             sizes[value] = max(nbytes, sizes.get(value, 0))
         for old, new in call.replaced:  # both versions have the same memory
             before, after = (trace.tensors[t].value for t in (old, new))
@@ -139,7 +139,7 @@ def _measured_sizes(trace: Trace, calls: Sequence[Call], storages: Sequence[Sequ
     return [dataclasses.replace(v, nbytes=sizes[v.id]) if v.id in sizes else v for v in trace.graph.values]
 
 
-def _kept(trace: Trace, call: Call, storages: Sequence[int]) -> dict[int, int]:
+def _sizes_of(trace: Trace, call: Call, storages: Sequence[int]) -> dict[int, int]:
     """Returns the values that a call makes, with their measured bytes."""
     sizes: dict[int, int] = {}
     for tensor, nbytes in zip(call.outputs, storages, strict=False):
@@ -152,7 +152,7 @@ def _kept(trace: Trace, call: Call, storages: Sequence[int]) -> dict[int, int]:
 def _with_dropped(trace: Trace, call: Call, cost: OpCost) -> OpCost:
     """Returns the cost with results that are not values of the graph counted as temporaries."""
     made = sum(nbytes for t, nbytes in zip(call.outputs, cost.storages, strict=False) if t is not None)
-    dropped = made - sum(_kept(trace, call, cost.storages).values())
+    dropped = made - sum(_sizes_of(trace, call, cost.storages).values())
     return dataclasses.replace(cost, temporary_nbytes=cost.temporary_nbytes + max(0, dropped))
 
 

@@ -1,0 +1,114 @@
+"""Stand-ins: the tensors of a trace, which have sizes, strides, a device and a storage, but no memory.
+
+A stand-in that outlives its trace, in a cache of the user for example, raises an error when it is used.
+
+Seen on torch 2.11 and 2.13: `torch._C._construct_storage_from_data_pointer`, `torch._C._set_throw_on_mutable_data_ptr`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fckpt._capture.sources import current
+from fckpt.errors import TraceError
+
+__all__ = ["WAY_OUT", "StandIn", "as_computed", "check_dense", "storage_without_memory", "viewing"]
+
+WAY_OUT = "fckpt.remat without policy and budget takes any function; nothing is traced then."
+
+
+class StandIn(torch.Tensor):
+    """A tensor of a trace: it has no memory, and can only be used during the trace."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TraceError(
+            f"{func} is given a tensor without data, which a trace has left behind: a function that was traced for a "
+            "plan has put the tensor into a cache, a list or an attribute. Clear that place, and return tensors "
+            f"instead. {WAY_OUT}"
+        )
+
+    @property
+    def grad(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        raise TraceError(
+            f"{current()}: the function reads `.grad` of a tensor, which changes from call to call. Pass the gradient "
+            f"as an argument. {WAY_OUT}"
+        )
+
+    @grad.setter
+    def grad(self, value: Any) -> None:  # type: ignore[override]
+        raise TraceError(f"{current()}: the function sets `.grad` of a tensor, which a plan would not do. {WAY_OUT}")
+
+    @property
+    def data(self) -> Any:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise TraceError(
+            f"{current()}: the function replaces the memory of a tensor (`tensor.data = ...`), which a plan would not "
+            f"do. Write to the tensor instead (`tensor.copy_(...)`), or use a new tensor in its place. {WAY_OUT}"
+        )
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        return f"<a tensor of a trace, {self.dtype}{list(self.shape)}>"
+
+
+_TRACEABLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, StandIn)
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raises `TraceError` for a tensor that cannot be traced: a sparse tensor, a subclass, a fake CUDA tensor."""
+    if tensor.layout is not torch.strided or type(tensor) not in _TRACEABLE:
+        raise TraceError(
+            f"a {type(tensor).__name__} with layout {tensor.layout} cannot be traced: budgets and policies support "
+            f"dense torch.Tensors only. {WAY_OUT}"
+        )
+    if tensor.device.type == "cuda" and not torch.cuda.is_available():
+        raise TraceError(
+            "fake CUDA tensors cannot be traced on a machine without CUDA (autograd would end the process). To plan "
+            'for a GPU, use tensors on the meta device, and costs=fckpt.cost.Analytic(fckpt.cost.profiles["H100"]).'
+        )
+
+
+class _Computed(torch.autograd.Function):
+    """Identity that turns a tensor into a non-leaf that requires grad, without recording an operation."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return tensor[0]
+
+
+_anchor = torch.zeros((), requires_grad=True)
+
+
+def as_computed(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that requires grad and is not a leaf, on the storage of `tensor`."""
+    return _Computed.apply(_anchor, [tensor])
+
+
+def storage_without_memory(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Returns a storage of this size on a device, without memory."""
+    if device.type == "meta":
+        return torch.UntypedStorage(nbytes, device="meta")
+    return torch._C._construct_storage_from_data_pointer(0, device, nbytes)  # type: ignore[attr-defined]
+
+
+def viewing(storage: torch.UntypedStorage, fake: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor on `storage` with the layout of `fake`."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        tensor = torch.empty(0, dtype=fake.dtype, device=fake.device)
+        tensor.set_(storage, int(fake.storage_offset()), tuple(fake.shape), fake.stride())
+        tensor = torch.Tensor._make_subclass(StandIn, tensor)
+    if fake.is_conj():
+        torch._C._set_conj(tensor, True)
+    if fake.is_neg():
+        torch._C._set_neg(tensor, True)
+    if fake.device.type != "meta":
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor
