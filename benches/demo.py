@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import fckpt
-from benches.common.command import DEVICE, mib, opening, report_parser, steps
+from benches.common.command import DEVICE, mib, opening, report_parser, steps, table_of
 from benches.common.results import write_json
 from benches.common.timing import Spread, alternate, paired_ratio, set_up, spread
 from fckpt._memory import measure_peak
@@ -260,22 +259,20 @@ def _generator_state(device: torch.device) -> Tensor:
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
+def cells(result: Result, way: Way) -> list[str]:
+    """Returns a row of the table, without equality."""
+    plain = result.ways[0]
+    memory = [mib(way.peak_bytes), f"{way.peak_bytes / plain.peak_bytes:.2f}"]
+    return [*memory, f"{way.step_seconds.least:.2f} s", f"{way.time_ratio.median:.2f}"]
+
+
 def show(result: Result, console: Console) -> None:
     """Prints the table of one model."""
-    table = Table()
-    for column in ("", "peak", "of plain", "step", "of plain", "gradients"):
-        table.add_column(column, justify="left" if column in ("", "gradients") else "right", no_wrap=True)
-    plain = result.ways[0]
-    for way in result.ways:
+    table = table_of("", "peak", "of plain", "step", "of plain", "gradients", left=["", "gradients"])
+    for i, way in enumerate(result.ways):
         few = ", ".join(way.unequal[:3]) + (", ..." if len(way.unequal) > 3 else "")
-        table.add_row(
-            way.name,
-            mib(way.peak_bytes),
-            f"{way.peak_bytes / plain.peak_bytes:.2f}",
-            f"{way.step_seconds.least:.3f} s",
-            f"{way.time_ratio.median:.2f}",
-            "" if way is plain else f"[bold red]NOT EQUAL[/]: {few}" if way.unequal else "equal",
-        )
+        equal = f"[bold red]NOT EQUAL[/]: {few}" if way.unequal else "equal"
+        table.add_row(way.name, *cells(result, way), equal if i else "")
     console.print(f"[bold]{result.model}[/]: {result.what}", highlight=False, soft_wrap=True)
     console.print(table)
     held = f"{mib(result.gradient_bytes)} of each peak are the {result.gradients} gradients themselves."
@@ -291,17 +288,9 @@ def markdown(results: Sequence[Result]) -> str:
     rows = [["model", "way", "peak", "of plain", "step", "of plain", "gradients"], ["---", "---", *["---:"] * 4, "---"]]
     for result in results:
         for i, way in enumerate(result.ways):
-            rows.append(
-                [
-                    "" if i else f"{result.model}, {result.what}",
-                    f"`{way.name}`" if "fckpt" in way.name else way.name,
-                    mib(way.peak_bytes),
-                    f"{way.peak_bytes / result.ways[0].peak_bytes:.2f}",
-                    f"{way.step_seconds.least:.2f} s",
-                    f"{way.time_ratio.median:.2f}",
-                    ("differ" if way.unequal else "equal") if i else "",
-                ]
-            )
+            title = "" if i else f"{result.model}, {result.what}"
+            name = f"`{way.name}`" if "fckpt" in way.name else way.name
+            rows.append([title, name, *cells(result, way), ("differ" if way.unequal else "equal") if i else ""])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -28,8 +28,6 @@ from typing import Any
 
 from fckpt.graph import Graph, Node, Value
 
-__all__ = ["load", "working_set"]
-
 
 def load(path: Path | str) -> Graph:
     """Returns the graph in a file of the Moccasin repository.

@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["CLASSES", "Images", "load", "synthetic"]
-
 CLASSES = 10
 INSIDE = "cifar-10-batches-py"
 MEAN = (0.4914, 0.4822, 0.4465)

@@ -21,24 +21,6 @@ from rich.table import Table
 from benches.common.results import describe_machine, machine_line, write_json
 from benches.common.training import Network
 
-__all__ = [
-    "DEVICE",
-    "conclude",
-    "described",
-    "deviation",
-    "each_network",
-    "in_mib",
-    "mib",
-    "network_parser",
-    "opening",
-    "picture_parser",
-    "report_parser",
-    "rounds_of",
-    "script_parser",
-    "steps",
-    "table_of",
-]
-
 DEVICE = "cpu, cuda, cuda:1, ...; default: a GPU if there is one"
 TOLERANCE = 0.02
 """How far a predicted peak may be from the measured one."""

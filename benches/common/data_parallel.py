@@ -33,21 +33,6 @@ from benches.models.convolutional import DenseBlock, DenseLayer, DenseNet
 from benches.models.wrapping import TorchCheckpoint, wrap_blocks
 from fckpt import P
 
-__all__ = [
-    "NAIVE",
-    "NEEDS_GPUS",
-    "Method",
-    "Planned",
-    "Rank",
-    "Setting",
-    "data_parallel",
-    "join",
-    "plain_plan",
-    "planned_step",
-    "state_bytes",
-    "torch_methods",
-]
-
 NAIVE = "naive DDP"
 NEEDS_GPUS = "DataParallel"
 RATE = 0.1

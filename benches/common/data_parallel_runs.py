@@ -40,8 +40,6 @@ from fckpt._memory import measure_peak
 from fckpt._planned.making import make_plan
 from fckpt.errors import BudgetError
 
-__all__ = ["PLANNED_AS", "Epoch", "Report", "Row", "ScalingRow", "compare", "time_scaling", "train"]
-
 TRIES = 2
 """On CPU, the release of a message by a thread of gloo may not be counted: the lowest count is right."""
 PLANNED_AS = "fckpt as "

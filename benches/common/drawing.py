@@ -14,21 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
-__all__ = [
-    "GREY",
-    "INK",
-    "OURS",
-    "STYLE",
-    "WRONG",
-    "axes_in",
-    "draw_proofs",
-    "markers",
-    "memory_in_percent",
-    "save",
-    "scale_time",
-    "sheet",
-]
-
 INK, GREY, WRONG, PROVEN, EDGE, OURS = "#222222", "#767676", "#b00020", "#f8e4dc", "#c98a6c", "#0072b2"
 OTHERS = (
     ("s", INK),

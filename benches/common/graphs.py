@@ -34,8 +34,6 @@ from benches.models.sequence import Decoder, MixtureOfExperts, UnrolledLSTM, ViT
 from fckpt.cost import Analytic, profiles
 from fckpt.graph import Graph, Node, Value
 
-__all__ = ["GRAPHS", "LARGER", "checksum", "frozen", "layered", "read", "traced", "write"]
-
 PROFILE = "A100"
 
 

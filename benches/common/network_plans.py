@@ -24,21 +24,6 @@ from fckpt.graph import Graph, Schedule, simulate
 from fckpt.solve.proofs.bounds import least_peak
 from fckpt.solve.proofs.certificate import quick, tighter
 
-__all__ = [
-    "REFERENCE",
-    "Method",
-    "Point",
-    "PricedStep",
-    "Report",
-    "Target",
-    "accumulating",
-    "curve_of",
-    "plan_all",
-    "price",
-    "search",
-    "targets_of",
-]
-
 REFERENCE = "ogc"
 """The solver whose memory is the budget of the others."""
 CLOSE = 1.01

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["describe_machine", "device_slug", "machine_line", "read_json", "rounded", "write_json"]
-
 DIGITS = 7
 """Significant digits of floats in a file. Integers, such as bytes, are exact."""
 

@@ -12,21 +12,6 @@ from typing import Any
 from benches.common.results import read_json, rounded
 from benches.common.solver_runs import LEAST, Cell
 
-__all__ = [
-    "CHECKMATE",
-    "DIGITS",
-    "TOLERANCE",
-    "GraphResults",
-    "Summary",
-    "auto_is_worse",
-    "gap_allowed",
-    "is_checkmates",
-    "missed",
-    "read_results",
-    "summaries",
-    "to_json",
-]
-
 CHECKMATE = {0.549: 0.01223, 0.323: 0.031, 0.187: 0.0766}
 """Budgets of the Checkmate paper for ResNet-50, and the overheads to reach."""
 TOLERANCE = 1e-6

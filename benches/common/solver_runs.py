@@ -13,8 +13,6 @@ from fckpt import solve
 from fckpt.errors import BudgetError, FckptError
 from fckpt.graph import Graph, simulate
 
-__all__ = ["LEAST", "Cell", "allowed", "answers", "solved"]
-
 LEAST = 0.0
 """Stands for the least budget for which a solver has a plan."""
 GRACE = 30.0

@@ -9,7 +9,6 @@ that was measured minutes before: each round runs every step once, in an order t
 from __future__ import annotations
 
 import gc
-import math
 import os
 import statistics
 import time
@@ -17,16 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-
-__all__ = [
-    "Spread",
-    "alternate",
-    "paired_ratio",
-    "pick_device",
-    "set_up",
-    "sign_test",
-    "spread",
-]
+from scipy.stats import binomtest
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,7 @@ def sign_test(seconds: Mapping[str, Sequence[float]], of: str, to: str) -> float
     """
     pairs = list(zip(seconds[of], seconds[to], strict=True))
     lost = sum(a > b for a, b in pairs)
-    return sum(math.comb(len(pairs), k) for k in range(lost, len(pairs) + 1)) / 2 ** len(pairs)
+    return float(binomtest(lost, len(pairs), alternative="greater").pvalue)
 
 
 def set_up(name: str | None) -> torch.device:

@@ -18,8 +18,6 @@ from fckpt.graph import Graph, Schedule
 from fckpt.solve._knapsack import choices
 from fckpt.solve.core.rules import Rules, fastest, replay
 
-__all__ = ["TORCHS", "solver", "torch_dp", "torch_greedy", "torch_ilp"]
-
 FRACTIONS = 20
 """The number of fractions that are tried, from all of the saved bytes to nothing."""
 

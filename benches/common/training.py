@@ -20,26 +20,9 @@ from fckpt._planned.making import make_plan
 from fckpt.cost import CostSource, Measured, OpCost
 from fckpt.errors import BudgetError
 
-__all__ = [
-    "Network",
-    "Outcome",
-    "Prepared",
-    "Sizes",
-    "Task",
-    "TrainingLoss",
-    "buffers_of",
-    "different",
-    "labelled_images",
-    "outcome_of",
-    "prepare",
-    "size_of",
-    "sizes_from",
-    "step_of",
-    "unequal",
-]
-
 SEED = 0
 Sizes = Mapping[str, int]
+Data = Callable[[Sizes], tuple[Tensor, Tensor]]
 
 
 # ---- networks and batches ------------------------------------------------------------------------
@@ -89,7 +72,7 @@ class Network:
     title: str
     model: Callable[..., nn.Module]
     """Takes those of the sizes that its parameters name, and `positions`, the number of tokens."""
-    data: Callable[[Sizes], tuple[Tensor, Tensor]]
+    data: Data
     sizes: Mapping[str, Sizes]
     """By "cuda", "cpu", "quick" and "tiny"; `published_networks` has "paper", "cpu" and "tiny"."""
 
@@ -115,7 +98,7 @@ def sizes_from(text: str) -> Sizes:
     return {name: int(number) for name, number in (pair.split("=") for pair in text.split())}
 
 
-def labelled_images(classes: int) -> Callable[[Sizes], tuple[Tensor, Tensor]]:
+def labelled_images(classes: int) -> Data:
     """Returns the `data` of a network that classifies images."""
 
     def data(sizes: Sizes) -> tuple[Tensor, Tensor]:

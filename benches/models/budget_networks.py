@@ -13,8 +13,6 @@ from benches.common.training import Network, Sizes, labelled_images, sizes_from
 from benches.models.convolutional import DenseNet, GoogLeNet, NormalisedVGG, ResNet, UNet
 from benches.models.sequence import BertEncoder, Decoder, Llama, Mixer, UnrolledLSTM, ViT
 
-__all__ = ["NETWORKS"]
-
 
 def _pixels(sizes: Sizes) -> tuple[Tensor, Tensor]:
     batch, side = sizes["batch"], sizes["side"]
@@ -47,86 +45,74 @@ def _densenet(stages: int = 4, growth: int = 32) -> DenseNet:
 
 _images = labelled_images(10)
 
+SIZES = """
+resnet50    cuda  batch=64 side=224
+resnet50    cpu   batch=16 side=112
+resnet50    quick batch=8 side=96 stages=3
+resnet50    tiny  batch=2 side=64 stages=1
+densenet121 cuda  batch=64 side=224
+densenet121 cpu   batch=8 side=112
+densenet121 quick batch=8 side=64
+densenet121 tiny  batch=2 side=32 stages=2 growth=8
+vgg16       cuda  batch=64 side=224
+vgg16       cpu   batch=8 side=128 hidden=512
+vgg16       quick batch=8 side=64 width=32 hidden=256
+vgg16       tiny  batch=4 side=32 width=4 hidden=16
+googlenet   cuda  batch=128 side=224
+googlenet   cpu   batch=16 side=112
+googlenet   quick batch=8 side=96 divisor=2
+googlenet   tiny  batch=2 side=64 divisor=8
+unet        cuda  batch=8 side=512
+unet        cpu   batch=4 side=128 width=32
+unet        quick batch=2 side=128 width=16
+unet        tiny  batch=1 side=32 width=4 depth=2
+vit         cuda  batch=64 side=224
+vit         cpu   batch=8 side=224 hidden=256 heads=4
+vit         quick batch=4 side=160 hidden=128 heads=4
+vit         tiny  batch=2 side=32 patch=4 hidden=32 heads=2 layers=2
+bert        cuda  batch=32 tokens=256 hidden=768 layers=12 heads=12 vocabulary=30522
+bert        cpu   batch=8 tokens=192 hidden=256 layers=12 heads=4 vocabulary=8192
+bert        quick batch=4 tokens=96 hidden=128 layers=12 heads=4 vocabulary=512
+bert        tiny  batch=2 tokens=32 hidden=32 layers=2 heads=2 vocabulary=64
+gpt2        cuda  batch=16 tokens=512 hidden=768 layers=12 heads=12 vocabulary=50257
+gpt2        cpu   batch=8 tokens=192 hidden=256 layers=12 heads=4 vocabulary=8192
+gpt2        quick batch=4 tokens=96 hidden=128 layers=12 heads=4 vocabulary=512
+gpt2        tiny  batch=2 tokens=32 hidden=32 layers=2 heads=2 vocabulary=64
+llama       cuda  batch=16 tokens=512 hidden=1024 layers=16 heads=16 groups=4 vocabulary=32000
+llama       cpu   batch=8 tokens=192 hidden=256 layers=16 heads=8 groups=2 vocabulary=8192
+llama       quick batch=4 tokens=96 hidden=128 layers=12 heads=4 groups=2 vocabulary=512
+llama       tiny  batch=2 tokens=32 hidden=32 layers=2 heads=4 groups=2 vocabulary=64
+mixer       cuda  batch=128 side=224
+mixer       cpu   batch=8 side=224 hidden=256
+mixer       quick batch=4 side=160 hidden=128
+mixer       tiny  batch=2 side=32 patch=4 hidden=32 layers=2
+lstm        cuda  batch=512 steps=96 features=256 hidden=1024 span=8
+lstm        cpu   batch=128 steps=64 features=64 hidden=256 span=8
+lstm        quick batch=64 steps=36 features=32 hidden=128 span=6
+lstm        tiny  batch=16 steps=8 features=8 hidden=16 span=2
+"""
+"""Networks, names of sizes, and the sizes."""
+
+
+def _sizes(network: str) -> dict[str, Sizes]:
+    lines = (line.split(maxsplit=2) for line in SIZES.strip().splitlines())
+    return {size: sizes_from(text) for name, size, text in lines if name == network}
+
+
 NETWORKS: dict[str, Network] = {
-    name: Network(title, model, data, dict(zip(("cuda", "cpu", "quick", "tiny"), map(sizes_from, sizes), strict=True)))
-    for name, title, model, data, *sizes in (
-        (
-            *("resnet50", "ResNet-50", _resnet, _images),
-            "batch=64 side=224",
-            "batch=16 side=112",
-            "batch=8 side=96 stages=3",
-            "batch=2 side=64 stages=1",
-        ),
-        (
-            *("densenet121", "DenseNet-121", _densenet, _images),
-            "batch=64 side=224",
-            "batch=8 side=112",
-            "batch=8 side=64",
-            "batch=2 side=32 stages=2 growth=8",
-        ),
-        (
-            *("vgg16", "VGG-16-BN", NormalisedVGG, _images),
-            "batch=64 side=224",
-            "batch=8 side=128 hidden=512",
-            "batch=8 side=64 width=32 hidden=256",
-            "batch=4 side=32 width=4 hidden=16",
-        ),
-        (
-            *("googlenet", "GoogLeNet", GoogLeNet, _images),
-            "batch=128 side=224",
-            "batch=16 side=112",
-            "batch=8 side=96 divisor=2",
-            "batch=2 side=64 divisor=8",
-        ),
-        (
-            *("unet", "U-Net", UNet, _pixels),
-            "batch=8 side=512",
-            "batch=4 side=128 width=32",
-            "batch=2 side=128 width=16",
-            "batch=1 side=32 width=4 depth=2",
-        ),
-        (
-            *("vit", "ViT-B/16", ViT, _images),
-            "batch=64 side=224",
-            "batch=8 side=224 hidden=256 heads=4",
-            "batch=4 side=160 hidden=128 heads=4",
-            "batch=2 side=32 patch=4 hidden=32 heads=2 layers=2",
-        ),
-        (
-            *("bert", "BERT-base", BertEncoder, _sentences),
-            "batch=32 tokens=256 hidden=768 layers=12 heads=12 vocabulary=30522",
-            "batch=8 tokens=192 hidden=256 layers=12 heads=4 vocabulary=8192",
-            "batch=4 tokens=96 hidden=128 layers=12 heads=4 vocabulary=512",
-            "batch=2 tokens=32 hidden=32 layers=2 heads=2 vocabulary=64",
-        ),
-        (
-            *("gpt2", "GPT-2 small", Decoder, _next_tokens),
-            "batch=16 tokens=512 hidden=768 layers=12 heads=12 vocabulary=50257",
-            "batch=8 tokens=192 hidden=256 layers=12 heads=4 vocabulary=8192",
-            "batch=4 tokens=96 hidden=128 layers=12 heads=4 vocabulary=512",
-            "batch=2 tokens=32 hidden=32 layers=2 heads=2 vocabulary=64",
-        ),
-        (
-            *("llama", "Llama", Llama, _next_tokens),
-            "batch=16 tokens=512 hidden=1024 layers=16 heads=16 groups=4 vocabulary=32000",
-            "batch=8 tokens=192 hidden=256 layers=16 heads=8 groups=2 vocabulary=8192",
-            "batch=4 tokens=96 hidden=128 layers=12 heads=4 groups=2 vocabulary=512",
-            "batch=2 tokens=32 hidden=32 layers=2 heads=4 groups=2 vocabulary=64",
-        ),
-        (
-            *("mixer", "MLP-Mixer-B/16", Mixer, _images),
-            "batch=128 side=224",
-            "batch=8 side=224 hidden=256",
-            "batch=4 side=160 hidden=128",
-            "batch=2 side=32 patch=4 hidden=32 layers=2",
-        ),
-        (
-            *("lstm", "unrolled LSTM", UnrolledLSTM, _series),
-            "batch=512 steps=96 features=256 hidden=1024 span=8",
-            "batch=128 steps=64 features=64 hidden=256 span=8",
-            "batch=64 steps=36 features=32 hidden=128 span=6",
-            "batch=16 steps=8 features=8 hidden=16 span=2",
-        ),
+    name: Network(title, model, data, _sizes(name))
+    for name, title, model, data in (
+        ("resnet50", "ResNet-50", _resnet, _images),
+        ("densenet121", "DenseNet-121", _densenet, _images),
+        ("vgg16", "VGG-16-BN", NormalisedVGG, _images),
+        ("googlenet", "GoogLeNet", GoogLeNet, _images),
+        ("unet", "U-Net", UNet, _pixels),
+        ("vit", "ViT-B/16", ViT, _images),
+        ("bert", "BERT-base", BertEncoder, _sentences),
+        ("gpt2", "GPT-2 small", Decoder, _next_tokens),
+        ("llama", "Llama", Llama, _next_tokens),
+        ("mixer", "MLP-Mixer-B/16", Mixer, _images),
+        ("lstm", "unrolled LSTM", UnrolledLSTM, _series),
     )
 }
 """By name, in the order of the tables."""

@@ -26,26 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = [
-    "VGG",
-    "AlexNet",
-    "BasicBlock",
-    "Bottleneck",
-    "ChainedBlock",
-    "ChainedLayer",
-    "DenseBlock",
-    "DenseLayer",
-    "DenseNet",
-    "GoogLeNet",
-    "InceptionV3",
-    "NormalisedVGG",
-    "ResNet",
-    "UNet",
-    "densenet121",
-    "resnet50",
-]
-
-
 # ---- DenseNet-BC --------------------------------------------------------------------------------
 
 
@@ -309,13 +289,7 @@ class AlexNet(_Classified):
 
 
 class VGG(_Classified):
-    """VGG without BatchNorm, for images from 3x32x32 up.
-
-    Args:
-        layers: convolutions in each of the five stages.
-        hidden: the classifier's width.
-        classes: outputs.
-    """
+    """VGG without BatchNorm, for images from 3x32x32 up, with `layers` convolutions in each of the five stages."""
 
     def __init__(self, layers: tuple[int, ...], *, hidden: int = 4096, classes: int = 1000) -> None:
         widths = (3, 64, 128, 256, 512, 512)
@@ -345,14 +319,7 @@ class VGGStage(nn.Sequential):
 
 
 class NormalisedVGG(nn.Module):
-    """VGG-16 with BatchNorm (configuration D), with dropout in the classifier.
-
-    Args:
-        width: channels of the first stage; later stages have up to eight times as many.
-        hidden: width of the classifier.
-        side: height and width of the images.
-        classes: outputs.
-    """
+    """VGG-16 with BatchNorm and dropout. The first stage has `width` channels, later ones up to eight times as many."""
 
     block: ClassVar[type[nn.Module]] = VGGStage
 
@@ -562,13 +529,7 @@ class DoubleConv(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """U-Net: `depth` times down and up again, with a skip connection at each resolution.
-
-    Args:
-        width: channels at the full resolution, 64 in the paper.
-        depth: poolings, 4 in the paper.
-        classes: outputs per pixel.
-    """
+    """U-Net with `width` channels at the full resolution, `depth` poolings, and `classes` outputs per pixel."""
 
     block: ClassVar[type[nn.Module]] = DoubleConv
 

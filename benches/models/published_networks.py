@@ -23,8 +23,6 @@ from benches.common.training import Network, Sizes, labelled_images, sizes_from
 from benches.models.convolutional import VGG, AlexNet, BasicBlock, ChainedBlock, DenseNet, InceptionV3, ResNet
 from benches.models.searched_cells import AMOEBANET_A, DARTS_V2, NASNET_A, CellNetwork
 
-__all__ = ["NETWORKS", "Published", "PublishedNetwork"]
-
 
 class Published(NamedTuple):
     """A row of the published table: megabytes above the weights, and seconds per step, on a GPU of its time."""

@@ -21,8 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["AMOEBANET_A", "DARTS_V2", "NASNET_A", "Cell", "CellNetwork", "Genotype"]
-
 
 class Genotype(NamedTuple):
     """A normal and a reducing cell: two pairs (operation, number of its input state) for each new state."""

@@ -25,9 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["BertEncoder", "Decoder", "Llama", "Mixer", "MixtureOfExperts", "UnrolledLSTM", "ViT", "bert_base"]
-
-
 # ---- BERT ---------------------------------------------------------------------------------------
 
 
@@ -75,14 +72,7 @@ class EncoderLayer(nn.Module):
 class BertEncoder(nn.Module):
     """BERT: embeddings, encoder layers, pooler and a classifier, with dropout wherever BERT has it.
 
-    Args:
-        hidden: width of a token; the MLP of a layer is four times as wide.
-        layers: number of encoder layers.
-        heads: number of attention heads.
-        vocabulary: number of token ids.
-        positions: length of the longest sequence.
-        classes: outputs per sequence.
-        dropout: probability, for embeddings, attention, both residual branches and the classifier.
+    A token has `hidden` features, and the MLP of a layer four times as many; a sequence has at most `positions` tokens.
     """
 
     block: ClassVar[type[nn.Module]] = EncoderLayer
@@ -243,11 +233,7 @@ class Experts(nn.Module):
     """Sends each token to one of several MLPs, as Switch Transformers do; skips tokens beyond the capacity of an MLP.
 
     Products with one-hot masks move tokens to the places of an expert and back, so that shapes do not depend on data.
-
-    Args:
-        hidden: width of a token.
-        count: number of experts.
-        capacity: places of an expert for the tokens of one text.
+    An expert has `capacity` places for the tokens of one text.
     """
 
     def __init__(self, hidden: int, count: int, capacity: int) -> None:
@@ -350,13 +336,7 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """A Llama-shaped language model: RMSNorm, rotary embeddings, SwiGLU, grouped-query attention, no dropout.
 
-    Args:
-        hidden: width of a token.
-        layers: number of blocks.
-        heads: number of query heads.
-        groups: number of heads of keys and values, which divides `heads`.
-        vocabulary: number of token ids.
-        positions: length of the longest sequence.
+    There are `groups` heads of keys and values, which divide the `heads` of queries.
     """
 
     block: ClassVar[type[nn.Module]] = LlamaBlock

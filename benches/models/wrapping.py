@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["TorchCheckpoint", "wrap_blocks"]
-
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
