@@ -43,7 +43,7 @@ from fckpt._trace.layouts import layouts_below
 from fckpt._trace.operations import Batch, Layout
 from fckpt._trace.trace import inlined, is_followed, is_tracing
 from fckpt._trace.vmap_of_grad import batch_dim
-from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError, name_of
 from fckpt.policies.named import PolicyLike, reductions_saveable
 
 __all__ = ["remat"]
@@ -197,13 +197,11 @@ def remat(
     static = StaticArguments(fn.forward if isinstance(fn, nn.Module) else fn, static_argnums, static_argnames)
     make = functools.partial(_Region, static)
     if solver != "auto" and budget is None:
-        raise ArgumentValueError(
-            f"solver={solver!r} looks for a plan within a budget, and there is none: give budget=..."
-        )
+        raise ArgumentValueError(f"solver={solver!r} needs a budget: pass budget=...")
     if name is not None and not isinstance(name, str):
-        raise ArgumentTypeError(f"name is a text, not {type(name).__name__}: {name!r}.")
+        raise ArgumentTypeError(f"name must be a str, not {type(name).__name__}: {name!r}.")
     if untraceable not in ("raise", "remat"):
-        raise ArgumentValueError(f'untraceable is "raise" or "remat", not {untraceable!r}.')
+        raise ArgumentValueError(f'untraceable must be "raise" or "remat", not {untraceable!r}.')
     if policy is not None or budget is not None or plan is not None:
         if isinstance(fn, nn.Module):
             check_plannable(fn)
@@ -220,12 +218,6 @@ def remat(
 
     rematerialised._fckpt_region = region  # type: ignore[attr-defined]
     return rematerialised
-
-
-def name_of(fn: Any) -> str:
-    """Returns the name of a function or a module in warnings."""
-    name = getattr(fn, "__qualname__", None) or type(fn).__name__
-    return name.rpartition("<locals>.")[2] if name != "<lambda>" and not name.endswith(".<lambda>") else "a lambda"
 
 
 def _check_function(fn: Any) -> None:
