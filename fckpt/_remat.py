@@ -41,7 +41,7 @@ from fckpt._recompute.saved_tensors import HooksUnavailable
 from fckpt._repeats import repeated_blocks, replace_modules
 from fckpt._trace.layouts import layouts_below
 from fckpt._trace.operations import Batch, Layout
-from fckpt._trace.trace import inlined, is_followed, is_tracing
+from fckpt._trace.trace import HigherOrderError, inlined, is_followed, is_tracing
 from fckpt._trace.vmap_of_grad import batch_dim
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError, name_of
 from fckpt.policies.named import PolicyLike, reductions_saveable
@@ -320,6 +320,8 @@ class _PlannedRegion(_Region):
             captured, programs = found
             try:
                 return captured.call(lambda inputs: self.run_captured(captured, programs, inputs), fn, args, kwargs)
+            except HigherOrderError:  # if it ran as Python, torch would compile it, and would remember that it failed
+                raise
             except TraceError as error:  # tracing the Python code may work; if not, its error names the line
                 self.planner.refuse(captured, str(error))
         try:

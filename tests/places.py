@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import datetime
 import enum
 import fractions
+import math
+import pathlib
+import re
 import types
 import weakref
 from collections.abc import Iterator
@@ -717,7 +721,7 @@ class SignOfZero(Attribute):
         self.number = 0.0
 
     def read(self) -> Any:
-        return torch.copysign(torch.ones(()), torch.tensor(self.number)) * 2
+        return math.copysign(2.0, self.number)
 
     def write(self, number: int) -> None:
         self.number = -0.0
@@ -804,3 +808,148 @@ class DtypeAttribute(Attribute):
 
     def write(self, number: int) -> None:
         self.number = torch.float64
+
+
+class SignOfZeroInTuple(Attribute):
+    def __init__(self) -> None:
+        self.number = (0.0, 1)
+
+    def read(self) -> Any:
+        return math.copysign(2.0, self.number[0])
+
+    def write(self, number: int) -> None:
+        self.number = (-0.0, 1)
+
+
+# Of Python's own, with data that lie in C.
+
+
+class TimeDelta(Attribute):
+    def __init__(self) -> None:
+        self.number = datetime.timedelta(seconds=2)
+
+    def read(self) -> Any:
+        return self.number.total_seconds()
+
+    def write(self, number: int) -> None:
+        self.number = datetime.timedelta(seconds=number)
+
+
+class PathOfLength(Attribute):
+    def __init__(self) -> None:
+        self.number = pathlib.PurePosixPath("ab")
+
+    def read(self) -> Any:
+        return len(self.number.name)
+
+    def write(self, number: int) -> None:
+        self.number = pathlib.PurePosixPath("a" * number)
+
+
+class Pattern(Attribute):
+    def __init__(self) -> None:
+        self.number = re.compile("a{2}")
+
+    def read(self) -> Any:
+        return len(self.number.match("a" * 10).group(0))
+
+    def write(self, number: int) -> None:
+        self.number = re.compile(f"a{{{number}}}")
+
+
+class Bytearray(Attribute):
+    def __init__(self) -> None:
+        self.number = bytearray(b"2")
+
+    def read(self) -> Any:
+        return int(self.number[0]) - 48
+
+    def write(self, number: int) -> None:
+        self.number[0] = 48 + number
+
+
+class TextKind(str):
+    """A str of a class of its own."""
+
+
+class TextSubclass(Attribute):
+    def __init__(self) -> None:
+        self.number = TextKind("ab")
+
+    def read(self) -> Any:
+        return len(self.number)
+
+    def write(self, number: int) -> None:
+        self.number = TextKind("a" * number)
+
+
+class FloatKind(float):
+    """A float of a class of its own."""
+
+
+class FloatSubclass(Attribute):
+    def __init__(self) -> None:
+        self.number = FloatKind(2)
+
+    def read(self) -> Any:
+        return float(self.number)
+
+    def write(self, number: int) -> None:
+        self.number = FloatKind(number)
+
+
+class ViewOfDict(Place):
+    def __init__(self) -> None:
+        self.numbers = {"a": 2}
+        self.view = self.numbers.values()
+
+    def read(self) -> Any:
+        return sum(self.view)
+
+    def write(self, number: int) -> None:
+        self.numbers["a"] = number
+
+
+class Picky:
+    """Raises KeyError for what it has not, as many a configuration does."""
+
+    def __init__(self) -> None:
+        self.__dict__["held"] = {"number": 2}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["held"][name]
+
+
+class RaisingGetAttr(Place):
+    def __init__(self) -> None:
+        self.settings = Picky()
+
+    def read(self) -> Any:
+        return self.settings.number
+
+    def write(self, number: int) -> None:
+        self.settings.held["number"] = number
+
+
+class OneBase:
+    number = 2
+
+
+class OtherBase:
+    number = 3
+
+
+class WithBases(OneBase):
+    pass
+
+
+class BasesOfClass(Place):
+    def __init__(self) -> None:
+        self.settings = WithBases()
+
+    def read(self) -> Any:
+        return self.settings.number
+
+    def write(self, number: int) -> None:
+        OtherBase.number = number
+        WithBases.__bases__ = (OtherBase,)

@@ -371,6 +371,38 @@ class Environment(Place):
         os.environ.pop("FCKPT_TEST_NUMBER", None)
 
 
+class EnvironmentByFunction(Environment):
+    def read(self) -> Any:
+        return int(os.getenv("FCKPT_TEST_NUMBER", "2"))
+
+
+class NameOfBuiltin(Place):
+    """A global that stands before a built-in one."""
+
+    def read(self) -> Any:
+        return max(1, 2)
+
+    def write(self, number: int) -> None:
+        globals()["max"] = lambda *args: number
+
+
+class NameOfBuiltinInHelper(Place):
+    def read(self) -> Any:
+        return negated(-2)
+
+    def write(self, number: int) -> None:
+        globals()["abs"] = lambda x: number
+
+
+def negated(x: int) -> int:
+    return abs(x)
+
+
+class GlobalByName(Global):
+    def read(self) -> Any:
+        return globals()["NUMBER"]
+
+
 class TensorAttribute(Place):
     def __init__(self) -> None:
         self.tensor: Any = torch.ones(())

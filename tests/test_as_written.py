@@ -108,6 +108,8 @@ def test_dropout_of_other_layouts_draws_the_mask_of_the_plain_function(policy: A
 SHARED: dict[str, Callable[[Tensor], Any]] = {
     "slice": lambda x: (lambda h: (h, h[:2]))((x @ W).sin()),
     "views": lambda x: (lambda h: (h.t(), h[:2]))((x @ W).sin()),
+    "a view first": lambda x: (lambda h: (h[0], h))((x @ W).sin()),
+    "a view between": lambda x: (lambda h: (h.t(), h, h[:2]))((x @ W).sin()),
     "chunk": lambda x: (x @ W).sin().chunk(2),
     "unbind": lambda x: (x @ W).sin().unbind(0),
     "detached": lambda x: (lambda h: (h, h.detach()[:2]))((x @ W).sin()),
@@ -223,3 +225,29 @@ def test_a_tensor_that_a_trace_left_behind_raises() -> None:
         if type(tensor) is not Tensor:
             with pytest.raises(fckpt.TraceError, match="left behind"):
                 tensor + 1
+
+
+class Rebound(nn.Module):
+    """Puts other memory into its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data = self.mean.data + 1
+        return x.sin().exp().sum() * self.mean[0]
+
+
+@pytest.mark.parametrize("fn", [
+    Rebound(),
+    lambda x: (x.exp() * (1 if GRADED.grad is None else 2) * torch.rand(2, generator=GENERATOR)[0]).sin(),
+    lambda x: (setattr(GRADED, "grad", None), x.exp().sin() * torch.rand(2, generator=GENERATOR)[0])[1],
+])  # fmt: skip
+def test_what_no_trace_shows_of_a_tensor_is_refused(fn: Any) -> None:
+    with pytest.raises(fckpt.TraceError, match=r"puts other memory|`\.grad`"):
+        fckpt.remat(fn, budget=1.0)(X.clone().requires_grad_())
+
+
+GRADED = torch.ones(2, requires_grad=True)
+GENERATOR = torch.Generator()

@@ -17,6 +17,7 @@ __all__ = [
     "capture",
     "has_function_modes",
     "interfering_mode",
+    "put_back",
     "restored",
     "unobserved",
     "without_modes",
@@ -134,6 +135,14 @@ def restored(then: Ambient) -> Iterator[None]:
             yield
         finally:
             _set_flags(now)
+
+
+def put_back(then: Ambient) -> None:
+    """Restores the process-wide settings of `then`. Autocast and the default device belong to a thread, and are not
+    restored.
+    """
+    if capture()[2:] != then[2:]:
+        _set_flags(then)
 
 
 def _set_flags(ambient: Ambient) -> None:

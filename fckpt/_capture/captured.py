@@ -45,6 +45,7 @@ from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.classes import ClassFacts, classes_of, patched_methods
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.graphs import FlatGraph
+from fckpt._capture.shadows import BuiltinNames, shadows_guarded
 from fckpt._capture.sources import Names
 from fckpt._capture.undecomposed import undecomposed
 from fckpt._capture.wrapped import WrappedTensors, name_of, without_tensors
@@ -147,7 +148,11 @@ class Captured:
         self._guards = guards
         graph_guards = output.graph_capture_output.output_graph
         classes = [cls for guard in graph_guards.guards for cls in classes_of(guard)]
+        if torch.jit.ScriptFunction in classes:
+            raise CaptureError("the function calls TorchScript, which differentiates by formulas of its own")
         self._classes = ClassFacts(classes, output.graph_capture_output.traced_code)
+        self.builtins = BuiltinNames()
+        """The built-in names that the function's code found."""
         self.keywords: tuple[str, ...] = ()
         """The keyword arguments, whose order a function may read and no guard looks at."""
         self.inputs: tuple[Input, ...] = ()
@@ -173,7 +178,7 @@ class Captured:
         _, function, this = self._entry.taken(fn)
         scope = {"fn": function, "this": this, "args": args, "kwargs": kwargs}
         known = self.keywords == tuple(kwargs) and self._guards.check(scope) and self._classes.hold()
-        return known and (self._wrapped is None or self._wrapped.same(scope))
+        return known and self.builtins.hold() and (self._wrapped is None or self._wrapped.same(scope))
 
     def guard_wrapped(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Guards how the tensors look to the function in this call, wrapped as they are."""
@@ -187,10 +192,8 @@ class Captured:
         found = self._guards.check_verbose({"fn": function, "this": this, "args": args, "kwargs": kwargs})
         if self.keywords != tuple(kwargs):
             return f"the keyword arguments were {', '.join(self.keywords)}, and are {', '.join(kwargs)}"
-        if found.result and self._classes.hold():
-            return "the layout of a tensor"
         if found.result:
-            return self._classes.changed()
+            return self._classes.changed() or self.builtins.changed() or "the layout of a tensor"
         return "; ".join(_explained(part) for part in found.verbose_code_parts)
 
     def bound(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphFunction:
@@ -265,12 +268,12 @@ def capture(entry: Entry, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """
     taken = entry.taken(fn)
     try:
-        output, guards, names = _captured(taken, args, kwargs, below, dynamic=True)
+        output, guards, names, builtin_names = _captured(taken, args, kwargs, below, dynamic=True)
     except CaptureError:
         # Numbers that have changed are taken for numbers that will change again, which not all code stands.
-        output, guards, names = _captured(taken, args, kwargs, below, dynamic=False)
+        output, guards, names, builtin_names = _captured(taken, args, kwargs, below, dynamic=False)
     captured = Captured(entry, taken, (args, kwargs), output, guards, below)
-    captured.keywords, captured._names = tuple(kwargs), names
+    captured.keywords, captured._names, captured.builtins = tuple(kwargs), names, builtin_names
     patched = patched_methods(output.graph_capture_output.traced_code)
     if patched:
         raise CaptureError(f"Tensor.{patched[0]} was replaced by another function")
@@ -280,17 +283,19 @@ def capture(entry: Entry, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _captured(
     taken: tuple[Any, Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], below: bool, *, dynamic: bool
-) -> tuple[Any, Any, list[str]]:
-    """Returns what Dynamo makes of a call, the guards, and the tensors that these leave out below levels."""
+) -> tuple[Any, Any, list[str], BuiltinNames]:
+    """Returns what Dynamo makes of a call, the guards, the tensors that these leave out below levels, and what else is
+    to be guarded.
+    """
     names: list[str] = []
     try:
-        with _settings(dynamic) as modes, marks.capturing():
+        with shadows_guarded() as builtin_names, _settings(dynamic) as modes, marks.capturing():
             output = convert_frame.fullgraph_capture(taken[0], (taken[1], taken[2], args, kwargs))
             filtered = functools.partial(without_tensors, names=names)
             hooks = Hooks(guard_filter_fn=filtered) if below else Hooks()
             with _function_modes(modes):
                 guards = output.graph_capture_output.build_guards(taken[0].__code__, hooks=hooks).guard_manager
-                return output, guards, names
+                return output, guards, names, builtin_names
     except TorchDynamoException as error:
         raise CaptureError(_reason(error)) from error
     except Exception as error:

@@ -9,13 +9,15 @@ stale plan. Captured functions have narrower guards, and faster ones (`_capture`
 
 from __future__ import annotations
 
+import builtins
 import functools
 import os
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fckpt._call.closure import Unguarded, global_names, is_library, is_user_class
+from fckpt._call.closure import global_names
+from fckpt._call.facts import Unguarded, attribute, is_library, is_user_class
 from fckpt._call.modules import facts_of
 from fckpt._capture.classes import ClassFacts
 
@@ -61,6 +63,7 @@ class Reads:
         return Guards(self)
 
 
+_BUILTINS = vars(builtins)
 _LOOKUP = type(os.environ).__getitem__.__code__
 
 
@@ -69,13 +72,14 @@ def _globals(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[Any]:
         yield from (scope[name] for name in global_names(code) if name in scope)
 
 
-def _functions_of_modules(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """What code may call of the modules that are imported where it stands: `F.relu`, `math.sqrt`."""
+def _functions_of_modules(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+    """What code may call of the modules that are imported where it stands, `F.relu` say, and what is built in."""
     for code, scope in codes.items():
         names = global_names(code)
         for held in [scope[name] for name in names if type(scope.get(name)) is types.ModuleType]:
             found = vars(held)
             yield from ((found, name, found[name]) for name in names if callable(found.get(name)))
+        yield from ((_BUILTINS, name, _BUILTINS[name]) for name in names if name not in scope and name in _BUILTINS)
 
 
 class Guards:
@@ -86,6 +90,7 @@ class Guards:
         self._scopes = list(reads.codes.items())
         self._called = list(_called(reads))
         self._attributes = list(_functions_of_modules(reads.codes))
+        self._bases = [(cls, cls.__mro__) for cls in reads.classes.values()]
         self._caches = [(c, c.cache_info().misses) for c in _caches(reads)]
         self._facts = facts_of(self._called, self._scopes)
         self.unguarded = next((fact for fact in self._facts if isinstance(fact, Unguarded)), None)
@@ -101,6 +106,9 @@ class Guards:
         """Says what differs; empty if nothing does."""
         if not self._classes.hold():
             return self._classes.changed()
+        for cls, bases in self._bases:
+            if cls.__mro__ != bases:
+                return f"{cls.__qualname__} has other base classes"
         for held, name, value in self._attributes:
             if held.get(name) is not value:
                 return f"{held.get('__name__', 'a module')}.{name} is another function"
@@ -130,9 +138,7 @@ def _called(reads: Reads) -> Iterator[Any]:
 
 
 def _functions_in(value: Any) -> Iterator[types.FunctionType]:
-    parts = (
-        value, getattr(value, "__func__", None), getattr(value, "func", None), getattr(value, "__wrapped__", None)
-    )  # fmt: skip
+    parts = (value, *(attribute(value, name) for name in ("__func__", "func", "__wrapped__")))
     if isinstance(value, property):
         parts = (value.fget, value.fset, value.fdel, None)
     for part in parts:

@@ -17,8 +17,9 @@ import torch
 from fckpt import solve
 from fckpt._call import ambient
 from fckpt._call.arguments import Arguments, outlived
-from fckpt._call.closure import Snapshot, Unguarded
+from fckpt._call.closure import Snapshot
 from fckpt._call.conditions import Observation
+from fckpt._call.facts import SCRIPT, Unguarded
 from fckpt._call.levels import below_all, is_wrapped, transforms_active, unseen, unwrapped
 from fckpt._call.places import Slot, placed, replaced, tensors_in
 from fckpt._call.rng import RandomState
@@ -290,6 +291,8 @@ class Planner:
     ) -> Programs:
         """Returns the programs for a call that Dynamo cannot capture: the function's Python code is traced."""
         unguarded = next((fact for fact in observation.facts if isinstance(fact, Unguarded)), None)
+        if any(part.scripted for part in observation.parts):
+            unguarded = Unguarded(SCRIPT)
         if unguarded is not None:
             raise _unguarded(unguarded)
         key = (arguments.signature(), tuple(layouts), reached.order, observation.ambient, observation.settings())

@@ -43,7 +43,7 @@ def apart(
         if owner is None:
             base, found = _of_one_another(members, results, recorder)
             if base is not None:
-                bases[members[0]] = base
+                bases[_place(base, members, results)] = base
             views |= found
         elif owner < count:
             views |= _of(operands[owner], ("in", owner), members, results, recorder) or {}
@@ -78,8 +78,14 @@ def _of_one_another(
     bases = [t._base if t._is_view() and t._base is not None else t for t in tracked]
     if not bases or any(base is not bases[0] for base in bases):
         return None, {}
-    found = _of(bases[0], ("out", members[0]), members, results, recorder) or {}
+    source = ("out", _place(bases[0], members, results))
+    found = _of(bases[0], source, members, results, recorder) or {}
     # One view of something that nobody else sees is as good as a tensor of its own, if it may be written.
     calls = [view.op for rebuilt in found.values() for view in rebuilt.steps]
     several = any(isinstance(op._schema.returns[0].type, torch.ListType) for op in calls)
     return (bases[0], found) if found and (len(members) > 1 or several) else (None, {})
+
+
+def _place(base: torch.Tensor, members: Sequence[int], results: Sequence[torch.Tensor]) -> int:
+    """Which output a plan computes for a group: the base, if it is returned itself, or else the first of its views."""
+    return next((i for i in members if results[i] is base), members[0])

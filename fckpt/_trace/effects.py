@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import datetime
 import functools
 import gc
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fckpt._call.facts import is_library
 from fckpt._call.modules import storage_of
 from fckpt._capture.reads import Reads
 from fckpt._capture.sources import current
@@ -40,6 +43,22 @@ _IMPURE = {
     **{f: "reads a clock" for f in _CLOCKS if callable(f) and not isinstance(f, type)},
 }
 
+_ASKS = {
+    os.getpid: "asks for its process",
+    os.getcwd: "asks for the working directory",
+    os.listdir: "looks at files",
+    os.scandir: "looks at files",
+    os.stat: "looks at files",
+    builtins.globals: "looks up its globals by name",
+    datetime.datetime.now: "reads a clock",
+    datetime.datetime.utcnow: "reads a clock",
+    datetime.date.today: "reads a clock",
+    torch.get_num_threads: "asks for the number of threads",
+    torch.get_num_interop_threads: "asks for the number of threads",
+    threading.get_ident: "asks for its thread",
+}
+"""What a library may ask for its own purposes, and the user's code may not."""
+
 
 @contextlib.contextmanager
 def impure_calls_refused(reads: Reads) -> Iterator[None]:
@@ -53,8 +72,8 @@ def impure_calls_refused(reads: Reads) -> Iterator[None]:
     def look(frame: Any, event: str, argument: Any) -> None:
         if event == "call":
             reads.note(frame)
-        elif event == "c_call" and not found and _is_impure(argument) and _is_from_user(frame):
-            found.append(f"{current()}: the function {_IMPURE[argument]} here (`{argument.__name__}`)")
+        elif event == "c_call" and not found and (does := _impure(argument, frame)):
+            found.append(f"{current()}: the function {does} here (`{argument.__name__}`)")
 
     # A collection runs functions of others (`gc.callbacks`, which hypothesis has, or a monitor): not the traced one's.
     collects = gc.isenabled()
@@ -73,11 +92,15 @@ def impure_calls_refused(reads: Reads) -> Iterator[None]:
         )
 
 
-def _is_impure(called: Any) -> bool:
+def _impure(called: Any, frame: Any) -> str:
+    """Says what is wrong with a call from a frame; empty if nothing is."""
     try:
-        return called in _IMPURE
+        does, asks = _IMPURE.get(called, ""), _ASKS.get(called, "")
     except TypeError:  # it cannot be hashed
-        return False
+        return ""
+    if asks and is_library(str(frame.f_globals.get("__name__", ""))):
+        return ""
+    return (does or asks) if (does or asks) and _is_from_user(frame) else ""
 
 
 def _is_from_user(frame: Any) -> bool:

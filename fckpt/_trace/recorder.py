@@ -47,6 +47,28 @@ class Stand(torch.Tensor):
             f"into a cache, a list or an attribute. It has no data. Clear that, and return tensors instead. {WAY_OUT}"
         )
 
+    @property
+    def grad(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        raise TraceError(
+            f"{current()}: the function reads `.grad` of a tensor, which changes from call to call. Pass it as an "
+            f"argument. {WAY_OUT}"
+        )
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        raise TraceError(f"{current()}: the function sets `.grad` of a tensor, which no plan would do. {WAY_OUT}")
+
+    @property
+    def data(self) -> Any:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise TraceError(
+            f"{current()}: the function puts other memory into a tensor (`tensor.data = ...`), which no plan would "
+            f"do. Write into it instead (`tensor.copy_(...)`), or assign a new tensor to its place. {WAY_OUT}"
+        )
+
     def __repr__(self, *args: Any, **kwargs: Any) -> str:
         return f"<a tensor of a trace, {self.dtype}{list(self.shape)}>"
 

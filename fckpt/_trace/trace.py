@@ -44,6 +44,7 @@ from fckpt.policies.named import names_recorded
 
 __all__ = [
     "Call",
+    "HigherOrderError",
     "Layout",
     "Ref",
     "TensorSpec",
@@ -146,7 +147,11 @@ def _traced(
             if not graph:
                 for tensor, operand in zip(tensors, operands, strict=True):
                     vars(operand).update(vars(tensor))
-            with contextlib.nullcontext() if graph else impure_calls_refused(reads):
+            with contextlib.ExitStack() as python:
+                if not graph:
+                    # What is compiled inside runs uncompiled: torch would remember for good that it failed here.
+                    python.enter_context(torch.compiler.set_stance("force_eager"))
+                    python.enter_context(impure_calls_refused(reads))
                 result = fn(*args, **kwargs)
             _check_places(closed, before, recorder)
         finished = _Finished(result, operands, numbers, layouts, count, recorder, levels)
@@ -332,6 +337,10 @@ _NO_DATA = (
 )
 
 
+class HigherOrderError(TraceError):
+    """The function uses an operator that takes functions: nothing can be traced, in whatever way."""
+
+
 @contextlib.contextmanager
 def _user_errors() -> Iterator[None]:
     """Turns what fake tensors cannot answer into an error that names the user's line."""
@@ -339,6 +348,13 @@ def _user_errors() -> Iterator[None]:
         yield
     except Exception as error:
         kind = type(error).__name__
+        if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
+            name = str(error).partition("HigherOrderOperator ")[2].partition(" ")[0] or "an operator"
+            raise HigherOrderError(
+                f"{_line_of(error)}: the function uses `{name}` of torch's, which takes functions as arguments. A plan "
+                "cannot tell which operations it will run. Write the branch or the loop in Python, or put the budget "
+                f"around a part without it. {WAY_OUT}"
+            ) from error
         hidden = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_DATA)
         if not hidden and not any(word in kind for word in ("DataDependent", "DynamicOutputShape", "UnsupportedFake")):
             raise

@@ -1,7 +1,8 @@
-"""Computation graphs, schedules of them, and the simulator that judges schedules. No torch."""
+"""Computation graphs, schedules, and the simulator that computes a schedule's peak and time. Independent of torch."""
 
 from __future__ import annotations
 
+from fckpt.graph.graph import DECISIONS as DECISIONS
 from fckpt.graph.graph import Graph as Graph
 from fckpt.graph.graph import Node as Node
 from fckpt.graph.graph import Value as Value
@@ -12,4 +13,4 @@ from fckpt.graph.schedule import schedule_of as schedule_of
 from fckpt.graph.simulation import Timeline as Timeline
 from fckpt.graph.simulation import simulate as simulate
 
-__all__ = ["Compute", "Free", "Graph", "Node", "Schedule", "Timeline", "Value", "schedule_of", "simulate"]
+__all__ = ["DECISIONS", "Compute", "Free", "Graph", "Node", "Schedule", "Timeline", "Value", "schedule_of", "simulate"]

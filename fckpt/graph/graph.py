@@ -1,13 +1,13 @@
-"""The computation graph of one training step: operations, and the blocks of memory that they make and read.
+"""The computation graph of one training step: operations (nodes) and the storages that they read and make (values).
 
-A `Value` is a storage, what the allocator holds as one block. Views of it are not nodes: they cost nothing, and
-live and die with their base. A `Node` is an operation that makes storages. Ids are positions, and nodes stand in
-the order in which the program ran them: first the forward pass, then the backward pass. No torch in here, so that
-a graph can be solved and looked at anywhere.
+A `Value` is a storage: one block of the allocator. Views are not nodes: a view costs nothing, and lives and dies with
+its base. A `Node` is an operation that makes storages. An id is a position in a tuple, and nodes are in program order:
+first the forward pass, then the backward pass. Graphs are independent of torch, and can be solved and inspected without
+it.
 
-The representation of operations and storages is that of Rockmate (X. Zhao, T. Le Hellard, L. Eyraud-Dubois,
-J. Gusak, O. Beaumont, "Rockmate: an efficient, fast, automatic and generic tool for re-materialization in PyTorch",
-2023, https://proceedings.mlr.press/v202/zhao23b.html), with views contracted.
+The representation of operations and storages follows Rockmate (X. Zhao, T. Le Hellard, L. Eyraud-Dubois, J. Gusak, O.
+Beaumont, "Rockmate: an efficient, fast, automatic and generic tool for re-materialization in PyTorch", 2023,
+https://proceedings.mlr.press/v202/zhao23b.html), with views contracted into their bases.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ __all__ = ["DECISIONS", "Graph", "Node", "Value", "checked"]
 
 FORMAT = 3
 FORMATS = (2, 3)
-"""Format 2 did not have `Node.module`, `in_place`, `writes`, `arguments`, `accumulates`, and `Value.held_to`."""
+"""Format 2 lacks `Node.module`, `in_place`, `writes`, `arguments`, `accumulates` and `Value.held_to`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A storage."""
+    """A storage: one block of the allocator's memory."""
 
     id: int
     nbytes: int
-    """What the allocator holds for it."""
+    """The size that the allocator reserves."""
     producer: int | None
-    """The node that makes it; None for inputs and cotangents."""
+    """The id of the node that makes the value; None for inputs and cotangents."""
     origin: str = ""
-    """Where it comes from: `params['w']`, or an operation."""
+    """A readable name: `params['w']`, or the operation that makes the value."""
     names: tuple[str, ...] = ()
-    """What `checkpoint_name` calls it."""
+    """The names given by `checkpoint_name`."""
     shape: tuple[int, ...] = ()
     dtype: str = ""
     decision: str = ""
-    """What a policy says of keeping it from the forward to the backward pass: one of `DECISIONS`, or nothing."""
+    """The policy's decision about saving the value for the backward pass: one of `DECISIONS`, or empty."""
     held_to: int | None = None
-    """The last node at whose run the plain function holds it; None if that is its last reader."""
+    """The last node during which the plain function holds the value; None if that node is the last reader."""
 
 
 DECISIONS = ("must_save", "prefer_save", "prefer_recompute", "must_recompute")
@@ -58,99 +58,113 @@ class Node:
 
     id: int
     op: str
-    """`aten.mm.default`, say."""
+    """For example `aten.mm.default`."""
     inputs: tuple[int, ...]
-    """The values that it reads, each once."""
+    """The values that the node reads, each listed once."""
     outputs: tuple[int, ...]
-    """The values that it makes."""
+    """The values that the node makes."""
     backward: bool = False
-    """Whether it needs a cotangent, directly or through others, and so cannot run before the backward pass."""
+    """Whether the node depends on a cotangent, directly or indirectly, and so cannot run before the backward pass."""
     random: bool = False
-    """Whether it draws random numbers: nodes that do keep their order, and are replayed from a generator state."""
+    """Whether the node draws random numbers. Random nodes keep their order, and are replayed from a saved generator
+    state."""
     once: bool = False
-    """Whether it must run exactly once, in the forward pass."""
+    """Whether the node must run exactly once, in the forward pass."""
     seconds: float = 0.0
     flops: int = 0
     temporary_nbytes: int = 0
-    """What it allocates while it runs, besides its outputs."""
+    """The memory that the node allocates while it runs, in addition to its outputs."""
     source: str = ""
-    """The user's line, `model.py:12 (forward)`."""
+    """The line of the user's program: `model.py:12 (forward)`."""
     module: str = ""
-    """The path of the module that ran it, `encoder.layer.3.mlp`."""
+    """The path of the module that ran the node: `encoder.layer.3.mlp`."""
     overwrites: tuple[int, ...] = ()
-    """Inputs over which it may write its one output, if this is their last use; the first of those that die is."""
+    """Inputs over which the node may write its only output, if the node is the input's last use. The first input in
+    this tuple that dies at the node is overwritten."""
     in_place: bool = False
-    """Whether it writes over `overwrites` in the plain function too. Where that is not their last use, it writes to a
-    copy."""
+    """Whether the plain function also writes over `overwrites`. If the node is not the input's last use, a plan writes
+    to a copy."""
     writes: tuple[int, ...] = ()
-    """Values whose memory its first run writes over, as the caller sees: nothing may read them after that. They are
-    inputs of the graph, or what an earlier node made of one in the same way."""
+    """Values whose memory the node's first run overwrites, visibly to the caller; nothing may read these values
+    afterwards. Each is an input of the graph, or was made from such an input by an earlier node in the same way."""
     arguments: str = ""
-    """What the memory that it takes depends on besides: `self=%0=float32[2,3](3,1), dim=[1]`."""
+    """Everything else on which the node's memory use depends: `self=%0=float32[2,3](3,1), dim=[1]`."""
     accumulates: tuple[int, ...] = ()
-    """Inputs over which autograd's engine writes its output, if this is their last use: it adds a gradient to them."""
+    """Inputs over which autograd's engine writes the output, if the node is the input's last use: the engine adds a
+    gradient to the input in place."""
 
     @property
     def place(self) -> str:
-        """Where it stands in the user's program: ` in encoder.layer.3.mlp at model.py:12`; nothing if unknown."""
+        """The position in the user's program: ` in encoder.layer.3.mlp at model.py:12`; empty if unknown."""
         line = self.source.partition(" ")[0] if self.module else self.source
         return (f" in {self.module}" if self.module else "") + (f" at {line}" if line else "")
 
     def overwritten(self, freed: Collection[int]) -> int | None:
-        """The input over which it writes its output, where `freed` are the values that go right after it."""
+        """Returns the input over which the node writes its output, given the values freed directly after the node."""
         return next((v for v in self.overwrites if v in freed), None)
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in program order, values, and who holds which of them."""
+    """Nodes in program order, their values, and which values must be held, when, and by whom."""
 
     nodes: tuple[Node, ...]
     values: tuple[Value, ...]
     inputs: tuple[int, ...]
-    """Values that the caller holds throughout, arguments and constants: their bytes are not counted."""
+    """Values that the caller holds throughout: arguments and constants. Their bytes are not counted."""
     cotangents: tuple[int, ...]
-    """Values that come with the backward pass and are held to its end."""
+    """Values that arrive with the backward pass and are held until its end."""
     outputs: tuple[int, ...]
-    """Values that the forward pass makes and that are held to the end of the backward pass."""
+    """Values that the forward pass makes and that are held until the end of the backward pass."""
     gradients: tuple[int, ...]
     """Values that the backward pass makes and that are held at its end."""
     boundary: int
-    """`nodes[:boundary]` are the forward pass as it ran, the rest the backward pass."""
+    """`nodes[:boundary]` is the forward pass as recorded; the other nodes are the backward pass."""
 
     def __post_init__(self) -> None:
         made = set(self.inputs) | set(self.cotangents)
         late = set(self.cotangents)
         gone: set[int] = set()
         for i, node in enumerate(self.nodes):
+            name = f"node {i} ({node.op})"
             _require(node.id == i, f"node {i} has the id {node.id}")
-            _require(made.issuperset(node.inputs), f"node {i} ({node.op}) reads a value before it is made")
-            _require(not made.intersection(node.outputs), f"node {i} ({node.op}) makes a value again")
+            _require(made.issuperset(node.inputs), f"{name} reads a value before it is made")
+            _require(not made.intersection(node.outputs), f"{name} makes a value that exists already")
             _require(all(self.values[v].producer == i for v in node.outputs), f"a producer is not node {i}")
             if node.overwrites:
                 whole = len(node.outputs) == 1 and set(node.inputs).issuperset(node.overwrites) and not node.once
                 sizes = {self.values[v].nbytes for v in (*node.overwrites, *node.outputs)}
-                _require(whole and len(sizes) == 1, f"node {i} ({node.op}) overwrites what it cannot")
-            _require(set(node.accumulates).issubset(node.inputs), f"node {i} ({node.op}) adds to what it does not read")
+                _require(whole and len(sizes) == 1, f"{name} overwrites a value that it may not overwrite")
+            _require(
+                set(node.accumulates).issubset(node.inputs),
+                f"{name} accumulates into a value that it does not read",
+            )
             _require(node.backward == (not late.isdisjoint(node.inputs)), f"node {i}: the flag `backward` is wrong")
-            _require(gone.isdisjoint((*node.inputs, *node.writes)), f"node {i} ({node.op}) reads what was written over")
+            _require(
+                gone.isdisjoint((*node.inputs, *node.writes)),
+                f"{name} reads a value that was overwritten",
+            )
             if node.writes:
                 _require(
-                    made.issuperset(node.writes) and not node.backward, f"node {i} ({node.op}) writes what it cannot"
+                    made.issuperset(node.writes) and not node.backward,
+                    f"{name} writes to a value that it may not write",
                 )
                 gone.update(node.writes)
             if node.backward:
                 _require(i >= self.boundary and not node.once, f"node {i} cannot be in the forward pass")
                 late.update(node.outputs)
             made.update(node.outputs)
-        _require(all(v.id == i and v.nbytes >= 0 for i, v in enumerate(self.values)), "values are not numbered")
-        _require(made == set(range(len(self.values))), "there are values that nothing makes")
+        _require(
+            all(v.id == i and v.nbytes >= 0 for i, v in enumerate(self.values)),
+            "values are not numbered",
+        )
+        _require(made == set(range(len(self.values))), "some values have no producer and are not inputs or cotangents")
         _require(late.isdisjoint(self.outputs), "an output needs a cotangent")
-        _require(gone.isdisjoint((*self.outputs, *self.gradients)), "a result was written over")
+        _require(gone.isdisjoint((*self.outputs, *self.gradients)), "an output or a gradient was overwritten")
 
     @functools.cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """By value: the nodes that read it, in order."""
+        """By value: the nodes that read it, in program order."""
         found: list[list[int]] = [[] for _ in self.values]
         for node in self.nodes:
             for value in node.inputs:
@@ -159,64 +173,68 @@ class Graph:
 
     @functools.cached_property
     def held(self) -> frozenset[int]:
-        """Values that are never counted or freed in favour of recomputing: inputs and cotangents."""
+        """Inputs and cotangents: values that are never freed by a schedule."""
         return frozenset(self.inputs) | frozenset(self.cotangents)
 
     @functools.cached_property
     def plain(self) -> Graph:
-        """The same computation with nothing written over an operand, but where the user wrote it so."""
+        """The same computation without overwriting an operand, except where the user's program does so."""
         nodes = (n if n.in_place else dataclasses.replace(n, overwrites=()) for n in self.nodes)
         return dataclasses.replace(self, nodes=tuple(nodes))
 
     @functools.cached_property
     def eager(self) -> Graph:
-        """The same computation as autograd runs it: it writes over an operand where the user wrote it so, and where it
-        adds up gradients.
+        """The same computation as autograd runs it.
+
+        An operand is overwritten where the user's program does so, and where autograd accumulates gradients.
         """
         nodes = (n if n.in_place else dataclasses.replace(n, overwrites=n.accumulates) for n in self.nodes)
         return dataclasses.replace(self, nodes=tuple(nodes))
 
     @functools.cached_property
     def seconds(self) -> float:
-        """The time of one step that recomputes nothing."""
+        """The time of one step without recomputation."""
         return sum(node.seconds for node in self.nodes)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the graph as plain data."""
+        """Returns the graph as plain data that `json` can write."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
     @staticmethod
     def from_json(data: dict[str, Any] | str) -> Graph:
-        """Reads what `to_json` wrote (or its text).
+        """Returns the graph that `to_json` wrote, from its data or its text.
 
         Raises:
-            ArgumentValueError: it is no graph, or one of another format.
+            ArgumentValueError: the data is not a graph, or has an unknown format.
         """
         try:
             read: dict[str, Any] = json.loads(data) if isinstance(data, str) else data
-            _require(read["format"] in FORMATS, f"the format is {read['format']!r}, not {FORMAT}")
+            _require(read["format"] in FORMATS, f"the format is {read['format']!r}; this version reads {FORMATS}")
             nodes = tuple(_part(Node, node, _NODE) for node in read["nodes"])
             values = tuple(_part(Value, value, _VALUE) for value in read["values"])
             ends = [_ints(read[k], k) for k in ("inputs", "cotangents", "outputs", "gradients")]
             graph = Graph(nodes, values, *ends, boundary=checked(read["boundary"], "boundary", int))
             graph.check_ends()
         except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
-            raise ArgumentValueError(f"this is no graph of fckpt: {error!r}.") from error
+            raise ArgumentValueError(f"the data is not a graph written by fckpt: {error!r}.") from error
         except RecursionError as error:
-            raise ArgumentValueError("this is no graph of fckpt: it is nested too deeply.") from error
+            raise ArgumentValueError("the data is not a graph written by fckpt: it is nested too deeply.") from error
         return graph
 
     def check_ends(self) -> None:
-        """Raises `ArgumentValueError` if what goes in and comes out, or a lifetime, makes no sense."""
+        """Raises `ArgumentValueError` if inputs, outputs, cotangents, gradients or lifetimes are inconsistent."""
         count, size = len(self.nodes), len(self.values)
         _require(self.boundary <= count, f"the boundary is {self.boundary}, of {count} nodes")
         for name in ("inputs", "cotangents", "outputs", "gradients"):
             ids = getattr(self, name)
-            _require(all(v < size for v in ids) and len(set(ids)) == len(ids), f"{name} are no values of it")
+            _require(
+                all(v < size for v in ids) and len(set(ids)) == len(ids),
+                f"`{name}` has unknown or repeated ids",
+            )
         for node in self.nodes:
             _require(len(set(node.inputs)) == len(node.inputs), f"node {node.id} reads a value twice")
             over = [*node.overwrites, *node.accumulates]
-            _require(self.held.isdisjoint(over), f"node {node.id} overwrites what the caller holds")
+            _require(self.held.isdisjoint(over), f"node {node.id} overwrites a value that the caller holds")
         for value in self.values:
             last = max((value.producer or 0, *self.consumers[value.id][-1:]))
             _require(
@@ -226,12 +244,12 @@ class Graph:
 
 
 def _ints(value: Any, name: str) -> tuple[int, ...]:
-    _require(isinstance(value, (list, tuple)), f"{name} is no list: {value!r}")
+    _require(isinstance(value, (list, tuple)), f"{name} is not a list: {value!r}")
     return tuple(checked(item, name, int) for item in value)
 
 
 def _texts(value: Any, name: str) -> tuple[str, ...]:
-    _require(isinstance(value, (list, tuple)), f"{name} is no list: {value!r}")
+    _require(isinstance(value, (list, tuple)), f"{name} is not a list: {value!r}")
     return tuple(checked(item, name, str) for item in value)
 
 
@@ -241,16 +259,16 @@ def _decision(value: Any, name: str) -> str:
 
 
 def checked(value: Any, name: str, kind: type, *, positive: bool = False) -> Any:
-    """Returns a field of what was read, if it is of its type and, a number, neither negative nor infinite.
+    """Returns a field of parsed data after checking its type; numbers must be finite and not negative.
 
     Args:
-        value: the field.
-        name: what errors call it.
-        kind: `int`, `float` (which takes ints), `str` or `bool`.
-        positive: whether 0 is too little.
+        value: the field's value.
+        name: the name of the field in error messages.
+        kind: `int`, `float` (which also accepts ints), `str` or `bool`.
+        positive: whether 0 is refused as well.
 
     Raises:
-        ArgumentValueError: it is not.
+        ArgumentValueError: the value has another type or is out of range.
     """
     kinds = (int, float) if kind is float else kind
     _require(isinstance(value, kinds) and (kind is bool or not isinstance(value, bool)), f"{name} is {value!r}")
@@ -280,7 +298,7 @@ _VALUE = {
 
 
 def _part(kind: Any, fields: Any, checks: dict[str, Callable[[Any, str], Any]]) -> Any:
-    """A node or a value out of plain data."""
+    """Builds a `Node` or a `Value` from plain data."""
     _require(isinstance(fields, dict), f"a {kind.__name__.lower()} is {fields!r}")
     unknown = sorted(map(str, set(fields) - set(checks)))
     _require(not unknown, f"a {kind.__name__.lower()} has {', '.join(unknown)}")

@@ -1,4 +1,7 @@
-"""Whether two graphs are of the same computation, and where they part: a plan is used for the one it was made for."""
+"""Identity of graphs: a fingerprint of the computation, and the first difference between two graphs.
+
+A plan is used only for calls whose graph has the fingerprint of the plan's graph.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,13 @@ __all__ = ["difference", "fingerprint"]
 
 
 def fingerprint(graph: Graph, *, arguments: bool = True) -> str:
-    """Returns a hash of what a schedule depends on: operations with their arguments, dependencies, sizes; not times.
+    """Returns a hash of everything on which a schedule depends.
+
+    These are operations, their arguments, dependencies and sizes, but not times.
 
     Args:
         graph: the graph.
-        arguments: False to leave out those of operations, where the ranks of a mesh may differ.
+        arguments: whether arguments of operations count. The ranks of a mesh may differ in them.
     """
     parts = [(*_structure(n), n.arguments if arguments else "") for n in graph.nodes]
     sizes = [(v.nbytes, v.shape, v.dtype) for v in graph.values]
@@ -24,9 +29,9 @@ def fingerprint(graph: Graph, *, arguments: bool = True) -> str:
 
 
 def difference(plan: Graph, call: Graph) -> str | None:
-    """Says where the graph of a plan and that of a call part first; None if the plan fits.
+    """Describes the first difference between the graphs of a plan and of a call; None if the plan fits the call.
 
-    Bytes are not compared: those of a plan may be measured, those of a call's trace are computed.
+    Sizes in bytes are not compared: a plan's sizes may be measured, while the sizes in a call's trace are computed.
     """
     counts = len(plan.nodes), len(call.nodes)
     for ours, theirs in zip(plan.nodes, call.nodes, strict=False):
@@ -43,7 +48,7 @@ def difference(plan: Graph, call: Graph) -> str | None:
             text = [f"{v.dtype}{list(v.shape)}" for v in (ours, theirs)]
             return f"{theirs.origin or f'value {theirs.id}'} is {text[0]} in the plan, and {text[1]} here"
     if _ends(plan) != _ends(call) or len(plan.values) != len(call.values):
-        return "what goes in and comes out differs: which arguments are differentiated, or what is returned"
+        return "inputs or outputs differ: which arguments are differentiated, or what is returned"
     return None
 
 
@@ -64,7 +69,7 @@ def _placed(node: Node) -> str:
 
 
 def _operation(ours: Node, theirs: Node) -> str:
-    """How two operations of one kind differ, or nothing."""
+    """Describes how two operations of the same kind differ; empty if they do not."""
     if ours.arguments != theirs.arguments:
         given = dict(_split(ours.arguments)), dict(_split(theirs.arguments))
         for name in [*given[1], *given[0]]:
@@ -74,13 +79,13 @@ def _operation(ours: Node, theirs: Node) -> str:
     if _structure(ours)[1:3] != _structure(theirs)[1:3]:
         return "reads or makes other values than in the plan"
     if _structure(ours) != _structure(theirs):
-        return "runs at other times than in the plan: once or often, forward or backward"
+        return "runs at another time than in the plan: once or any number of times, forward or backward"
     missing = set(ours.overwrites).difference(theirs.overwrites)
-    return "may not write over its operands, as the plan has it do" if missing else ""
+    return "may not overwrite its operands, but does so in the plan" if missing else ""
 
 
 def _split(arguments: str) -> Iterator[tuple[str, str]]:
-    """The arguments of `Node.arguments` by name."""
+    """Yields the name and the text of each argument in `Node.arguments`."""
     depth, start = 0, 0
     for i, letter in enumerate([*arguments, ","]):
         depth += (letter in "([{") - (letter in ")]}")
@@ -91,6 +96,6 @@ def _split(arguments: str) -> Iterator[tuple[str, str]]:
 
 
 def _readable(text: str) -> str:
-    """A layout without its number: `float32[2,3](3,1)` for `%0=float32[2,3](3,1)`."""
+    """Returns a layout without the number of its storage: `float32[2,3](3,1)` for `%0=float32[2,3](3,1)`."""
     parts: Sequence[str] = text.split("%")
     return parts[0] + "".join(p.partition("=")[2] if "=" in p.partition(",")[0] else f"%{p}" for p in parts[1:])

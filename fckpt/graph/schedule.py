@@ -1,4 +1,4 @@
-"""What is computed and freed, in which order: the answer of a solver."""
+"""Schedules: which nodes are computed and which values are freed, in which order. A solver returns a schedule."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Compute", "Free", "Schedule", "plain_schedule", "schedule_of", "with
 
 
 class Compute(NamedTuple):
-    """Runs a node. Outputs of it that are live already stay, and their new copies are dropped."""
+    """Runs a node. If an output is already live, the live copy stays and the new copy is dropped."""
 
     node: int
 
 
 class Free(NamedTuple):
-    """Lets a value go."""
+    """Frees a value."""
 
     value: int
 
@@ -29,7 +29,7 @@ Step = Compute | Free
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of a forward pass, and those of its backward pass. A node may be computed any number of times."""
+    """The steps of a forward pass and of its backward pass. A node may be computed any number of times."""
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
@@ -40,26 +40,26 @@ class Schedule:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Schedule:
-        """Reads what `to_json` wrote.
+        """Returns the schedule that `to_json` wrote.
 
         Raises:
-            ArgumentValueError: it is no schedule.
+            ArgumentValueError: the data is not a schedule.
         """
         try:
             return Schedule(tuple(map(_step, data["forward"])), tuple(map(_step, data["backward"])))
         except (KeyError, TypeError, AttributeError) as error:
-            raise ArgumentValueError(f"this is no schedule of fckpt: {error!r}.") from error
+            raise ArgumentValueError(f"the data is not a schedule written by fckpt: {error!r}.") from error
 
 
 def plain_schedule(graph: Graph) -> Schedule:
-    """Returns what the plain function does: every node once, in program order, and its values held as autograd does.
+    """Returns the schedule of the plain function: every node once, in program order, with autograd's lifetimes.
 
-    It goes with `Graph.eager`.
+    Simulate it on `Graph.eager`.
     """
-    kept = graph.held.union(graph.outputs, graph.gradients)
+    permanent = graph.held.union(graph.outputs, graph.gradients)
     frees: list[list[Step]] = [[] for _ in graph.nodes]
     for value in graph.values:
-        if value.producer is not None and value.id not in kept:
+        if value.producer is not None and value.id not in permanent:
             last = max((value.producer, *graph.consumers[value.id][-1:]))
             frees[last if value.held_to is None else value.held_to].append(Free(value.id))
     steps: tuple[list[Step], list[Step]] = ([], [])
@@ -69,7 +69,7 @@ def plain_schedule(graph: Graph) -> Schedule:
 
 
 def with_freed(steps: Sequence[Step]) -> Iterator[tuple[Step, frozenset[int]]]:
-    """Yields the steps, and with each the values that are freed right after it."""
+    """Yields each step with the values that are freed directly after it."""
     freed: list[int] = []
     found: list[tuple[Step, frozenset[int]]] = []
     for step in reversed(steps):
@@ -89,24 +89,25 @@ def _step(number: int) -> Step:
 
 
 def schedule_of(graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:
-    """Returns the schedule that computes these nodes in this order and frees every value after its last use.
+    """Returns the schedule that computes nodes in the given order and frees every value after its last use.
+
+    A value that is made several times is freed after the last use of each copy. Outputs and gradients of the graph are
+    not freed.
 
     Args:
         graph: the graph.
-        forward: the nodes of the forward pass, in order; a node may come several times.
-        backward: the same for the backward pass.
-
-    A value is freed after its last use before it is made again. Outputs and gradients of the graph are not freed.
+        forward: the nodes of the forward pass, in order; a node may appear several times.
+        backward: the nodes of the backward pass, likewise.
     """
     sequence = [*forward, *backward]
-    kept = graph.held.union(graph.outputs, graph.gradients)
+    permanent = graph.held.union(graph.outputs, graph.gradients)
     needed: set[int] = set()
     frees: list[list[int]] = [[] for _ in sequence]
-    for i in range(len(sequence) - 1, -1, -1):  # from the end, to know what is read later
+    for i in range(len(sequence) - 1, -1, -1):  # backwards, so that later reads are known
         node = graph.nodes[sequence[i]]
-        frees[i] = [v for v in (*node.outputs, *node.inputs) if v not in needed and v not in kept]
+        frees[i] = [v for v in (*node.outputs, *node.inputs) if v not in needed and v not in permanent]
         needed.difference_update(node.outputs)
-        needed.update(v for v in node.inputs if v not in kept)
+        needed.update(v for v in node.inputs if v not in permanent)
     steps: list[list[Step]] = [[], []]
     for i, index in enumerate(sequence):
         steps[i >= len(forward)] += [Compute(index), *map(Free, frees[i])]

@@ -1,8 +1,8 @@
-"""The judge of all schedules: how many bytes are live at every step, and what is computed again.
+"""The simulator of schedules: the bytes that are live at every step, and what is recomputed.
 
-A step that computes holds, while it runs, all that was live before, its outputs and its temporaries; an output that
-is written over an input takes nothing. So the simulated peak is what the allocator sees, as far as the graph's bytes
-are.
+While a node runs, everything that was live before, its outputs and its temporaries are held; an output that overwrites
+an input needs no additional memory. The simulated peak is therefore the allocator's peak, as far as the graph's sizes
+are exact. The simulator trusts no solver: it checks every step.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ __all__ = ["Timeline", "simulate"]
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a schedule does to memory and time."""
+    """Memory and time of a schedule, as simulated."""
 
     live_nbytes: tuple[int, ...]
-    """By step, forward then backward: the bytes held while it runs (frees: after it)."""
+    """By step, forward then backward: the bytes held while the step runs (for a `Free`: after it)."""
     peak_nbytes: int
     peak_step: int
     forward_nbytes: int
-    """What is held between the passes, outputs among it."""
+    """The bytes held between the passes, including outputs."""
     seconds: float
-    """The time of all computed nodes."""
+    """The time of all computations."""
     recomputed_seconds: float
-    """The part of it that is spent on nodes that had been computed before."""
+    """The part of `seconds` spent on nodes that had been computed before."""
     recomputed_nodes: int
-    """How many computations were repetitions."""
+    """The number of recomputations."""
 
     @property
     def overhead(self) -> float:
-        """Time spent on repetitions, as a fraction of the rest."""
+        """The time of recomputations as a fraction of all other computation time."""
         rest = self.seconds - self.recomputed_seconds
         return self.recomputed_seconds / rest if rest else 0.0
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Timeline:
-    """Runs `schedule` on paper.
+    """Simulates `schedule` on `graph`, without running anything.
 
     Raises:
         ScheduleError: a step reads or frees a value that is not live, or runs a backward node in the forward pass;
             random nodes run for the first time out of order; a node that must run once does not; a step reads a value
-            after a node has written over it; an output is freed or missing at the end of its pass.
+            after a node has written over it; an output is freed, or missing at the end of its pass.
     """
     run = _Run(graph)
     for step, freed in with_freed(schedule.forward):
@@ -73,7 +73,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
 
 
 class _Run:
-    """A schedule half done."""
+    """The state of a simulation between two steps."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -81,16 +81,16 @@ class _Run:
         self.made = set(graph.inputs)
         self.held_nbytes = 0
         self.overwritten: set[int] = set()
-        """Values that are about to be freed, and whose bytes another has taken over."""
+        """Values that are about to be freed and whose bytes already belong to another value."""
         self.profile: list[int] = []
         self.counts = [0] * len(graph.nodes)
         self.last_random = -1
         self.seconds = 0.0
         self.recomputed_seconds = 0.0
         self.recomputed_nodes = 0
-        self.kept = graph.held.union(graph.outputs, graph.gradients)
+        self.permanent = graph.held.union(graph.outputs, graph.gradients)
         self.gone: dict[int, int] = {}
-        """Values that a node has written over for good, and the node."""
+        """By value that a node has overwritten for good: that node."""
 
     def step(self, step: Step, freed: Collection[int], *, backward: bool) -> None:
         if isinstance(step, Compute):
@@ -103,23 +103,21 @@ class _Run:
         if not 0 <= index < len(graph.nodes):
             raise ScheduleError(f"step {position} computes node {index} of {len(graph.nodes)}.")
         node = graph.nodes[index]
+        at = f"step {position} computes node {index} ({node.op})"
         writes = node.writes if not self.counts[index] else ()
         missing = [v for v in node.inputs if v not in self.live]
         missing += [v for v in writes if v in self.gone or v not in self.made]
         if missing and missing[0] in self.gone:
-            raise ScheduleError(
-                f"step {position} computes node {index} ({node.op}), but node {self.gone[missing[0]]} has written over "
-                f"value {missing[0]}."
-            )
+            raise ScheduleError(f"{at}, but node {self.gone[missing[0]]} has written over value {missing[0]}.")
         if missing:
-            raise ScheduleError(f"step {position} computes node {index} ({node.op}), but value {missing[0]} is gone.")
+            raise ScheduleError(f"{at}, but value {missing[0]} is not live.")
         if not backward and node.backward:
-            raise ScheduleError(f"step {position} computes node {index} ({node.op}) before the backward pass.")
+            raise ScheduleError(f"{at} before the backward pass.")
         self.live.difference_update(writes)
         self.gone.update(dict.fromkeys(writes, index))
         new = [v for v in node.outputs if v not in self.live and v not in self.gone]
         over = node.overwritten(freed) if new else None
-        if over is not None:  # it goes now, as far as bytes are concerned
+        if over is not None:  # its bytes now belong to the output
             self.held_nbytes -= graph.values[over].nbytes
             self.overwritten.add(over)
         made = sum(graph.values[v].nbytes for v in node.outputs)
@@ -134,7 +132,7 @@ class _Run:
         self.seconds += node.seconds
         if self.counts[index]:
             if node.once:
-                raise ScheduleError(f"node {index} ({node.op}) runs twice, and must run once.")
+                raise ScheduleError(f"node {index} ({node.op}) runs twice, but must run once.")
             self.recomputed_seconds += node.seconds
             self.recomputed_nodes += 1
         elif node.random:
@@ -146,13 +144,13 @@ class _Run:
         self.counts[index] += 1
 
     def free(self, value: int) -> None:
-        if value in self.gone:  # its bytes went then
+        if value in self.gone:  # its bytes were freed when it was overwritten
             self.profile.append(self.held_nbytes)
             return
         if value not in self.live:
             raise ScheduleError(f"step {len(self.profile)} frees value {value}, which is not live.")
-        if value in self.kept:
-            raise ScheduleError(f"step {len(self.profile)} frees value {value}, which must be kept.")
+        if value in self.permanent:
+            raise ScheduleError(f"step {len(self.profile)} frees value {value}, which must stay to the end.")
         self.live.discard(value)
         if value in self.overwritten:
             self.overwritten.discard(value)

@@ -1,6 +1,8 @@
-"""Solvers: `(Graph, budget) -> Schedule`, one file per family, by name."""
+"""Solvers: functions from a graph and a budget to a schedule. Each family has one file, and each solver has a name."""
 
 from __future__ import annotations
+
+import difflib
 
 from fckpt.errors import ArgumentValueError
 from fckpt.solve._auto import auto
@@ -28,7 +30,7 @@ __all__ = ["Solver", "auto", "from_saved", "get", "names", "register"]
 
 
 def __dir__() -> list[str]:
-    """Lists the public names alone, without the modules that hold them."""
+    """Lists only the public names, without the modules that define them."""
     return [*__all__, "__doc__"]
 
 
@@ -36,18 +38,20 @@ _SOLVERS: dict[str, Solver] = {}
 
 
 def register(name: str, solver: Solver) -> None:
-    """Makes `solver` known as `name`; one that was known by it before is replaced."""
+    """Registers `solver` under `name`, and replaces a solver registered under that name before."""
     _SOLVERS[name] = solver
 
 
 def get(name: str) -> Solver:
-    """Returns the solver that is known as `name`.
+    """Returns the solver registered under `name`.
 
     Raises:
-        ArgumentValueError: none is.
+        ArgumentValueError: no solver has this name.
     """
     if name not in _SOLVERS:
-        raise ArgumentValueError(f"there is no solver {name!r}. Take one of {', '.join(names())}.")
+        close = difflib.get_close_matches(name, names(), n=1)
+        hint = f"Did you mean {close[0]!r}? " if close else ""
+        raise ArgumentValueError(f"there is no solver {name!r}. {hint}The solvers are {', '.join(names())}.")
     return _SOLVERS[name]
 
 

@@ -1,9 +1,9 @@
-"""The optimum of small graphs, by trying everything: what other solvers are tested against.
+"""Exhaustive search for the optimum of small graphs; the tests compare other solvers with it.
 
-Dijkstra's algorithm over (pass, values live, nodes computed so far). Optimal among all schedules: any order, any number
-of repetitions, in both passes. The problem is that of Checkmate (P. Jain et al., 2020,
-https://arxiv.org/abs/1910.02653), with a free order, temporaries, nodes of several outputs, and outputs written over
-inputs.
+Dijkstra's algorithm over states (pass, live values, nodes computed so far). Optimal among all schedules: any order and
+any number of recomputations, in both passes. The problem is that of Checkmate (P. Jain et al., 2020,
+https://arxiv.org/abs/1910.02653), extended by a free order, temporaries, nodes with several outputs, and outputs that
+overwrite inputs.
 
 Complexity: exponential; graphs of more than `MOST` nodes are refused. Nothing is left out.
 """
@@ -32,10 +32,10 @@ class _State(NamedTuple):
 
 
 def brute(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns a schedule with the least time of all whose peak is at most `budget` bytes.
+    """Returns the schedule with the least time among all schedules whose peak is at most `budget` bytes.
 
     Raises:
-        BudgetError: there is none. Its `least_bytes` is the least peak of any schedule.
+        BudgetError: no schedule fits. Its `least_bytes` is the least peak of any schedule.
         ArgumentValueError: the graph has more than 12 nodes.
     """
     if len(graph.nodes) > MOST:
@@ -50,7 +50,7 @@ def brute(graph: Graph, budget: int | None = None) -> Schedule:
 
 
 class _Search:
-    """Values and nodes are bits of ints."""
+    """The search. Sets of values and of nodes are the bits of ints."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -64,7 +64,7 @@ class _Search:
         self.held = _mask(graph.inputs)
 
     def best(self, budget: int | None, by_peak: bool = False) -> Order | None:
-        """Returns the order with the least time, or the least peak; None if nothing fits."""
+        """Returns the order with the least time or, if `by_peak`, with the least peak; None if no order fits."""
         start = _State(False, self.held, 0)
         costs: dict[_State, float] = {start: 0.0}
         came: dict[_State, tuple[_State, int]] = {}
@@ -96,7 +96,7 @@ class _Search:
         return Order(order.forward[::-1], order.backward[::-1])
 
     def _steps(self, state: _State) -> Iterator[tuple[int, _State, int]]:
-        """Yields nodes to run (-1: the backward pass begins), the state after that, and the bytes held meanwhile."""
+        """Yields each possible next node (-1: the backward pass begins), the next state, and the bytes held."""
         missing = self.outputs & ~state.live or self.required & ~state.done
         if not state.backward and not missing and not state.live & self.unsaved:
             yield -1, _State(True, state.live | self.cotangents, state.done), 0
@@ -107,8 +107,8 @@ class _Search:
             peak = held + node.temporary_nbytes + sum(self.graph.values[v].nbytes for v in node.outputs)
             fresh = not state.live & _mask(node.outputs)
             live, done = state.live | _mask(node.outputs), state.done | 1 << node.id
-            # a value may as well go right after its last use
-            touched = [v for v in (*node.inputs, *node.outputs) if v not in self.rules.kept]
+            # it is enough to free values directly after a run that reads or makes them
+            touched = [v for v in (*node.inputs, *node.outputs) if v not in self.rules.permanent]
             for count in range(len(touched) + 1):
                 for freed in combinations(touched, count):
                     over = node.overwritten(freed) if fresh else None
@@ -125,7 +125,7 @@ class _Search:
             return not self.rules.pinned[node.id]
         if state.backward and (node.once or (node.random and node.id < self.graph.boundary)):
             return False
-        return not node.random or not (state.done & self.random) >> node.id  # those keep their order
+        return not node.random or not (state.done & self.random) >> node.id  # random nodes keep their order
 
 
 def _mask(bits: Iterable[int]) -> int:

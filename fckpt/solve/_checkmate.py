@@ -1,29 +1,33 @@
-"""The integer program of P. Jain, A. Jain, A. Nrusimha, A. Gholami, P. Abbeel, K. Keutzer, I. Stoica, J. E. Gonzalez,
-"Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020,
-https://arxiv.org/abs/1910.02653, and its rounded linear relaxation.
+"""The integer program of Checkmate, and its rounded linear relaxation.
 
-A stage per node (see `frontier`); in each, any earlier nodes run again, once at most. The program says which (R), what
-is held from stage to stage (S), and bounds the bytes while each of them runs (U). Optimal among all plans of that form,
-with first runs in the order of the plan that saves everything, where HiGHS ends by itself: the relative gap left is
-`GAP` of the repetitions' time. `checkmate_lp` is the paper's approximation: the linear relaxation within a part of the
-budget, S held where its column is at least a threshold, R from S in closed form, the fastest that fits by simulation.
-`checkmate` takes the integer program if it is small, and rounds otherwise.
+P. Jain, A. Jain, A. Nrusimha, A. Gholami, P. Abbeel, K. Keutzer, I. Stoica, J. E. Gonzalez, "Checkmate: Breaking the
+Memory Wall with Optimal Tensor Rematerialization", MLSys 2020, https://arxiv.org/abs/1910.02653.
+
+There is one stage per node (see `frontier`); in each stage, earlier nodes may run again, each at most once. The program
+decides which nodes run (R) and which values are held from stage to stage (S), and bounds the bytes held while each node
+runs (U). Optimal among all plans of this form, with first runs in the order of the plan that saves everything, if HiGHS
+finishes: the remaining relative gap is `GAP` of the recomputation time. `checkmate_lp` is the paper's approximation:
+solve the linear relaxation for a fraction of the budget, hold a value where its S is at least a threshold, derive R
+from S in closed form, and return the fastest plan that fits in simulation. `checkmate` solves the integer program if it
+is small, and rounds the relaxation otherwise.
 
     T, C_i, M_i             len(frontier.sequence), prices, bytes of values
-    R[t,i], S[t,i]          runs[i, t]; kept[v, t], by value, as a node may make several
-    U[t,k]                  the row of `_step` that holds `peak` against `held` and what stands anyway
-    FREE[t,i,k]             what `state` of a value loses at the step of k
+    R[t,i], S[t,i]          runs[i, t]; held_at[v, t], by value, because a node may make several values
+    U[t,k]                  the row of `_step` that compares `peak` with `held_bytes` and the standing bytes
+    FREE[t,i,k]             the decrease of a value's `state` at the step of k
     R <= R + S of parents   `_read`
     S <= R + S before       `_make`, `_end`
 
-The paper bounds FREE by each later reader in turn. Here the state of a value between two steps is a column, at least
-what its next reader takes and the state after it; FREE is a difference. The integer optimum is the same, and the
-relaxation is tighter, with fewer rows. Each stage's own step is written out over the values once more, which tells
-HiGHS that it is a knapsack. Beyond the paper: several values per node, temporaries, what must be kept or must not cross
-into the backward pass, outputs written over inputs; all of it exact.
+The paper bounds FREE by each later reader in turn. Here the state of a value between two steps is a column, which is at
+least its next reader's R and at least the state after that reader; FREE is a difference of states. The integer optimum
+is the same, and the relaxation is tighter, with fewer rows. The memory row of each stage's own node is added a second
+time, written over the values, so that HiGHS recognises it as a knapsack. Beyond the paper: several values per node,
+temporaries, values that must stay or must not live across the boundary between the passes, and outputs that overwrite
+inputs; all of these are exact.
 
-Complexity: exponential; O(nodes * (nodes + reads)) columns and rows. The nodes of the search tree bound the search,
-not a clock: see `SMALL` for the time. Left out: the noise that the paper adds to prices to break ties, other orders.
+Complexity: exponential; O(nodes * (nodes + reads)) columns and rows. The search is bounded by the number of nodes of
+the search tree, not by a clock; see `SMALL` for the time. Left out: the noise that the paper adds to prices to break
+ties, and other orders of first runs.
 """
 
 from __future__ import annotations
@@ -37,50 +41,52 @@ from fckpt.errors import ArgumentValueError
 from fckpt.graph.graph import Graph, Node
 from fckpt.graph.schedule import Schedule, schedule_of
 from fckpt.solve.core.frontier import Frontier
-from fckpt.solve.core.rules import Order, Rules, over_budget, peak_of, seconds_of
+from fckpt.solve.core.rules import Order, Rules, fastest, peak_of
 from fckpt.solve.core.starts import save_everything
 
 __all__ = ["checkmate", "checkmate_lp"]
 
 SMALL = 16_000
-"""The most columns with which `checkmate` solves the integer program: some 75 nodes that may all run again."""
+"""The largest number of columns for which `checkmate` solves the integer program: about 75 nodes that may all run
+again."""
 LARGE = 100_000
-"""The most columns of any program: some 200 nodes. A relaxation takes a second with 12,000, and 40 with 77,000."""
+"""The largest number of columns of any program: about 200 nodes. A relaxation takes 1 s with 12,000 columns, and 40 s
+with 77,000."""
 GAP = 1e-4
-"""How far from the optimum, as a part of the repetitions' time, the integer program may stop."""
+"""The relative gap, as a fraction of the recomputation time, at which the integer program may stop."""
 NODES = 2000
-"""The most nodes of its search tree."""
+"""The largest number of nodes of HiGHS's search tree."""
 TOLERANCE = 1e-5
-"""What the budget is lowered by, where the integer program overstepped it within HiGHS's tolerance."""
+"""The fraction by which the budget is lowered if the integer program exceeded it within HiGHS's tolerance."""
 ALLOWANCES = (0.9, 0.95, 0.98, 1.0)
-"""The parts of the budget that the relaxation gets; the paper has the first."""
+"""The fractions of the budget for which the relaxation is solved; the paper uses the first."""
 THRESHOLDS = tuple(k / 10 for k in range(1, 10))
 
 
 def checkmate(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the fastest schedule that fits, of those with first runs in the base order; on large graphs a good one.
+    """Returns the fastest schedule with the plain order of first runs that fits; on large graphs, an approximation.
 
     Args:
         graph: one training step.
         budget: bytes; None saves everything.
 
     Raises:
-        BudgetError: none is found that fits.
-        ArgumentValueError: the graph is too large for its program.
+        BudgetError: no schedule that is found fits.
+        ArgumentValueError: the graph's program is too large.
     """
     return _planned(graph, budget, "checkmate", SMALL)
 
 
 def checkmate_lp(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the fastest schedule that fits, of those to which the linear relaxation is rounded.
+    """Returns the fastest schedule that fits, among the rounded solutions of the linear relaxation.
 
     Args:
         graph: one training step.
         budget: bytes; None saves everything.
 
     Raises:
-        BudgetError: none of them fits.
-        ArgumentValueError: the graph is too large for its program.
+        BudgetError: no rounded solution fits.
+        ArgumentValueError: the graph's program is too large.
     """
     return _planned(graph, budget, "checkmate_lp", 0)
 
@@ -94,27 +100,21 @@ def _planned(graph: Graph, budget: int | None, solver: str, small: int) -> Sched
     size = frontier.size()
     if size > LARGE:
         raise ArgumentValueError(
-            f"the solver {solver!r} takes programs of about {LARGE} variables at most, and that of this graph of "
-            f"{len(graph.nodes)} nodes has {size}. Take 'auto' or 'moments'."
+            f"the solver {solver!r} takes integer programs of at most about {LARGE} variables; this graph "
+            f"of {len(graph.nodes)} nodes needs {size}. Take 'auto' or 'moments'."
         )
-    program = _Program(frontier, peak_of(rules, plain))
+    program = _IntegerProgram(frontier, peak_of(rules, plain))
     ways = [program.exact, program.rounded] if size <= small else [program.rounded]
-    found = next((fits for way in ways if (fits := _fitting(rules, way(budget), budget))), [])
-    if not found:  # what is known to be small does not depend on the budget, and so neither does the least of it
-        known = [frontier.holding([()] * len(frontier.sequence)), *ways[0](None)]
-        found = _fitting(rules, known, budget)
-        if not found:
-            least = min(known, key=lambda order: peak_of(rules, order))
-            raise over_budget(graph, schedule_of(graph, *least), budget, solver)
-    return schedule_of(graph, *min(found, key=lambda order: seconds_of(rules, order)))
+    for way in ways:
+        plans = way(budget)
+        if any(peak_of(rules, order) <= budget for order in plans):
+            return fastest(rules, plans, budget, solver)
+    # These plans do not depend on the budget, so the least budget in the error does not either.
+    return fastest(rules, [frontier.holding([()] * len(frontier.sequence)), *ways[0](None)], budget, solver)
 
 
-def _fitting(rules: Rules, orders: Iterable[Order], budget: int) -> list[Order]:
-    return [order for order in orders if peak_of(rules, order) <= budget]
-
-
-class _Program:
-    """The program of one graph. Bytes are counted in units, so that numbers are about one."""
+class _IntegerProgram:
+    """The integer program of one graph. Bytes are divided by a unit, so that coefficients are about 1."""
 
     def __init__(self, frontier: Frontier, unit: int):
         self.frontier = frontier
@@ -127,15 +127,15 @@ class _Program:
         self.low: list[float] = []
         self.high: list[float] = []
         self.entries: tuple[list[int], list[int], list[float]] = ([], [], [])
-        self.zero, self.one, self.peak, self.held = (self._column() for _ in range(4))
+        self.zero, self.one, self.peak, self.held_bytes = (self._column() for _ in range(4))
         self.runs: dict[tuple[int, int], int] = {}
-        """By position and stage: whether the node runs again."""
-        self.kept: dict[tuple[int, int], int] = {}
-        """By value and stage: whether it is held at its beginning."""
+        """By position and stage: the column that says whether the node runs again."""
+        self.held_at: dict[tuple[int, int], int] = {}
+        """By value and stage: the column that says whether the value is held at the beginning of the stage."""
         self.state: dict[int, int] = {}
-        """By value: whether it is held, at the step that is being built."""
+        """By value: the column that says whether the value is held at the step under construction."""
         self.steps: dict[int, int] = {}
-        """By value: in how many steps it is still read or made in the stage that is being built."""
+        """By value: the number of remaining steps, in the stage under construction, that read or make the value."""
         for stage in range(len(frontier.sequence)):
             self._stage(stage)
 
@@ -156,12 +156,12 @@ class _Program:
 
     def _stage(self, stage: int) -> None:
         frontier = self.frontier
-        again = [k for k in range(stage) if frontier.may_repeat(k, stage)]
+        again = [k for k in range(stage) if frontier.may_recompute(k, stage)]
         for k in again:
             self.runs[k, stage] = self._column(self.prices[k])
         present = {*again, stage}
         came = [v for v in frontier.choices if frontier.made(v) <= stage]
-        self.state = {v: self.kept.get((v, stage), self.zero) for v in came}
+        self.state = {v: self.held_at.get((v, stage), self.zero) for v in came}
         self.steps = {v: sum(k in present for k in (frontier.made(v), *frontier.reads[v])) for v in came}
         idle = [v for v in came if not self.steps[v] and self.state[v] != self.zero]
         for k in (*again, stage):
@@ -174,14 +174,14 @@ class _Program:
         self._change(changes)
 
     def _end(self, value: int, stage: int) -> int:
-        """The state at the end of a stage."""
-        if not self.frontier.may_cross(value, stage + 1):
+        """Returns the column for the state of a value at the end of a stage."""
+        if not self.frontier.may_hold(value, stage + 1):
             return self.zero
-        column = self.kept[value, stage + 1] = self._column()
+        column = self.held_at[value, stage + 1] = self._column()
         return column
 
     def _step(self, k: int, stage: int) -> None:
-        """The node at position `k` runs, or does not."""
+        """Adds the rows for running, or not running, the node at position `k`."""
         node = self.graph.nodes[self.frontier.sequence[k]]
         run = self.runs.get((k, stage), self.one)
         before = dict(self.state)
@@ -195,8 +195,8 @@ class _Program:
         if (over := self._overwriting(node, before, run, k == stage)) is not None:
             limit.append((over, self._nbytes(node.outputs[0])))
         standing = self.frontier.standing[stage] / self.unit
-        self._row([*limit, (self.held, -1.0)], standing)
-        if k == stage:  # once more, as a knapsack
+        self._row([*limit, (self.held_bytes, -1.0)], standing)
+        if k == stage:  # a second time, as a knapsack
             self._row([*limit, *((c, -self._nbytes(v)) for v, c in before.items() if c != self.zero)], standing)
         changes = [(self.state[v], self._nbytes(v)) for v in touched] + [(before[v], -self._nbytes(v)) for v in touched]
         self._change(changes)
@@ -206,11 +206,11 @@ class _Program:
         self._row([(before, 1.0), (after, -1.0)])
 
     def _make(self, before: int, run: int, after: int) -> None:
-        self._row([(before, 1.0), (run, 1.0)], -np.inf, 1.0)  # to hold what is made anew helps nobody
+        self._row([(before, 1.0), (run, 1.0)], -np.inf, 1.0)  # holding a value that is made again is useless
         self._row([(before, 1.0), (run, 1.0), (after, -1.0)])
 
     def _overwriting(self, node: Node, before: dict[int, int], run: int, first: bool) -> int | None:
-        """Whether the node writes its output over an input that dies there; None if it never can."""
+        """Returns the column that says whether the node's output overwrites an input; None if it never can."""
         over = [v for v in node.overwrites if v in before]
         if not over or not (first or node.outputs[0] in self.state):
             return None
@@ -220,15 +220,15 @@ class _Program:
         return column
 
     def _change(self, changes: list[tuple[int, float]]) -> None:
-        before, self.held = self.held, self._column()
-        self._row([(before, 1.0), *changes, (self.held, -1.0)], 0.0, 0.0)
+        before, self.held_bytes = self.held_bytes, self._column()
+        self._row([(before, 1.0), *changes, (self.held_bytes, -1.0)], 0.0, 0.0)
 
     def _solved(self, budget: float | None, *, whole: bool) -> np.ndarray | None:
-        """The columns with the least time within `budget` bytes, or with the least peak; None if none are found."""
-        import scipy.optimize  # takes 0.4 s
+        """Returns the columns with the least time within `budget` bytes, or with the least peak; None if none."""
+        import scipy.optimize  # imported late: takes 0.4 s
         from scipy.sparse import csr_array
 
-        optimize: Any = scipy.optimize  # its bounds are annotated as floats, and may be arrays
+        optimize: Any = scipy.optimize  # its annotations want floats where it accepts arrays
         count = len(self.cost)
         rows, columns, coefficients = self.entries
         matrix = csr_array((coefficients, (rows, columns)), shape=(len(self.low), count))
@@ -240,7 +240,7 @@ class _Program:
             cost[self.peak] = 1.0
         integrality = np.zeros(count)
         if whole:
-            integrality[[*self.runs.values(), *self.kept.values()]] = 1.0
+            integrality[[*self.runs.values(), *self.held_at.values()]] = 1.0
         found = optimize.milp(
             cost,
             integrality=integrality,
@@ -251,24 +251,24 @@ class _Program:
         return found.x
 
     def exact(self, budget: int | None) -> list[Order]:
-        """Returns the plan of the integer program, if HiGHS finds one."""
+        """Returns the order of the integer program's solution, if HiGHS finds one."""
         order = None
-        for part in (1.0, 1.0 - TOLERANCE):  # a second time if it used what numbers of floating point leave open
+        for part in (1.0, 1.0 - TOLERANCE):  # again, if the first solution exceeded the budget within the tolerance
             found = self._solved(None if budget is None else part * budget, whole=True)
-            order = None if found is None else self._holding(found, 0.5)
+            order = None if found is None else self._order_holding(found, 0.5)
             if order is None or budget is None or peak_of(self.frontier.rules, order) <= budget:
                 break
         return [] if order is None else [order]
 
     def rounded(self, budget: int | None) -> list[Order]:
-        """Returns what the relaxation is rounded to, at several allowances and thresholds."""
+        """Returns the orders to which the relaxation is rounded, for several fractions of the budget and thresholds."""
         limits = [None] if budget is None else [allowance * budget for allowance in ALLOWANCES]
         solved = [found for limit in limits if (found := self._solved(limit, whole=False)) is not None]
-        return [self._holding(found, threshold) for found in solved for threshold in THRESHOLDS]
+        return [self._order_holding(found, threshold) for found in solved for threshold in THRESHOLDS]
 
-    def _holding(self, found: np.ndarray, threshold: float) -> Order:
-        kept: list[set[int]] = [set() for _ in self.frontier.sequence]
-        for (value, stage), column in self.kept.items():
+    def _order_holding(self, found: np.ndarray, threshold: float) -> Order:
+        held: list[set[int]] = [set() for _ in self.frontier.sequence]
+        for (value, stage), column in self.held_at.items():
             if found[column] >= threshold:
-                kept[stage - 1].add(value)
-        return self.frontier.holding(kept)
+                held[stage - 1].add(value)
+        return self.frontier.holding(held)

@@ -1,27 +1,29 @@
-"""Dynamic Tensor Rematerialization, simulated on the static graph: evict when memory is full, compute again on access.
+"""Dynamic Tensor Rematerialization, simulated on the static graph: evict when memory is full, recompute on access.
 
 M. Kirisame, S. Lyubomirsky, A. Haan, J. Brennan, M. He, J. Roesch, T. Chen, Z. Tatlock, "Dynamic Tensor
 Rematerialization", ICLR 2021, https://arxiv.org/abs/2006.09616. An online heuristic: it sees one operation at a time,
-in the recorded order, and knows nothing of those that follow, except that a value goes when the program lets go of it
-(their eager eviction). Where it must make room it evicts the value with the least
+in the recorded order, and does not know later operations, except that it frees a value when the program no longer
+references it (the paper's eager eviction). When it needs memory, it evicts the value with the least
 
     h(t) = (c(t) + sum of c over e*(t)) / (m(t) s(t)),
 
-their h_DTR with the exact evicted neighbourhood, not the approximation h_eq by union-find. Their theorem: a chain of n
-equal layers takes O(n) computations in a memory of Omega(sqrt(n)), like the best plans made ahead. Otherwise nothing is
-guaranteed: an adversary can make any such heuristic slow, and below some budget it thrashes; it is given up then.
+the paper's h_DTR with the exact evicted neighbourhood, not the approximation h_eq by union-find. The paper's theorem: a
+chain of n equal layers takes O(n) computations in a memory of Omega(sqrt(n)), like the best static plans. Otherwise
+there is no guarantee: for any such heuristic there are graphs on which it is slow, and below some budget it thrashes;
+the run is then abandoned.
 
     t       value                                c(t)    rules.seconds of its producer
     m(t)    nbytes                               s(t)    clock - access: staleness, in simulated seconds
-    e*(t)   _Run.around: the evicted values that t needs to be computed again, and those that need t, each through
-            evicted values only; a node of several of them counts once
+    e*(t)   _Run.around: the evicted values needed to recompute t, and the evicted values that need t, each through
+            evicted values only; a node that makes several of them counts once
 
-Values of nodes that never run twice are not evicted and stay to the end. A plan is judged as the others are: freed
-after the last use, in-place writes counted, so its peak is at most what the run here held.
+Outputs of nodes that never run twice are not evicted and stay to the end. The resulting order is evaluated like the
+orders of other solvers: values are freed after their last use and in-place writes count, so its peak is at most the
+memory held in this simulation.
 
-Complexity: a look at all live values per eviction, and a walk through the evicted ones around those whose turn it may
-be: near-quadratic on large graphs at tight budgets. Left out: the overhead of deciding at run time, their random
-sample of candidates (they look at sqrt(n) of them), banishing.
+Complexity: one pass over all live values per eviction, and a walk through the evicted neighbourhood of each candidate:
+near-quadratic on large graphs at tight budgets. Left out: the run-time overhead of the decisions, the paper's random
+sample of sqrt(n) candidates, and banishing.
 """
 
 from __future__ import annotations
@@ -32,71 +34,71 @@ import numpy as np
 
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule
-from fckpt.solve.core.bisection import fitted
+from fckpt.solve.core.bisection import bisected
 from fckpt.solve.core.rules import Order, Rules
 from fckpt.solve.core.starts import save_everything
 
 __all__ = ["dtr"]
 
 THRASHING = 4
-"""A run that computes so many times as many nodes as the plain one is given up."""
+"""A run is abandoned once it has computed this many times as many nodes as the plain step."""
 
 
 def dtr(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns what dynamic tensor rematerialisation does when it is allowed to hold `budget` bytes.
+    """Returns the schedule of dynamic tensor rematerialisation with a memory of `budget` bytes.
 
     Args:
         graph: one training step.
         budget: bytes; None never evicts.
 
     Raises:
-        BudgetError: at this budget it finds nothing to evict, or it thrashes.
+        BudgetError: within this budget there is nothing left to evict, or the heuristic thrashes.
     """
     rules = Rules(graph)
-    return fitted(rules, lambda limit: _Run(rules, limit).order(), budget, "dtr")
+    return bisected(rules, lambda limit: _Run(rules, limit).order(), budget, "dtr")
 
 
 class _Run:
-    """One step of training, half done."""
+    """The state of the simulated training step."""
 
     def __init__(self, rules: Rules, budget: int | None):
         graph = rules.graph
         self.rules, self.graph, self.budget = rules, graph, budget
         self.nbytes = [v.nbytes for v in graph.values]
         self.producer = [v.producer for v in graph.values]
-        self.base = Order(save_everything(rules).forward, rules.backward)
+        self.plain = Order(save_everything(rules).forward, rules.backward)
         self.done: list[int] = []
         self.held_nbytes = 0
         self.clock = 0.0
         self.live = np.zeros(len(graph.values), dtype=bool)
         self.live[list(graph.inputs)] = True
         self.made = self.live.copy()
-        """By value: whether it was there before. What was and is not live is evicted."""
+        """By value: whether it has been made. A value that was made and is not live is evicted."""
         self.locks = np.zeros(len(graph.values), dtype=np.int64)
-        self.evictable = np.array([self._may_go(v.id) for v in graph.values], dtype=bool)
+        self.evictable = np.array([self._may_evict(v.id) for v in graph.values], dtype=bool)
         self.access = np.zeros(len(graph.values))
         self.least_staleness = sum(rules.seconds) / max(1, len(rules.seconds)) / 1000 or 1.0
         own = [0.0 if p is None else rules.seconds[p] for p in self.producer]
         self.own = np.array(own)
         self.price = self.own.copy()
-        """By value: c(t) and e*(t) as last looked at; never more than it is now."""
+        """By value: c(t) plus the sum over e*(t), as last computed; never above the current value."""
         self.stale = np.zeros(len(graph.values), dtype=bool)
-        """By value: whether its neighbourhood has changed since."""
+        """By value: whether its evicted neighbourhood has changed since `price` was computed."""
         self.uses = [0] * len(graph.values)
-        """By value: how often the program still reads it."""
-        for index in (*self.base.forward, *self.base.backward):
+        """By value: the number of reads that the program has left."""
+        for index in (*self.plain.forward, *self.plain.backward):
             for value in graph.nodes[index].inputs:
                 self.uses[value] += 1
         for value in graph.gradients:
             self.uses[value] += 1
 
-    def _may_go(self, value: int) -> bool:
+    def _may_evict(self, value: int) -> bool:
         producer = self.producer[value]
-        return producer is not None and value not in self.rules.kept and not self.rules.pinned[producer]
+        return producer is not None and value not in self.rules.permanent and not self.rules.pinned[producer]
 
     def order(self) -> Order | None:
-        """Returns what was computed; None if there was no room, or no end."""
-        if not all(self.program(index) for index in self.base.forward):
+        """Returns the computed order; None if memory ran out or the run was abandoned."""
+        if not all(self.run_recorded(index) for index in self.plain.forward):
             return None
         split = len(self.done)
         for value in self.rules.unsaved:
@@ -104,7 +106,7 @@ class _Run:
                 self.drop(value)
         self.held_nbytes += sum(self.nbytes[v] for v in self.graph.cotangents)
         self.live[list(self.graph.cotangents)] = self.made[list(self.graph.cotangents)] = True
-        if not all(self.program(index) for index in self.base.backward):
+        if not all(self.run_recorded(index) for index in self.plain.backward):
             return None
         for value in self.graph.gradients:
             producer = self.producer[value]
@@ -112,8 +114,8 @@ class _Run:
                 return None
         return Order(self.done[:split], self.done[split:])
 
-    def program(self, index: int) -> bool:
-        """Runs a node of the program, after which the program may let values go."""
+    def run_recorded(self, index: int) -> bool:
+        """Runs a node of the recorded program, then frees the values that the program no longer reads."""
         for value in self.graph.nodes[index].inputs:
             self.uses[value] -= 1
         if not self.compute(index):
@@ -122,7 +124,7 @@ class _Run:
         return True
 
     def compute(self, index: int) -> bool:
-        """Runs a node, and before it what it needs and is not there; returns whether it could."""
+        """Runs a node, after recomputing its missing inputs; returns whether memory sufficed."""
         stack = [index]
         self.locks[list(self.graph.nodes[index].inputs)] += 1
         while stack:
@@ -142,10 +144,10 @@ class _Run:
         return True
 
     def run(self, index: int) -> bool:
-        """Runs a node whose inputs are there; returns whether there was room for it."""
+        """Runs a node whose inputs are live; returns whether memory sufficed."""
         node = self.graph.nodes[index]
         dying = [v for v in node.overwrites if self.evictable[v] and not self.uses[v] and self.locks[v] == 1]
-        over = bool(dying) and not self.live[node.outputs[0]]  # writes its one output there
+        over = bool(dying) and not self.live[node.outputs[0]]  # the node writes its only output over the dying input
         needed = node.temporary_nbytes + (0 if over else sum(self.nbytes[v] for v in node.outputs))
         while self.budget is not None and self.held_nbytes + needed > self.budget:
             if (victim := self.victim()) is None:
@@ -163,10 +165,10 @@ class _Run:
                         self.price[other], self.stale[other] = self.own[other], True
                 self.made[value] = self.stale[value] = True
                 self.price[value] = self.own[value]
-        return len(self.done) <= THRASHING * (len(self.base.forward) + len(self.base.backward))
+        return len(self.done) <= THRASHING * (len(self.plain.forward) + len(self.plain.backward))
 
     def let_go(self, values: Iterable[int]) -> None:
-        """Frees those of `values` that neither the program nor a computation under way reads any more."""
+        """Frees the members of `values` that neither the program nor a computation in progress will read."""
         for value in values:
             if not self.uses[value] and self.live[value] and self.evictable[value] and not self.locks[value]:
                 self.drop(value)
@@ -177,7 +179,7 @@ class _Run:
         self.stale[list(self.around(value)[1])] = True
 
     def victim(self) -> int | None:
-        """The live value with the least h; None if all are in use."""
+        """Returns the live value with the least h; None if all live values are in use."""
         candidates = np.flatnonzero(self.live & self.evictable & (self.locks == 0))
         sizes = np.array([self.nbytes[v] for v in candidates.tolist()], dtype=float)
         candidates, sizes = candidates[sizes > 0], sizes[sizes > 0]
@@ -195,7 +197,7 @@ class _Run:
             scores[i] = self.price[value] / weight[i]
 
     def around(self, value: int) -> tuple[float, set[int]]:
-        """The price of `value` with its evicted neighbourhood, and the live values around that."""
+        """Returns the price of `value` with its evicted neighbourhood, and the live values adjacent to it."""
         nodes = {self.producer[value]}
         border: set[int] = set()
         for step in (self.parents, self.children):

@@ -1,13 +1,13 @@
-"""Chooses what to save by a knapsack, as `torch.compile` does for its `activation_memory_budget`, but for the peak.
+"""Chooses what to save by a knapsack, like `activation_memory_budget` of `torch.compile`, but for the simulated peak.
 
-`torch._functorch._activation_checkpointing.knapsack` (PyTorch 2.13): each value that there is a choice about is worth
-what its node takes (there FLOPs by default, here seconds) and weighs its bytes; the most valuable set within a weight
-is saved.
-Optimal in that model, up to weights rounded to 1/4000 of the total. The model is wrong twice: what is computed
-again may need other things computed again, and bytes saved are not the peak. Unlike torch, this solver looks at the
-simulated peak for a row of weights, and takes the fastest plan that fits.
+`torch._functorch._activation_checkpointing.knapsack` (PyTorch 2.13): each value that may be saved or recomputed is
+worth the cost of its node (there FLOPs by default, here seconds) and weighs its bytes; the most valuable set within a
+weight limit is saved. Optimal in that model, up to weights rounded to 1/4000 of the total. The model is inaccurate in
+two ways: a recomputation may require further recomputations, and the bytes saved are not the peak. Unlike torch, this
+solver simulates the peak for a series of weight limits, and returns the fastest plan that fits.
 
-Complexity: O(4000 values), and a simulation per weight. Left out: torch's choice between several knapsacks.
+Complexity: O(4000 values), and one simulation per weight limit. Left out: torch's choice between several knapsack
+algorithms.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = ["choices", "knapsack"]
 
 UNITS = 4000
 STEPS = 40
-"""How many weights are tried."""
+"""The number of weight limits that are tried."""
 
 
 def knapsack(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the schedule that saves the most seconds' worth of values, of those weights whose peak fits.
+    """Returns the fastest schedule that fits, among the most valuable sets of saved values for several weight limits.
 
     Args:
         graph: one training step.
         budget: bytes; None saves everything.
 
     Raises:
-        BudgetError: no weight leads to a peak that fits.
+        BudgetError: no weight limit gives a schedule that fits.
     """
     rules = Rules(graph)
     values = choices(rules)
@@ -52,7 +52,7 @@ def knapsack(graph: Graph, budget: int | None = None) -> Schedule:
 
 
 def choices(rules: Rules) -> list[int]:
-    """Returns the forward values that the backward pass reads and that there is a choice about."""
+    """Returns the forward values that the backward pass reads and that may be either saved or recomputed."""
     graph = rules.graph
     read = {v for index in save_everything(rules).backward for v in graph.nodes[index].inputs}
     return [
@@ -60,17 +60,17 @@ def choices(rules: Rules) -> list[int]:
         for node in graph.nodes[: graph.boundary]
         if not rules.pinned[node.id]
         for v in node.outputs
-        if v in read and v not in rules.kept and v not in rules.unsaved
+        if v in read and v not in rules.permanent and v not in rules.unsaved
     ]
 
 
 class _Table:
-    """The most valuable choice of items, for every capacity up to all of them."""
+    """The most valuable set of items for every capacity, up to all items."""
 
     def __init__(self, worth: list[float], nbytes: list[int]):
         total = sum(nbytes) or 1
         ends = [0, *(before * UNITS // total for before in accumulate(nbytes))]
-        self.weights = [end - start for start, end in pairwise(ends)]  # sums to UNITS, however many there are
+        self.weights = [end - start for start, end in pairwise(ends)]  # their sum is exactly UNITS
         self.takes = np.zeros((len(worth), UNITS + 1), dtype=bool)
         best = np.zeros(UNITS + 1)
         for k, (gain, weight) in enumerate(zip(worth, self.weights, strict=True)):
@@ -79,7 +79,7 @@ class _Table:
             best[weight:] = np.maximum(best[weight:], with_it)
 
     def at(self, capacity: int) -> list[int]:
-        """Returns the items to take, of `capacity` of `UNITS` parts of the total weight."""
+        """Returns the items of the best set for `capacity`, in units of 1/`UNITS` of the total weight."""
         taken = []
         for k in range(len(self.weights) - 1, -1, -1):
             if self.takes[k, capacity]:

@@ -1,38 +1,40 @@
-"""Blocks between lower sets: the canonical strategies of Kusumoto et al., by dynamic programming.
+"""Canonical strategies of Kusumoto et al.: blocks between lower sets, chosen by dynamic programming.
 
 M. Kusumoto, T. Inoue, G. Watanabe, T. Akiba, M. Koyama, "A Graph Theoretic Framework of Recomputation Algorithms for
 Memory-Efficient Backpropagation", NeurIPS 2019, https://arxiv.org/abs/1905.11722. A lower set is closed under
-predecessors. An increasing sequence of lower sets, from nothing to everything, parts the forward pass into blocks. Of
-each block only what later blocks read is cached; the backward pass computes one block at a time again, from what is
-cached. In their model block i takes
+predecessors. An increasing sequence of lower sets, from the empty set to the whole graph, divides the forward pass into
+blocks. Of each block, only the values that later blocks read are cached; the backward pass recomputes one block at a
+time from cached values. In the paper's model, block i takes
 
-    M(U[i-1]) + 2 M(V[i]) + M(later readers of L[i]) + M(what else these read)
+    M(U[i-1]) + 2 M(V[i]) + M(later readers of L[i]) + M(other inputs of these readers)
 
-bytes: what is cached, the block's values and their gradients, and the gradients that come into it with what they are
-made of. The time of a block is that of its values that are not cached, which are computed again.
+bytes: the cached values, the block's values and their gradients, and the gradients that enter the block with the values
+from which they are made. The time of a block is the time of its values that are not cached, which are recomputed.
 
-With all lower sets (`all_lower_sets`; the exact algorithm) the sequence of least time for a budget is found, in that
-model and up to the rounding of times; with those of the ancestors of one vertex (`ancestor_sets`; the approximate one)
-the best of these sequences. *Time-centric* strategies take the least time, *memory-centric* ones the most: what they
-forget besides lowers the peak when values are freed as early as can be.
+With all lower sets (`all_lower_sets`; the paper's exact algorithm), the sequence with the least time within a budget is
+found, in this model and up to the rounding of times. With only the ancestor sets of single vertices (`ancestor_sets`;
+the paper's approximate algorithm), the best sequence of such sets is found. *Time-centric* strategies take the least
+time; *memory-centric* strategies take the most: the additional values that they do not save lower the peak when values
+are freed as early as possible.
 
-Their budget is not the peak. So the model is asked for a row of budgets, from the least for which it has a sequence,
-sought by bisection as they do, to that from which on nothing binds; the strategies of both kinds are simulated, and of
-those whose peak fits the fastest is returned.
+The budget of the model is not the simulated peak. Therefore the model is solved for a series of budgets, from the least
+budget for which it has a sequence, found by bisection as in the paper, to a budget that no sequence exceeds. The
+strategies of both kinds are simulated, and the fastest one that fits is returned.
 
     paper                       here
     L, M_v, T_v                 a row of `Blocks.members`, `nbytes`, `ticks`
     boundary of L               `Blocks.boundary`
-    opt[L, t]                   the states of a lower set; only those that no other beats in both time and bytes
-    U                           what `Blocks.saved` returns, with the last block, which their code does not forget
+    opt[L, t]                   the states of a lower set: its Pareto front in time and bytes
+    U                           the result of `Blocks.saved`, with the last block, which the paper's code also saves
 
 Complexity: O(F^2 |V|) for the sums over blocks, with F lower sets, by matrix products, and O(F^2 states) per budget.
-Times are rounded up to ticks, about 5 for each vertex, as in their code (policy_gt.cc of chainer-compiler), which
-counts the values of a block once where the paper and this file count them twice. Vertices are those of `vertices`, so
-an operation whose result nothing but the next one wants is none. The exact family is taken if it has at most `FEW`
-sets. Of more than `MANY` ancestor sets those are taken that cache least, evenly spread: then blocks cannot be small,
-and between the plans that keep little and the one that keeps all there may be none. Left out: nothing else. What is
-computed again is computed when it is read, instead of a block at once.
+Times are rounded up to ticks, about 5 for each vertex, as in the paper's code (policy_gt.cc of chainer-compiler), which
+counts the values of a block once, while the paper and this file count them twice. Vertices are those of the tensor
+graph (`tensors`), in which an operation whose result is read only by the next operation is not a separate vertex. The
+exact family is used if it has at most `FEW` sets. If there are more than `MANY` ancestor sets, the sets that cache
+least are used, spread evenly; blocks then cannot be small, and there may be no plan between the plans that save little
+and the plan that saves everything. Left out: nothing else. Recomputation is lazy: a value is recomputed when it is
+read, not a whole block at once.
 """
 
 from __future__ import annotations
@@ -45,44 +47,44 @@ import numpy as np
 
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule, schedule_of
-from fckpt.solve.chains.tensors import Vertex, vertices_of
+from fckpt.solve.chains.tensors import TensorVertex, tensor_graph
 from fckpt.solve.core.rules import Rules, fastest, replay
 
 __all__ = ["Blocks", "all_lower_sets", "ancestor_sets", "lower_sets", "ticks_of"]
 
 FEW = 256
-"""Up to so many lower sets all of them are taken."""
+"""All lower sets are used if there are at most this many."""
 MANY = 512
-"""So many ancestor sets are taken at most."""
+"""The largest number of ancestor sets that are used."""
 BUDGETS = 10
-"""How many budgets the model is asked for."""
+"""The number of budgets for which the model is solved."""
 TICKS = 5
-"""Of time, by vertex."""
+"""Ticks of time per vertex."""
 BISECTIONS = 10
-"""How often the interval of budgets is halved to find the least one."""
+"""The number of halvings in the search for the least budget."""
 
 
 def lower_sets(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the fastest of the canonical strategies whose peak fits.
+    """Returns the fastest canonical strategy that fits.
 
     Args:
         graph: one training step.
-        budget: bytes; None takes the memory-centric strategy for the least budget that the model knows one for.
+        budget: bytes; None gives the memory-centric strategy for the least budget of the model.
 
     Raises:
-        BudgetError: the peaks of all are over the budget.
+        BudgetError: no strategy that is found fits.
     """
     rules = Rules(graph)
-    vertices = vertices_of(rules)
+    vertices = tensor_graph(rules)
     strategies = _strategies(_blocks_of(rules, vertices), BUDGETS if budget is not None else 0) if vertices else [[]]
     whole = [(*vertex.values, *vertex.late) for vertex in vertices]
-    plans = [replay(rules, [v for i in kept for v in whole[i]]) for kept in strategies]
+    plans = [replay(rules, [v for i in saved for v in whole[i]]) for saved in strategies]
     if budget is None:
         return schedule_of(graph, *plans[0])
     return fastest(rules, plans, budget, "lower_sets")
 
 
-def _blocks_of(rules: Rules, vertices: list[Vertex]) -> Blocks:
+def _blocks_of(rules: Rules, vertices: list[TensorVertex]) -> Blocks:
     values = rules.graph.values
     nbytes = [sum(values[v].nbytes for v in (*vertex.values, *vertex.late)) for vertex in vertices]
     ticks = ticks_of([sum(rules.seconds[i] for i in vertex.nodes) for vertex in vertices])
@@ -92,10 +94,11 @@ def _blocks_of(rules: Rules, vertices: list[Vertex]) -> Blocks:
 
 
 def _strategies(blocks: Blocks, count: int) -> list[list[int]]:
-    """Returns the vertices that strategies keep: the memory-centric one for the least budget, then those of the row.
+    """Returns the vertices that each strategy saves; the memory-centric strategy for the least budget comes first.
 
-    They are the time-centric ones for `count` budgets, memory-centric ones for the lower half of these (further up,
-    time-centric ones of the same peak are faster), and one block, of which nothing is forgotten.
+    It is followed by the time-centric strategies for `count` budgets; the memory-centric strategies for the lower half
+    of these budgets (for the upper half, time-centric strategies with the same peak are faster); and the strategy with
+    a single block, which saves everything.
     """
     least = max(1, blocks.least())
     found = [blocks.best(least, longest=True)]
@@ -109,10 +112,10 @@ def _strategies(blocks: Blocks, count: int) -> list[list[int]]:
 
 
 def ancestor_sets(reads: Sequence[Sequence[int]]) -> list[int]:
-    """Returns nothing, everything, and the ancestors of each vertex with itself, as sets of bits, the smallest first.
+    """Returns the empty set, the whole graph, and each vertex with its ancestors, as bits of ints, the smallest first.
 
     Args:
-        reads: by vertex: those that it reads, which have lower numbers.
+        reads: by vertex: the vertices that it reads, which have lower numbers.
     """
     found: list[int] = []
     for vertex, read in enumerate(reads):
@@ -123,7 +126,7 @@ def ancestor_sets(reads: Sequence[Sequence[int]]) -> list[int]:
 
 
 def all_lower_sets(reads: Sequence[Sequence[int]], most: int) -> list[int] | None:
-    """Returns all sets of vertices that hold what their members read, the smallest first; None if more than `most`."""
+    """Returns all sets that contain the inputs of their members, the smallest first; None if more than `most`."""
     needs = [sum(1 << v for v in read) for read in reads]
     found = {0}
     for vertex, need in enumerate(needs):
@@ -138,7 +141,7 @@ def _sorted(family: set[int]) -> list[int]:
 
 
 def _thinned(family: list[int], reads: Sequence[Sequence[int]], nbytes: Sequence[int]) -> list[int]:
-    """Returns at most `MANY` sets of the family: those that cache least in as many stretches of it, and its ends."""
+    """Returns at most `MANY` sets: the first, the last, and from each of equal parts the set that caches least."""
     if len(family) <= MANY:
         return family
     cached = np.array(nbytes) @ _boundary(_members(family, len(reads)), reads)
@@ -147,7 +150,7 @@ def _thinned(family: list[int], reads: Sequence[Sequence[int]], nbytes: Sequence
 
 
 def ticks_of(seconds: Sequence[float]) -> list[int]:
-    """Returns times, rounded up to a unit of which all take about `TICKS` times their number together."""
+    """Returns times rounded up to a unit that is chosen such that the sum is about `TICKS` per entry."""
     exact = np.array(seconds)
     low, high = 0.0, float(exact.sum()) or 1.0
     for _ in range(50):
@@ -157,7 +160,7 @@ def ticks_of(seconds: Sequence[float]) -> list[int]:
 
 
 def _members(family: Sequence[int], count: int) -> np.ndarray:
-    """By vertex and set: whether it is in there."""
+    """Returns, by vertex and set, whether the set contains the vertex."""
     width = count // 8 + 1
     packed = np.frombuffer(b"".join(members.to_bytes(width, "little") for members in family), dtype=np.uint8)
     columns = np.unpackbits(packed.reshape(-1, width), axis=1, count=count, bitorder="little")
@@ -173,37 +176,37 @@ def _readers(reads: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _boundary(members: np.ndarray, reads: Sequence[Sequence[int]]) -> np.ndarray:
-    """By vertex and set: whether it is in there, and is read from outside."""
+    """Returns, by vertex and set, whether the set contains the vertex and a vertex outside the set reads it."""
     return np.array([members[v] & ~members[readers].all(axis=0) for v, readers in enumerate(_readers(reads))])
 
 
 class _States(NamedTuple):
-    """What sequences up to a lower set come to: of those with as few ticks, the fewest bytes, and the reverse."""
+    """The Pareto front, in bytes and ticks, of the sequences that end at one lower set."""
 
     cached: np.ndarray
     """Bytes, ascending."""
     ticks: np.ndarray
-    """Descending."""
+    """Ticks, descending."""
 
     def has(self, cached: int, ticks: int) -> bool:
-        """Whether there is this state."""
+        """Whether the front contains this state."""
         at = int(self.cached.searchsorted(cached))
         return at < len(self.cached) and self.cached[at] == cached and self.ticks[at] == ticks
 
 
 class Blocks:
-    """What the block between any two lower sets of a family costs, and the best sequences."""
+    """The costs of the block between any two lower sets of a family, and the best sequences."""
 
     def __init__(
         self, reads: Sequence[Sequence[int]], nbytes: Sequence[int], ticks: Sequence[int], family: Sequence[int]
     ):
-        """Sums up.
+        """Computes the costs of all blocks.
 
         Args:
-            reads: by vertex: those that it reads, which have lower numbers.
+            reads: by vertex: the vertices that it reads, which have lower numbers.
             nbytes: by vertex.
             ticks: by vertex.
-            family: lower sets, the smallest first; nothing and everything are among them.
+            family: lower sets, the smallest first, including the empty set and the whole graph.
         """
         self.members = members = _members(family, len(reads))
         self.boundary = _boundary(members, reads)
@@ -213,29 +216,30 @@ class Blocks:
         rest = members & ~self.boundary
         sizes = members.sum(axis=0)
         self.nested = (members.T.astype(np.float64) @ members == sizes[:, None]) & (sizes[:, None] < sizes)
-        """By lower set, and lower set: whether there is a block between them. The same below."""
-        self.again = _between(time, members, rest)
-        """Ticks that the block computes again."""
+        """By pair of lower sets: whether the first is a proper subset of the second, so that there is a block between
+        them. The arrays below have the same indices."""
+        self.recomputed = _between(time, members, rest)
+        """The ticks that the block recomputes."""
         self.caches = _between(space, members, self.boundary)
-        """Bytes that it adds to what is cached."""
+        """The bytes that the block adds to the cache."""
         self.stage = 2 * _between(space, members, members) + (space @ outer + space @ besides).astype(np.int64)
-        """Bytes that it takes, besides what was cached before."""
+        """The bytes that the block needs, in addition to earlier cached bytes."""
         self.all_ticks = int(sum(ticks))
         self.most = int(self.stage[0, -1])
-        """A budget that no sequence is over: everything as one block."""
+        """A budget that no sequence exceeds: everything as one block."""
 
     def best(self, budget: int, *, longest: bool = False) -> list[int] | None:
-        """Returns the sequence of lower sets that takes the least ticks of those within `budget`.
+        """Returns the sequence of lower sets with the fewest ticks among all sequences within `budget`.
 
         Args:
             budget: bytes, in the model.
-            longest: the most ticks instead.
+            longest: return the sequence with the most ticks instead.
 
         Returns:
-            Numbers of sets of the family, from nothing to everything; None if no sequence is within the budget.
+            Indices into the family, from the empty set to the whole graph; None if no sequence is within the budget.
         """
         sign = -1 if longest else 1
-        zero = self.all_ticks if longest else 0  # so that signed ticks are places in `least`
+        zero = self.all_ticks if longest else 0  # so that signed ticks are indices into `least`
         room = budget - np.maximum(self.stage, self.caches)
         states = [_States(np.array([0]), np.array([zero]))]
         for j in range(1, len(self.nested)):
@@ -244,7 +248,7 @@ class Blocks:
                 cached, ticks = states[i]
                 count = cached.searchsorted(room[i, j], side="right")
                 if count:
-                    places = ticks[:count] + sign * self.again[i, j]
+                    places = ticks[:count] + sign * self.recomputed[i, j]
                     least[places] = np.minimum(least[places], cached[:count] + self.caches[i, j])
             steps = np.flatnonzero(np.diff(np.minimum.accumulate(least), prepend=np.iinfo(np.int64).max))[::-1]
             states.append(_States(least[steps], steps))
@@ -257,7 +261,7 @@ class Blocks:
         while sequence[-1]:
             j = sequence[-1]
             for i in np.flatnonzero(self.nested[:, j]).tolist():
-                before = int(cached - self.caches[i, j]), int(ticks - sign * self.again[i, j])
+                before = int(cached - self.caches[i, j]), int(ticks - sign * self.recomputed[i, j])
                 if before[0] <= room[i, j] and states[i].has(*before):
                     sequence.append(i)
                     cached, ticks = before
@@ -265,7 +269,7 @@ class Blocks:
         return sequence[::-1]
 
     def needs(self, sequence: Sequence[int]) -> int:
-        """Returns the least budget that a sequence is within."""
+        """Returns the least budget of the model that a sequence needs."""
         cached = most = 0
         for i, j in pairwise(sequence):
             most = max(most, cached + int(max(self.stage[i, j], self.caches[i, j])))
@@ -273,7 +277,7 @@ class Blocks:
         return most
 
     def least(self) -> int:
-        """Returns a budget for which there is a sequence, near the least one."""
+        """Returns a budget for which there is a sequence, close to the least such budget."""
         low, high = 0, self.most
         for _ in range(BISECTIONS):
             middle = (low + high) // 2
@@ -281,7 +285,7 @@ class Blocks:
         return high
 
     def _has(self, budget: int) -> bool:
-        """Whether a sequence is within `budget`: then one is that caches the least that can be, at every lower set."""
+        """Whether a sequence is within `budget`: it is enough to cache the fewest possible bytes at every lower set."""
         cached = np.full(self.nested.shape[0], np.inf)
         cached[0] = 0
         for j in range(1, len(cached)):
@@ -290,12 +294,12 @@ class Blocks:
         return bool(np.isfinite(cached[-1]))
 
     def saved(self, sequence: Sequence[int]) -> list[int]:
-        """Returns the vertices that a sequence keeps: what its blocks cache, and the last block."""
-        kept = self.boundary[:, sequence].any(axis=1) | ~self.members[:, sequence[-2]]
-        return np.flatnonzero(kept).tolist()
+        """Returns the vertices that a sequence saves: the vertices that its blocks cache, and the last block."""
+        saved = self.boundary[:, sequence].any(axis=1) | ~self.members[:, sequence[-2]]
+        return np.flatnonzero(saved).tolist()
 
 
 def _between(weight: np.ndarray, members: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Returns, by lower set and lower set around it, the weight of `part` of the second that is not in the first."""
+    """Returns, by pair of nested lower sets, the weight of `part` of the larger set that is not in the smaller one."""
     weighed = part * weight[:, None]
     return (weighed.sum(axis=0) - members.T.astype(np.float64) @ weighed).astype(np.int64)

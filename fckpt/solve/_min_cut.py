@@ -1,21 +1,22 @@
-"""Chooses what to save by a minimum cut between what is computed in the forward pass and what the backward pass reads.
+"""Chooses what to save by a minimum cut between the forward pass and the values that the backward pass reads.
 
 H. He, "Min-cut optimal(*) recomputation (i.e. activation checkpointing) with AOTAutograd", 2022,
 https://dev-discuss.pytorch.org/t/467, and H. He, S. Yu, "Transcending Runtime-Memory Tradeoffs in Checkpointing by
-being Fusion Aware", MLSys 2023: what `torch.compile` does. A node is computed again at a price, a value is saved at a
-price, a node that is computed again needs its inputs, the backward pass needs what it reads; the cheapest choice is a
-minimum cut.
+being Fusion Aware", MLSys 2023: the method of `torch.compile`. Recomputing a node has a price, and saving a value has a
+price; a recomputed node needs its inputs, and the backward pass needs what it reads. The cheapest choice is a minimum
+cut.
 
-Without a budget, as in torch: what is cheap to compute is free and the rest forbidden, and the fewest bytes are saved.
-Optimal in bytes saved between the passes, for that choice. With a budget: the price of a byte is a Lagrange multiplier,
-seconds plus price times bytes are least, and the least price with a peak that fits is sought. Optimal in seconds for
-the bytes that it happens to save, if everything is computed again at most once; not for the peak.
+Without a budget, as in torch: recomputing cheap nodes is free, recomputing expensive nodes is forbidden, and the fewest
+bytes are saved. Optimal in the bytes saved between the passes, under that rule. With a budget: the price of a byte is a
+Lagrange multiplier; seconds plus price times bytes are minimised, and the least price whose plan fits is searched.
+Optimal in seconds for the bytes that the plan saves, if everything is recomputed at most once; not optimal for the
+peak.
 
     torch                       here
-    banned nodes                `dear`
+    banned nodes                `expensive`
 
-Complexity: one maximum flow (see `flow`) per price. Left out: torch's bans by distance and fusion, which are about
-its code generator.
+Complexity: one maximum flow (see `flow`) per price. Left out: torch's bans by distance and fusion, which concern its
+code generator.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ import numpy as np
 
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule, schedule_of
-from fckpt.solve.core.flow import Network
+from fckpt.solve.core.flow import FlowNetwork
 from fckpt.solve.core.rules import Order, Rules, fastest, peak_of, replay
 from fckpt.solve.core.starts import save_everything
 
-__all__ = ["PRICES", "between", "cheapest", "min_cut"]
+__all__ = ["PRICES", "cheapest", "min_cut", "near_budget"]
 
 PRICES = tuple(10.0 ** (k / 4) for k in range(-12, 13))
-"""Prices of a byte that are always tried, in units of the mean: all seconds per all bytes."""
+"""Prices of a byte that are always tried, in units of the mean: all seconds divided by all bytes."""
 BISECTIONS = 6
 
 
@@ -42,25 +43,25 @@ def min_cut(graph: Graph, budget: int | None = None) -> Schedule:
 
     Args:
         graph: one training step.
-        budget: bytes; None saves as little as can be without computing dear nodes again.
+        budget: bytes; None saves the fewest bytes without recomputing expensive nodes.
 
     Raises:
-        BudgetError: no price of a byte leads to a peak that fits.
+        BudgetError: no price of a byte gives a schedule that fits.
     """
     rules = Rules(graph)
     if budget is None:
         return schedule_of(graph, *replay(rules, _saved(rules, *_as_torch(rules))))
     priced = [cheapest(rules, price) for price in PRICES]
     ends = (cheapest(rules, 0.0), cheapest(rules, float("inf")))
-    return fastest(rules, [*ends, *priced, *between(rules, priced, budget)], budget, "min_cut")
+    return fastest(rules, [*ends, *priced, *near_budget(rules, priced, budget)], budget, "min_cut")
 
 
-def between(rules: Rules, priced: Sequence[Order], budget: int) -> list[Order]:
-    """Returns plans at prices between the last one with a peak over budget and the next one.
+def near_budget(rules: Rules, priced: Sequence[Order], budget: int) -> list[Order]:
+    """Returns plans for prices between the highest price that does not fit and the least price that does, by bisection.
 
     Args:
-        rules: of the graph.
-        priced: the plans of all `PRICES`.
+        rules: the rules of the graph.
+        priced: the plans for all `PRICES`.
         budget: bytes.
     """
     first = next((k for k, plan in enumerate(priced) if peak_of(rules, plan) <= budget), 0)
@@ -74,11 +75,11 @@ def between(rules: Rules, priced: Sequence[Order], budget: int) -> list[Order]:
 
 
 def cheapest(rules: Rules, price: float) -> Order:
-    """Returns the plan with the fewest seconds plus `price` times bytes saved, nothing being computed three times.
+    """Returns the order with the least seconds plus `price` times bytes saved, if nothing runs more than twice.
 
     Args:
-        rules: of the graph.
-        price: of a byte, in mean seconds per byte of the graph's forward pass.
+        rules: the rules of the graph.
+        price: the price of a byte, in mean seconds per byte of the graph's forward pass.
     """
     graph = rules.graph
     if price == 0.0:
@@ -93,11 +94,11 @@ def cheapest(rules: Rules, price: float) -> Order:
 
 
 def _as_torch(rules: Rules) -> tuple[np.ndarray, np.ndarray]:
-    """What torch.compile has instead of prices: nodes are free or infinitely dear, values cost their bytes."""
+    """Returns torch.compile's costs and prices: recomputing is free or forbidden, saving a value costs its bytes."""
     graph, values = rules.graph, rules.graph.values
     work = [float(n.flops) for n in graph.nodes] if any(n.flops for n in graph.nodes) else rules.seconds
     touched = [sum(values[v].nbytes for v in (*n.inputs, *n.outputs)) for n in graph.nodes]
-    intense = sum(work) / (sum(touched) or 1)  # matmuls lie above the mean, what memory bounds lies below
+    intense = sum(work) / (sum(touched) or 1)  # matmuls are above the mean, memory-bound operations below
     cost = np.zeros(len(graph.nodes))
     price = np.array([float(v.nbytes) for v in values])
     for node in graph.nodes[: graph.boundary]:
@@ -105,21 +106,22 @@ def _as_torch(rules: Rules) -> tuple[np.ndarray, np.ndarray]:
         if "prefer_recompute" in decisions:
             price[[v for v in node.outputs if values[v].decision == "prefer_recompute"]] = np.inf
         elif "must_recompute" not in decisions:
-            dear = "prefer_save" in decisions or work[node.id] > intense * touched[node.id]
-            cost[node.id] = np.inf if dear else 0.0
+            expensive = "prefer_save" in decisions or work[node.id] > intense * touched[node.id]
+            cost[node.id] = np.inf if expensive else 0.0
     return cost, price
 
 
 def _saved(rules: Rules, cost: np.ndarray, price: np.ndarray) -> list[int]:
     """Returns the values that a minimum cut saves.
 
-    Args:
-        rules: of the graph.
-        cost: by node, of computing it again.
-        price: by value, of saving it.
+    The network has the arcs source -> node (the node's cost), node -> value (the value's price), value -> node that
+    reads it, and value -> sink if the backward pass reads it (infinite). Recomputed nodes and needed values are on the
+    sink's side.
 
-    The network: source -> node (its cost), node -> value (its price), value -> node that reads it and value -> sink if
-    the backward pass reads it (infinite). What is computed again, or needed, is on the side of the sink.
+    Args:
+        rules: the rules of the graph.
+        cost: by node: of recomputing it.
+        price: by value: of saving it.
     """
     graph = rules.graph
     nodes = [n for n in graph.nodes if not n.backward]
@@ -137,9 +139,9 @@ def _saved(rules: Rules, cost: np.ndarray, price: np.ndarray) -> list[int]:
                 arcs.append((node.id, count + value, price[value] if may_save else np.inf))
                 if value in needed:
                     arcs.append((count + value, sink, np.inf))
-        arcs += [(count + v, node.id, np.inf) for v in node.inputs if v not in rules.kept]
+        arcs += [(count + v, node.id, np.inf) for v in node.inputs if v not in rules.permanent]
     tails, heads, prices = (np.array(column) for column in zip(*arcs, strict=True))
     known = float(prices[np.isfinite(prices)].sum()) or 1.0
-    # from the sink backwards: of equal cuts the one that computes the least again
-    again = Network(sink, heads, tails).cut(prices, known).near
+    # reversed arcs: among equal minimum cuts, this finds the one that recomputes least
+    again = FlowNetwork(sink, heads, tails).cut(prices, known).near
     return [v for n in nodes if not again[n.id] for v in n.outputs if again[count + v]]

@@ -1,15 +1,17 @@
-"""The constraint program of B. Bartan, H. Li, H. Teague, C. Lott, B. Dilkina, "Moccasin: Efficient Tensor
-Rematerialization for Neural Networks", ICML 2023, https://arxiv.org/abs/2304.14463: at most C lives per value.
+"""The constraint program of Moccasin: at most C retention intervals per value.
 
-A node runs at most C times, the first at the end of its own stage (see `frontier`), any other in a later stage. What a
-run makes lives for an interval: a *retention interval*. At any event the intervals take at most the budget, and what a
-run reads lies in one of its value's intervals. O(C nodes) intervals stand where Checkmate has O(nodes^2) binary
-variables. Two phases: the first minimises max(footprint, budget), to find something that fits; the second the seconds,
-from there.
+B. Bartan, H. Li, H. Teague, C. Lott, B. Dilkina, "Moccasin: Efficient Tensor Rematerialization for Neural Networks",
+ICML 2023, https://arxiv.org/abs/2304.14463.
 
-Optimal, where CP-SAT ends before its limit, among plans with first runs in the base order, at most one run of a node
-per stage and at most C - 1 repetitions of it; C is 2 in `moccasin`, as in the paper, and 3 in `moccasin3`. C = 2 is not
-enough for low budgets. Prices are rounded to a millionth of the dearest node's.
+A node runs at most C times: first at the end of its own stage (see `frontier`), then in later stages. The output of a
+run lives for an interval, its *retention interval*. At every event the intervals take at most the budget, and every
+input of a run lies in one of the input's intervals. There are O(C nodes) intervals, where Checkmate has O(nodes^2)
+binary variables. The program is solved in two phases: the first minimises max(footprint, budget), to find a feasible
+plan; the second starts there and minimises the seconds.
+
+Optimal, if CP-SAT finishes within its limit, among plans with first runs in the plain order, at most one run of a node
+per stage, and at most C - 1 recomputations of each node; C is 2 in `moccasin`, as in the paper, and 3 in `moccasin3`. C
+= 2 is not enough for low budgets. Prices are rounded to a millionth of the most expensive node's price.
 
     C                       `most`
     (s, e, a) of v, i       start[k, i] of the node, end[v, i] of each value, present[k, i]
@@ -17,14 +19,14 @@ enough for low budgets. Prices are rounded to a millionth of the dearest node's.
     M                       `footprint`, the capacity of the cumulative constraint
     tau                     `target` of the first phase
 
-Beyond the paper: several values per node, temporaries, what must be kept, nodes that run once, outputs written over
-inputs. An interval may end where a reader of its value can have run, which loses nothing; the authors' code has a
-domain of lengths instead, spaced logarithmically, which does. Their reservoir constraints are clauses here: a read is
-served by one of the intervals.
+Beyond the paper: several values per node, temporaries, values that must stay, nodes that run once, and outputs that
+overwrite inputs. An interval may end wherever a reader of its value may have run, which excludes no useful plan; the
+authors' code uses logarithmically spaced interval lengths instead, which does. The paper's reservoir constraints are
+clauses here: each read is served by one of the intervals.
 
-Complexity: exponential. Graphs of more than `LARGEST` nodes are refused. CP-SAT's deterministic time bounds the search,
-not a clock, and its workers take turns: the same plan everywhere, for one version of OR-Tools. Left out: paging, free
-orders.
+Complexity: exponential. Graphs of more than `LARGEST` nodes are refused. The search is bounded by CP-SAT's
+deterministic time, not by a clock, and its workers take turns: the plan is the same on every machine, for one version
+of OR-Tools. Left out: paging, and free orders.
 """
 
 from __future__ import annotations
@@ -38,34 +40,35 @@ from fckpt.errors import ArgumentValueError, FckptError
 from fckpt.graph.graph import Graph, Node
 from fckpt.graph.schedule import Schedule, schedule_of
 from fckpt.solve.core.frontier import Frontier
-from fckpt.solve.core.rules import Order, Rules, over_budget, peak_of, seconds_of
+from fckpt.solve.core.rules import Order, Rules, fastest, peak_of
 from fckpt.solve.core.starts import save_everything
 
 __all__ = ["DependencyError", "moccasin", "moccasin3"]
 
 LARGEST = 400
-"""The most nodes: beyond, CP-SAT finds nothing in minutes."""
+"""The largest number of nodes: on larger graphs, CP-SAT finds nothing within minutes."""
 EFFORT = 30.0
-"""CP-SAT's deterministic time per phase, two to four seconds each."""
+"""CP-SAT's deterministic time per phase; one unit takes two to four seconds."""
 FEW = 80
-"""Up to so many nodes CP-SAT has one way to search, which is faster; with more it has two, and finds plans at all."""
+"""On graphs of at most this many nodes, CP-SAT uses one search strategy, which is faster. On larger graphs it uses two,
+without which it would find no plans."""
 PRICE = 10**6
-"""What the dearest node costs, in the program's whole numbers."""
+"""The price of the most expensive node in the program's integers."""
 
 
 class DependencyError(FckptError, ImportError):
-    """What was asked for needs a package that is not installed."""
+    """An optional package that the call needs is not installed."""
 
 
 def moccasin(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the fastest schedule found that fits and repeats no node more than once.
+    """Returns the fastest schedule found that fits and recomputes no node more than once.
 
     Args:
         graph: one training step.
         budget: bytes; None saves everything.
 
     Raises:
-        BudgetError: none is found that fits.
+        BudgetError: no schedule that is found fits.
         ArgumentValueError: the graph has more than 400 nodes.
         DependencyError: OR-Tools is not installed.
     """
@@ -73,14 +76,14 @@ def moccasin(graph: Graph, budget: int | None = None) -> Schedule:
 
 
 def moccasin3(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the fastest schedule found that fits and repeats no node more than twice.
+    """Returns the fastest schedule found that fits and recomputes no node more than twice.
 
     Args:
         graph: one training step.
         budget: bytes; None saves everything.
 
     Raises:
-        BudgetError: none is found that fits.
+        BudgetError: no schedule that is found fits.
         ArgumentValueError: the graph has more than 400 nodes.
         DependencyError: OR-Tools is not installed.
     """
@@ -109,17 +112,16 @@ def _fastest(graph: Graph, budget: int | None, most: int, solver: str) -> Schedu
         )
     frontier = Frontier(rules)
     least = plain
-    for target in (budget, 0):  # what is found for 0 does not depend on the budget, and so neither does the least
-        program = _Program(library, frontier, most)
+    for target in (budget, 0):  # the plan for 0 does not depend on the budget, so the least budget does not either
+        program = _ConstraintProgram(library, frontier, most)
         least = program.smallest(target) or plain
         if peak_of(rules, least) <= budget:
-            found = [order for order in (program.fastest(budget), least) if order and peak_of(rules, order) <= budget]
-            return schedule_of(graph, *min(found, key=lambda order: seconds_of(rules, order)))
-    raise over_budget(graph, schedule_of(graph, *least), budget, solver)
+            return fastest(rules, [order for order in (program.fastest(budget), least) if order], budget, solver)
+    return fastest(rules, [least], budget, solver)  # raises BudgetError
 
 
-class _Program:
-    """The constraint program of one graph. A run is a position (see `frontier`) and how many came before it."""
+class _ConstraintProgram:
+    """The constraint program of one graph. A run is a position (see `frontier`) and the number of earlier runs."""
 
     def __init__(self, library: Any, frontier: Frontier, most: int):
         self.library = library
@@ -129,7 +131,7 @@ class _Program:
         self.most = most
         self.graph = graph = frontier.rules.graph
         count = len(frontier.sequence)
-        self.stages = [[t for t in range(k, count) if t == k or frontier.may_repeat(k, t)] for k in range(count)]
+        self.stages = [[t for t in range(k, count) if t == k or frontier.may_recompute(k, t)] for k in range(count)]
         """By position: the stages in which the node may run."""
         self.runs = [(k, i) for k in range(count) for i in self._numbers(k)]
         self.dawn, self.horizon = _event(frontier.split, 0), _event(count, 0)
@@ -154,25 +156,25 @@ class _Program:
         self.footprint = self._within(0, sum(self.demands))
         self.model.add_cumulative(self.intervals, self.demands, self.footprint)
 
-    def _kept(self, variable: Any) -> Any:
+    def _hinted(self, variable: Any) -> Any:
         self.variables.append(variable)
         return variable
 
     def _flag(self) -> Any:
-        return self._kept(self.model.new_bool_var(""))
+        return self._hinted(self.model.new_bool_var(""))
 
     def _within(self, low: int, high: int) -> Any:
-        return self._kept(self.model.new_int_var(low, high, ""))
+        return self._hinted(self.model.new_int_var(low, high, ""))
 
     def _among(self, events: Iterable[int]) -> Any:
         domain = self.library.Domain.from_values(sorted(set(events)))
-        return self._kept(self.model.new_int_var_from_domain(domain, ""))
+        return self._hinted(self.model.new_int_var_from_domain(domain, ""))
 
     def _at(self, number: int) -> Any:
         return self.model.new_constant(number)
 
     def _run(self, k: int, i: int) -> None:
-        """Run i of the node at position k: the first ends its stage, others come later, one after the other."""
+        """Adds run i of the node at position k: the first run ends its own stage, later runs are in later stages."""
         if not i:
             self.start[k, i], self.present[k, i] = self._at(_event(k, k)), self._at(1)
             return
@@ -182,7 +184,7 @@ class _Program:
         self.model.add(start > self.start[k, i - 1]).only_enforce_if(here)
 
     def _hold(self, value: int) -> None:
-        """The retention intervals of a value end right after a run that reads it, or at once; none meets the next."""
+        """Adds a value's retention intervals: each ends directly after a reader or its start, before the next one."""
         model, k = self.model, self.frontier.made(value)
         positions = {k, *self.frontier.reads[value]}
         ends = {_event(t, c) + 1 for c in positions for t in self.stages[c]}
@@ -202,7 +204,7 @@ class _Program:
         return range(min(self.most, len(self.stages[k])))
 
     def _read(self, k: int, i: int) -> None:
-        """What a run reads lies in an interval of its value."""
+        """Requires that every input of a run lies in an interval of its value."""
         model, start = self.model, self.start[k, i]
         for value in self.graph.nodes[self.frontier.sequence[k]].inputs:
             if value not in self.frontier.reads:
@@ -221,7 +223,7 @@ class _Program:
         return [(k, i) for i in self._numbers(k)]
 
     def _take(self, k: int, i: int) -> None:
-        """The bytes of what a run makes, and of what goes when it ends."""
+        """Adds the bytes of a run: its outputs' intervals, and the memory that is free again when the run ends."""
         node = self.graph.nodes[self.frontier.sequence[k]]
         here, start, passing = self.present[k, i], self.start[k, i], node.temporary_nbytes
         begin = self._overwriting(node, k, i)
@@ -230,7 +232,7 @@ class _Program:
             if value in self.frontier.reads:
                 self._occupy(begin, self.end[value, i], here, nbytes)
             elif i:
-                passing += nbytes  # a second copy of what is held to the end
+                passing += nbytes  # a second copy of a permanent value, dropped when the run ends
             else:
                 self._occupy(begin, self._at(self.horizon), here, nbytes)
         self._occupy(start, start + 1, here, passing)
@@ -242,7 +244,7 @@ class _Program:
             self.demands.append(nbytes // self.unit)
 
     def _overwriting(self, node: Node, k: int, i: int) -> Any:
-        """The event from which the output takes bytes of its own: the next, if it is written over an input."""
+        """Returns the event from which the output needs additional memory: the next event if it overwrites an input."""
         over = [v for v in node.overwrites if v in self.frontier.reads]
         if not over or (i and node.outputs[0] not in self.frontier.reads):
             return self.start[k, i]
@@ -259,14 +261,14 @@ class _Program:
         return begin
 
     def smallest(self, budget: int) -> Order | None:
-        """Returns the plan with the least max(footprint, `budget`) that is found: the first phase."""
+        """First phase: returns the order with the least max(footprint, `budget`) that is found."""
         target = self.model.new_int_var(budget // self.unit, max(sum(self.demands), budget // self.unit), "")
         self.model.add(target >= self.footprint)
         self.model.minimize(target)
         return self._solve()
 
     def fastest(self, budget: int) -> Order | None:
-        """Returns the plan with the least time that is found, from what `smallest` found: the second phase."""
+        """Second phase: returns the order with the least time that is found, starting from the result of `smallest`."""
         model, sequence, seconds = self.model, self.frontier.sequence, self.frontier.rules.seconds
         for variable in self.variables:
             model.add_hint(variable, self.solver.value(variable))
@@ -281,7 +283,7 @@ class _Program:
         parameters = self.solver.parameters
         several = len(self.frontier.sequence) > FEW
         parameters.num_workers = 2 if several else 1
-        parameters.interleave_search = several  # they take turns: the same result however fast each is
+        parameters.interleave_search = several  # workers take turns, so the result does not depend on their speed
         parameters.random_seed = 0
         parameters.max_deterministic_time = EFFORT
         status = self.solver.solve(self.model)

@@ -1,13 +1,14 @@
-"""Lazy moment generation: integer programs about a few moments, scheduled lazily; where that overflows, more moments.
+"""Integer programs over a few moments, turned into plans by lazy recomputation.
 
-What the program of some moments (`windows`) holds at them leads to a plan: what is missing is computed right before it
-is read. The plan is simulated, and where it overflows most there are moments as well. If it overflows nowhere, nothing
-with its order of first runs is faster, up to the gap that the program may have. `repair` and `prune` take care of the
-rest, without a guarantee. What a program proves is a bound on all schedules that it is about (`certificate`).
+The solution of the integer program (`moment_program`) says which values are held at each moment. It becomes a plan in
+which missing values are recomputed directly before they are read. The plan is simulated, and the positions at which it
+exceeds the budget most become moments of the next program. If it exceeds the budget nowhere, no plan with its order of
+first runs is faster, up to the program's gap. `repair` and `prune` make the other plans feasible, without a guarantee.
+The bound that a program proves holds for all schedules that the program covers (`certificate`).
 
-Complexity: that of the programs. Their rows are bounded in sum, and so is the number of branches. Left out: a choice of
-the order of what runs again; that it needs room while it does; that what a policy sends through both passes may have to
-run more often.
+Complexity: the time of the programs. The sum of their rows is bounded, and so is the number of branches of each. Left
+out: choosing the order of recomputations; the memory that recomputations need while they run; that values which a
+policy recomputes in both passes may have to be recomputed more often.
 """
 
 from __future__ import annotations
@@ -20,147 +21,150 @@ import numpy as np
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule, schedule_of
 from fckpt.solve._greedy import fit, smallest
-from fckpt.solve.core.rules import Order, Rules, ancestors, peak_of, profile_of, seconds_of, within
-from fckpt.solve.core.starts import saving
-from fckpt.solve.proofs.bounds import Moment, Problem, proven, single
-from fckpt.solve.proofs.program import Cut, Program
+from fckpt.solve.core.rules import Order, Rules, ancestors, peak_of, profile_of, seconds_of, within_budget
+from fckpt.solve.core.starts import save_everything_orders
+from fckpt.solve.proofs.bounds import Moment, Problem, proven_seconds, single_moments
+from fckpt.solve.proofs.moment_program import CuttingPlane, MomentProgram
 
-__all__ = ["Effort", "Round", "generated", "moments", "retained", "usual"]
+__all__ = ["ProgramEffort", "ProgramRound", "moment_orders", "moments", "program_rounds", "usual_effort"]
 
 ROWS, ROWS_PER_NODE = 9_500, 20
-"""The most rows of all programs together that lead to plans: some seconds."""
+"""The largest total number of rows of the programs that lead to plans: a few seconds."""
 MORE = 4
-"""How many moments are added at once."""
+"""The number of moments added per round."""
 CANDIDATES = 6
-"""How many are tried where one is added."""
+"""The number of moments tried when one moment is added per round."""
 NEAR = 0.02
-"""A part of the graph, within which one moment stands for all."""
+"""One moment stands for all positions within this fraction of the sequence."""
 
 
-class Effort(NamedTuple):
-    """What programs may cost. Counts and not times, so that plans and bounds do not depend on the machine."""
+class ProgramEffort(NamedTuple):
+    """Limits for integer programs: counts, not times, so that plans and bounds do not depend on the machine."""
 
     rows: int
-    """The most of all programs together but the first."""
+    """The largest total number of rows of all programs after the first."""
     branches: int = 1
-    """The most of each. Without any HiGHS has good plans already, from its heuristics, and proves a little less."""
+    """The largest number of branches of one program. Even with one branch, HiGHS has good plans from its heuristics,
+    but proves a little less."""
     gap: float = 0.05
-    """A part of the repetitions' time, below which an optimum need not be improved."""
+    """The relative gap, as a fraction of the recomputation time, at which a program may stop."""
     careful: bool = False
-    """One moment more at a time, that which raises the optimum in fractions most, in place of those that may as well
-    come after it as before it; or several at once, that have a certain order."""
+    """Whether to add one moment per round, the one that most raises the optimum of the linear relaxation, and to drop
+    moments that have no certain order with it. Otherwise several moments with a certain order are added per round."""
 
 
 def moments(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the fastest of the plans that moments lead to and that repairs make fit.
+    """Returns the fastest schedule that repairs make from the plans of integer programs over moments.
 
     Args:
         graph: one training step.
         budget: bytes; None saves everything.
 
     Raises:
-        BudgetError: neither they nor the smallest plan of `greedy` fit.
+        BudgetError: neither these plans nor the smallest plan of `greedy` fits.
     """
     rules = Rules(graph)
-    bases = saving(rules)
-    if budget is None or peak_of(rules, bases[0]) <= budget:
-        return schedule_of(graph, *bases[0])
-    orders = retained(rules, bases, budget, usual(graph))
+    starts = save_everything_orders(rules)
+    if budget is None or peak_of(rules, starts[0]) <= budget:
+        return schedule_of(graph, *starts[0])
+    orders = moment_orders(rules, starts, budget, usual_effort(graph))
     found = [plan for order in orders if (plan := fit(rules, order, budget)[0]) is not None]
     if not found:
         least = smallest(rules)
         found = [fit(rules, least, budget)[0] or least]
     best = min(found, key=lambda order: seconds_of(rules, order))
-    return within(graph, schedule_of(graph, *best), budget, "moments")
+    return within_budget(graph, schedule_of(graph, *best), budget, "moments")
 
 
-def usual(graph: Graph, factor: float = 1.0) -> Effort:
-    """Returns what `moments` spends on a graph, or a multiple of it."""
-    return Effort(round(factor * min(ROWS, ROWS_PER_NODE * len(graph.nodes))))
+def usual_effort(graph: Graph, factor: float = 1.0) -> ProgramEffort:
+    """Returns the effort that `moments` spends on a graph, multiplied by `factor`."""
+    return ProgramEffort(round(factor * min(ROWS, ROWS_PER_NODE * len(graph.nodes))))
 
 
-def retained(rules: Rules, bases: Sequence[Order], budget: int, effort: Effort) -> Iterator[Order]:
-    """Yields plans round by round: the first respects the budget at one moment, later ones at more.
+def moment_orders(rules: Rules, starts: Sequence[Order], budget: int, effort: ProgramEffort) -> Iterator[Order]:
+    """Yields one order per round: the first respects the budget at one moment, later ones at more moments.
 
-    The last one overflows nowhere, or the effort is spent, or no plan is faster for what is known.
+    The last order exceeds the budget nowhere, or the effort is spent, or further moments do not lead to a faster order.
 
     Args:
-        rules: of the graph.
-        bases: plans that compute everything once. All first runs are in the order of that for which single moments
-            prove the least time; the peak of an order says little about what it costs to come below it.
+        rules: the rules of the graph.
+        starts: orders that compute every node once. All first runs follow the start for which single moments prove the
+            least time; the peak of a start says little about the cost of lowering the peak.
         budget: bytes.
-        effort: what may be spent.
+        effort: the limits of the programs.
     """
-    problems = (Problem(rules.graph, base) for base in bases)
-    looked = ((problem, single(problem, budget)) for problem in problems)
-    problem, (_, look) = min(looked, key=lambda found: found[1].bound.seconds)
-    if look is not None:
-        yield from (found.plan for found in generated(problem, look.moment, budget, effort) if found.plan is not None)
+    problems = (Problem(rules.graph, first_runs) for first_runs in starts)
+    proved = ((problem, single_moments(problem, budget)) for problem in problems)
+    problem, (_, strongest) = min(proved, key=lambda found: found[1].bound.seconds)
+    if strongest is not None:
+        yield from (
+            found.plan for found in program_rounds(problem, strongest.moment, budget, effort) if found.plan is not None
+        )
 
 
-class Round(NamedTuple):
-    """What comes of one program."""
+class ProgramRound(NamedTuple):
+    """The result of one integer program."""
 
     seconds: float
-    """Repetitions take so long at least, in every schedule that the program is about."""
+    """A lower bound on the recomputation time of every schedule that the program covers."""
     plan: Order | None
-    """What the program holds, scheduled lazily; None where it holds nothing that is known."""
+    """The order made from the program's solution; None if HiGHS finds no solution."""
 
 
-def generated(problem: Problem, first: Moment, budget: int, effort: Effort) -> Iterator[Round]:
-    """Yields what comes of the first moment, then of more, and so on; see `retained`."""
-    chain, rows = _Chain(problem, budget), effort.rows
-    program: Program | None = chain.program([first.node])
+def program_rounds(problem: Problem, first: Moment, budget: int, effort: ProgramEffort) -> Iterator[ProgramRound]:
+    """Yields the result of the program of the first moment, then of programs of more moments; see `moment_orders`."""
+    chain, rows = _MomentChain(problem, budget), effort.rows
+    program: MomentProgram | None = chain.program([first.node])
     while program is not None:
         rows -= program.rows
         answer = program.solve(effort.branches, effort.gap)
         plan, worst = (None, []) if answer.x is None else chain.planned(program, answer.x)
-        yield Round(proven(problem, answer, program.columns), plan)
+        yield ProgramRound(proven_seconds(problem, answer, program.columns), plan)
         program = (chain.best if effort.careful else chain.longer)(program, worst, rows)
 
 
-class _Chain:
-    """Looks for moments."""
+class _MomentChain:
+    """Chooses moments for the next program."""
 
     def __init__(self, problem: Problem, budget: int):
         self.problem, self.budget = problem, budget
-        self.sequence = [*problem.base.forward, *problem.base.backward]
+        self.sequence = [*problem.first_runs.forward, *problem.first_runs.backward]
         self.place = {index: i for i, index in enumerate(self.sequence)}
         self.moments: dict[int, Moment] = {}
 
-    def planned(self, program: Program, x: np.ndarray) -> tuple[Order, list[int]]:
-        """Returns the plan that holds what the columns `x` say, and the nodes where it overflows."""
+    def planned(self, program: MomentProgram, x: np.ndarray) -> tuple[Order, list[int]]:
+        """Returns the order that holds the values of the solution `x`, and the nodes at which it exceeds the budget."""
         chain = [moment.node for moment in program.moments]
         held = [set(np.flatnonzero((row >= 0) & (x[np.maximum(row, 0)] > 0.5)).tolist()) for row in program.held]
         retention = dict(zip((self.place[index] for index in chain), held, strict=True))
-        plan, stages = lazily(self.problem.rules, self.problem.base, retention)
+        plan, stages = lazy_order(self.problem.rules, self.problem.first_runs, retention)
         return plan, self.overflow(plan, stages, chain)
 
-    def longer(self, program: Program, worst: Sequence[int], rows: int) -> Program | None:
-        """Returns the program of as many moments more as `rows` allow."""
+    def longer(self, program: MomentProgram, worst: Sequence[int], rows: int) -> MomentProgram | None:
+        """Returns the program with as many additional moments as `rows` allow."""
         chain = [moment.node for moment in program.moments]
         more: list[int] = []
         for index in worst:
             if len(more) < MORE and all(self.ordered(index, other) for other in (*chain, *more)):
                 more.append(index)
         for count in range(len(more), 0, -1):
-            longer = self.program([*chain, *more[:count]], program.cuts)
+            longer = self.program([*chain, *more[:count]], program.planes)
             if longer.rows <= rows:
                 return longer
         return None
 
-    def best(self, program: Program, worst: Sequence[int], rows: int) -> Program | None:
-        """Returns the program with one moment more that promises most, without those that have no order with it."""
+    def best(self, program: MomentProgram, worst: Sequence[int], rows: int) -> MomentProgram | None:
+        """Returns the most promising program with one more moment, and moments that have a certain order with it."""
         chain = [moment.node for moment in program.moments]
         tries = [
-            self.program([*(other for other in chain if self.ordered(index, other)), index], program.cuts)
+            self.program([*(other for other in chain if self.ordered(index, other)), index], program.planes)
             for index in worst[:CANDIDATES]
         ]
-        return max((longer for longer in tries if longer.rows <= rows), key=Program.promise, default=None)
+        return max((longer for longer in tries if longer.rows <= rows), key=MomentProgram.promise, default=None)
 
-    def program(self, chain: Iterable[int], cuts: Iterable[Cut] = ()) -> Program:
+    def program(self, chain: Iterable[int], planes: Iterable[CuttingPlane] = ()) -> MomentProgram:
         ordered = sorted(chain, key=self.place.__getitem__)
-        return Program(self.problem, [self.moment(index) for index in ordered], self.budget, cuts)
+        return MomentProgram(self.problem, [self.moment(index) for index in ordered], self.budget, planes)
 
     def moment(self, index: int) -> Moment:
         if index not in self.moments:
@@ -168,7 +172,7 @@ class _Chain:
         return self.moments[index]
 
     def overflow(self, plan: Order, stages: Sequence[int], chain: Sequence[int]) -> list[int]:
-        """Returns nodes during or for whose first runs there is too much, the worst first, some way apart."""
+        """Returns nodes at whose first runs the budget is exceeded, the worst first, with a distance between them."""
         problem = self.problem
         worst: dict[int, int] = {}
         for nbytes, stage in zip(profile_of(problem.rules, plan).tolist(), stages, strict=True):
@@ -183,28 +187,28 @@ class _Chain:
         return found
 
     def ordered(self, one: int, other: int) -> bool:
-        """Whether one of two nodes certainly runs first."""
+        """Whether it is certain which of two nodes runs first."""
         return bool(self.moment(other).before[one] or self.moment(one).before[other])
 
 
-def lazily(rules: Rules, base: Order, held: Mapping[int, set[int]]) -> tuple[Order, list[int]]:
-    """Returns the plan that computes right before it is read, or is to be held, what is not in memory.
+def lazy_order(rules: Rules, first_runs: Order, held: Mapping[int, set[int]]) -> tuple[Order, list[int]]:
+    """Returns the order that recomputes missing values directly before they are read, or before they are to be held.
 
     Args:
-        rules: of the graph.
-        base: computes everything once.
-        held: by position in `base`, what stays in memory after it; after others everything does, and so does always
-            what comes of nodes that never run twice.
+        rules: the rules of the graph.
+        first_runs: an order that computes every node once.
+        held: by position in `first_runs`, the values that stay in memory after that position. After all other positions
+            everything stays. Outputs of nodes that never run twice always stay.
 
     Returns:
-        The plan; and for each computation the position in `base` of the first run that it is, or is made for.
+        The order; and for each computation, the position in `first_runs` of the first run that it is or serves.
     """
-    graph, split = rules.graph, len(base.forward)
-    stays = {*rules.kept, *(v for n in graph.nodes if rules.pinned[n.id] for v in n.outputs)}
+    graph, split = rules.graph, len(first_runs.forward)
+    stays = {*rules.permanent, *(v for n in graph.nodes if rules.pinned[n.id] for v in n.outputs)}
     live, ran = {*graph.inputs}, set[int]()
     runs: list[int] = []
     stages: list[int] = []
-    for position, index in enumerate((*base.forward, *base.backward)):
+    for position, index in enumerate((*first_runs.forward, *first_runs.backward)):
         if position == split:
             live.update(graph.cotangents)
             live.difference_update(rules.unsaved)
@@ -219,13 +223,13 @@ def lazily(rules: Rules, base: Order, held: Mapping[int, set[int]]) -> tuple[Ord
         if position in held:
             live.intersection_update({*held[position], *stays, *node.inputs, *node.outputs})
     boundary = sum(stage < split for stage in stages)
-    kept = _used(rules, runs, boundary)
-    forward = [runs[i] for i in kept if i < boundary]
-    return Order(forward, [runs[i] for i in kept if i >= boundary]), [stages[i] for i in kept]
+    used = _used(rules, runs, boundary)
+    forward = [runs[i] for i in used if i < boundary]
+    return Order(forward, [runs[i] for i in used if i >= boundary]), [stages[i] for i in used]
 
 
 def _used(rules: Rules, runs: Sequence[int], boundary: int) -> list[int]:
-    """The computations among `runs` that something comes of, in order."""
+    """Returns the indices of the computations among `runs` whose results are used, in order."""
     graph = rules.graph
     musts = {n.id for n in graph.nodes if n.once or n.random or n.writes}
     first = {index: i for i, index in reversed([*enumerate(runs)])}

@@ -1,38 +1,41 @@
-"""Gradient checkpoints at the ends of closed sets: the seed of this project, for comparison.
+"""Optimal gradient checkpoints at the ends of closed sets, by a division tree of the tensor graph.
 
 J. Feng, D. Huang, "Optimal Gradient Checkpoint Search for Arbitrary Computation Graphs", CVPR 2021,
-https://arxiv.org/abs/1808.00079. Vertices are tensors, edges are operations. Checkpoints part the graph into segments;
-the forward pass keeps the checkpoints, the backward pass computes one segment at a time again. In their model memory is
-the bytes of all checkpoints and of the interior of the largest segment, and time has no say. Optimal for that sum: on
-chains among all choices of checkpoints; on other graphs among those that the division tree (see `division`) admits: a
-closed set is one segment, or its ends are checkpoints and what is between them is chosen in each alone. A linear set
-is also cut into segments of several of its parts.
+https://arxiv.org/abs/1808.00079; fckpt began as an implementation of this paper. Vertices are tensors, edges are
+operations. Checkpoints divide the graph into segments; the forward pass saves the checkpoints, and the backward pass
+recomputes one segment at a time. In the paper's model, memory is the bytes of all checkpoints plus the interior of the
+largest segment; time is not considered. Optimal for that sum: on chains among all choices of checkpoints; on other
+graphs among the choices that the division tree (see `division_tree`) admits: a closed set is one segment, or its ends
+are checkpoints and each part between them is divided separately. A linear set is also cut into segments of several
+consecutive parts.
 
-For each value that the largest segment can have: the fewest bytes of checkpoints, in a linear set by a shortest path
-along its cuts, in others all ends. Their code tries every value; here those are left out that cannot win, because
-fewer bytes in the largest segment never need fewer in checkpoints. Ties go to the largest segment, as with them.
+For each possible size of the largest segment, the fewest bytes of checkpoints are computed: for a linear set by a
+shortest path along its cuts, for other sets by taking all ends. The paper's code tries every size; here sizes that
+cannot win are skipped, because a smaller limit never needs fewer bytes of checkpoints. Ties go to the largest segment,
+as in the paper's code.
 
     paper                              here
     cost of a vertex                   `nbytes`
     max term (their code)              `limit`
-    accessibility graph                the `window` in `_along`
+    accessibility graph                `reachable` in `_along`
     GC cost                            the bytes of `chosen`
 
-Their graphs are those of modules, with one input and one output; they come from the text of TorchScript or are written
-by hand. Here `vertices` makes tensors of traced operations; ResNets come out as theirs are, vertex by vertex. The
-source stands for what the caller holds and most bytes depend on, as a rule the data, and for all else that a tenth of
-all depends on and not on the first. What depends on parameters and constants alone is no vertex. The target stands in
-the same way for the end that depends on most, and for others that add a tenth. What leads to no end is no vertex (their
-code trims it as well), and outputs of the step, which are held in any case, cost nothing.
+The paper's graphs are graphs of modules, with one input and one output, written by hand or parsed from TorchScript.
+Here the tensor graph (`tensors`) is made from traced operations; ResNets give the same graph as in the paper, vertex by
+vertex. The source stands for the input on which most bytes depend, usually the data, and for each other input on which
+an additional tenth of all bytes depends. Tensors that depend only on parameters and constants are not vertices. In the
+same way the target stands for the end that depends on most bytes, and for each other end that adds a tenth. Tensors
+that lead to no end are not vertices (the paper's code removes them as well). Outputs of the step are held in any case
+and cost nothing.
 
-The plan keeps the checkpoints, and a segment is computed again as soon as the backward pass reads something of it. As
-with them, no segment is spared: not the last one, and no single operation. What nobody reads of a segment is left out,
-the operation that ends in the next checkpoint, say, so the plan takes no more time than theirs. Whatever is no vertex
-is computed again when it is read.
+The plan saves the checkpoints, and recomputes a segment when the backward pass first reads from it. As in the paper,
+every segment is recomputed, including the last one and single operations. Operations of a segment whose results nobody
+reads are skipped, for example the operation that ends in the next checkpoint, so the plan takes at most the paper's
+time. Tensors that are not vertices are recomputed when they are read.
 
-Complexity: the division tree (see there), then O(vertices) for each size of the largest segment that is tried, of which
-there are at most as many as pairs of cuts of linear sets. Left out: nothing of the solver. A budget has no say: there
-is one plan, and it fits or not. Policies are obeyed, but the model does not know them.
+Complexity: the division tree (see there), then O(vertices) for each size of the largest segment that is tried; there
+are at most as many sizes as pairs of cuts of linear sets. Left out: nothing of the solver. The budget has no influence:
+there is one plan, which fits or does not. Policies are respected, but the model does not consider them.
 """
 
 from __future__ import annotations
@@ -47,54 +50,55 @@ import numpy as np
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule, schedule_of
 from fckpt.solve.chains.division_tree import Edge, Part, divide
-from fckpt.solve.chains.tensors import Vertex, vertices_of
-from fckpt.solve.core.rules import Rules, replay, within
+from fckpt.solve.chains.tensors import TensorVertex, tensor_graph
+from fckpt.solve.core.rules import Rules, replay, within_budget
 
 __all__ = ["Checkpoints", "best_checkpoints", "between_ends", "ogc"]
 
 SHARE = 0.1
-"""What part of all bytes has to depend on an input, or an end on them, to count beside the first."""
+"""The fraction of all bytes that must depend on a further input, or on which a further end must depend, for it to
+count."""
 
 
 class Checkpoints(NamedTuple):
-    """An answer: vertices, and what the model says of them."""
+    """A choice of checkpoints, with its memory in the model."""
 
     total_nbytes: int
-    """Of the checkpoints, and the most that a segment may have inside."""
+    """The bytes of the checkpoints plus `limit`."""
     limit: int
-    """The latter part of it."""
+    """The most bytes that the interior of a segment may have."""
     chosen: tuple[int, ...]
-    """The checkpoints, source and target not among them."""
+    """The checkpoints, without source and target."""
 
 
 def ogc(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the schedule that keeps the checkpoints for which their bytes and the largest segment's are least.
+    """Returns the schedule whose checkpoints and largest segment have the fewest bytes in total.
 
     Args:
         graph: one training step.
-        budget: bytes; there is but one plan, whatever it is.
+        budget: bytes; there is only one plan, whatever the budget.
 
     Raises:
         BudgetError: the plan does not fit.
     """
     rules = Rules(graph)
-    vertices, edges = between_ends(graph, vertices_of(rules))
+    vertices, edges = between_ends(graph, tensor_graph(rules))
     nbytes = [_tensor_nbytes(graph, vertex) for vertex in vertices]
     saved: list[int] = []
     if vertices:
         best = best_checkpoints([0, *nbytes, 0], edges)
         saved = [v for i in best.chosen for v in vertices[i - 1].values]
-    return within(graph, schedule_of(graph, *replay(rules, saved)), budget, "ogc")
+    return within_budget(graph, schedule_of(graph, *replay(rules, saved)), budget, "ogc")
 
 
-def _tensor_nbytes(graph: Graph, vertex: Vertex) -> int:
+def _tensor_nbytes(graph: Graph, vertex: TensorVertex) -> int:
     return sum(graph.values[v].nbytes for v in vertex.values if v not in graph.outputs)
 
 
-def between_ends(graph: Graph, vertices: list[Vertex]) -> tuple[list[Vertex], list[Edge]]:
-    """Returns the vertices on the way from the data to the ends, and the edges.
+def between_ends(graph: Graph, vertices: list[TensorVertex]) -> tuple[list[TensorVertex], list[Edge]]:
+    """Returns the vertices on the paths from the data to the ends, and the edges.
 
-    In the edges 0 is the source, the vertices are numbered from 1, and the target comes last.
+    In the edges, 0 is the source, the vertices are numbered from 1, and the target has the last number.
     """
     count = len(vertices)
     weight = np.array([1.0 + _tensor_nbytes(graph, vertex) for vertex in vertices])
@@ -110,16 +114,16 @@ def between_ends(graph: Graph, vertices: list[Vertex]) -> tuple[list[Vertex], li
     depends = inputs[data].any(axis=0)
     last = np.flatnonzero(depends & (below.sum(axis=1) == 1))
     ends = last[_covering(below[:, last].T, weight * depends)].tolist()
-    kept = np.flatnonzero(below[:, ends].any(axis=1) & depends).tolist()
-    number = {i: k for k, i in enumerate(kept, start=1)}
+    inside = np.flatnonzero(below[:, ends].any(axis=1) & depends).tolist()
+    number = {i: k for k, i in enumerate(inside, start=1)}
     first = {i for k, mine in enumerate(users.values()) if k in data for i in mine}
-    edges = {(number[j], number[i]) for i in kept for j in vertices[i].reads if j in number}
-    edges |= {(0, number[i]) for i in kept if i in first} | {(number[i], len(kept) + 1) for i in ends}
-    return [vertices[i] for i in kept], sorted(edges)
+    edges = {(number[j], number[i]) for i in inside for j in vertices[i].reads if j in number}
+    edges |= {(0, number[i]) for i in inside if i in first} | {(number[i], len(inside) + 1) for i in ends}
+    return [vertices[i] for i in inside], sorted(edges)
 
 
 def _covering(rows: np.ndarray, weight: np.ndarray) -> list[int]:
-    """Returns the row that covers most, and then others for as long as one adds a part of `SHARE`."""
+    """Returns the row that covers the most weight, then further rows while each adds at least the fraction `SHARE`."""
     found: list[int] = []
     least = SHARE * float(weight.sum())
     while len(rows):
@@ -133,10 +137,11 @@ def _covering(rows: np.ndarray, weight: np.ndarray) -> list[int]:
 
 
 def best_checkpoints(nbytes: Sequence[int], edges: Sequence[Edge]) -> Checkpoints:
-    """Returns the checkpoints for which their bytes plus the interior of the largest segment are fewest.
+    """Returns the checkpoints for which the sum of their bytes and of the largest segment's interior is least.
 
     Args:
-        nbytes: by vertex. Vertex 0 is the source, the last one the target, and every one lies on a path between them.
+        nbytes: by vertex. Vertex 0 is the source, the last one the target, and every vertex lies on a path between
+            them.
         edges: from lower to higher vertices.
     """
     tree = divide(nbytes, edges)
@@ -149,8 +154,8 @@ def best_checkpoints(nbytes: Sequence[int], edges: Sequence[Edge]) -> Checkpoint
     best = above = tried(len(limits) - 1)
     stack = [(0, len(limits) - 1, above)]
     while stack:
-        low, high, above = stack.pop()  # limits from `low` to before `high`, and the answer for `high`
-        spent = above.total_nbytes - above.limit  # of which a lower limit needs no less
+        low, high, above = stack.pop()  # limits from `low` to `high` - 1, and the result for `high`
+        spent = above.total_nbytes - above.limit  # a lower limit needs at least as many bytes of checkpoints
         if low == high or limits[low] + spent > best.total_nbytes:
             continue
         middle = (low + high) // 2
@@ -161,7 +166,7 @@ def best_checkpoints(nbytes: Sequence[int], edges: Sequence[Edge]) -> Checkpoint
 
 
 def _limits(part: Part, nbytes: Sequence[int]) -> set[int]:
-    """Returns what the interior of the largest segment may come to: what a segment can have inside."""
+    """Returns the possible sizes of the largest segment's interior."""
     found = {child.nbytes for child in part.children}
     if part.kind == "linear":
         before = np.array(_before(part, nbytes), dtype=np.int64)
@@ -172,18 +177,21 @@ def _limits(part: Part, nbytes: Sequence[int]) -> set[int]:
 
 
 def _cuts(part: Part) -> list[int]:
-    """The vertices between which a linear part is a chain."""
+    """Returns the vertices at which a linear part is cut, including its source and target."""
     return [part.source, *(child.target for child in part.children)]
 
 
 def _before(part: Part, nbytes: Sequence[int]) -> list[int]:
-    """By cut of a linear part: the bytes up to it, and its own. Between j and k lies before[k] - before[j] - own[k]."""
+    """Returns, by cut of a linear part, the bytes from its source to the cut, including the cut's bytes.
+
+    Between cuts j and k there are before[k] - before[j] - own[k] bytes.
+    """
     steps = (child.nbytes + nbytes[child.target] for child in part.children)
     return list(accumulate(steps, initial=0))
 
 
 def _inside(part: Part, limit: int, nbytes: Sequence[int]) -> list[int]:
-    """Returns the checkpoints that a part needs besides its ends, if no segment may have more than `limit` inside."""
+    """Returns the checkpoints that a part needs besides its ends if no segment's interior may exceed `limit`."""
     within = {i: _inside(child, limit, nbytes) for i, child in enumerate(part.children) if child.nbytes > limit}
     if part.kind == "linear":
         return _along(part, limit, nbytes, within)
@@ -194,28 +202,28 @@ def _along(part: Part, limit: int, nbytes: Sequence[int], within: dict[int, list
     """Returns the checkpoints of a linear part: a shortest path along its cuts, over segments that are small enough.
 
     Args:
-        part: a linear one.
-        limit: what a segment may have inside.
+        part: a linear part.
+        limit: the largest interior of a segment, in bytes.
         nbytes: by vertex.
-        within: by number of a child that is no segment itself: the checkpoints inside.
+        within: by index of a child that is too large for one segment: the checkpoints inside it.
     """
     cuts, before = _cuts(part), _before(part, nbytes)
     spent, came = [0], [0]
-    window: deque[int] = deque()  # cuts from which a segment may come, the cheapest first
+    reachable: deque[int] = deque()  # cuts at which a segment that ends at cut k may begin, the cheapest first
     for k in range(1, len(cuts)):
         own = nbytes[cuts[k]]
-        if k - 1 in within:  # only from its other end
-            window.clear()
+        if k - 1 in within:  # the child is divided, so the path passes through both its ends
+            reachable.clear()
             came.append(k - 1)
             spent.append(spent[-1] + own + sum(nbytes[v] for v in within[k - 1]))
             continue
-        while window and spent[window[-1]] >= spent[k - 1]:
-            window.pop()
-        window.append(k - 1)
-        while before[k] - own - before[window[0]] > limit:
-            window.popleft()
-        came.append(window[0])
-        spent.append(spent[window[0]] + own)
+        while reachable and spent[reachable[-1]] >= spent[k - 1]:
+            reachable.pop()
+        reachable.append(k - 1)
+        while before[k] - own - before[reachable[0]] > limit:
+            reachable.popleft()
+        came.append(reachable[0])
+        spent.append(spent[reachable[0]] + own)
     chosen = [v for inside in within.values() for v in inside]
     k = came[-1]
     while k:

@@ -1,14 +1,14 @@
-"""Does what a policy says, no more and no less: the `jax.checkpoint(policy=...)` of JAX, see
-https://docs.jax.dev/en/latest/gradient-checkpointing.html.
+"""Follows the policy exactly, like JAX's `jax.checkpoint(policy=...)`.
 
-Nothing is optimised; values without a decision are computed again. O(nodes + edges).
+See https://docs.jax.dev/en/latest/gradient-checkpointing.html. Nothing is optimised; values without a decision are
+recomputed. O(nodes + edges).
 """
 
 from __future__ import annotations
 
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule
-from fckpt.solve.core.rules import from_saved, within
+from fckpt.solve.core.rules import from_saved, within_budget
 
 __all__ = ["policy"]
 
@@ -16,11 +16,11 @@ SAVED = ("must_save", "prefer_save")
 
 
 def policy(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the schedule that keeps the values whose decision says so, where the backward pass needs them.
+    """Returns the schedule that saves the values that the policy decided to save, if the backward pass needs them.
 
     Raises:
-        BudgetError: it needs more than `budget` bytes.
+        BudgetError: the schedule needs more than `budget` bytes.
     """
     made = [graph.values[v] for node in graph.nodes[: graph.boundary] for v in node.outputs]
     saved = [value.id for value in made if value.decision in SAVED]
-    return within(graph, from_saved(graph, saved), budget, "policy")
+    return within_budget(graph, from_saved(graph, saved), budget, "policy")

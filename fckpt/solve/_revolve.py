@@ -1,21 +1,21 @@
-"""Binomial checkpointing: the fewest forward steps to reverse a chain of equal stages with so many snapshots.
+"""Binomial checkpointing: the fewest forward steps to reverse a chain of equal stages with a given number of snapshots.
 
 A. Griewank, A. Walther, "Algorithm 799: revolve: an implementation of checkpointing for the reverse or adjoint mode of
 computational differentiation", ACM TOMS 26(1), 2000, https://doi.org/10.1145/347837.347846.
 
     the paper            here
-    l, s                 `length`, `snapshots`; the state that the chain starts from is one of them
+    l, s                 `length`, `snapshots`; the state from which the chain starts is one of the snapshots
     r                    the r with beta(s, r - 1) < l <= beta(s, r): no step is advanced more than r times
     beta(s, r)           `comb(s + r, s)`: the longest chain that s snapshots and r advances of each step reverse
-    t(l, s)              r l - beta(s + 1, r - 1): the advances. The run of a stage that its own reversal follows, with
-                         everything kept, is not one of them
+    t(l, s)              r l - beta(s + 1, r - 1): the advances. The run of a stage directly before its own reversal,
+                         which saves everything, is not counted
     advance, youturn     `Step`: "none" or "checkpoint"; "all" and "backward"
 
-Optimal in forward steps for stages of equal time whose inputs take equal memory, among all schedules that hold at most
-`snapshots` of them. On a graph (see `stages`) all stages are taken for equal, numbers of snapshots are tried, and the
-simulated peak decides: a baseline for `rotor`, which knows their sizes.
+Optimal in forward steps, for stages of equal time whose inputs take equal memory, among all schedules that hold at most
+`snapshots` inputs. On a graph (see `stages`) all stages are treated as equal, several numbers of snapshots are tried,
+and the simulated peak decides. It is a baseline for `rotor`, which considers the sizes of the stages.
 
-Complexity: O(t(l, s)). Left out: multi-stage snapshots on disk, and chains whose length is not known beforehand.
+Complexity: O(t(l, s)). Left out: multi-stage snapshots on disk, and chains whose length is not known in advance.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from fckpt.solve.chains.stages import Stages, Step
 from fckpt.solve.core.rules import Order, Rules, fastest
 from fckpt.solve.core.starts import backward_orders
 
-__all__ = ["binomial", "revolve", "seeds"]
+__all__ = ["binomial", "binomial_orders", "revolve"]
 
 POINTS = 24
-"""How many numbers of snapshots are tried, at most."""
+"""The largest number of values of `snapshots` that are tried."""
 
 
 def revolve(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the fastest binomial schedule that fits, of those with different numbers of snapshots.
+    """Returns the fastest binomial schedule that fits, for several numbers of snapshots.
 
     Args:
         graph: one training step.
         budget: bytes; None takes a snapshot of every stage.
 
     Raises:
-        BudgetError: no number of snapshots leads to a peak that fits.
+        BudgetError: no number of snapshots gives a schedule that fits.
     """
-    return fastest(rules := Rules(graph), seeds(rules), budget, "revolve")
+    return fastest(rules := Rules(graph), binomial_orders(rules), budget, "revolve")
 
 
-def seeds(rules: Rules) -> Iterator[Order]:
-    """Yields binomial schedules, from one snapshot to one for each stage."""
+def binomial_orders(rules: Rules) -> Iterator[Order]:
+    """Yields binomial orders, from one snapshot in total to one for each stage."""
     stages = Stages(rules, backward_orders(rules)[-1])
     length = len(stages)
     for snapshots in sorted({round(length ** (k / POINTS)) for k in range(POINTS + 1)}):
@@ -60,10 +60,10 @@ def binomial(length: int, snapshots: int, first: int = 0) -> Iterator[Step]:
     """Yields the steps that reverse stages `first`, ..., `first + length - 1`.
 
     Args:
-        length: how many stages.
-        snapshots: how many inputs of stages may be held at once, that of `first` among them; at least 1 if there is
+        length: the number of stages.
+        snapshots: how many inputs of stages may be held at once, including the input of `first`; at least 1 if there is
             more than one stage.
-        first: the first stage, whose input is there.
+        first: the first stage, whose input is live.
     """
     while length > 1:
         ahead = _ahead(length, snapshots)
@@ -76,7 +76,7 @@ def binomial(length: int, snapshots: int, first: int = 0) -> Iterator[Step]:
 
 
 def _ahead(length: int, snapshots: int) -> int:
-    """Returns how many stages to advance before the next snapshot: the most of those numbers that are optimal."""
+    """Returns how many stages to advance before the next snapshot: the largest optimal number."""
     r = 0
     while comb(snapshots + r, snapshots) < length:
         r += 1

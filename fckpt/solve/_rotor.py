@@ -1,27 +1,27 @@
 """Optimal persistent schedules for chains of unequal stages, by dynamic programming.
 
 O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for heterogeneous chains: how to
-train deep neural networks with limited memory", 2019, https://inria.hal.science/hal-02352969. A stage is run forward
-keeping nothing, its input, or all that its backward reads; a checkpoint stays until its backward has used it
-("persistent"). That a stage may be saved in several ways is X. Zhao et al., "Rockmate", 2023,
+train deep neural networks with limited memory", 2019, https://inria.hal.science/hal-02352969. A stage runs forward and
+saves nothing, its input, or everything that its backward reads; a checkpoint is held until its backward has used it
+("persistent"). The choice between several ways to save a stage is X. Zhao et al., "Rockmate", 2023,
 https://proceedings.mlr.press/v202/zhao23b.html.
 
-    C(s,t,m) = the least time to bring the gradient from behind stage t to before stage s, with m bytes, the input of
-               stage s being there beside them
+    C(s,t,m) = the least time to bring the gradient from after stage t to before stage s with m bytes, not counting the
+               input of stage s, which is live
     C(s,s,m) = min over options k that fit:  f_k + b_k
     C(s,t,m) = min of: over s < j <= t    f_s + ... + f_(j-1) + C(j,t,m - x_j) + C(s,j-1,m)     a checkpoint before j
                        over options k     f_k + C(s+1,t,m - saved_k) + b_k                      stage s is saved
 
     the paper               here
-    x_j                     `Costs.beside[s, j]`: a value that crosses both cuts lies in memory once
-    x-bar, u_F + .., u_B    `Option`, peaks that were simulated on the stage, temporaries and cotangents among them
+    x_j                     `Costs.beside[s, j]`: a value that lives across both cuts is held once
+    x-bar, u_F + .., u_B    `Option`: peaks simulated on the stage, including temporaries and cotangents
 
-Both ports of the paper's code disagree about what the leaf of the recursion needs; here its two halves are simulated,
-so there is nothing to know. Memory is counted in slots, rounded up.
+The two published implementations of the paper disagree about the memory that a leaf of the recursion needs; here the
+forward and the backward of the leaf are simulated instead. Memory is counted in slots, rounded up.
 
-Optimal among persistent schedules, for chains, in its model of memory, up to the slots. On a graph (see `stages`) the
-model is approximate: stages are not split, and values are counted to the end of a stage. So the limit that the table is
-asked for is varied, and the simulated peak decides.
+Optimal among persistent schedules, for chains, in this model of memory, up to the rounding to slots. On a graph (see
+`stages`) the model is approximate: stages are not divided, and values are counted until the end of a stage. Therefore
+several memory limits of the table are tried, and the simulated peak decides.
 
 Complexity: O(stages^3 slots) time, O(stages^2 slots) memory; a table holds the plans for all smaller limits. Left out:
 schedules that drop checkpoints and make them again, which may be faster; offloading (POFO, 2021).
@@ -45,17 +45,19 @@ __all__ = ["Curve", "Table", "best", "curves", "rotor", "tables"]
 
 SLOTS = 500
 GRAINS = (12, 24, 60, 100)
-"""Into how many stages a graph is cut, at most. Few have good cuts, many fit where little does: the last for that."""
+"""The numbers of stages, at most, into which a graph is cut. With few stages the cuts are good ones; with many, plans
+for small budgets exist: the last number is for these."""
 PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Of a byte, for the minimum cuts that say what the options of stages save; see `min_cut`."""
+"""Prices of a byte for the minimum cuts that determine the options of stages; see `min_cut`."""
 LOW = 0.4
-"""Each chain has a table up to this part of the peak of saving all, and all but the last one up to all of it."""
+"""Each chain has a table up to this fraction of the peak of saving everything; all chains but the last also have a
+table up to the full peak."""
 POINTS = 20
-"""How many plans of a table are seeds."""
+"""The number of plans of a table that `Curve.spread` returns."""
 
 
 class Part(NamedTuple):
-    """The stages from `first` to `last`, with so many slots of memory."""
+    """The stages from `first` to `last`, with a memory limit in slots."""
 
     first: int
     last: int
@@ -67,15 +69,15 @@ def _seconds(option: Option) -> float:
 
 
 class Table:
-    """The least times for all parts of a chain and all limits of memory."""
+    """The least times for all parts of a chain and all memory limits."""
 
     def __init__(self, costs: Costs, top: int, slots: int = SLOTS):
         """Fills the table.
 
         Args:
-            costs: the chain.
-            top: bytes, the highest limit.
-            slots: into how many parts they are divided.
+            costs: the costs of the chain's stages.
+            top: the highest limit in bytes.
+            slots: the number of slots into which `top` is divided.
         """
         self.costs = costs
         self.unit = max(1, -(-top // slots))
@@ -86,15 +88,15 @@ class Table:
         self.arriving = np.array(costs.arriving, dtype=np.int64)
         reaching = costs.beside + np.array(costs.forward_nbytes, dtype=np.int64)
         self.sweep = np.maximum.accumulate(np.triu(reaching), axis=1)
-        """[s, j]: the most that is held while stages s, ..., j run, above the input of stage s."""
+        """[s, j]: the peak while stages s, ..., j run, not counting the input of stage s."""
         self.best = np.full((self.length, self.length, self.slots + 1), np.inf)
-        """[s, t, m]: C of the paper."""
+        """[s, t, m]: the paper's C."""
         right = np.empty_like(self.best)
         for first in reversed(range(self.length)):
             self._fill(first, right)
 
     def _fill(self, first: int, right: np.ndarray) -> None:
-        """Fills in all parts of the chain that begin with stage `first`; those that begin later are there."""
+        """Fills the entries of all parts that begin with stage `first`, given the parts that begin later."""
         best, end = self.best, self.slots + 1
         for option in self.costs.leaves[first]:
             low = self._slots(self._nbytes(first, first, option))
@@ -112,7 +114,7 @@ class Table:
             np.minimum(best[first, last], found.min(axis=0), out=best[first, last])
 
     def _start(self, first: int, right: np.ndarray) -> None:
-        """Makes right[j, t, m] the least time from stage `first` on to a checkpoint before j, and of j, ..., t then."""
+        """Sets right[j, t, m] to the least time from stage `first` to a checkpoint before j, plus stages j to t."""
         end = self.slots + 1
         for split in range(first + 1, self.length):
             shift = min(end, int(self.beside[first, split]))
@@ -128,21 +130,21 @@ class Table:
         return -(-nbytes // self.unit)
 
     def _nbytes(self, first: int, last: int, option: Option) -> int:
-        """What it takes to run the stage `first` both ways, when the gradient is behind stage `last` at the first."""
+        """Returns the memory to run stage `first` both ways while the gradient is first after stage `last`."""
         return max(self.costs.arriving[last] + option.forward_nbytes, option.backward_nbytes)
 
     @property
     def seconds(self) -> np.ndarray:
-        """The time of the best schedule, by the limit of memory in units of `unit` bytes; infinite where none fits."""
+        """The time of the best schedule, by memory limit in units of `unit` bytes; infinite if no schedule fits."""
         return self.best[0, -1]
 
     def limits(self) -> np.ndarray:
-        """Returns the limits, in units, at which a schedule gets faster, from the least feasible on."""
+        """Returns the limits, in units, at which the best schedule becomes faster, from the least feasible limit on."""
         before = np.concatenate([[np.inf], self.seconds[:-1]])
         return np.flatnonzero(self.seconds < before)
 
     def steps(self, limit: int) -> list[Step]:
-        """Returns the best schedule for a limit of memory, in units, at which there is one."""
+        """Returns the best schedule for a feasible memory limit in units."""
         found: list[Step] = []
         stack: list[Step | Part] = [Part(0, self.length - 1, limit)]
         while stack:
@@ -154,7 +156,7 @@ class Table:
         return found
 
     def _split(self, part: Part) -> list[Step | Part]:
-        """Returns what the best schedule of a part of the chain consists of."""
+        """Returns the steps and parts of which the best schedule of a part consists."""
         first, last, limit = part
         leaf = first == last
         saving = []
@@ -193,12 +195,12 @@ class Curve:
         return self.stages.order(self.table.steps(limit))
 
     def spread(self) -> list[Order]:
-        """Returns `POINTS` plans that do not depend on any budget."""
+        """Returns `POINTS` plans that do not depend on a budget."""
         chosen = np.linspace(0, len(self.limits) - 1, min(POINTS, len(self.limits))).astype(int)
         return [self.order(self.limits[k]) for k in chosen]
 
     def around(self, budget: int) -> list[Order]:
-        """Returns the plan with the highest limit that fits and the next one, if peaks rise with limits."""
+        """Returns the plan with the highest limit that fits and the plan above it, if peaks increase with limits."""
         found: dict[int, Order] = {}
         low, high = -1, len(self.limits)
         while high - low > 1:
@@ -212,14 +214,14 @@ class Curve:
 
 
 def rotor(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the fastest of the chain schedules that fit, for chains of several grains.
+    """Returns the fastest schedule that fits, for chains with several numbers of stages.
 
     Args:
         graph: one training step.
         budget: bytes; None saves everything.
 
     Raises:
-        BudgetError: none fits.
+        BudgetError: no schedule that is found fits.
     """
     rules = Rules(graph)
     found = curves(rules)
@@ -229,29 +231,29 @@ def rotor(graph: Graph, budget: int | None = None) -> Schedule:
 
 
 def best(rules: Rules, found: Sequence[Curve], budget: int, solver: str, others: Sequence[Order] = ()) -> Schedule:
-    """Returns the fastest schedule of some chains that fits.
+    """Returns the fastest schedule of several chains that fits.
 
     Args:
-        rules: of the graph.
-        found: the chains.
+        rules: the rules of the graph.
+        found: the chains' plans.
         budget: bytes.
-        solver: who asks.
-        others: plans that count where none of the chains fits.
+        solver: the solver's name, for the error message.
+        others: plans to consider if no plan near the budget fits.
 
     Raises:
-        BudgetError: none fits.
+        BudgetError: no plan fits.
     """
     plans = [order for curve in found for order in curve.around(budget)]
-    if all(peak_of(rules, order) > budget for order in plans):  # what does not depend on the budget decides
+    if all(peak_of(rules, order) > budget for order in plans):  # then plans for any budget decide
         plans = [*others, *(order for curve in found for order in curve.spread())]
     return fastest(rules, plans, budget, solver)
 
 
 def curves(rules: Rules) -> list[Curve]:
-    """Returns the plans of a few tables: for chains of several grains, down to low limits and where nothing binds."""
+    """Returns the plans of tables for chains with several numbers of stages, for low limits and for all limits."""
     found: list[Curve] = []
     order = backward_orders(rules)[-1]
-    choices = [_kept(rules.graph, cheapest(rules, price)) for price in PRICES]
+    choices = [_saved_by(rules.graph, cheapest(rules, price)) for price in PRICES]
     lengths: set[int] = set()
     for grain in GRAINS:
         stages = Stages(rules, order, grain - 1, choices)
@@ -262,24 +264,24 @@ def curves(rules: Rules) -> list[Curve]:
 
 
 def tables(stages: Stages, slots: int = SLOTS) -> list[Curve]:
-    """Returns the plans of two tables for a chain: one for all limits of memory, and one for the low ones."""
+    """Returns the plans of two tables for a chain: one for all memory limits, and one for low limits."""
     low = int(LOW * peak_of(stages.rules, stages.whole))
     return [Curve(stages, Table(stages.costs, top, slots)) for top in (_plain_nbytes(stages.costs, slots), low)]
 
 
 def _plain_nbytes(costs: Costs, slots: int) -> int:
-    """A limit under which every stage is saved as a whole, although slots are rounded up."""
+    """Returns a limit that suffices to save every stage completely, in spite of rounding up to slots."""
     whole = [options[0] for options in costs.options]
     most = max(max(max(costs.arriving) + option.forward_nbytes, option.backward_nbytes) for option in whole)
     held = sum(option.saved_nbytes for option in whole)
     return -(-(held + most) * slots // (slots - len(whole) - 1))
 
 
-def _kept(graph: Graph, order: Order) -> set[int]:
-    """The values that a plan keeps for its backward pass."""
+def _saved_by(graph: Graph, order: Order) -> set[int]:
+    """Returns the values that an order saves for its backward pass."""
     made: set[int] = set()
-    kept: set[int] = set()
+    saved: set[int] = set()
     for index in order.backward:
-        kept.update(v for v in graph.nodes[index].inputs if v not in made)
+        saved.update(v for v in graph.nodes[index].inputs if v not in made)
         made.update(graph.nodes[index].outputs)
-    return kept
+    return saved

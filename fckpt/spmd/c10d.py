@@ -109,7 +109,8 @@ class Processes:
             run = lambda: self._summed(x, along) if adds else self._sent(reduce, x, along, reduction)
             return self._called(f"all_reduce {reduction}", x, along, run)
 
-        return _as_real(x, call) if reduction == "sum" else _with_nans(x, reduction, call)
+        reduced = lambda x: _widened(x, call)
+        return _as_real(x, reduced) if reduction == "sum" else _with_nans(x, reduction, reduced)
 
     def adds(self, dtype: torch.dtype, along: Along) -> bool:
         """Whether ranks add up what they get themselves, in the order of ranks, as those of a simulation do.
@@ -128,7 +129,7 @@ class Processes:
         return self._collected(mine, along).view(-1)[: x.numel()].view(x.shape)
 
     def all_gather(self, x: torch.Tensor, along: Along) -> torch.Tensor:
-        return _as_real(x, lambda x: self._called("all_gather", x, along, lambda: self._collected(x, along)))
+        return _as_sent(x, lambda x: self._called("all_gather", x, along, lambda: self._collected(x, along)))
 
     def _collected(self, x: torch.Tensor, along: Along) -> torch.Tensor:
         """Returns those of all ranks `along`, stacked."""
@@ -144,10 +145,11 @@ class Processes:
                 return _added(self._exchanged(x, along))
             return self._sent(scatter, self._sorted(x, along).reshape(-1), along, "sum", len(x)).view(x.shape[1:])
 
-        return _as_real(x, lambda x: self._called("reduce_scatter", x, along, lambda: run(x)))
+        call = lambda x: self._called("reduce_scatter", x, along, lambda: run(x))
+        return _as_real(x, lambda x: _widened(x, call))
 
     def all_to_all(self, x: torch.Tensor, along: Along) -> torch.Tensor:
-        return _as_real(x, lambda x: self._called("all_to_all", x, along, lambda: self._exchanged(x, along)))
+        return _as_sent(x, lambda x: self._called("all_to_all", x, along, lambda: self._exchanged(x, along)))
 
     def _exchanged(self, x: torch.Tensor, along: Along) -> torch.Tensor:
         """Returns what each rank `along` has for this one, stacked."""
@@ -163,7 +165,7 @@ class Processes:
         return x if order is None else x[torch.argsort(order).to(x.device)]
 
     def permute(self, x: torch.Tensor, sources: Sequence[int], along: Along) -> torch.Tensor:
-        return _as_real(x, lambda x: self._permute(x, sources, along))
+        return _as_sent(x, lambda x: self._permute(x, sources, along))
 
     def _permute(self, x: torch.Tensor, sources: Sequence[int], along: Along) -> torch.Tensor:
         ranks, group = self.mesh.peers(self.rank, along), self.group(along)
@@ -198,6 +200,25 @@ def _as_real(x: torch.Tensor, send: Callable[[torch.Tensor], torch.Tensor]) -> t
     if not x.is_complex():
         return send(x)
     return torch.view_as_complex(send(torch.view_as_real(x.resolve_conj()).contiguous()))
+
+
+def _as_sent(x: torch.Tensor, send: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Sends what only changes its place: as bytes, where backends do not know the dtype."""
+    if x.is_complex() or x.dtype in _KNOWN:
+        return _as_real(x, send)
+    return send(x.contiguous().unsqueeze(-1).view(torch.uint8)).view(x.dtype).squeeze(-1)
+
+
+_KNOWN = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
+"""The real dtypes that gloo and NCCL take."""
+
+
+def _widened(x: torch.Tensor, send: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Reduces 16-bit integers, which backends do not take, as 32-bit ones: sums wrap around alike."""
+    return send(x.to(torch.int32)).to(x.dtype) if x.dtype is torch.int16 else send(x)
 
 
 def _with_nans(x: torch.Tensor, reduction: str, send: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -259,8 +259,8 @@ def psum(tree: Any, axis: Axes, *, out: str = "replicated", axis_index_groups: G
             be of different sizes here, and in `pmean`, `pmax` and `pmin`. Default: one group of all.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: there is no such axis, or no mesh; a leaf is no tensor; the groups do
-            not have each rank once, or sizes that do not suit.
+        ArgumentTypeError, ArgumentValueError: there is no such axis, or no mesh; a leaf is no tensor, or of a dtype
+            that torch does not add; the groups do not have each rank once, or sizes that do not suit.
 
     Leaves of one dtype travel in one message.
 
@@ -294,12 +294,27 @@ def _summed(function: str, tree: Any, axis: Axes, out: str, groups: Groups) -> A
             if isinstance(leaf, torch.Tensor):
                 summing(leaf, along.axes)
     send = lambda x: _Apply.apply(x, linear)
-    return packed(function, tree, send, 0, begin=_countable, scalar=multiplied)
+    return packed(function, tree, send, 0, begin=lambda x: _countable(function, x), scalar=multiplied)
 
 
-def _countable(x: torch.Tensor) -> torch.Tensor:
-    """What sums count: booleans as integers, as in `torch.sum`."""
+def _countable(function: str, x: torch.Tensor) -> torch.Tensor:
+    """What sums count: booleans as integers, as in `torch.sum`.
+
+    Raises:
+        ArgumentTypeError: torch cannot add or compare numbers of this dtype.
+    """
+    if x.dtype in _STORED:
+        wider = "x.float()" if x.dtype.is_floating_point else "x.long()"
+        raise ArgumentTypeError(f"{function}: torch cannot reduce numbers of {x.dtype}. Convert them: {wider}.")
     return x.to(torch.int64) if x.dtype == torch.bool else x
+
+
+_STORED = {
+    dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and name.startswith(("float8", "float4", "uint16", "uint32", "uint64"))
+}
+"""Dtypes in which torch stores numbers, and does not add them."""
 
 
 def pmean(tree: Any, axis: Axes, *, out: str = "replicated", axis_index_groups: Groups = None) -> Any:
@@ -358,7 +373,7 @@ def _extreme(name: str, reduction: str, tree: Any, axis: Axes, groups: Groups) -
     def ordered(x: torch.Tensor) -> torch.Tensor:
         if x.is_complex():
             raise ArgumentTypeError(f"{name}: complex numbers have no order. Take it of x.abs(), or of x.real.")
-        return x
+        return x if x.dtype == torch.bool else _countable(name, x)
 
     return packed(name, tree, extreme, 0, begin=ordered, scalar=lambda number: number)
 
@@ -433,7 +448,8 @@ def psum_scatter(
         raise ArgumentValueError("psum_scatter: pad is about a dimension that tiled=True divides. Pass both.")
 
     def begin(x: torch.Tensor) -> torch.Tensor:
-        x = with_padding("psum_scatter", _countable(x), dim, ranks) if pad else _countable(x)
+        x = _countable("psum_scatter", x)
+        x = with_padding("psum_scatter", x, dim, ranks) if pad else x
         return divided("psum_scatter", x, dim, ranks, along, tiled)
 
     return packed("psum_scatter", tree, lambda x: _Apply.apply(x, linear), 1, begin=begin)
@@ -491,6 +507,8 @@ def ppermute(tree: Any, axis: Axes, pairs: Sequence[tuple[int, int]]) -> Any:
     mesh, along = _where("ppermute", axis)
     size = mesh.reach(along)
     sources = [-1] * size
+    if not isinstance(pairs, (list, tuple)):
+        raise ArgumentTypeError(f"ppermute: pairs are a list, such as [(0, 1), (1, 0)], not {pairs!r}.")
     for pair in pairs:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(n, int) for n in pair)):
             raise ArgumentTypeError(

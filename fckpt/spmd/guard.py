@@ -205,6 +205,7 @@ class Guard:
             answer = make(self._all(key, about))
             self.store.set(f"{key}/answer", answer)
             return answer
+        self._waited(f"{key}/0", 0, about, time.monotonic() + self.timeout_seconds)  # it comes in time, or is named
         return self._waited(f"{key}/answer", 0, about, math.inf)
 
     def _say(self, kind: str, about: str, what: str) -> str:
@@ -236,6 +237,8 @@ class Guard:
                 if rank in self._silent(before):
                     failure = RankFailure(f"rank {rank} gives no sign of life while others wait at {about}.", rank)
                 before, looked = self._beats(), time.monotonic()
+            if failure is None and self.store.check([f"ended/{rank}"]) and not self.store.check([key]):
+                failure = RankFailure(f"rank {rank} has ended its program, while others wait at {about}.", rank)
             if failure is None and time.monotonic() > deadline:
                 failure = self._told(0) or self._absent(key.rpartition("/")[0], rank, about)
             if failure is not None:

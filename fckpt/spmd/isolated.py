@@ -2,10 +2,10 @@
 
 A process has its own globals, modules, tensors and caches; a thread has not. So a simulation copies, for each rank but
 the first, what the program closes over and is passed, as far as it could change: tensors, modules, containers, objects,
-generators, variables, globals, and functions with a cache. Where no copy can be found (attributes of classes, globals
-that methods name, what a compiled module holds), each rank finds what it left there at its last turn, as one runs at a
-time. When the run is over, what ranks have added to the caller's containers is there, as if they had run one after
-another.
+generators, iterators, locks, variables, globals, and functions with a cache. Where no copy can be found (attributes of
+classes, globals that methods name, what a compiled module holds), each rank finds what it left there at its last turn,
+as one runs at a time. When the run is over, what ranks have added to the caller's containers is there, as if they had
+run one after another.
 
 The check of a mapped function runs on such copies, too, so that it leaves no trace (`Rehearsal`).
 """
@@ -13,22 +13,28 @@ The check of a mapped function runs on such copies, too, so that it leaves no tr
 from __future__ import annotations
 
 import collections
+import collections.abc
 import contextlib
 import copy
 import functools
+import io
 import itertools
+import threading
 import types
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from fckpt._call.closure import Closure, Snapshot, closure_of, is_user_class, method_globals
+from fckpt import _tree as trees
+from fckpt._call.closure import Closure, Snapshot, closure_of, method_globals
+from fckpt._call.facts import is_user_class
 from fckpt._call.modules import INTERNAL
 from fckpt._call.places import (
     ABSENT,
     INERT,
-    PLAIN,
     SEQUENCES,
     Slot,
     content,
@@ -140,7 +146,9 @@ class _Reached:
             named = [(vars(part), name) for part in parts for name in vars(part) if name not in INTERNAL]
             named += [place for kind in new for place in method_globals(kind)]
             found.extend(closure_of([], attributes=named))
-        self.kinds = {base: None for kind in kinds for base in kind.__mro__ if is_user_class(base)}
+        every: list[type] = [*kinds, *map(type, kinds)]
+        bases = [base for kind in every for base in kind.__mro__]
+        self.kinds = dict.fromkeys(base for base in bases if is_user_class(base))
         self.slots = [*_slots(found), *_slots_of_modules([vars(part) for part in modules.values()])]
         held = [held for state in (found.own, found.given) for held in _containers(state)]
         self.containers = [*{id(container): container for container in held}.values()]
@@ -197,8 +205,19 @@ def _is_there(slot: Slot) -> bool:
 
 
 def _own_tensor(x: torch.Tensor, memory: dict[int, Any]) -> torch.Tensor | None:
-    """A copy of a tensor; not of one that hangs on a graph, which is nobody's own."""
-    return copy.deepcopy(x, memory) if x.is_leaf else None
+    """A copy of a tensor; not of one that hangs on a graph, which is nobody's own.
+
+    Raises:
+        ArgumentTypeError: it has hooks, which may write to anything that all ranks see.
+    """
+    if not x.is_leaf:
+        return None
+    if x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None):
+        raise ArgumentTypeError(
+            f"sim: the program uses {trees.describe(x)}, made outside of it, which has hooks: they would not be those "
+            "of each rank's copy. Make the tensor and its hooks in the program, as processes do."
+        )
+    return copy.deepcopy(x, memory)
 
 
 def _own(slots: list[Slot], found: Closure, stand_in: StandIn, refuses: bool) -> list[Slot]:
@@ -212,6 +231,8 @@ def _own(slots: list[Slot], found: Closure, stand_in: StandIn, refuses: bool) ->
                 new[id(tensor)] = other
         if isinstance(value, functools._lru_cache_wrapper) and id(value) not in new:
             new[id(value)] = _with_cache(value.__wrapped__, value.cache_parameters())
+        elif id(value) not in new and (other := _moving(value, memory, refuses)) is not None:
+            new[id(value)] = other
     for value in values:
         if id(value) not in new and _is_closed(value) and _reaches(value, new):
             if isinstance(value, torch.optim.Optimizer) and "step" not in vars(value):
@@ -222,6 +243,45 @@ def _own(slots: list[Slot], found: Closure, stand_in: StandIn, refuses: bool) ->
                     "rank has a copy of, and cannot be copied itself. Make it in the program, as processes do."
                 )
     return [(holder, key, replaced(value, new)) for holder, key, value in slots]
+
+
+def _moving(value: Any, memory: dict[int, Any], refuses: bool) -> Any:
+    """A copy of an iterator, a lock or weak references, which change without a place written to; None of all else.
+
+    Raises:
+        ArgumentTypeError: there can be no copy. Unless `refuses`, whoever uses what is returned raises it.
+    """
+    if isinstance(value, _LOCKS):
+        return threading.RLock() if isinstance(value, _LOCKS[1]) else threading.Lock()
+    if isinstance(value, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
+        return copy.copy(value)
+    shared = isinstance(value, io.IOBase) or is_user_class(type(value))  # files are one for processes, too
+    if shared or not isinstance(value, collections.abc.Iterator):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.14 on itertools cannot be copied
+            return copy.deepcopy(value, memory)
+    except Exception:
+        what = f"{type(value).__name__} {getattr(value, '__qualname__', '')}".strip()
+        error = ArgumentTypeError(
+            f"sim: the program uses {what}, made outside of it, which each rank would have for itself, and which "
+            "cannot be copied. Make it in the program, as processes do."
+            if refuses
+            else f"shard_map: the mapped function takes the next of {what}, which the check would move on. Take it "
+            'before, and pass what comes as an argument, or pass check="off".'
+        )
+    if refuses:
+        raise error
+    return _raising(error)
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    raise error
+    yield  # makes it a generator
+
+
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
 def _is_closed(value: Any) -> bool:
@@ -330,16 +390,18 @@ class _Places:
 
 
 def _data(kind: type) -> dict[str, Any]:
-    """The attributes of a class that are data."""
+    """The attributes of a class that are data: functions and properties are not."""
     return {
         name: value
         for name, value in vars(kind).items()
-        if not name.startswith("__") and (type(value) in PLAIN or isinstance(value, (*_LOOKED_INTO, torch.Tensor)))
+        if not name.startswith("__") and not isinstance(value, type) and not hasattr(type(value), "__get__")
     }
 
 
 def _copied(value: Any, memory: dict[int, Any]) -> Any:
     """A copy of what is an attribute of a class; where there can be none, that itself."""
+    if not isinstance(value, (*_LOOKED_INTO, torch.Tensor)):
+        return memory.get(id(value), value)
     try:
         return copy.deepcopy(value, memory)
     except Exception:

@@ -17,7 +17,7 @@ from fckpt.spmd.collectives import handed_on, received
 from fckpt.spmd.mesh import Mesh, transport_of, use_mesh
 from fckpt.spmd.setup import init_mesh
 from fckpt.spmd.specs import P, local, specs_of
-from fckpt.spmd.varying import varying, violations
+from fckpt.spmd.varying import Varying, varying, violations
 
 __all__ = ["pmap", "shard_map"]
 
@@ -62,7 +62,8 @@ def shard_map(fn: Any, mesh: Mesh | None = None, /, *, in_specs: Any, out_specs:
         TraceError: the static check cannot follow the function.
 
     Warns:
-        MeshWarning: a psum or pmean sums what is the same on all ranks.
+        MeshWarning: a psum or pmean sums what is the same on all ranks; or a `.backward()` outside reaches parameters
+            that the function closes over, whose gradients differ by rank.
 
     Example:
         >>> import torch, fckpt
@@ -173,7 +174,8 @@ def _mapped(fn: Function, *, mesh: Mesh | None, in_specs: Any, out_specs: Any, c
         raise ArgumentTypeError(f"shard_map needs a mesh, of fckpt.init_mesh for one, not {mesh!r}.")
     if check not in CHECKS:
         raise ArgumentValueError(f"shard_map: check is 'static' or 'off', not {check!r}.")
-    checked: set[Any] = set()
+    checked: dict[Any, Sequence[str]] = {}
+    """By signature: the tensors that are closed over, if gradients of them are a rank's own."""
 
     @functools.wraps(fn)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -184,15 +186,19 @@ def _mapped(fn: Function, *, mesh: Mesh | None, in_specs: Any, out_specs: Any, c
         specs = specs_of("shard_map", "args", _by_argument(in_specs, args), args, mesh)
         args = local("shard_map", args, specs, mesh, "args", fill_up=True)
         specs = [*specs, *[P()] * len(trees.leaves(kwargs))]
+        closed_over: Sequence[str] = ()
         if check == "static" and not is_tracing():
             key = _signature(args, kwargs)
             if key not in checked:
-                calls = _check(fn, mesh, args, kwargs, specs, out_specs)
-                transport_of(mesh.key).agree(_named(fn, args), calls)
-                checked.add(key)
+                found = _check(fn, mesh, args, kwargs, specs, out_specs)
+                transport_of(mesh.key).agree(_named(fn, args), found.collectives)
+                checked[key] = found.closed_over
+            closed_over = checked[key]
         args, kwargs = _differentiable(received, (args, kwargs), specs, mesh)
         with use_mesh(mesh):
             output = fn(*args, **kwargs)
+        if closed_over:
+            _tell_of(closed_over, output)
         return _differentiable(handed_on, output, specs_of("shard_map", "output", out_specs, output, mesh), mesh)
 
     return mapped
@@ -215,6 +221,21 @@ def _differentiable(
         if levels or (leaf.requires_grad and torch.is_grad_enabled()):
             leaves[i] = convey(leaf, axes, mesh)
     return trees.unflatten(spec, leaves)
+
+
+def _tell_of(closed_over: Sequence[str], output: Any) -> None:
+    """Has a gradient that comes from outside warn of tensors that it reaches past the arguments."""
+    more = ", ..." if len(closed_over) > 3 else ""
+    text = (
+        f"a gradient that is taken outside of the mapped function reaches {', '.join(closed_over[:3])}{more}, which it "
+        "closes over, and all ranks have alike: each rank gets its own part of that gradient. Pass such a tensor as an "
+        "argument, whose gradient is summed over the ranks, or let it in through fckpt.pvary."
+    )
+    if transforms_active():
+        return  # hooks are not called there
+    for leaf in trees.leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            leaf.register_hook(lambda _: warnings.warn(text, MeshWarning, stacklevel=users_stacklevel()))
 
 
 def _by_argument(in_specs: Any, args: tuple[Any, ...]) -> Any:
@@ -242,8 +263,8 @@ def _signature(args: Any, kwargs: Any) -> Any:
     return spec, tuple(facts)
 
 
-def _check(fn: Function, mesh: Mesh, args: Any, kwargs: Any, specs: Sequence[P], out_specs: Any) -> list[str]:
-    """Returns the collectives that will be called; see `shard_map` for errors."""
+def _check(fn: Function, mesh: Mesh, args: Any, kwargs: Any, specs: Sequence[P], out_specs: Any) -> Varying:
+    """Returns what varies, and the collectives that will be called; see `shard_map` for errors."""
     found = varying(fn, mesh, args, kwargs, specs, _named(fn, args))
     outputs = specs_of("shard_map", "output", out_specs, found.output, mesh)
     leaves = trees.leaves(found.output)
@@ -261,4 +282,4 @@ def _check(fn: Function, mesh: Mesh, args: Any, kwargs: Any, specs: Sequence[P],
             MeshWarning,
             stacklevel=users_stacklevel(),
         )
-    return found.collectives
+    return found

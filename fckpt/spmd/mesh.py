@@ -25,6 +25,7 @@ __all__ = [
     "Transport",
     "carried",
     "carry",
+    "check_shape",
     "current_mesh",
     "dismiss",
     "first_difference",
@@ -230,6 +231,17 @@ class Mesh:
         row = sorted(same, key=lambda r: self.index(r, along.axes))
         mine = next((group for group in along.groups if row.index(rank) in group), range(len(row)))
         return tuple(row[number] for number in mine)
+
+
+def check_shape(function: str, shape: Any) -> None:
+    """Makes sure that a shape gives the size of each axis by name.
+
+    Raises:
+        ArgumentTypeError: it does not. `function` is who asks.
+    """
+    sizes = [*shape.values()] if isinstance(shape, Mapping) else [None]
+    if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
+        raise ArgumentTypeError(f'{function}: shape gives the size of each axis by name, {{"data": 2}}, not {shape!r}.')
 
 
 T = TypeVar("T", bound=Hashable)

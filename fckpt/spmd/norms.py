@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fckpt import _tree as trees
-from fckpt.errors import ArgumentValueError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.spmd.collectives import pmax, psum
 from fckpt.spmd.mesh import Mesh, current_mesh, use_mesh
 from fckpt.spmd.specs import part_mask, specs_of
@@ -51,6 +51,11 @@ def clip_grad_norm(
         raise ArgumentValueError(f"clip_grad_norm: norms are above 0, not max_norm={max_norm}, norm_type={norm_type}.")
     mesh = mesh or current_mesh("clip_grad_norm")
     leaves, spec = trees.flatten(grads)
+    for leaf, path in zip(leaves, spec.paths(), strict=True):
+        if isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
+            raise ArgumentTypeError(
+                f"clip_grad_norm: grads{path} is {trees.describe(leaf)}, no gradient: leave it out of the tree."
+            )
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for leaf, p in zip(leaves, specs_of("clip_grad_norm", "grads", specs, grads, mesh), strict=True):
         if isinstance(leaf, torch.Tensor):

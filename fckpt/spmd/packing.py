@@ -20,8 +20,10 @@ def dimension(function: str, dim: int, dims: int) -> int:
     """Returns a dimension counted from the front.
 
     Raises:
-        ArgumentValueError: there is none. `function` is who is asked.
+        ArgumentTypeError, ArgumentValueError: there is none. `function` is who is asked.
     """
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise ArgumentTypeError(f"{function}: a dimension is a number, such as 0 or -1, not {dim!r}.")
     if not -dims <= dim < dims:
         raise ArgumentValueError(f"{function}: there is no dimension {dim} among {dims}.")
     return dim % dims
@@ -104,6 +106,11 @@ def packed(
     sent: dict[int, torch.Tensor] = {}
     for i, (path, leaf) in enumerate(zip(spec.paths(), leaves, strict=True)):
         if isinstance(leaf, torch.Tensor):
+            if leaf.layout is not torch.strided:
+                where = f"tree{path}" if path else "it"
+                raise ArgumentTypeError(
+                    f"{function} takes dense tensors, but {where} is sparse ({leaf.layout}): pass its to_dense()."
+                )
             sent[i] = begin(leaf)
         elif scalar is not None and isinstance(leaf, numbers.Number):
             results[i] = scalar(leaf)

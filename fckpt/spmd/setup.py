@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fckpt.errors import ArgumentTypeError, ArgumentValueError
+from fckpt.errors import ArgumentValueError
 from fckpt.spmd.links import NVLINK, Link
-from fckpt.spmd.mesh import Along, Mesh, carry, dismiss, put_in_use, simulated
+from fckpt.spmd.mesh import Along, Mesh, carry, check_shape, dismiss, put_in_use, simulated
 
 __all__ = ["fake_mesh", "init_mesh"]
 
@@ -48,8 +48,7 @@ def init_mesh(
         >>> fckpt.init_mesh({"data": -1})
         Mesh({'data': 1})
     """
-    if not isinstance(shape, Mapping) or not all(isinstance(size, int) for size in shape.values()):
-        raise ArgumentTypeError(f'init_mesh: shape gives the size of each axis by name, {{"data": -1}}, not {shape!r}.')
+    check_shape("init_mesh", shape)
     inside = simulated()
     if inside is not None:
         found = Mesh(_filled(shape, inside.size))
@@ -156,13 +155,14 @@ def fake_mesh(shape: Mapping[str, int], *, rank: int = 0, links: Mapping[str, Li
         links: by axis, what messages cost; default: roughly what they do between GPUs of a machine.
 
     Raises:
-        ArgumentValueError: there is no such mesh, or no such rank of it.
+        ArgumentTypeError, ArgumentValueError: there is no such mesh, or no such rank of it.
 
     Example:
         >>> import fckpt
         >>> fckpt.fake_mesh({"data": 64, "model": 8}).size
         512
     """
+    check_shape("fake_mesh", shape)
     sizes: Sequence[int] = [*shape.values()]
     if not sizes or min(sizes) < 1 or not 0 <= rank < math.prod(sizes):
         raise ArgumentValueError(f"fake_mesh: {dict(shape)} is no mesh with a rank {rank}.")

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch._functorch.eager_transforms as eager_transforms
 
+from fckpt._call import ambient
 from fckpt._call.levels import share_idle_level
 from fckpt.errors import ArgumentValueError, RankFailure
 from fckpt.spmd.isolated import Isolated
 from fckpt.spmd.links import Link
-from fckpt.spmd.mesh import Mesh, carried, use_mesh
+from fckpt.spmd.mesh import Mesh, carried, check_shape, use_mesh
 from fckpt.spmd.saving import finished
 from fckpt.spmd.threads import Meeting, Thread, Turns
 
@@ -35,7 +36,7 @@ def sim(
         links: by axis, what messages cost a plan.
 
     Raises:
-        ArgumentValueError: an axis has no rank.
+        ArgumentTypeError, ArgumentValueError: `shape` is not a mesh.
 
     Example:
         >>> import torch, fckpt
@@ -44,7 +45,8 @@ def sim(
         >>> fckpt.sim({"data": 4}).run(program, torch.tensor(10.0))
         [tensor(60.), tensor(60.), tensor(60.), tensor(60.)]
     """
-    if not shape or not all(isinstance(size, int) and size > 0 for size in shape.values()):
+    check_shape("sim", shape)
+    if not shape or min(shape.values()) < 1:
         raise ArgumentValueError(f"sim: a mesh has axes of one rank or more, not {dict(shape)!r}.")
     return Simulation(Mesh(shape), timeout_seconds, links or {})
 
@@ -92,6 +94,7 @@ class Simulation:
             for thread in threads:
                 thread.join()
         turns.states[0].rewind()
+        ambient.put_back(turns.settings[0])
         isolated.collect()
         if failures:
             number, error = next((f for f in failures if not isinstance(f[1], RankFailure)), failures[0])

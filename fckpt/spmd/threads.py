@@ -7,14 +7,18 @@ numbers on real devices is an error here: ranks that call different collectives,
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from fckpt._call import ambient
 from fckpt._call.rng import RandomState, unshared
 from fckpt.errors import RankFailure
+from fckpt.spmd.guard import place_of
 from fckpt.spmd.isolated import Isolated
 from fckpt.spmd.links import GLOO, Link
 from fckpt.spmd.mesh import Along, Mesh, odd_one, simulated
@@ -29,9 +33,18 @@ class Turns:
     """
 
     def __init__(self, isolated: Isolated, ranks: int):
-        self.lock = threading.Lock()
+        self.lock, self.counting = threading.Lock(), threading.Lock()
         self.isolated = isolated
         self.states = [_generators()] * ranks
+        self.settings = [ambient.capture()] * ranks
+        self.wanted = 0
+        """How many ranks run, or would if it were their turn."""
+        self.seconds = [0.0] * ranks
+        """By rank: how long it has run in the turns that are over."""
+        self.threads: dict[int, int] = {}
+        """By rank: its thread."""
+        self.running: tuple[int, float] | None = None
+        """The rank whose turn it is, and since when."""
 
     @contextlib.contextmanager
     def taken(self, rank: int) -> Iterator[None]:
@@ -53,14 +66,28 @@ class Turns:
             self.take(rank)
 
     def take(self, rank: int) -> None:
+        with self.counting:
+            self.wanted += 1
         self.lock.acquire()
+        self.running, self.threads[rank] = (rank, time.monotonic()), threading.get_ident()
         self.states[rank].rewind()
+        ambient.put_back(self.settings[rank])
         self.isolated.enter(rank)
 
     def give(self, rank: int) -> None:
         self.isolated.leave(rank)
-        self.states[rank] = _generators()
+        self.states[rank], self.settings[rank] = _generators(), ambient.capture()
+        self.seconds[rank] = self.ran(rank)
+        self.running = None
+        with self.counting:
+            self.wanted -= 1
         self.lock.release()
+
+    def ran(self, rank: int) -> float:
+        """Returns for how many seconds a rank has run: those in which it waited for its turn do not count."""
+        running = self.running
+        now = time.monotonic() - running[1] if running is not None and running[0] == rank else 0.0
+        return self.seconds[rank] + now
 
 
 def _generators() -> RandomState:
@@ -94,27 +121,49 @@ class Meeting:
                 said[rank] = what
                 self.lock.notify_all()
         ranks = [0] if alone or what is None else [*range(self.mesh.size)]
-        lost = lambda: [r for r in ranks if r not in said and r in self.gone]
-        missing = lambda: [r for r in ranks if r not in said]
-        came = self._until(rank, lambda: bool(lost()) or not missing(), timeout)
+        self._wait(rank, ranks, said, f"for {about}", timeout)
         with self.lock:
-            if not came:
-                raise RankFailure(
-                    f"rank {missing()[0]} did not come to {about} within {timeout:g} s, where rank {rank} waits.",
-                    rank=missing()[0],
-                )
-            if lost():
-                gone = f"rank {lost()[0]} {self.gone[lost()[0]]}"
-                raise RankFailure(f"{gone}, while rank {rank} waits for {about}.", lost()[0])
             return [said[r] for r in ranks]
 
-    def _until(self, rank: int, ready: Callable[[], bool], timeout: float | None) -> bool:
-        """Lets other ranks run until something is so; returns whether it is. Threads that are no ranks wait, too."""
+    def _wait(self, rank: int, ranks: Sequence[int], came: Mapping[int, Any], what: str, timeout: float | None) -> None:
+        """Lets other ranks run until all of `ranks` have come. Threads that are no ranks wait, too.
+
+        Ranks run one at a time: one that has not had `timeout` seconds of turns yet is not late, unless no rank runs,
+        nor would.
+
+        Raises:
+            RankFailure: one of them has ended, or is late.
+        """
+        missing = lambda: [r for r in ranks if r not in came]
+        lost = lambda: [r for r in missing() if r in self.gone]
+        ready = lambda: not missing() or bool(lost())
         with self.lock:
-            if ready():
-                return True
-        with self.turns.given(rank) if simulated() else contextlib.nullcontext(), self.lock:
-            return self.lock.wait_for(ready, timeout)
+            waits = not ready()
+        if waits:
+            before = [*map(self.turns.ran, range(self.mesh.size))]
+            with self.turns.given(rank) if simulated() else contextlib.nullcontext(), self.lock:
+                left, idle = timeout, 0
+                while not self.lock.wait_for(ready, left):
+                    assert timeout is not None
+                    used = {r: self.turns.ran(r) - before[r] for r in missing()}
+                    late = next((r for r in used if used[r] >= timeout), None)
+                    idle = 0 if self.turns.wanted else idle + 1  # once may be a rank that is about to go on
+                    if late is not None or idle > 2:
+                        raise self._late(missing()[0] if late is None else late, rank, what, timeout)
+                    left = 0.02 if idle else max(timeout - max(used.values()), 0.02)
+        with self.lock:
+            if lost():
+                raise RankFailure(
+                    f"rank {lost()[0]} {self.gone[lost()[0]]}, while rank {rank} waits {what}.", lost()[0]
+                )
+
+    def _late(self, late: int, rank: int, what: str, timeout: float) -> RankFailure:
+        thread = self.turns.threads.get(late)
+        place = place_of(sys._current_frames().get(thread)) if thread is not None else ""
+        there = f" It is at {place}." if place else ""
+        return RankFailure(
+            f"rank {late} did not come within {timeout:g} s, while rank {rank} waits {what}.{there}", late
+        )
 
     def leave(self, rank: int, how: str) -> None:
         """Notes that a rank calls no more collectives."""
@@ -135,18 +184,8 @@ class Meeting:
             brought = self.rounds.setdefault(key, {})
             brought[rank] = (what, x)
             self.lock.notify_all()
-        missing = lambda: [r for r in ranks if r not in brought]
-        lost = lambda: [r for r in missing() if r in self.gone]
-        came = self._until(rank, lambda: not missing() or bool(lost()), self.timeout)
+        self._wait(rank, ranks, brought, f"in {what}", self.timeout)
         with self.lock:
-            if lost():
-                first = lost()[0]
-                raise RankFailure(f"rank {first} {self.gone[first]}, while rank {rank} waits in {what}.", rank=first)
-            if not came:
-                raise RankFailure(
-                    f"rank {missing()[0]} did not come to {what} within {self.timeout:g} s, where rank {rank} waits.",
-                    rank=missing()[0],
-                )
             self._compare(ranks, number, brought)
             found = [brought[r][1] for r in ranks]
             self.taken[key] = self.taken.get(key, 0) + 1

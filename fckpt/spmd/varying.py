@@ -29,7 +29,7 @@ from fckpt._call.levels import unseen, unwrapped
 from fckpt._recompute.closed_over import unwatched
 from fckpt._recompute.replay import recompute_mode
 from fckpt._recompute.saved_tensors import without_hooks
-from fckpt._trace.operations import is_random, statistics_of
+from fckpt._trace.operations import is_dense, is_random, statistics_of
 from fckpt._trace.trace import followed
 from fckpt.errors import TraceError
 from fckpt.spmd.collectives import sums_watched
@@ -54,6 +54,8 @@ class Varying(NamedTuple):
     collectives: list[str]
     """What it calls, in order, with a hash of what each is made of: the same on all ranks."""
     output: Any
+    closed_over: Sequence[str] = ()
+    """What the function closes over, the same on all ranks, whose gradient from outside would be a rank's part."""
 
 
 def varying(
@@ -96,8 +98,45 @@ def varying(
             ) from error
         leaves, out_spec = trees.flatten(output)
         tensors = [(path, x) for path, x in zip(out_spec.paths(), leaves, strict=True) if isinstance(x, torch.Tensor)]
-        paths, axes = [path for path, _ in tensors], [follower.of(x) for _, x in tensors]
-        return Varying(paths, axes, follower.redundant, follower.collectives, output)
+        # numbers of Python's are part of what a result is made of: where they differ, so does the result
+        with without_modes():
+            *differing_numbers, _ = _differing(f"{about}, outputs", mesh, [follower.made_of(x) for _, x in tensors])
+        paths = [path for path, _ in tensors]
+        axes = [follower.of(x) | other for (_, x), other in zip(tensors, differing_numbers, strict=True)]
+        alike = {
+            id(fake): frozenset(name for name in mesh.names if mesh.shape[name] > 1 and name not in axes)
+            for (_, fake), axes in zip(captured, differing, strict=True)
+        }
+        closed_over = [trees.describe(x) for x in _apart_from_pvary([x for _, x in tensors], alike)]
+        return Varying(paths, axes, follower.redundant, follower.collectives, output, closed_over)
+
+
+def _apart_from_pvary(outputs: Sequence[torch.Tensor], alike: dict[int, Axes]) -> Iterator[torch.Tensor]:
+    """Returns the tensors, by id in `alike`, to which cotangents of outputs come without a sum over those axes.
+
+    A pvary is such a sum. What has a gradient by now was differentiated within the function, and is left out.
+    """
+    todo: list[tuple[Any, Axes]] = [(x.grad_fn, frozenset()) for x in outputs if x.grad_fn is not None]
+    todo += [
+        (torch.autograd.graph.get_gradient_edge(x).node, frozenset())
+        for x in outputs
+        if x.grad_fn is None and x.requires_grad
+    ]
+    seen: set[Any] = set()
+    found: dict[int, torch.Tensor] = {}
+    while todo:
+        node, summed = todo.pop()
+        if node is None or (node, summed) in seen:
+            continue
+        seen.add((node, summed))
+        linear = getattr(node, "linear", None)
+        if linear is not None and linear.kind == "alike":
+            summed |= frozenset(linear.along.axes)
+        x = getattr(node, "variable", None)
+        if x is not None and x.grad is None and alike.get(id(x), frozenset()) - summed:
+            found[id(x)] = x
+        todo += [(below, summed) for below, _ in node.next_functions]
+    yield from found.values()
 
 
 @contextlib.contextmanager
@@ -187,6 +226,10 @@ class _Follower(TorchDispatchMode):
         """Over which axes a tensor varies. Over one of a single rank nothing does."""
         return frozenset(name for name in self._known(unwrapped(x))[0] if self.mesh.shape[name] > 1)
 
+    def made_of(self, x: torch.Tensor) -> str:
+        """A hash of what a tensor is made of."""
+        return self._known(unwrapped(x))[1]
+
     def _known(self, x: torch.Tensor) -> tuple[Axes, str]:
         return self.known.get(x.untyped_storage()._cdata, (frozenset(), "constant"))
 
@@ -201,8 +244,9 @@ class _Follower(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = [x for x in trees.leaves((list(args), kwargs)) if isinstance(x, torch.Tensor)]
-        axes: Axes = frozenset().union(*(self._known(x)[0] for x in inputs))
+        overwritten = _overwritten(func)
+        read = _tensors([x for name, x in _arguments(func, args, kwargs) if name not in overwritten])
+        axes: Axes = frozenset().union(*(self._known(x)[0] for x in read))
         if is_random(func):
             axes |= self._drawn((args, kwargs))
         result = func(*args, **kwargs)
@@ -210,20 +254,51 @@ class _Follower(TorchDispatchMode):
         if func.namespace == "fckpt":
             name = func._schema.name.partition("::")[2]
             axes = self._after(name, axes, args)
-            if inputs:
+            if read:
                 rest = ", ".join(str(a) for a in args[1:-1])
-                call = f"{name} ({rest}) of {trees.describe(inputs[0])}"
+                call = f"{name} ({rest}) of {trees.describe(read[0])}"
                 self.collectives.append(f"{call}, computed by operations with hash {made}")
-        outputs = [x for x in trees.leaves(result) if isinstance(x, torch.Tensor)]
-        written = _mutated(func, args, kwargs) if func._schema.is_mutable else []
-        written += [args[position] for position in statistics_of(func, args)]
-        for x in (*outputs, *written):
-            self.note(x, axes, made)
+                if not any(self.mesh.shape[name] > 1 for name in self._after(name, frozenset(self.mesh.names), args)):
+                    made = f"what comes of collective {len(self.collectives)}"  # of whatever it is, all have the same
+        of_each = self._of_each(func, args, kwargs)
+        written = self._written(func, args, kwargs, axes, of_each)
+        for i, x in enumerate(_tensors(result)):
+            if x.untyped_storage()._cdata not in written:
+                self.note(x, of_each[i % len(of_each)] if of_each else axes, made)
+        for x, varies in written.values():
+            self.note(x, varies, made)
         return result
+
+    def _of_each(self, func: Any, args: Any, kwargs: Any) -> list[Axes]:
+        """By number in the lists of tensors of a `_foreach_` operation: over which axes what comes of it varies."""
+        if not func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
+            return []
+        overwritten = _overwritten(func)
+        values = [x for name, x in _arguments(func, args, kwargs) if name not in overwritten]
+        lists = [x for x in values if isinstance(x, (list, tuple)) and x and isinstance(x[0], torch.Tensor)]
+        rest: Axes = frozenset().union(*(self._known(x)[0] for x in values if isinstance(x, torch.Tensor)))
+        if not lists or len({*map(len, lists)}) > 1:
+            return []
+        return [rest.union(*(self._known(x)[0] for x in row)) for row in zip(*lists, strict=True)]
+
+    def _written(
+        self, func: Any, args: Any, kwargs: Any, axes: Axes, of_each: list[Axes]
+    ) -> dict[int, tuple[torch.Tensor, Axes]]:
+        """By storage: the tensors that an operation writes, and over which axes they vary then."""
+        overwritten, found = _overwritten(func), {}
+        named = [(name, x) for name, x in _arguments(func, args, kwargs) if name in _mutated(func)]
+        named += [("", args[position]) for position in statistics_of(func, args)]
+        for name, value in named:
+            for i, x in enumerate(_tensors(value)):
+                now = of_each[i] if of_each and isinstance(value, (list, tuple)) else axes
+                whole = x.numel() * x.element_size() == x.untyped_storage().nbytes() and is_dense(x.shape, x.stride())
+                rest: Axes = frozenset() if whole and name in overwritten else self._known(x)[0]
+                found[x.untyped_storage()._cdata] = x, now | rest
+        return found
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> str:
         leaves, spec = trees.flatten((list(args), kwargs))
-        parts = [self._known(x)[1] if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
+        parts = [self._known(x)[1] if isinstance(x, torch.Tensor) else _said(x) for x in leaves]
         return hashlib.sha256("\n".join([str(func), repr(spec), *parts]).encode()).hexdigest()[:8]
 
     def _after(self, name: str, axes: Axes, args: Sequence[Any]) -> Axes:
@@ -235,10 +310,46 @@ class _Follower(TorchDispatchMode):
         return axes | {*along.axes}
 
 
-def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = [named.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [x for x in trees.leaves(written) if isinstance(x, torch.Tensor)]
+def _said(value: Any) -> str:
+    """Describes an argument that is no tensor, in the same words on all ranks, which have devices of their own."""
+    if isinstance(value, torch.device):
+        return value.type
+    return type(value).__name__ if isinstance(value, torch.Generator) else repr(value)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [x for x in trees.leaves(value) if isinstance(x, torch.Tensor)]
+
+
+def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The arguments of an operation that are given, by name."""
+    return [*zip((a.name for a in func._schema.arguments), args, strict=False), *kwargs.items()]
+
+
+@functools.cache
+def _mutated(func: Any) -> frozenset[str]:
+    """The arguments that an operation writes, by its schema."""
+    return frozenset(a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+@functools.cache
+def _overwritten(func: Any) -> frozenset[str]:
+    """The arguments whose data an operation does not read: it asks for their shape alone, or writes over them."""
+    name, overload = func._schema.name.removeprefix("aten::"), func._schema.overload_name
+    found = frozenset(a.name for a in func._schema.arguments if a.is_out)
+    return found if _SELF_UNREAD.isdisjoint((name, f"{name}.{overload}")) else found | {"self"}
+
+
+_LIKE = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+_NEW = ("empty", "empty_strided", "zeros", "ones", "full")
+_DRAWN = ("normal", "uniform", "random", "exponential", "geometric", "log_normal", "cauchy")
+_SELF_UNREAD = {
+    *(f"{name}_like" for name in _LIKE),
+    *(f"new_{name}" for name in _NEW),
+    *(name + in_place for name in (*_DRAWN, "zero", "fill", "copy") for in_place in ("", "_")),
+    *("_foreach_zero_", "_foreach_zero", "_foreach_copy_", "_foreach_copy", "bernoulli_", "bernoulli.p"),
+} - {"normal"}  # torch.normal draws around its first argument
+"""Operations of ATen that do not read the data of `self`."""
 
 
 def violations(found: Varying, specs: Iterable[P]) -> list[str]:

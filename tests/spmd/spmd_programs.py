@@ -120,7 +120,7 @@ def collectives() -> list[torch.Tensor]:
 
 
 def _of_other_numbers(axis: Any) -> list[torch.Tensor]:
-    """NaN, complex numbers and booleans, which not every backend takes."""
+    """NaN, complex numbers, booleans and short numbers, which not every backend takes."""
     mine, size = fckpt.axis_index(axis), fckpt.axis_size(axis)
     gaps = torch.arange(8.0).masked_fill(torch.arange(8) % size == mine, torch.nan)
     gaps = torch.cat([gaps, torch.tensor([torch.inf, -torch.inf]) * (1 - 2 * (mine % 2))])
@@ -130,6 +130,14 @@ def _of_other_numbers(axis: Any) -> list[torch.Tensor]:
     found += [fckpt.all_to_all(z, axis, split=0, concat=0, tiled=True), fckpt.ppermute(z, axis, [(0, size - 1)])]
     flags = torch.arange(8) % size == mine
     found += [fckpt.psum(flags, axis), fckpt.pmean(flags, axis), fckpt.psum_scatter(flags, axis, tiled=True)]
+    short = (torch.arange(8) * 5000 - 300 * mine).short()  # its sums wrap around
+    found += [fckpt.psum(short, axis), fckpt.pmax(short, axis), fckpt.psum_scatter(short, axis, tiled=True)]
+    for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn):
+        x = (torch.arange(8) + mine).to(dtype)
+        moved = [fckpt.all_gather(x, axis), fckpt.all_gather(x[0], axis), fckpt.ppermute(x, axis, [(0, size - 1)])]
+        moved += [fckpt.all_to_all(x.view(2, 4), axis, split=1, concat=0, tiled=True)]
+        assert all(y.dtype == dtype for y in moved)
+        found += [y.float() for y in moved]
     return found
 
 
@@ -158,6 +166,11 @@ def outside() -> dict[str, torch.Tensor]:
     w = torch.tensor([[0.3, -0.2], [0.1, 0.5]], dtype=torch.float64)
     body = lambda w, x: fckpt.psum(total(w, x), "a")
     step = fckpt.shard_map(body, mesh, in_specs=(P(), P("a")), out_specs=P())
+    generator = torch.Generator().manual_seed(7)  # each rank's is another object, and draws the same
+    drawn = fckpt.shard_map(
+        lambda x: fckpt.psum(x * torch.rand(2, generator=generator), "a"), mesh, in_specs=P("a"), out_specs=P()
+    )
+    assert torch.equal(drawn(torch.ones(2)), 2 * torch.rand(2, generator=torch.Generator().manual_seed(7)))
     one = w.clone().requires_grad_()
     step(one, part).backward()
     assert one.grad is not None

@@ -243,11 +243,19 @@ def test_errors_name_what_was_called():
         "pmin: complex": lambda: pmin(z, "i"),
         "pmean takes tensors": lambda: pmean("text", "i"),
         "ppermute: pairs are": lambda: ppermute(x, "i", [0, 1]),  # type: ignore[list-item]
+        "ppermute: pairs are a list": lambda: ppermute(x, "i", 5),  # type: ignore[arg-type]
+        "all_gather: a dimension is a number": lambda: all_gather(x, "i", dim=None),  # type: ignore[arg-type]
+        "all_to_all: a dimension is a number": lambda: all_to_all(x, "i", split="0", concat=0),  # type: ignore[arg-type]
+        "psum takes dense tensors": lambda: psum({"w": torch.eye(2).to_sparse()}, "i"),
     }.items():
         with pytest.raises((ArgumentTypeError, RankFailure), match=name):
             on_ranks({"i": 2}, call)
     with pytest.raises(ArgumentTypeError, match="init_mesh: shape gives"):
         fckpt.init_mesh(2)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match="sim: shape gives"):
+        fckpt.sim(2)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match="fake_mesh: shape gives"):
+        fckpt.fake_mesh({"data": True})
 
 
 def test_axes_of_a_grid_alone_and_together():
@@ -347,6 +355,8 @@ def test_remat_repeats_a_collective(monkeypatch: pytest.MonkeyPatch):
         ),
         (lambda x: psum(x, "i", axis_index_groups=[[0, 1], []]), ArgumentValueError, r"must have each number"),
         (lambda x: psum(x, "i", axis_index_groups=[0, 1]), ArgumentTypeError, r"has lists of numbers, such as"),
+        (lambda x: psum(x.to(torch.uint16), "i"), ArgumentTypeError, r"psum: torch cannot reduce .*uint16.*x.long\(\)"),
+        (lambda x: fckpt.pmin(x.to(torch.float8_e5m2), "i"), ArgumentTypeError, r"pmin: .*float8_e5m2.* x.float\(\)"),
         (lambda x: fckpt.fake_mesh({"a:b": 2}), ArgumentValueError, r"without commas, colons or '=', not 'a:b'"),
     ],
 )

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fault_programs
 import pytest
+import torch
+import torch.distributed as dist
 
 import fckpt
+from fckpt import P
 from fckpt.errors import RankFailure
+from fckpt.spmd.guard import Guard
 
 TIMEOUT = 4.0
 """After which a rank that waits gives up. It has some seconds more to find out whose fault it is."""
@@ -64,3 +70,68 @@ def test_a_batch_of_another_size_on_one_rank_is_named(tmp_path: Path):
     for rank in range(3):
         seconds, blamed, said = (tmp_path / str(rank)).read_text().split(" ", 2)
         assert blamed == "1" and "step(float32[4])" in said and float(seconds) < TIMEOUT + 5
+
+
+def waiting(monkeypatch: pytest.MonkeyPatch) -> Guard:
+    """Rank 1 of two, of which the other one lives and says nothing."""
+    guard = Guard(1, 2)
+    guard.store, guard.timeout_seconds = dist.HashStore(), 0.2
+    monkeypatch.setattr(guard, "_silent", lambda before: [])
+    return guard
+
+
+def test_who_waits_for_what_rank_0_makes_does_not_wait_for_a_rank_0_that_is_elsewhere(monkeypatch: pytest.MonkeyPatch):
+    guard = waiting(monkeypatch)
+    guard.store.set("where/0", '["train.py:12", false]')  # type: ignore[union-attr]
+    with pytest.raises(RankFailure, match=r"rank 0 does not come, while rank 1 waits at a plan\. .* \(train.py:12\)"):
+        guard.share("a plan", "mine", lambda said: "")
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    guard = waiting(monkeypatch)
+    guard.timeout_seconds = 60.0
+    guard.store.set("ended/0", "")  # type: ignore[union-attr]
+    for wait in (lambda: guard.share("a plan", "mine", lambda said: ""), lambda: guard.agree("step", [])):
+        with pytest.raises(RankFailure, match=r"rank 0 has ended its program, while others wait at (a plan|step)"):
+            wait()
+
+
+def stuck() -> Any:
+    if int(fckpt.axis_index("data")) == 1:
+        time.sleep(0.5)
+    return fckpt.psum(torch.ones(1), "data")
+
+
+def stuck_before_a_mapped_function() -> Any:
+    mapped = fckpt.shard_map(
+        lambda x: fckpt.psum(x, "data"), fckpt.init_mesh({"data": 3}), in_specs=P("data"), out_specs=P()
+    )
+    if int(fckpt.axis_index("data")) == 1:
+        time.sleep(0.5)
+    return mapped(torch.ones(1))
+
+
+@pytest.mark.parametrize("program", [stuck, stuck_before_a_mapped_function])
+def test_a_simulated_rank_that_lives_and_does_not_come_is_named(program: Callable[[], Any]):
+    with pytest.raises(
+        RankFailure, match=r"rank 1 did not come within 0.2 s, .* It is at test_faults.py:\d+"
+    ) as caught:
+        fckpt.sim({"data": 3}, timeout_seconds=0.2).run(program)
+    assert caught.value.rank == 1
+
+
+def test_simulated_ranks_that_wait_for_their_turn_are_not_late():
+    def program() -> torch.Tensor:
+        time.sleep(0.2)  # six of them, one after another
+        return fckpt.psum(torch.ones(1), "data")
+
+    assert fckpt.sim({"data": 6}, timeout_seconds=0.6).run(program)[0] == 6
+
+
+def test_simulated_ranks_that_wait_for_one_another_are_told():
+    def program() -> torch.Tensor:
+        axis = "data" if int(fckpt.axis_index(("data", "model"))) in (0, 3) else "model"
+        return fckpt.psum(torch.ones(1), axis)
+
+    with pytest.raises(RankFailure, match=r"did not come within 0\.3 s"):
+        fckpt.sim({"data": 2, "model": 2}, timeout_seconds=0.3).run(program)

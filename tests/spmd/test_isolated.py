@@ -5,7 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import random
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -366,3 +372,142 @@ def test_random_numbers_vary_where_ranks_are_seeded_so():
 def test_a_mesh_is_in_use_in_processes_as_in_a_simulation():
     program = spmd_programs.without_mapping
     assert fckpt.launch(program, 2) == fckpt.sim({"a": 2}).run(program)
+
+
+numbers_of_batches = itertools.count()
+batches = iter([torch.tensor([1.0]), torch.tensor([2.0])])
+held = threading.Lock()
+
+
+class Counted(type):
+    count = 0
+
+
+class OfMetaclass(metaclass=Counted):
+    pass
+
+
+def moves_on() -> tuple[Any, ...]:
+    seen = [next(numbers_of_batches)]
+    with held:  # a lock of another rank would be waited for without an end
+        total = fckpt.psum(next(batches), "data")
+    seen.append(next(numbers_of_batches))
+    type(OfMetaclass).count += 1
+    fckpt.psum(next(batches), "data")
+    type(OfMetaclass).count += 1
+    return seen, total.item(), type(OfMetaclass).count
+
+
+def test_iterators_and_locks():
+    assert fckpt.sim({"data": 3}).run(moves_on) == [([0, 1], 3.0, 2)] * 3
+    assert next(numbers_of_batches) == 2  # rank 0 works on what the caller has
+
+
+def test_a_generator_made_outside_is_refused():
+    def drawn() -> Iterator[int]:
+        yield from range(9)
+
+    numbers, opened = drawn(), sys.stdout
+    with pytest.raises(
+        fckpt.ArgumentTypeError, match=r"uses generator .*drawn, made outside .* Make it in the program"
+    ):
+        fckpt.sim({"data": 2}).run(lambda: next(numbers))
+    assert fckpt.sim({"data": 1}).run(lambda: (next(numbers), opened.closed)) == [(0, False)]
+
+
+def test_the_check_moves_no_iterator_on():
+    counted = itertools.count()
+
+    def program() -> int:
+        mapped = fckpt.shard_map(
+            lambda x: x * next(counted), fckpt.init_mesh({"data": 2}), in_specs=P("data"), out_specs=P("data")
+        )
+        mapped(torch.ones(1))
+        return next(counted)
+
+    assert fckpt.sim({"data": 2}).run(program) == [1, 1]
+
+    def mapped_generator() -> torch.Tensor:
+        numbers = (i for i in range(9))
+        mapped = fckpt.shard_map(
+            lambda x: x * next(numbers), fckpt.init_mesh({"data": 2}), in_specs=P("data"), out_specs=P("data")
+        )
+        return mapped(torch.ones(1))
+
+    with pytest.raises(fckpt.ArgumentTypeError, match=r"takes the next of generator .*genexpr.* pass what comes"):
+        fckpt.sim({"data": 2}).run(mapped_generator)
+
+
+def test_settings_of_torch():
+    def program() -> tuple[torch.dtype, bool]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(int(fckpt.axis_index("data")) == 1)
+        try:
+            fckpt.psum(torch.ones(1), "data")  # a rank that ended here would put the setting back for all
+            return torch.ones(1).dtype, torch.are_deterministic_algorithms_enabled()
+        finally:
+            torch.set_default_dtype(before)
+            torch.use_deterministic_algorithms(False)
+
+    assert fckpt.sim({"data": 3}).run(program) == [(torch.float64, rank == 1) for rank in range(3)]
+    assert torch.get_default_dtype() is torch.float32
+
+
+class Settings:
+    made: Settings | None = None
+
+    def __init__(self) -> None:
+        self.rank = rank()
+
+    @classmethod
+    def get(cls) -> Settings:
+        cls.made = cls.made or cls()
+        return cls.made
+
+
+def test_an_object_that_a_class_makes_once():
+    def program() -> int:
+        Settings.get()
+        fckpt.psum(torch.ones(1), "a")
+        return Settings.get().rank
+
+    assert SIM.run(program) == [0, 1, 2]
+
+
+def test_state_of_imported_modules(monkeypatch: pytest.MonkeyPatch):
+    library = types.ModuleType("users_package")
+    library.settings = types.ModuleType("users_package.settings")  # type: ignore[attr-defined]
+    library.settings.Counter = type("Counter", (), {"__module__": "users_package", "number": 0})
+    library.settings.options = library.settings.Counter()
+    library.settings.options.own = 0
+    monkeypatch.setitem(globals(), "users_package", library)
+
+    def program() -> list[int]:
+        settings: Any = users_package.settings  # type: ignore[name-defined]  # noqa: F821
+        for _ in range(2):
+            settings.Counter.number += rank() + 1
+            settings.options.own += 10 * (rank() + 1)
+            fckpt.psum(torch.ones(1), "a")
+        return [settings.Counter.number, settings.options.own]
+
+    assert SIM.run(program) == [[2, 20], [4, 40], [6, 60]]
+    assert library.settings.Counter.number == 2  # rank 0 works on what the caller has
+
+
+def test_weak_references():
+    known: Any = weakref.WeakValueDictionary()
+
+    def program() -> bool:
+        known["mine"] = mine = Settings()
+        fckpt.psum(torch.ones(1), "a")
+        return known["mine"] is mine
+
+    assert all(SIM.run(program))
+
+
+def test_a_tensor_with_hooks_made_outside_is_refused():
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(lambda g: g * 2)
+    with pytest.raises(ArgumentTypeError, match=r"uses float32\[1\], made outside of it, which has hooks"):
+        SIM.run(lambda: (weight * 2).backward())

@@ -165,3 +165,42 @@ def test_buffers_of_a_batch():
 
     with pytest.raises(fckpt.ArgumentValueError, match=r"running_mean.* varies over 'a'"):
         fckpt.sim({"a": 2}).run(program)
+
+
+def closed_over(body: Callable[[nn.Module, Tensor], Tensor], backward: bool = True) -> list[Any]:
+    """The gradients of a linear layer that a mapped function closes over."""
+
+    def program() -> Any:
+        mesh = fckpt.init_mesh({"a": 2})
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        step = fckpt.shard_map(lambda x: body(model, x), mesh, in_specs=(P("a"),), out_specs=P())
+        out = step(fckpt.shard(torch.tensor([[1.0], [2.0]]), P("a")))
+        if backward:
+            out.backward()
+        return None if model.weight.grad is None else model.weight.grad.item()
+
+    return fckpt.sim({"a": 2}).run(program)
+
+
+def let_in(model: nn.Module, x: Tensor) -> Tensor:
+    parameters = {name: fckpt.pvary(p, "a") for name, p in model.named_parameters()}
+    return fckpt.psum(torch.func.functional_call(model, parameters, (x,)).sum(), "a")
+
+
+def differentiated_within(model: nn.Module, x: Tensor) -> Tensor:
+    loss = fckpt.psum(model(x).sum(), "a", out="invariant")
+    loss.backward()
+    return loss
+
+
+def test_parameters_that_are_closed_over_are_told():
+    with pytest.warns(fckpt.MeshWarning, match=r"reaches float32\[1, 1\], which it closes over.* as an argument"):
+        assert closed_over(lambda model, x: fckpt.psum(model(x).sum(), "a")) == [1.0, 2.0]
+    with pytest.warns(fckpt.MeshWarning, match="closes over"):
+        closed_over(lambda model, x: fckpt.psum(fckpt.remat(model)(x).sum(), "a"))
+    # no warning, which would be an error in the tests
+    assert closed_over(lambda model, x: fckpt.psum(model(x).sum(), "a"), backward=False) == [None, None]
+    assert closed_over(let_in) == [3.0, 3.0]
+    assert closed_over(differentiated_within, backward=False) == [1.0, 2.0]
+    assert closed_over(lambda model, x: fckpt.psum(model(x).sum().detach(), "a"), backward=False) == [None, None]

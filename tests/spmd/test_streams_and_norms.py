@@ -130,6 +130,12 @@ def test_gradients_are_clipped_as_in_one_process(norm_type: float, max_norm: flo
         ({"w": torch.ones(2)}, 0.0, ArgumentValueError, "norms are above 0, not max_norm=0.0"),
         ({"w": torch.ones(2)}, math.nan, ArgumentValueError, "norms are above 0"),
         ({"w": None}, 1.0, ArgumentValueError, "there is no tensor among the gradients"),
+        (
+            {"w": torch.ones(2), "step": torch.tensor(3)},
+            1.0,
+            ArgumentTypeError,
+            r"grads\['step'\] is int64\[\], no gradient",
+        ),
     ],
 )
 def test_what_cannot_be_clipped(grads: Any, max_norm: float, error: Any, text: str):

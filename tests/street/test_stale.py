@@ -31,6 +31,7 @@ MAY_REFUSE = {
     "NumPyArray", "ZeroDimensionalArray", "CachedProperty",
     "ContextVariable", "DecimalNumber", "FractionNumber", "ItemOfTensor", "MetaclassAttribute", "RegisteredClass",
     "ThreadLocal", "LruCached", "KeywordDefault", "ReplacedCode", "Complex", "UserDict", "ChainMap",
+    "EnvironmentByFunction", "GlobalByName",
 }  # fmt: skip
 """Places that a plan may refuse to read, by an error."""
 

@@ -1,1 +1,1 @@
-"""Chains of stages: what dynamic programs over chains and repeated blocks share."""
+"""Chains of stages, shared by solvers that use dynamic programming over chains, and by solvers for repeated blocks."""

@@ -1,23 +1,22 @@
-"""Blocks that are alike: where a forward pass repeats itself, and a part of a graph as a graph of its own.
+"""Repeated blocks: where a forward pass repeats itself, and parts of a graph as separate graphs.
 
-A layer that comes four hundred times is one problem, not four hundred. `places` finds the stretches of a forward pass
-in which the same operations come again and again (tandem repeats), and cuts them once a period, where the least is
-live. A `Block` is what one stage of such a chain runs in both passes, renumbered, without names: blocks that are equal
-are alike, and a plan of one is a plan of all.
+A layer that occurs four hundred times is one problem, not four hundred. `cut_positions` finds the parts of a forward
+pass in which the same operations recur directly after each other (tandem repeats), and cuts them once per period, where
+the fewest bytes live. A `Block` is what one stage of such a chain runs in both passes, renumbered and without names:
+equal blocks have equal plans.
 
     around the block                                          in its graph
-    what it reads of earlier stages, and arguments            inputs, which are not counted
-    what later stages read, or earlier ones in backward       outputs
-    cotangents, and what later stages leave in backward       cotangents, which are there to the end
+    values read from earlier stages, and arguments            inputs, which are not counted
+    values for later stages, or for earlier ones in backward  outputs
+    cotangents, and what later stages leave in backward       cotangents, which are held to the end
     gradients, and what earlier stages read of its backward   gradients
-    what runs between its two passes                          a node that needs so many bytes (`amid`)
+    what runs between its two passes                          a node that needs a given number of bytes (`with_rest`)
 
-Layers that are planned once are those of X. Zhao et al., "Rockmate", 2023,
-https://proceedings.mlr.press/v202/zhao23b.html. Blocks lie between single tensors there; here any set of values may
-cross a cut.
+Planning equal layers once follows X. Zhao et al., "Rockmate", 2023, https://proceedings.mlr.press/v202/zhao23b.html. In
+that paper, blocks are separated by single tensors; here any set of values may live across a cut.
 
-Complexity: O(k n p) for k stretches, n operations and periods up to p, in numpy. Left out: repetitions that do not
-follow each other at once, and branches that are alike.
+Complexity: O(k n p) for k repeats, n operations and periods up to p, in numpy. Left out: repetitions that do not
+directly follow each other, and equal parallel branches.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ import numpy as np
 
 from fckpt.graph.graph import Graph, Node, Value
 from fckpt.solve.chains.stages import Stages
-from fckpt.solve.core.cuts import Crossing
+from fckpt.solve.core.cuts import CutPoints
 from fckpt.solve.core.rules import Order, Rules
 
-__all__ = ["Block", "Repeat", "amid", "cut_out", "places", "repeats", "without_rest"]
+__all__ = ["Block", "Repeat", "cut_out", "cut_positions", "repeats", "with_rest", "without_rest"]
 
 LONGEST = 2048
-"""Operations of the longest period that is looked for."""
+"""The longest period that is considered, in operations."""
 SHORTEST = 4
-"""And of the shortest."""
+"""The shortest period that is considered, in operations."""
 BETTER = 1.1
-"""A longer period has to cover so many times as much as a shorter one."""
+"""A longer period must cover this many times as many operations as a shorter one to be preferred."""
 COVERED = 0.5
-"""A forward pass is cut by its periods where they make up this part of it."""
+"""A forward pass is cut by its periods if they cover this fraction of it."""
 
 
 class Repeat(NamedTuple):
-    """A stretch of some periods."""
+    """A part of a sequence that consists of equal periods."""
 
     first: int
     period: int
@@ -59,10 +58,10 @@ class Repeat(NamedTuple):
 
 
 def repeats(labels: Sequence[Hashable], most: int = 100) -> list[Repeat]:
-    """Returns stretches in which a row of labels comes again at once, in order; they do not overlap.
+    """Returns disjoint parts of a sequence of labels in which a period recurs directly, in order.
 
-    The one that covers most is taken, with the shortest of periods that cover about as much, and then the same in the
-    longest part that is left, up to `most` times.
+    The part that covers most is taken first, with the shortest of the periods that cover about as much; then the same
+    is done in the longest remaining part, up to `most` times.
     """
     numbers = {label: k for k, label in enumerate(dict.fromkeys(labels))}
     row = np.array([numbers[label] for label in labels], dtype=np.int64)
@@ -77,7 +76,7 @@ def repeats(labels: Sequence[Hashable], most: int = 100) -> list[Repeat]:
 
 
 def _longest(labels: np.ndarray) -> Repeat | None:
-    """Returns the stretch that covers most, if there is one."""
+    """Returns the repeat that covers most labels, or None."""
     found, most = None, 0.0
     for period in range(SHORTEST, min(len(labels) // 2, LONGEST) + 1):
         differs = np.flatnonzero(labels[period:] != labels[:-period])
@@ -90,40 +89,40 @@ def _longest(labels: np.ndarray) -> Repeat | None:
     return found
 
 
-def places(rules: Rules, forward: Sequence[int], most: int) -> list[int]:
-    """Returns at most `most` places to cut a forward pass: once a period of it, or else where little is live.
+def cut_positions(rules: Rules, forward: Sequence[int], most: int) -> list[int]:
+    """Returns at most `most` cuts of a forward pass: one per period or, without repeats, where few bytes live.
 
     Args:
-        rules: of the graph.
-        forward: its nodes, in order.
-        most: how many. Where there are more periods, several of them stay together.
+        rules: the rules of the graph.
+        forward: the nodes of the forward pass, in order.
+        most: the largest number of cuts. If there are more periods, several periods form one stage.
 
     Returns:
-        Places as in `Crossing`, in order.
+        Positions as in `CutPoints`, in ascending order.
     """
-    crossing = Crossing(rules, forward)
-    found = repeats([_label(rules, index) for index in forward], most)  # each makes a cut at least
+    points = CutPoints(rules, forward)
+    found = repeats([_label(rules, index) for index in forward], most)  # each repeat makes at least one cut
     if not found or sum(repeat.end - repeat.first for repeat in found) < COVERED * len(forward):
-        return crossing.low(most)
+        return points.low(most)
     longest = max(repeat.period for repeat in found)
     step = 1
     while True:
-        cuts = sorted(cut for repeat in found for cut in _cuts(crossing, repeat, step))
-        cuts = _refined(crossing, cuts, step * longest)
+        cuts = sorted(cut for repeat in found for cut in _cuts(points, repeat, step))
+        cuts = _refined(points, cuts, step * longest)
         if len(cuts) <= most:
             return cuts
         step += 1
 
 
-def _refined(crossing: Crossing, cuts: list[int], length: int) -> list[int]:
-    """Cuts stages of more than one and a half times `length` again, where the least is live."""
-    stack = [*pairwise([-1, *cuts, crossing.length - 1])]
+def _refined(points: CutPoints, cuts: list[int], length: int) -> list[int]:
+    """Adds cuts to stages longer than one and a half times `length`, where the fewest bytes live."""
+    stack = [*pairwise([-1, *cuts, points.length - 1])]
     found = [*cuts]
     while stack:
         low, high = stack.pop()
         if 2 * (high - low) > 3 * length:
             margin = length // 4 + 1
-            middle = low + margin + int(crossing.live[low + margin : high - margin + 1].argmin())
+            middle = low + margin + int(points.live[low + margin : high - margin + 1].argmin())
             found.append(middle)
             stack += [(low, middle), (middle, high)]
     return sorted(found)
@@ -136,28 +135,28 @@ def _label(rules: Rules, index: int) -> Hashable:
     return (node.op, *read, None, *made)
 
 
-def _cuts(crossing: Crossing, repeat: Repeat, step: int) -> list[int]:
-    """Returns a place in every `step`th period of a stretch, the same in all."""
-    live = crossing.live[repeat.first : repeat.end].reshape(repeat.times, repeat.period)[:-1].sum(axis=0)
-    shift = repeat.period - 1 - int(live[::-1].argmin())  # the last of the best
+def _cuts(points: CutPoints, repeat: Repeat, step: int) -> list[int]:
+    """Returns one position in every `step`-th period of a repeat, at the same offset in each."""
+    live = points.live[repeat.first : repeat.end].reshape(repeat.times, repeat.period)[:-1].sum(axis=0)
+    shift = repeat.period - 1 - int(live[::-1].argmin())  # the last of equal minima
     cuts = range(repeat.first + shift, repeat.end, step * repeat.period)
-    return [cut for cut in cuts if cut < crossing.length - 1]
+    return [cut for cut in cuts if cut < points.length - 1]
 
 
 class Block(NamedTuple):
-    """A part of a graph, as a graph."""
+    """A part of a graph, as a separate graph."""
 
     graph: Graph
     nodes: list[int]
-    """By its nodes: those of the whole."""
+    """By node of the block: the node of the whole graph."""
     edges: tuple[tuple[int, ...], ...]
-    """On what else depends what its stage takes: what later stages read in the forward pass, what earlier ones read in
-    the backward pass, what is there throughout once it is made, what arrives and earlier stages read as well, and what
-    comes from outside and is never freed."""
+    """Boundary values on which the costs of the stage also depend: values that later stages read in the forward pass;
+    values that earlier stages read in the backward pass; values that stay once they are made; arriving values that
+    earlier stages also read; and values from outside that are never freed."""
 
 
 def cut_out(stages: Stages, stage: int) -> Block:
-    """Returns what a stage of a chain runs as a graph of its own."""
+    """Returns what a stage of a chain runs in both passes as a separate graph."""
     rules, graph = stages.rules, stages.graph
     indices = [*stages.forward[stage], *stages.backward[stage]]
     made = {v for i in stages.forward[stage] for v in graph.nodes[i].outputs}
@@ -201,15 +200,15 @@ def cut_out(stages: Stages, stage: int) -> Block:
         inputs=renumbered(v for v in outside if v not in arrives),
         cotangents=renumbered(v for v in outside if v in arrives),
         outputs=tuple(sorted(renumbered(onward | fixed | stages.awaited(stage)))),
-        gradients=tuple(sorted(renumbered(makes & (rules.kept | after)))),
+        gradients=tuple(sorted(renumbered(makes & (rules.permanent | after)))),
         boundary=len(stages.forward[stage]),
     )
-    edges = (onward, stages.awaited(stage), fixed, after.intersection(outside), rules.kept.intersection(outside))
+    edges = (onward, stages.awaited(stage), fixed, after.intersection(outside), rules.permanent.intersection(outside))
     return Block(block, indices, tuple(tuple(sorted(renumbered(values))) for values in edges))
 
 
-def amid(block: Graph, nbytes: int) -> Graph:
-    """Returns a block with one more node between its passes, which needs `nbytes` while it runs."""
+def with_rest(block: Graph, nbytes: int) -> Graph:
+    """Returns a block with one additional node between its passes, which needs `nbytes` while it runs."""
     boundary = block.boundary
     rest = Node(boundary, "rest", (), (), once=True, temporary_nbytes=nbytes)
     after = [dataclasses.replace(node, id=node.id + 1) for node in block.nodes[boundary:]]
@@ -220,6 +219,6 @@ def amid(block: Graph, nbytes: int) -> Graph:
 
 
 def without_rest(block: Graph, plan: Order) -> Order:
-    """Returns a plan of what `amid` made of a block, as a plan of the block."""
+    """Returns an order of `with_rest(block)` as an order of `block`."""
     forward, backward = ([i - (i > block.boundary) for i in part if i != block.boundary] for part in plan)
     return Order(forward, backward)

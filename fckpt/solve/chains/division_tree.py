@@ -1,16 +1,17 @@
-"""The division tree of a graph with one source and one target: closed sets within closed sets.
+"""The division tree of a graph with one source and one target: nested closed sets.
 
 J. Feng, D. Huang, "Optimal Gradient Checkpoint Search for Arbitrary Computation Graphs", CVPR 2021,
-https://arxiv.org/abs/1808.00079. A closed set [s, t] is s, t and vertices between them that have no edge to the
-outside. It is divided into smaller ones, of which no two share an edge, in one of three ways:
+https://arxiv.org/abs/1808.00079. A closed set [s, t] consists of s, t and vertices between them without edges to the
+outside. It is divided into smaller closed sets, no two of which share an edge, in one of three ways:
 
-1. *linear*: where all paths from s to t meet in a vertex, it is cut there, at all such vertices at once.
-2. *branched*: otherwise, if its interior falls apart without s and t, into these parts. An edge from s to t is one.
-3. *non-divisible*: otherwise, into its maximal closed sets. Ends are s, t and vertices of more than two edges.
+1. *linear*: if all paths from s to t pass through some vertex, the set is cut there, at all such vertices at once.
+2. *branched*: otherwise, if its interior is disconnected without s and t, into the connected parts. An edge from s to t
+   is a part as well.
+3. *non-divisible*: otherwise, into its maximal closed sets. Their ends are s, t and vertices with more than two edges.
 
-A set without interior is a leaf. The division does not depend on choices: maximal closed sets of a non-divisible set
-share edges only if one contains the other, because the union of two that overlap is closed as well, and so either one
-of them was not maximal or the set was divisible.
+A set without interior is a leaf. The division is unique: maximal closed sets of a non-divisible set share edges only if
+one contains the other. The union of two overlapping closed sets is closed as well, so either one of them was not
+maximal or the set was divisible.
 
     paper                                     here
     [s, t]                                    `Part.source`, `Part.target`
@@ -18,8 +19,8 @@ of them was not maximal or the set was divisible.
     splitting vertex                          where `_chain` cuts
     largest IS of i and j (their code)        `_closed`
 
-Complexity: linear for each of 1 and 2; for 3, a pass over the interior per pair of ends with something between them,
-which dominators tell at once (their code tries all pairs). Vertices are members of sets in the bits of an int.
+Complexity: linear for each of 1 and 2; for 3, one pass over the interior per pair of ends with something between them,
+found by dominators (the paper's code tries all pairs). Sets of vertices are bits of ints.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ Edge = tuple[int, int]
 
 
 class Part(NamedTuple):
-    """A closed set, and how it is divided."""
+    """A closed set, and its division."""
 
     source: int
     target: int
     nbytes: int
-    """Of all vertices between source and target."""
+    """The bytes of all vertices between source and target."""
     kind: str
-    """"leaf", "linear", "branched" or "non-divisible"."""
+    """One of "leaf", "linear", "branched" and "non-divisible"."""
     children: tuple[Part, ...]
-    """If linear, in order."""
+    """In order, if the part is linear."""
     edges: tuple[Edge, ...]
 
     @property
@@ -54,7 +55,7 @@ class Part(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A closed set, not divided yet."""
+    """A closed set that is not divided yet."""
 
     source: int
     target: int
@@ -65,7 +66,8 @@ def divide(nbytes: Sequence[int], edges: Iterable[Edge]) -> Part:
     """Returns the division tree of a graph.
 
     Args:
-        nbytes: by vertex. Vertex 0 is the source, the last one the target, and every one lies on a path between them.
+        nbytes: by vertex. Vertex 0 is the source, the last one the target, and every vertex lies on a path between
+            them.
         edges: from lower to higher vertices.
     """
     return _part(nbytes, Piece(0, len(nbytes) - 1, sorted(edges)), "")
@@ -76,7 +78,7 @@ def _part(nbytes: Sequence[int], piece: Piece, above: str) -> Part:
     inside = sorted({v for edge in edges for v in edge} - {source, target})
     if not inside:
         return Part(source, target, 0, "leaf", (), tuple(edges))
-    # what was cut at all places where it can be cut is not looked through again
+    # a child of a linear set is already cut at every possible vertex
     kind, pieces = "linear", [] if above == "linear" else _chain(piece, inside)
     if len(pieces) < 2:
         kind, pieces = "branched", _branches(piece, inside)
@@ -87,8 +89,8 @@ def _part(nbytes: Sequence[int], piece: Piece, above: str) -> Part:
 
 
 def _chain(piece: Piece, inside: list[int]) -> list[Piece]:
-    """Cuts at all vertices that no edge passes over: that all paths meet in."""
-    heads = dict(piece.edges)  # the farthest, because edges are sorted
+    """Cuts at every vertex through which all paths pass, that is, over which no edge passes."""
+    heads = dict(piece.edges)  # the farthest head of each tail, because edges are sorted
     cuts, farthest = [piece.source], piece.source
     for before, vertex in pairwise([piece.source, *inside]):
         farthest = max(farthest, heads[before])
@@ -100,7 +102,7 @@ def _chain(piece: Piece, inside: list[int]) -> list[Piece]:
 
 
 def _branches(piece: Piece, inside: list[int]) -> list[Piece]:
-    """Parts the interior into what hangs together without the ends."""
+    """Divides the interior into its connected components without the ends."""
     near = _neighbours(piece.edges)
     unseen, branch = sum(1 << v for v in inside), dict[int, int]()
     for vertex in inside:
@@ -149,11 +151,11 @@ def _closed_sets(piece: Piece, inside: list[int]) -> list[Piece]:
 
 
 def _dominated(edges: list[Edge], root: int, order: list[int], ends: list[int]) -> dict[int, int]:
-    """By end: the vertices that cannot be reached from `root` without it.
+    """Returns, by end, the vertices that are reachable from `root` only through the end.
 
     Args:
-        edges: of the graph; those into a vertex come after those into the vertices before it.
-        root: where all paths begin.
+        edges: the edges of the graph; edges into a vertex come after edges into the vertices before it.
+        root: the vertex at which all paths begin.
         order: the other vertices but the last, in topological order.
         ends: the vertices to ask for.
     """
@@ -169,7 +171,7 @@ def _dominated(edges: list[Edge], root: int, order: list[int], ends: list[int]) 
 
 
 def _closed(between: int, first: int, last: int, near: dict[int, int]) -> int:
-    """Returns the largest part of `between` without edges to the outside, but for `first` and `last`."""
+    """Returns the largest subset of `between` that has no edges to the outside except to `first` and `last`."""
     closed, border = 0, 1 << first | 1 << last
     while between:
         part, links = _component((between & -between).bit_length() - 1, between, near)
@@ -180,7 +182,7 @@ def _closed(between: int, first: int, last: int, near: dict[int, int]) -> int:
 
 
 def _component(start: int, among: int, near: dict[int, int]) -> tuple[int, int]:
-    """Returns what hangs together with `start` among the vertices `among`, and all neighbours of it."""
+    """Returns the connected component of `start` among the vertices `among`, and all neighbours of the component."""
     part = frontier = 1 << start
     links = 0
     while frontier:
@@ -202,7 +204,7 @@ def _neighbours(edges: list[Edge]) -> dict[int, int]:
 
 
 def _bits(members: int) -> list[int]:
-    """Returns the numbers of the bits that are set in `members`, a set of small numbers, in ascending order."""
+    """Returns the positions of the bits that are set in `members`, in ascending order."""
     found = []
     while members:
         low = members & -members

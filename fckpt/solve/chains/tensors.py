@@ -1,12 +1,12 @@
-"""The forward pass as a graph of tensors, for solvers that come from frameworks whose operations are whole modules.
+"""The tensor graph of the forward pass, for solvers that come from frameworks with module-level operations.
 
-A trace has an operation for every kernel: a residual block of a ResNet is nine of them. What module-level solvers mean
-by a tensor is one that plain training keeps or that several operations read. So an operation whose results one other
-operation alone reads, and no backward one, is made one with its reader: plain training frees these results at once. A
-ReLU that may write over the result of a BatchNorm goes with it, the BatchNorms and the sum at the end of a residual
-block are one operation of two operands, and what an activation's derivative reads stays a tensor of its own.
+A trace has one operation per kernel: a residual block of a ResNet consists of nine. A tensor, in module-level solvers,
+is one that plain training saves or that several operations read. Therefore an operation is merged with its reader if
+its results have only this one reader and the backward pass does not read them: plain training frees such results at
+once. A ReLU that may overwrite the result of a BatchNorm is merged with it; the BatchNorms and the sum at the end of a
+residual block become one operation with two operands; a tensor that an activation's derivative reads stays separate.
 
-Operations that read no more than the shape of an operand (`empty_like` in a dropout mask) do not depend on it.
+Operations that read only the shape of an operand (`empty_like` in a dropout mask) do not depend on it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from fckpt.graph.graph import Graph, Node
 from fckpt.solve.core.rules import Rules, ancestors
 from fckpt.solve.core.starts import save_everything
 
-__all__ = ["Vertex", "vertices_of"]
+__all__ = ["TensorVertex", "tensor_graph"]
 
 
-class Vertex(NamedTuple):
-    """Operations that run as one, and what is left of them."""
+class TensorVertex(NamedTuple):
+    """A vertex of the tensor graph: operations that run as one, and the values that they leave."""
 
     nodes: tuple[int, ...]
-    """The operations, in order; the last makes `values`."""
+    """The operations, in order; the last one makes `values`."""
     reads: tuple[int, ...]
     """The vertices that it reads, which have lower numbers."""
     held: tuple[int, ...]
-    """The values that it reads and the caller holds."""
+    """The values that it reads and that the caller holds."""
     values: tuple[int, ...]
-    """What other vertices read: the tensor. At the end of the forward pass, what there is."""
+    """The values that other vertices read: the tensor. At the end of the forward pass, all outputs of the last
+    operation."""
     late: tuple[int, ...]
-    """What backward operations alone read: statistics, indices."""
+    """The values that only backward operations read: statistics, indices."""
 
 
-def vertices_of(rules: Rules) -> list[Vertex]:
-    """Returns the part of the forward pass that the backward pass depends on, in order."""
+def tensor_graph(rules: Rules) -> list[TensorVertex]:
+    """Returns the vertices on which the backward pass depends, in order."""
     graph = rules.graph
     made = [v for node in graph.nodes[: graph.boundary] for v in node.outputs]
     wanted = {v for i in save_everything(rules).backward for v in graph.nodes[i].inputs}
@@ -56,7 +57,7 @@ def vertices_of(rules: Rules) -> list[Vertex]:
 
 
 def _homes(rules: Rules, nodes: list[int], readers: dict[int, set[int]], wanted: set[int]) -> dict[int, int]:
-    """By operation: the last one of its vertex."""
+    """Returns, by operation, the last operation of its vertex."""
     graph = rules.graph
     home: dict[int, int] = {}
     for index in reversed(nodes):
@@ -69,7 +70,7 @@ def _homes(rules: Rules, nodes: list[int], readers: dict[int, set[int]], wanted:
 
 def _vertex(
     graph: Graph, group: list[int], place: dict[int, int], readers: dict[int, set[int]], wanted: set[int]
-) -> Vertex:
+) -> TensorVertex:
     operands = dict.fromkeys(v for i in group for v in _operands(graph.nodes[i]))
     mine = set(group)
     reads = {place[p] for v in operands if (p := graph.values[v].producer) is not None and p not in mine}
@@ -77,10 +78,10 @@ def _vertex(
     values = tuple(v for v in last if v in readers) or last
     late = tuple(v for i in group for v in graph.nodes[i].outputs if v in wanted and v not in values)
     held = tuple(v for v in operands if v in graph.held)
-    return Vertex(tuple(group), tuple(sorted(reads)), held, values, late)
+    return TensorVertex(tuple(group), tuple(sorted(reads)), held, values, late)
 
 
 def _operands(node: Node) -> tuple[int, ...]:
-    """What a node reads, if it reads more than a shape."""
+    """Returns the inputs of a node, unless it reads only their shapes."""
     _, _, name = node.op.partition(".")
     return () if name.split(".")[0].endswith("_like") else node.inputs

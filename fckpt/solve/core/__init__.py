@@ -1,1 +1,1 @@
-"""What all solvers share: the rules of memory, profiles, starts, minimum cuts, bisection."""
+"""Shared by all solvers: rules of a graph, memory profiles, starts, cuts, minimum cuts and bisection."""

@@ -1,6 +1,8 @@
-"""A budget for solvers that try: what they return at a budget may fit or not, and the next smaller one may fit again.
+"""Bisection over an internal limit, for heuristics whose plan at a given budget may or may not fit.
 
-Complexity: about `HALVINGS` attempts where the first does not fit.
+Feasibility need not be monotone: a heuristic may fail at one limit and succeed at a smaller one.
+
+Complexity: about `HALVINGS` runs of the heuristic if its first plan does not fit.
 """
 
 from __future__ import annotations
@@ -10,33 +12,34 @@ from collections.abc import Callable
 from fckpt.graph.schedule import Schedule, schedule_of
 from fckpt.solve.core.rules import Order, Rules, over_budget, peak_of
 
-__all__ = ["fitted"]
+__all__ = ["bisected"]
 
 HALVINGS = 8
 
 
-def fitted(rules: Rules, attempt: Callable[[int | None], Order | None], budget: int | None, solver: str) -> Schedule:
-    """Returns what `attempt` makes of the budget, or of the least at which it was seen to succeed.
+def bisected(rules: Rules, order_at: Callable[[int | None], Order | None], budget: int | None, solver: str) -> Schedule:
+    """Returns the schedule that `order_at` finds for the budget or, failing that, for the least limit that it meets.
 
     Args:
-        rules: of the graph.
-        attempt: makes an order for a budget, which need not fit, or none; without a budget it always does.
-        budget: bytes, or none.
-        solver: its name, for the error.
+        rules: the rules of the graph.
+        order_at: returns an order for a limit in bytes, which may exceed the limit, or None. For the limit None it
+            always returns an order.
+        budget: bytes, or None.
+        solver: the solver's name, for the error message.
 
     Raises:
-        BudgetError: the order does not fit, and bisection finds no budget so small. The least that it finds does
-            not depend on `budget`.
+        BudgetError: the order exceeds the budget, and bisection finds no limit that is small enough. The least limit
+            that bisection finds does not depend on `budget`.
     """
-    order = attempt(budget)
+    order = order_at(budget)
     if order is not None and (budget is None or peak_of(rules, order) <= budget):
         return schedule_of(rules.graph, *order)
-    least = attempt(None)
+    least = order_at(None)
     assert budget is not None and least is not None
     low, high = 0, peak_of(rules, least)
     for _ in range(HALVINGS):
         middle = (low + high) // 2
-        order = attempt(middle)
+        order = order_at(middle)
         if order is not None and (peak := peak_of(rules, order)) <= middle:
             least, high = order, peak
         else:

@@ -1,11 +1,11 @@
-"""Minimum cuts with proven values, where the prices of arcs change and the network does not.
+"""Minimum cuts with proven values, in networks whose prices of arcs change while the arcs stay the same.
 
 E. A. Dinic, "Algorithm for solution of a problem of maximum flow in networks with power estimation", 1970, as
-`scipy.sparse.csgraph.maximum_flow` has it, for capacities of 32 bits. Prices are floats: they are scaled and rounded
-down, and the value of a flow of the rounded network is at most the price of any cut of the real one. Whoever knows a
-cut gives its price: nothing above it can matter, so that all 30 bits are spent on what is below.
+implemented by `scipy.sparse.csgraph.maximum_flow` for 32-bit capacities. Prices are floats; they are scaled and rounded
+down, so that the value of a flow in the rounded network is at most the price of any cut of the real network. The caller
+passes the price of a known cut: higher prices cannot matter, so all 30 bits are used for the range below it.
 
-Complexity: O(vertices^2 arcs) at worst, near-linear on the graphs of training steps.
+Complexity: O(vertices^2 arcs) in the worst case, near-linear on the graphs of training steps.
 """
 
 from __future__ import annotations
@@ -14,45 +14,45 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Cut", "Network"]
+__all__ = ["FlowNetwork", "MinimumCut"]
 
 WHOLE = 2**30 - 1
-"""What the price of the known cut becomes."""
+"""The scaled price of the known cut."""
 
 
-class Cut(NamedTuple):
-    """A cut that is least up to rounding."""
+class MinimumCut(NamedTuple):
+    """A minimum cut, up to rounding."""
 
     price: float
-    """At most the price of the least cut."""
+    """At most the price of the true minimum cut."""
     near: np.ndarray
     """By vertex: whether it is on the source's side."""
 
 
-class Network:
-    """Arcs between vertices, from the vertex `count` (the source) to the vertex `count + 1` (the sink)."""
+class FlowNetwork:
+    """A network of arcs between numbered vertices. Vertex `count` is the source, vertex `count + 1` the sink."""
 
     def __init__(self, count: int, tails: np.ndarray, heads: np.ndarray):
-        """Builds it.
+        """Builds the network.
 
         Args:
-            count: of the vertices besides the two.
-            tails: by arc, where it begins; int.
-            heads: by arc, where it ends; int. No two arcs have both in common.
+            count: the number of vertices, not counting source and sink.
+            tails: by arc, the vertex at which it begins; int.
+            heads: by arc, the vertex at which it ends; int. No two arcs have both vertices in common.
         """
-        from scipy.sparse import csr_array  # scipy takes 0.4 s to import, which not every plan needs
+        from scipy.sparse import csr_array  # imported late: scipy takes 0.4 s, and not every plan needs it
 
         self.count = count
         numbers = np.arange(1, len(tails) + 1, dtype=np.int32)
         self.matrix: Any = csr_array((numbers, (tails, heads)), shape=(count + 2, count + 2))
         self.place = self.matrix.data - 1
 
-    def cut(self, prices: np.ndarray, known: float) -> Cut:
-        """Returns a cut that is least up to rounding.
+    def cut(self, prices: np.ndarray, known: float) -> MinimumCut:
+        """Returns a minimum cut, up to rounding.
 
         Args:
-            prices: by arc, infinite where it may not be cut.
-            known: at least the price of the least cut, above 0.
+            prices: by arc; infinite if the arc may not be cut.
+            known: an upper bound on the price of the minimum cut, above 0.
         """
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
@@ -64,4 +64,4 @@ class Network:
         left.eliminate_zeros()
         near = np.zeros(self.count + 2, dtype=bool)
         near[breadth_first_order(left, self.count, return_predecessors=False)] = True
-        return Cut(found.flow_value / scale, near)
+        return MinimumCut(found.flow_value / scale, near)

@@ -1,13 +1,13 @@
-"""What all solvers share: what must run and what may be kept, and how a set of saved values becomes a schedule.
+"""Shared by all solvers: what must run, what may be saved, and how a set of saved values becomes a schedule.
 
-`replay` is the schedule that M. Kusumoto, T. Inoue, G. Watanabe, T. Akiba, M. Koyama, "A Graph Theoretic Framework of
-Recomputation Algorithms for Memory-Efficient Backpropagation", NeurIPS 2019, https://arxiv.org/abs/1905.11722, call
-canonical, made lazy: a value that was not saved is computed again when it is first read in the backward pass, from
-whatever is there. With `leaf` it forgets again what it computed, save at points that halve the way back: the
+`replay` makes the schedule that M. Kusumoto, T. Inoue, G. Watanabe, T. Akiba, M. Koyama, "A Graph Theoretic Framework
+of Recomputation Algorithms for Memory-Efficient Backpropagation", NeurIPS 2019, https://arxiv.org/abs/1905.11722, call
+canonical, but lazily: a value that was not saved is recomputed when the backward pass first reads it, from whatever is
+live. With `leaf`, `replay` frees recomputed values again, except at cuts that repeatedly halve the recomputed part: the
 logarithmic memory of A. Griewank, "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
 differentiation", 1992, https://doi.org/10.1080/10556789208805505, on graphs instead of chains.
 
-Complexity: linear in the computations that come out.
+Complexity: linear in the number of computations of the resulting order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fckpt.errors import BudgetError
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Compute, Schedule, schedule_of
 from fckpt.graph.simulation import Timeline, simulate
-from fckpt.solve.core.profile import Memory
+from fckpt.solve.core.profile import Profiler
 
 __all__ = [
     "Order",
@@ -36,46 +36,47 @@ __all__ = [
     "profile_of",
     "replay",
     "seconds_of",
-    "within",
+    "within_budget",
 ]
 
 
 class Solver(Protocol):
-    """Decides what is computed and freed, and when."""
+    """A function from a graph and a budget to a schedule."""
 
     def __call__(self, graph: Graph, budget: int | None) -> Schedule:
         """Returns a schedule whose simulated peak is at most `budget` bytes.
 
         Args:
             graph: one training step.
-            budget: the bytes that the simulated peak may reach; None leaves it to the solver.
+            budget: the largest simulated peak, in bytes; None leaves the peak to the solver.
 
         Raises:
-            BudgetError: the solver knows no schedule that fits. At its `least_bytes` the solver succeeds.
+            BudgetError: the solver finds no schedule that fits. With its `least_bytes` as the budget, the solver
+                succeeds.
         """
         ...
 
 
 class Order(NamedTuple):
-    """The nodes that both passes compute, in order. `schedule_of` says when their values are freed."""
+    """The nodes that both passes compute, in order. `schedule_of` adds the steps that free values."""
 
     forward: list[int]
     backward: list[int]
 
 
 class Rules:
-    """What every schedule of a graph must respect, and what the policy's decisions make of it."""
+    """What every schedule of a graph must respect, with the policy's decisions taken into account."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        self.kept = graph.held.union(graph.outputs, graph.gradients)
-        """Values that are not freed once they are made."""
+        self.permanent = graph.held.union(graph.outputs, graph.gradients)
+        """Values that are never freed once they are made."""
         self.pinned = [_is_pinned(graph, i) for i in range(len(graph.nodes))]
-        """By node: whether it never runs twice. What the backward pass needs of it is therefore saved."""
+        """By node: whether it never runs twice. Outputs that the backward pass needs are therefore saved."""
         self.unsaved = frozenset(
             value.id for value in graph.values if value.decision == "must_recompute" and self._may_vanish(value.id)
         )
-        """Values that must not live across the boundary."""
+        """Values that must not live across the boundary between the passes."""
         musts = [n.id for n in graph.nodes if n.once or n.writes or (n.random and n.id < graph.boundary)]
         self.forward_roots = musts + [p for v in graph.outputs if (p := graph.values[v].producer) is not None]
         """Nodes that must run in the forward pass."""
@@ -83,17 +84,17 @@ class Rules:
         ends = {p for v in graph.gradients if (p := graph.values[v].producer) is not None and p >= graph.boundary}
         needed = ancestors(graph, ends | late)
         self.backward = [i for i in needed if graph.nodes[i].backward or i in ends or i in late]
-        """Nodes that the backward pass is made of, in recorded order. Others run when these read their values."""
+        """The nodes of the backward pass, in recorded order. Other nodes run when one of these reads their values."""
         self.seconds = _weights(graph)
-        """By node: what it costs to run."""
+        """By node: the cost of one run."""
         self.nbytes = [v.nbytes for v in graph.values]
         """By value."""
-        self.memory = Memory(graph, self.kept)
-        """Tells the profile of any sequence."""
+        self.profiler = Profiler(graph, self.permanent)
+        """Computes the memory profile of an order."""
 
     def _may_vanish(self, value: int) -> bool:
         producer = self.graph.values[value].producer
-        return producer is not None and value not in self.kept and not self.pinned[producer]
+        return producer is not None and value not in self.permanent and not self.pinned[producer]
 
 
 def _is_pinned(graph: Graph, index: int) -> bool:
@@ -104,7 +105,7 @@ def _is_pinned(graph: Graph, index: int) -> bool:
 
 
 def _weights(graph: Graph) -> list[float]:
-    # without times, FLOPs or the count of nodes still tell a matmul from a copy
+    # without measured times, FLOPs or the number of nodes still distinguish a matmul from a copy
     for weights in ([n.seconds for n in graph.nodes], [float(n.flops) for n in graph.nodes]):
         if any(weights):
             return weights
@@ -112,12 +113,12 @@ def _weights(graph: Graph) -> list[float]:
 
 
 def ancestors(graph: Graph, roots: Iterable[int], stop: Collection[int] = frozenset()) -> list[int]:
-    """Returns the nodes that `roots` need, themselves included, in recorded order.
+    """Returns the nodes on which `roots` depend, including `roots`, in recorded order.
 
     Args:
         graph: the graph.
         roots: nodes.
-        stop: values that are there already, whose producers are not needed.
+        stop: values that are already live; their producers are not needed.
     """
     found = set(roots)
     stack = list(found)
@@ -131,32 +132,36 @@ def ancestors(graph: Graph, roots: Iterable[int], stop: Collection[int] = frozen
 
 
 def from_saved(graph: Graph, saved: Collection[int]) -> Schedule:
-    """Returns the schedule that keeps `saved` for the backward pass and computes everything else again when needed.
+    """Returns the schedule that saves `saved` for the backward pass, and recomputes all other values when needed.
 
     Args:
         graph: one training step.
-        saved: values. Those that nothing needs in the backward pass are not kept; outputs, and what must be saved
-            by its decision or because its node runs once, are kept whether they are named or not; what must be
-            recomputed is not kept.
+        saved: values to save. Values that the backward pass does not need are not saved. Outputs, values with the
+            decision must save, and outputs of nodes that run once are always saved; values with the decision must
+            recompute are never saved.
     """
     return schedule_of(graph, *replay(Rules(graph), saved))
 
 
-def replay(rules: Rules, saved: Collection[int], order: Sequence[int] | None = None, leaf: int | None = None) -> Order:
-    """Returns what is computed when `saved` is kept, and everything else is computed again just in time.
+def replay(
+    rules: Rules, saved: Collection[int], backward_order: Sequence[int] | None = None, leaf: int | None = None
+) -> Order:
+    """Returns the order that saves `saved` and recomputes all other values just in time.
 
     Args:
-        rules: of the graph.
-        saved: the values to keep, as in `from_saved`.
-        order: the nodes of the backward pass, in an order that respects what they read; None for the recorded one.
-        leaf: after more than so many computations in a row, only the results of about the last `leaf` and of points
-            that halve the way before them are kept for later: less memory, more time. None keeps all.
+        rules: the rules of the graph.
+        saved: values to save, as in `from_saved`.
+        backward_order: the nodes of the backward pass, in an order that respects their dependencies; None for the
+            recorded order.
+        leaf: if more than `leaf` nodes are recomputed in a row, hold only the results of about the last `leaf` of them
+            and the values that live across cuts that halve the part before: less memory, more time. None holds all
+            results.
     """
     graph = rules.graph
     live = _live_at_boundary(rules, saved)
     at_boundary = bytes(live)
     backward: list[int] = []
-    for index in rules.backward if order is None else order:
+    for index in rules.backward if backward_order is None else backward_order:
         node = graph.nodes[index]
         if all(live[v] for v in node.outputs):
             continue
@@ -190,7 +195,7 @@ def _live_at_boundary(rules: Rules, saved: Collection[int]) -> bytearray:
 
 
 def _fetch(graph: Graph, missing: list[int], live: bytearray, leaf: int | None) -> list[int]:
-    """Returns the nodes to run for `missing`, and marks in `live` what of their results stays."""
+    """Returns the nodes to run for the values `missing`, and marks in `live` which of their results stay."""
     found: set[int] = set()
     stack = list(missing)
     while stack:
@@ -210,7 +215,7 @@ def _fetch(graph: Graph, missing: list[int], live: bytearray, leaf: int | None) 
 
 
 def _across_cuts(graph: Graph, nodes: list[int], leaf: int) -> set[int]:
-    """The results of `nodes` that are read across points `leaf`, 2 `leaf`, 4 `leaf`, ... nodes before their end."""
+    """Returns the results of `nodes` that live across the cuts `leaf`, 2 `leaf`, 4 `leaf`, ... nodes before the end."""
     cuts = [len(nodes) - leaf]
     while 2 * leaf < len(nodes):
         leaf *= 2
@@ -226,25 +231,25 @@ def _across_cuts(graph: Graph, nodes: list[int], leaf: int) -> set[int]:
 
 
 def peak_of(rules: Rules, order: Order) -> int:
-    """Returns the simulated peak of `schedule_of(graph, *order)` in bytes, without building it."""
+    """Returns the simulated peak of `schedule_of(graph, *order)` in bytes, without building the schedule."""
     return int(profile_of(rules, order).max(initial=0))
 
 
 def seconds_of(rules: Rules, order: Order) -> float:
-    """Returns the time of all computations of `order`, by the weights of `rules`."""
+    """Returns the time of all computations of `order`, by `Rules.seconds`."""
     return sum(rules.seconds[i] for i in (*order.forward, *order.backward))
 
 
 def profile_of(rules: Rules, order: Order) -> np.ndarray:
     """Returns the bytes held while each computation of `order` runs: int64, one per computation."""
-    return rules.memory.profile(order.forward, order.backward)
+    return rules.profiler.profile(order.forward, order.backward)
 
 
-def within(graph: Graph, schedule: Schedule, budget: int | None, solver: str) -> Schedule:
-    """Returns `schedule` if its simulated peak is at most `budget`; for solvers that know but one schedule.
+def within_budget(graph: Graph, schedule: Schedule, budget: int | None, solver: str) -> Schedule:
+    """Returns `schedule` if its simulated peak is at most `budget`; for solvers that make only one schedule.
 
     Raises:
-        BudgetError: it does not fit.
+        BudgetError: the schedule does not fit.
     """
     timeline = simulate(graph, schedule)
     if budget is not None and timeline.peak_nbytes > budget:
@@ -253,10 +258,10 @@ def within(graph: Graph, schedule: Schedule, budget: int | None, solver: str) ->
 
 
 def fastest(rules: Rules, plans: Iterable[Order], budget: int | None, solver: str) -> Schedule:
-    """Returns the schedule of the fastest of `plans` whose peak fits; for solvers whose plans do not depend on budgets.
+    """Returns the schedule of the fastest of `plans` that fits; for solvers whose plans do not depend on the budget.
 
     Raises:
-        BudgetError: none fits.
+        BudgetError: none of the plans fits.
     """
     found = [(peak_of(rules, order), order) for order in plans]
     fits = [order for peak, order in found if budget is None or peak <= budget]
@@ -273,26 +278,31 @@ def over_budget(
     budget: int,
     solver: str,
     timeline: Timeline | None = None,
-    floor: int | None = None,
+    least_peak: int | None = None,
 ) -> BudgetError:
-    """Returns the error that says that `schedule` is the smallest that `solver` knows, and what binds it.
+    """Returns the `BudgetError` for a solver whose smallest schedule is `schedule`; it says where the peak is.
 
     Args:
         graph: one training step.
-        schedule: the smallest.
-        budget: the bytes that were asked for.
-        solver: its name.
-        timeline: what `simulate` makes of the schedule, if it is known.
-        floor: the bytes that every plan needs, if they are known.
+        schedule: the schedule with the smallest peak.
+        budget: the requested bytes.
+        solver: the solver's name.
+        timeline: the simulation of the schedule, if it is known.
+        least_peak: a lower bound on the peak of every plan, if it is known.
     """
     timeline = timeline or simulate(graph, schedule)
     step = (*schedule.forward, *schedule.backward)[timeline.peak_step]
     node = graph.nodes[step.node if isinstance(step, Compute) else graph.values[step.value].producer or 0]
     least = timeline.peak_nbytes
-    proven = "" if floor is None else f" No plan at all needs less than {format_bytes(floor)} ({floor} bytes)."
+    if least_peak is None:
+        proof = ""
+    elif least_peak == least:
+        proof = " No plan at all needs less."
+    else:
+        proof = f" No plan at all needs less than {format_bytes(least_peak)} ({least_peak} bytes)."
     return BudgetError(
         f"no plan fits {format_bytes(budget)} ({budget} bytes): the least that the solver {solver!r} finds is "
         f"{format_bytes(least)} ({least} bytes), which node {node.id} ({node.op}{node.place}) needs while it runs. "
-        f"Give at least that, or a smaller batch.{proven}",
+        f"Give at least that, or a smaller batch.{proof}",
         least,
     )

@@ -1,47 +1,62 @@
-"""Plans to start from, and orders of the backward pass.
+"""Starts: plans from which a repair or a search begins, and orders of the backward pass.
 
 `segmented` is T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016,
-https://arxiv.org/abs/1604.06174, on graphs: the forward pass is cut where little is live, what crosses a cut is saved,
-and the backward pass computes one segment at a time again. With `leaf` segments are cut again, by halves (section 4.4
-there, with k = 1; Griewank 1992, see `base`): O(log n) memory for O(n log n) time on a chain of n equal layers.
+https://arxiv.org/abs/1604.06174, on graphs: the forward pass is cut where few bytes live, the values that live across a
+cut are saved, and the backward pass recomputes one segment at a time. With `leaf`, segments are halved recursively
+(section 4.4 of the paper, with k = 1; Griewank 1992, see `rules`): O(log n) memory for O(n log n) time on a chain of n
+equal layers.
 
-`early` and `small` are list schedules of the backward pass: above all, weight gradients do not wait. B. Steiner,
-M. Elhoushi, J. Kahn, J. Hegarty, "MODeL: Memory Optimizations for Deep Learning", 2023,
-https://proceedings.mlr.press/v202/steiner23a.html, search for an order exactly.
+`_early` and `_small` give list schedules of the backward pass, whose main effect is that weight gradients are computed
+early. B. Steiner, M. Elhoushi, J. Kahn, J. Hegarty, "MODeL: Memory Optimizations for Deep Learning", 2023,
+https://proceedings.mlr.press/v202/steiner23a.html, search for an optimal order.
 
-Complexity: near-linear each. Nothing here is optimal; `repair` and `prune` follow.
+Complexity: each function is near-linear. Nothing here is optimal; `repair` and `prune` improve the plans.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
-from fckpt.solve.core.cuts import Crossing
-from fckpt.solve.core.rules import Order, Rules, peak_of, replay
+from fckpt.solve.core.cuts import CutPoints
+from fckpt.solve.core.rules import Order, Rules, peak_of, replay, seconds_of
 
-__all__ = ["backward_orders", "save_everything", "saving", "segmented"]
+__all__ = ["Start", "backward_orders", "measured", "save_everything", "save_everything_orders", "segmented"]
 
 
-def save_everything(rules: Rules, order: Sequence[int] | None = None) -> Order:
-    """Returns the plan that saves all that may be saved."""
+class Start(NamedTuple):
+    """An order from which a repair or a search may begin."""
+
+    peak_nbytes: int
+    seconds: float
+    order: Order
+
+
+def measured(rules: Rules, orders: Iterable[Order]) -> list[Start]:
+    """Returns orders with their peaks and seconds."""
+    return [Start(peak_of(rules, order), seconds_of(rules, order), order) for order in orders]
+
+
+def save_everything(rules: Rules, backward_order: Sequence[int] | None = None) -> Order:
+    """Returns the order that saves everything that may be saved."""
     graph = rules.graph
-    return replay(rules, [v for node in graph.nodes[: graph.boundary] for v in node.outputs], order)
+    return replay(rules, [v for node in graph.nodes[: graph.boundary] for v in node.outputs], backward_order)
 
 
-def saving(rules: Rules) -> list[Order]:
-    """Returns the plans that save everything, by the order of the backward pass, that with the lowest peak first."""
+def save_everything_orders(rules: Rules) -> list[Order]:
+    """Returns the orders that save everything, one for each order of the backward pass, the lowest peak first."""
     plans = (save_everything(rules, order) for order in backward_orders(rules))
     return sorted(plans, key=lambda plan: peak_of(rules, plan))
 
 
-def segmented(rules: Rules, order: Sequence[int] | None = None) -> Iterator[Order]:
-    """Yields plans that keep what crosses the cuts between 1, 2, 3, 4, 6, 8, ... segments, also with nested ones."""
-    crossing = Crossing(rules, save_everything(rules).forward)
+def segmented(rules: Rules, backward_order: Sequence[int] | None = None) -> Iterator[Order]:
+    """Yields orders that save the values across the cuts between 1, 2, 3, 4, 6, 8, ... segments, also nested ones."""
+    points = CutPoints(rules, save_everything(rules).forward)
     for leaf in (None, 64, 16, 4):
-        for count in _counts(crossing.length):
-            yield replay(rules, crossing.over(crossing.even(count - 1)), order, leaf)
+        for count in _counts(points.length):
+            yield replay(rules, points.values_across(points.even(count - 1)), backward_order, leaf)
 
 
 def _counts(most: int) -> list[int]:
@@ -53,11 +68,11 @@ def _counts(most: int) -> list[int]:
 
 
 def backward_orders(rules: Rules) -> list[Sequence[int]]:
-    """Returns orders of the backward pass, the recorded one first, others where they lower the peak of saving all."""
+    """Returns the recorded order of the backward pass, and list schedules that lower the peak of saving everything."""
     orders: list[Sequence[int]] = [rules.backward]
     least = peak_of(rules, save_everything(rules))
     for key in (_early, _small):
-        order = _listed(rules, key)
+        order = _list_schedule(rules, key)
         peak = peak_of(rules, save_everything(rules, order))
         if peak < least:
             orders.append(order)
@@ -73,14 +88,14 @@ def _small(change: int, index: int) -> tuple[int, int]:
     return (change, index)
 
 
-def _listed(rules: Rules, key: Callable[[int, int], tuple[int, int]]) -> list[int]:
-    """Returns the backward pass in the order in which nodes are ready, the one with the least `key` first.
+def _list_schedule(rules: Rules, key: Callable[[int, int], tuple[int, int]]) -> list[int]:
+    """Returns a list schedule of the backward pass: of the nodes that are ready, the one with the least `key` is next.
 
     Args:
-        rules: of the graph.
-        key: of the bytes by which a node changes what is live, and its number.
+        rules: the rules of the graph.
+        key: the priority, given the change in live bytes that the node causes, and its id.
     """
-    graph, kept = rules.graph, rules.kept
+    graph, permanent = rules.graph, rules.permanent
     mine = set(rules.backward)
     readers: dict[int, list[int]] = {}
     for index in rules.backward:
@@ -95,8 +110,8 @@ def _listed(rules: Rules, key: Callable[[int, int], tuple[int, int]]) -> list[in
 
     def change(index: int) -> int:
         node = graph.nodes[index]
-        made = sum(graph.values[v].nbytes for v in node.outputs if v in left or v in kept)
-        return made - sum(graph.values[v].nbytes for v in node.inputs if left[v] == 1 and v not in kept)
+        made = sum(graph.values[v].nbytes for v in node.outputs if v in left or v in permanent)
+        return made - sum(graph.values[v].nbytes for v in node.inputs if left[v] == 1 and v not in permanent)
 
     ready = [(key(change(i), i), i) for i in rules.backward if not waits[i]]
     heapq.heapify(ready)
@@ -117,7 +132,7 @@ def _listed(rules: Rules, key: Callable[[int, int], tuple[int, int]]) -> list[in
         freeing = []
         for value in node.inputs:
             left[value] -= 1
-            if left[value] == 1:  # whoever reads it last frees it, and may be worth more now
+            if left[value] == 1:  # the last reader frees the value, so its priority has changed
                 freeing += [i for i in readers[value] if i not in done]
         for other in {*woken, *freeing}:
             if not waits[other] and other not in done:

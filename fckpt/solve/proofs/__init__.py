@@ -1,1 +1,1 @@
-"""Lower bounds and certificates: how good a schedule can be at best."""
+"""Lower bounds on peak and time, and the integer programs that prove them."""

@@ -1,10 +1,11 @@
-"""A tighter lower bound on the seconds within a budget: several moments in one integer program (`moments`).
+"""A tighter lower bound on the seconds within a budget: several moments in one integer program (`moment_program`).
 
-What such a program proves holds for every schedule that it is about, in any order if none is given: its rows demand no
-more than what every schedule does. If the plan that it leads to overflows nowhere, the bound is the optimum.
+The bound holds for every schedule that the program covers: all schedules, or all with a given order of first runs.
+Every row of the program holds for all of them. If the plan made from the program's solution exceeds the budget nowhere,
+the bound is the optimum.
 
-Complexity: that of the programs, whose rows are bounded. Graphs for which two moments are too much get the bound of
-one. Left out: what `moments` leaves out.
+Complexity: the time of the programs, whose rows are bounded. Graphs on which a second moment exceeds the limit get the
+bound of a single moment. Left out: the same as in `moments`.
 """
 
 from __future__ import annotations
@@ -12,56 +13,56 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fckpt.graph.graph import Graph
-from fckpt.solve._moments import Effort, generated, usual
+from fckpt.solve._moments import ProgramEffort, program_rounds, usual_effort
 from fckpt.solve.core.rules import Order
-from fckpt.solve.proofs.bounds import Bound, Problem, single
+from fckpt.solve.proofs.bounds import Bound, Problem, single_moments
 
 __all__ = ["PROOF", "Certificate", "certified", "quick", "tighter"]
 
 ROUNDING = 1e-6
-"""A part of the repetitions' time: more than that has to be gained to be worth a name."""
-PROOF = Effort(rows=25_000, branches=20, gap=5e-4, careful=True)
-"""Half a minute now and then."""
-QUICK = Effort(rows=3_000, careful=True)
-"""The same for every plan: a second."""
+"""A bound must exceed another by this fraction of the recomputation time to replace it."""
+PROOF = ProgramEffort(rows=25_000, branches=20, gap=5e-4, careful=True)
+"""The effort of `tighter`: up to half a minute."""
+QUICK = ProgramEffort(rows=3_000, careful=True)
+"""The effort spent on every plan: about a second."""
 
 
 class Certificate(NamedTuple):
-    """What is proven, and the plans that came up on the way."""
+    """A proven bound, and the plans that were found on the way."""
 
     bound: Bound
     plans: list[Order]
-    """Good to start from, but they need not be within the budget."""
+    """Useful as starts; they need not be within the budget."""
 
 
-def tighter(graph: Graph, budget: int, order: Order | None = None, effort: Effort = PROOF) -> Bound:
-    """Returns what `certified` proves."""
+def tighter(graph: Graph, budget: int, order: Order | None = None, effort: ProgramEffort = PROOF) -> Bound:
+    """Returns the bound of `certified`."""
     return certified(graph, budget, order, effort).bound
 
 
-def quick(graph: Graph) -> Effort:
-    """Returns the effort for a bound that takes a second."""
-    return QUICK._replace(rows=min(QUICK.rows, usual(graph).rows))
+def quick(graph: Graph) -> ProgramEffort:
+    """Returns the effort for a bound that takes about a second."""
+    return QUICK._replace(rows=min(QUICK.rows, usual_effort(graph).rows))
 
 
-def certified(graph: Graph, budget: int, order: Order | None = None, effort: Effort = PROOF) -> Certificate:
+def certified(graph: Graph, budget: int, order: Order | None = None, effort: ProgramEffort = PROOF) -> Certificate:
     """Returns a proven lower bound on the seconds of every schedule whose peak is at most `budget`.
 
     Args:
         graph: one training step.
         budget: bytes.
-        order: restricts the claim to schedules whose first runs come in this order, as in `lower_bound`.
-        effort: what may be spent.
+        order: restricts the claim to schedules whose first runs are in this order, as in `lower_bound`.
+        effort: the limits of the programs.
 
     Returns:
-        The bound of several moments, or that of `lower_bound`, where they prove no more.
+        The bound of several moments, or the bound of `lower_bound` if several moments do not prove more.
     """
     problem = Problem(graph, order)
-    bound, look = single(problem, budget)
-    if look is None or 3 * look.moment.columns > effort.rows:  # a second moment has about twice as many again
+    bound, strongest = single_moments(problem, budget)
+    if strongest is None or 3 * strongest.moment.columns > effort.rows:  # a second moment adds twice as many
         return Certificate(bound, [])
-    rounds = [*generated(problem, look.moment, budget, effort)]
+    rounds = [*program_rounds(problem, strongest.moment, budget, effort)]
     repeated = max(found.seconds for found in rounds)
     if repeated > (1 + ROUNDING) * (bound.seconds - problem.least):
-        bound = Bound(float(problem.least + repeated), bound.order, "several moments")
+        bound = Bound(float(problem.least + repeated), bound.scope, "several moments")
     return Certificate(bound, [found.plan for found in rounds if found.plan is not None])

@@ -1,15 +1,16 @@
-"""Local moves on a `Tape`: free a value where it lies idle and compute it again, or stop computing it again.
+"""Local moves on an editable schedule: free an idle value and recompute it later, or remove a recomputation.
 
-`Repair` is peak-driven as XLA's HloRematerialization is (https://github.com/openxla/xla,
-xla/hlo/transforms/simplifiers/hlo_rematerialization.h, `kPeakPriority`): it attacks the highest point of the profile.
-Unlike XLA it weighs seconds: a move is as good as the bytes times steps over budget that it removes per second. `prune`
-goes the other way. Both are heuristics, without a guarantee; every number they compare is exact.
+`Repair` is peak-driven, like XLA's HloRematerialization (https://github.com/openxla/xla,
+xla/hlo/transforms/simplifiers/hlo_rematerialization.h, `kPeakPriority`): it works on the highest position of the
+profile. Unlike XLA it considers time: the score of a move is its cost in seconds, divided by the excess that it removes
+(bytes over budget, summed over positions). `prune` does the opposite. Both are heuristics without a guarantee, but all
+numbers that they compare are exact.
 
-Complexity: a move costs a few slices of the profile. There are about as many moves as values to evict. Small moves come
-first, and wider ones when none of them helps: where a node has several inputs, all that can be computed again is many
-times as much as what is worth it.
+Complexity: a move costs a few slices of the profile, and there are about as many moves as values to free. Narrow moves
+come first, and wider moves if none of them helps: if nodes have several inputs, the set of everything that can be
+recomputed is many times larger than the useful part.
 
-Left out: moves of a computation without repeating it (the order comes from `seeds`), random restarts.
+Left out: moving a computation without recomputing it (the order comes from `starts`), and random restarts.
 """
 
 from __future__ import annotations
@@ -23,92 +24,100 @@ import numpy as np
 
 from fckpt.graph.graph import Node
 from fckpt.solve.core.rules import Rules
-from fckpt.solve.repair.editable import Tape
+from fckpt.solve.repair.editable import EditableSchedule
 
-__all__ = ["Gaps", "Repair", "prune", "without"]
+__all__ = ["Gaps", "Repair", "prune", "remove_if"]
 
 LEVELS = 10
-"""How many generations of missing ancestors a move computes again before it gives up."""
+"""The number of generations of missing ancestors that a move may recompute."""
 PASSES = 2
-"""How often `prune` looks at all repetitions: what did not fit may fit once others have gone."""
+"""The number of times `prune` examines all recomputations: one that was needed may become removable after others are
+removed."""
 TOLERANCE = 1.02
-"""A move this much worse than the best is as good, where another look at all of them would cost time."""
+"""A move whose score is at most this many times the best possible score is accepted without examining the other
+candidates."""
 FORGET = 0.75
-"""All scores are taken anew whenever the excess has fallen to this part of what it was."""
+"""All scores are computed again whenever the excess has fallen to this fraction of its earlier value."""
 PATIENCE = 50
-"""After so many moves that remove nothing over budget it gives up: gains are exact, but for overwritten inputs and for
-values that were to live longer before a further generation turned out to make them."""
+"""The repair is abandoned after this many moves that do not reduce the excess. Gains are exact, except for overwritten
+inputs, and for values that were to live longer before a further generation turned out to make them."""
 NODES = 8
-"""A move of so many nodes takes about twice as long to weigh as one of few."""
+"""A move of this many nodes takes about twice as long to weigh as a move of a few."""
 NARROW, WIDE = 32, 64
-"""Moves have up to so many nodes at first, and twice as many whenever no move helps, up to the second number."""
+"""The largest number of nodes of a move at first; it is doubled whenever no move helps, up to the second number."""
 PREFERENCE = {"prefer_save": 1.001, "prefer_recompute": 0.999}
-"""What the tie-breakers of a policy do to the price of computing a value again."""
+"""Factors on the price of recomputing a value, by the decision of a policy: tie-breakers."""
 
 
 class Move(NamedTuple):
-    """Computes `nodes` just before `moment`."""
+    """Computes `nodes` directly before `run`."""
 
     nodes: list[int]
-    moment: int
+    run: int
 
 
-class Figures:
-    """What moves are weighed by, of the graph alone."""
+class MoveWeights:
+    """Prices and sizes of nodes, by which moves are weighed. They depend on the graph only."""
 
     def __init__(self, rules: Rules):
         graph, seconds = rules.graph, rules.seconds
         self.least_price = 1e-9 * sum(seconds) / max(1, len(seconds)) or 1e-9
         self.prices = np.array([_preference(rules, n) * seconds[n.id] for n in graph.nodes]) + self.least_price
-        """By node: what it costs to run, as decisions go."""
+        """By node: the price of one run, with the preferences of the policy."""
         self.producer = np.array([-1 if v.producer is None else v.producer for v in graph.values], dtype=np.int64)
-        """By value: its node, or -1."""
+        """By value: the node that makes it, or -1."""
         self.taken = [sum(rules.nbytes[v] for v in n.outputs) for n in graph.nodes]
-        """By node: the bytes that its results take while it runs."""
-        made = [sum(rules.nbytes[v] for v in n.outputs if v not in rules.kept) for n in graph.nodes]
+        """By node: the bytes of all its outputs, held while it runs."""
+        made = [sum(rules.nbytes[v] for v in n.outputs if v not in rules.permanent) for n in graph.nodes]
         self.made = np.array(made, dtype=np.int64)
-        """By node: the bytes that its results take until they are freed."""
+        """By node: the bytes of its outputs that are not permanent, held until they are freed."""
 
 
 class Gaps:
-    """Where values lie idle: between an event and the next, a read. One row each; rows die when events change."""
+    """The gaps in which values are idle, from an event to the next read. A row is invalid once its events change."""
 
-    def __init__(self, tape: Tape):
-        self.tape = tape
-        self.figures = Figures(tape.rules)
-        self.rows: list[list[int]] = [[] for _ in tape.nbytes]
+    def __init__(self, schedule: EditableSchedule):
+        self.schedule = schedule
+        self.weights = MoveWeights(schedule.rules)
+        self.rows: list[list[int]] = [[] for _ in schedule.nbytes]
         self.count = 0
         self.value = np.zeros(1024, dtype=np.int64)
         self.first = np.zeros(1024, dtype=np.int64)
         self.second = np.zeros(1024, dtype=np.int64)
         self.score = np.zeros(1024)
-        """Price per excess removed, times the steps over budget, when it was last taken; 0 where it never was."""
-        self.refresh(range(len(tape.nbytes)))
+        """The price per excess removed, times the number of positions over budget, when last computed; 0 if never
+        computed."""
+        self.refresh(range(len(schedule.nbytes)))
 
-    def copy(self, tape: Tape) -> Gaps:
-        """Returns gaps of their own, for a copy of the tape; all scores are to be taken again."""
+    def copy(self, schedule: EditableSchedule) -> Gaps:
+        """Returns an independent copy for a copy of the schedule; all scores are to be computed again."""
         twin = copy.copy(self)
-        twin.tape, twin.rows = tape, [*self.rows]
+        twin.schedule, twin.rows = schedule, [*self.rows]
         twin.value, twin.first, twin.second = self.value.copy(), self.first.copy(), self.second.copy()
         twin.score = np.zeros_like(self.score)
         return twin
 
     def refresh(self, values: Iterable[int]) -> None:
-        """Takes up the events of `values` anew; the scores of unchanged gaps stay."""
-        rules = self.tape.rules
+        """Updates the rows of `values`; the scores of unchanged gaps stay."""
+        rules = self.schedule.rules
         for value in values:
-            producer = self.tape.producer[value]
-            if producer is None or value in rules.kept or rules.pinned[producer] or not self.tape.nbytes[value]:
+            producer = self.schedule.producer[value]
+            if (
+                producer is None
+                or value in rules.permanent
+                or rules.pinned[producer]
+                or not self.schedule.nbytes[value]
+            ):
                 continue
-            events = self.tape.events[value]
+            events = self.schedule.events[value]
             old = {(int(self.first[r]), int(self.second[r])): r for r in self.rows[value]}
             rows = []
             for first, second in pairwise(events):
-                if not self.tape.makes(second, value):
+                if not self.schedule.makes(second, value):
                     row = old.pop((first, second), -1)
                     rows.append(self._add(value, first, second) if row < 0 else row)
             for row in old.values():
-                self.first[row] = self.second[row] = 0  # crosses nothing
+                self.first[row] = self.second[row] = 0  # contains no position
             self.rows[value] = rows
 
     def _add(self, value: int, first: int, second: int) -> int:
@@ -122,83 +131,84 @@ class Gaps:
         self.count += 1
         return row
 
-    def crossing(self, position: int) -> np.ndarray:
-        """The rows of the gaps around `position`."""
-        count, place = self.count, self.tape.place
+    def rows_around(self, position: int) -> np.ndarray:
+        """Returns the rows of the gaps that contain `position`."""
+        count, place = self.count, self.schedule.place
         return np.flatnonzero((place[self.first[:count]] < position) & (place[self.second[:count]] > position))
 
-    def within(self, rows: np.ndarray, amount: np.ndarray) -> np.ndarray:
-        """The sum over each of `rows` of an `amount` per position."""
+    def sums(self, rows: np.ndarray, amount: np.ndarray) -> np.ndarray:
+        """Returns, for each of `rows`, the sum of an `amount` per position over the gap."""
         total = np.concatenate([[0], np.cumsum(amount)])
-        place = self.tape.place
+        place = self.schedule.place
         return total[place[self.second[rows]]] - total[place[self.first[rows]] + 1]
 
 
 class Repair:
-    """Brings a tape under a budget."""
+    """Reduces the peak of an editable schedule to a budget."""
 
     def __init__(
         self,
-        tape: Tape,
+        schedule: EditableSchedule,
         budget: int,
         gaps: Gaps | None = None,
         factor: np.ndarray | None = None,
-        glance: int | None = None,
+        max_candidates: int | None = None,
     ):
-        """Prepares to edit `tape`.
+        """Prepares to edit `schedule`.
 
         Args:
-            tape: the sequence.
+            schedule: the schedule.
             budget: bytes.
-            gaps: those of the tape, if they are known.
-            factor: what the price of each node is multiplied by.
-            glance: how many candidates are looked at for a move, unless none of them helps; None looks at all that
-                may be the best.
+            gaps: the gaps of the schedule, if they are known.
+            factor: by node: a factor on its price.
+            max_candidates: the number of candidates examined for a move, unless none of them helps; None examines every
+                candidate that may be the best.
         """
-        self.tape = tape
+        self.schedule = schedule
         self.budget = budget
-        self.glance = glance
+        self.max_candidates = max_candidates
         self.seconds = 0.0
-        """The time of the repetitions that have come, without those that have gone."""
+        """The time of added recomputations minus the time of removed ones."""
         self.width = NARROW
-        """The most nodes of a move."""
+        """The largest number of nodes of a move."""
         self.effort = 0
-        """Moves that have been weighed, more or less: one of many nodes counts more than once."""
-        self.gaps = Gaps(tape) if gaps is None else gaps
-        self.figures = self.gaps.figures
-        self.prices = self.figures.prices if factor is None else self.figures.prices * factor
-        """By node: what it costs to run here."""
+        """The approximate number of moves weighed; a move of many nodes counts more than once."""
+        self.gaps = Gaps(schedule) if gaps is None else gaps
+        self.weights = self.gaps.weights
+        self.prices = self.weights.prices if factor is None else self.weights.prices * factor
+        """By node: the price of one run in this repair."""
         self.over_before: list[int] = []
-        """By position, and at the end: how many positions before it are over the budget, as `best` last counted."""
+        """By position, and at the end: the number of earlier positions over the budget, as of the last call of
+        `best`."""
         self._clear()
 
     def _clear(self) -> None:
-        """Drops what was looked up for one moment."""
+        """Clears the caches that belong to one run."""
         self.ends: dict[int, int] = {}
-        """By value: where its last copy before the moment is freed, -1 if there is none."""
+        """By value: the position at which its last copy before the run is freed; -1 if there is none."""
         self.free_from: dict[int, int | None] = {}
-        """By value: where its memory is free before the moment, None where it is not live then."""
+        """By value: the position from which its memory is free before the run; None if it is not live at the run."""
         self.prices_here: dict[int, float] = {}
-        """By node: what it costs to run before the moment."""
+        """By node: the price of running it before the run."""
 
     def run(self, limit: float = float("inf"), effort: float = float("inf")) -> bool:
-        """Moves until the peak is at most the budget.
+        """Applies moves until the peak is at most the budget.
 
         Args:
-            limit: gives up where all repetitions together take longer.
-            effort: and where so many moves have been weighed.
+            limit: abandon the repair if all recomputations together take more seconds than this.
+            effort: abandon the repair after weighing this many moves.
 
         Returns:
-            Whether it is; false also where no move helps.
+            Whether the peak is at most the budget; also False if no move helps.
         """
         if limit < float("inf"):
-            tape = self.tape
-            limit -= sum(tape.rules.seconds[tape.node[m]] for runs in tape.runs for m in runs[1:])
+            schedule = self.schedule
+            limit -= sum(schedule.rules.seconds[schedule.node[r]] for runs in schedule.runs for r in runs[1:])
         stale = self.excess()
         least, idle = stale, 0
         while idle < PATIENCE and self.seconds <= limit and self.effort <= effort:
-            position = int(self.tape.memory.argmax())
-            if self.tape.memory[position] <= self.budget:
+            position = int(self.schedule.profile.argmax())
+            if self.schedule.profile[position] <= self.budget:
                 return True
             if (excess := self.excess()) < FORGET * stale:
                 stale = excess
@@ -216,17 +226,17 @@ class Repair:
         return False
 
     def best(self, position: int) -> Move | None:
-        """The move with the least price per byte and step over budget, of those that free a value at `position`."""
+        """Returns the move with the least price per excess removed, among the moves that free a value at `position`."""
         gaps = self.gaps
-        rows = gaps.crossing(position)
+        rows = gaps.rows_around(position)
         if not len(rows):
             return None
-        over = self.tape.memory > self.budget
-        steps = gaps.within(rows, over)
+        over = self.schedule.profile > self.budget
+        steps = gaps.sums(rows, over)
         self.over_before = [0, *np.cumsum(over).tolist()]
         if np.isinf(gaps.score[rows]).all():
-            gaps.score[rows] = 0.0  # they may help by now
-        # Old scores are scaled by how many steps over budget are left, and looked at again only at the front.
+            gaps.score[rows] = 0.0  # moves that did not help may help now
+        # Old scores are divided by the remaining positions over budget, and computed again only for the best rows.
         score = np.maximum(gaps.score[rows] / steps, self.least_score(rows, steps))
         exact = np.zeros(len(rows), dtype=bool)
         moves: dict[int, Move | None] = {}
@@ -243,53 +253,53 @@ class Repair:
             others = score[~exact]
             if score[i] < np.inf and score[i] <= TOLERANCE * others.min(initial=np.inf):
                 return moves[i]
-            if self.glance is not None and len(moves) >= self.glance:
+            if self.max_candidates is not None and len(moves) >= self.max_candidates:
                 k = min(moves, key=score.__getitem__)
                 if score[k] < np.inf:
                     return moves[k]
 
     def least_score(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """The least that the price per excess removed can be, for each of `rows`."""
-        gaps, tape = self.gaps, self.tape
-        producer = self.figures.producer[gaps.value[rows]]
-        excess = gaps.within(rows, np.maximum(tape.memory - self.budget, 0))
-        gain = np.minimum(self.figures.made[producer] * steps, excess)
-        last = np.array([tape.runs[index][-1] for index in producer.tolist()])
-        later = tape.place[last] > tape.place[gaps.second[rows]]
-        return np.where(later, self.figures.least_price, self.prices[producer]) / gain
+        """Returns, for each of `rows`, a lower bound on the price per excess removed."""
+        gaps, schedule = self.gaps, self.schedule
+        producer = self.weights.producer[gaps.value[rows]]
+        excess = gaps.sums(rows, np.maximum(schedule.profile - self.budget, 0))
+        gain = np.minimum(self.weights.made[producer] * steps, excess)
+        last = np.array([schedule.runs[index][-1] for index in producer.tolist()])
+        later = schedule.place[last] > schedule.place[gaps.second[rows]]
+        return np.where(later, self.weights.least_price, self.prices[producer]) / gain
 
-    def evaluate(self, value: int, moment: int) -> tuple[float, Move | None]:
-        """The best move that computes `value` again before `moment`, and its price per excess removed."""
+    def evaluate(self, value: int, run: int) -> tuple[float, Move | None]:
+        """Returns the best move that recomputes `value` before `run`, and its price per excess removed."""
         self.effort += 1
         self._clear()
         best: tuple[float, Move | None] = (np.inf, None)
-        for nodes, extended in self.closures(value, moment):
+        for nodes, extended in self.closures(value, run):
             self.effort += 1 + len(nodes) // NODES
-            changes = self.changes(nodes, extended, moment)
-            most = self.most_gain(changes, moment)
-            if most > 0:  # otherwise it cannot help, and the rest is not worth its time
-                price = sum([self.price(index, moment) for index in nodes])
+            changes = self.changes(nodes, extended, run)
+            most = self.most_gain(changes, run)
+            if most > 0:  # otherwise the move cannot help
+                price = sum([self.price(index, run) for index in nodes])
                 if price / most < best[0]:
-                    gain = self.gain(nodes, extended, changes, moment)
+                    gain = self.gain(nodes, extended, changes, run)
                     if gain > 0 and price / gain < best[0]:
-                        best = (price / gain, Move(nodes, moment))
+                        best = (price / gain, Move(nodes, run))
         return best
 
-    def closures(self, value: int, moment: int) -> Iterator[tuple[list[int], list[int]]]:
-        """Yields nodes to run again to have `value` before `moment`, and the values that must live longer for them."""
-        tape, position = self.tape, self.tape.places[moment]
+    def closures(self, value: int, run: int) -> Iterator[tuple[list[int], list[int]]]:
+        """Yields sets of nodes to run again to make `value` before `run`, and values that must live longer for them."""
+        schedule, position = self.schedule, self.schedule.places[run]
         nodes: set[int] = set()
         extended: list[int] = []
         frontier = [value]
         for _ in range(LEVELS):
-            fresh = {p for v in frontier if (p := tape.producer[v]) is not None}
+            fresh = {p for v in frontier if (p := schedule.producer[v]) is not None}
             nodes |= fresh
             if len(nodes) > self.width:
                 return
             missing: list[int] = []
             for index in sorted(fresh):
-                for v in tape.rules.graph.nodes[index].inputs:
-                    known = v in missing or v in extended or tape.producer[v] in nodes
+                for v in schedule.rules.graph.nodes[index].inputs:
+                    known = v in missing or v in extended or schedule.producer[v] in nodes
                     if not known and self.free_behind(v, position) is None:
                         missing.append(v)
             longer = [v for v in missing if self.must_extend(v, position)]
@@ -303,105 +313,110 @@ class Repair:
                 return
 
     def must_extend(self, value: int, position: int) -> bool:
-        """Whether `value` cannot be made again, or can live on until `position` at no price."""
-        tape = self.tape
-        producer = tape.producer[value]
-        if producer is None or tape.rules.pinned[producer]:
+        """Whether `value` cannot be recomputed, or can live on until `position` at no cost."""
+        schedule = self.schedule
+        producer = schedule.producer[value]
+        if producer is None or schedule.rules.pinned[producer]:
             return True
         end = self.end(value, position)
         if not self.may_extend(value, position) or self.over_before[position] > self.over_before[end + 1]:
             return False
-        return int(tape.memory[end + 1 : position].max(initial=0)) <= self.budget - tape.nbytes[value]
+        return int(schedule.profile[end + 1 : position].max(initial=0)) <= self.budget - schedule.nbytes[value]
 
     def may_extend(self, value: int, position: int) -> bool:
         """Whether the last copy of `value` before `position` may live until then."""
         end = self.end(value, position)
-        return end >= 0 and not (end < self.tape.split <= position and value in self.tape.rules.unsaved)
+        return end >= 0 and not (end < self.schedule.split <= position and value in self.schedule.rules.unsaved)
 
     def end(self, value: int, position: int) -> int:
-        """Where the last copy of `value` before `position` is freed, -1 if there is none: looked up once a moment."""
+        """Returns the position at which the last copy of `value` before `position` is freed, or -1; cached per run."""
         end = self.ends.get(value)
         if end is None:
-            end = self.ends[value] = self.tape.end(value, position)
+            end = self.ends[value] = self.schedule.end(value, position)
         return end
 
     def free_behind(self, value: int, position: int) -> int | None:
-        """`behind`, None unless `value` is live at `position`: looked up once a moment."""
+        """Returns `behind`, or None if `value` is not live at `position`; cached per run."""
         if value not in self.free_from:
-            self.free_from[value] = self.behind(value, position) if self.tape.is_live(value, position) else None
+            self.free_from[value] = self.behind(value, position) if self.schedule.is_live(value, position) else None
         return self.free_from[value]
 
     def behind(self, value: int, position: int) -> int:
-        """Where the memory of the last copy of `value` before `position` is free: at its end, if it is overwritten."""
+        """Returns where the memory of the last copy of `value` is free: at its end if it is overwritten there."""
         end = self.end(value, position)
-        index = self.tape.node[self.tape.at[end]] if end >= 0 else -1
-        return end + (index < 0 or value not in self.tape.rules.graph.nodes[index].overwrites)
+        index = self.schedule.node[self.schedule.at[end]] if end >= 0 else -1
+        return end + (index < 0 or value not in self.schedule.rules.graph.nodes[index].overwrites)
 
-    def price(self, index: int, moment: int) -> float:
-        """What it costs to run node `index` before `moment`: looked up once a moment."""
+    def price(self, index: int, run: int) -> float:
+        """Returns the price of running node `index` before `run`; cached per run."""
         if index not in self.prices_here:
-            self.prices_here[index] = self._price(index, moment)
+            self.prices_here[index] = self._price(index, run)
         return self.prices_here[index]
 
-    def _price(self, index: int, moment: int) -> float:
-        """What it costs to run node `index` before `moment`: next to nothing if a later run becomes useless by it."""
-        tape = self.tape
-        position = tape.places[moment]
-        later = next((m for m in tape.runs[index] if tape.places[m] > position), None)
+    def _price(self, index: int, run: int) -> float:
+        """Returns the price of running node `index` before `run`: nearly 0 if a later run becomes useless."""
+        schedule = self.schedule
+        position = schedule.places[run]
+        later = next((r for r in schedule.runs[index] if schedule.places[r] > position), None)
         if later is None:
             return float(self.prices[index])
-        if int(tape.memory[position : tape.places[later]].max()) + self.figures.made[index] <= self.budget:
-            return self.figures.least_price
+        if int(schedule.profile[position : schedule.places[later]].max()) + self.weights.made[index] <= self.budget:
+            return self.weights.least_price
         return float(self.prices[index])
 
-    def changes(self, nodes: list[int], extended: list[int], moment: int) -> dict[int, tuple[int, int]]:
-        """By value: from where on it holds how many bytes more, up to `moment`, when `nodes` run before that."""
-        tape = self.tape
-        position = tape.places[moment]
+    def changes(self, nodes: list[int], extended: list[int], run: int) -> dict[int, tuple[int, int]]:
+        """Returns, by value, from which position its bytes held change if `nodes` run before `run`, and the change."""
+        schedule = self.schedule
+        position = schedule.places[run]
         found: dict[int, tuple[int, int]] = {}
         for index in nodes:
-            for value in tape.rules.graph.nodes[index].outputs:
-                if value not in tape.rules.kept and (free := self.free_behind(value, position)) is not None:
-                    found[value] = (free, -tape.nbytes[value])
+            for value in schedule.rules.graph.nodes[index].outputs:
+                if value not in schedule.rules.permanent and (free := self.free_behind(value, position)) is not None:
+                    found[value] = (free, -schedule.nbytes[value])
         for value in extended:
-            found[value] = (self.behind(value, position), tape.nbytes[value])
+            found[value] = (self.behind(value, position), schedule.nbytes[value])
         return found
 
-    def most_gain(self, changes: dict[int, tuple[int, int]], moment: int) -> int:
-        """The most by which `changes` can lower the excess: by what they do where the profile is over the budget."""
+    def most_gain(self, changes: dict[int, tuple[int, int]], run: int) -> int:
+        """Returns an upper bound on the excess that `changes` remove: their effect at positions over the budget."""
         before = self.over_before
-        all_before = before[self.tape.places[moment]]
+        all_before = before[self.schedule.places[run]]
         return sum([change * (before[start] - all_before) for start, change in changes.values()])
 
-    def gain(self, nodes: list[int], extended: list[int], changes: dict[int, tuple[int, int]], moment: int) -> int:
-        """By how much the excess, bytes times steps over budget, falls when `nodes` run before `moment`.
+    def gain(self, nodes: list[int], extended: list[int], changes: dict[int, tuple[int, int]], run: int) -> int:
+        """Returns the reduction of the excess if `nodes` run before `run`.
 
-        If it does not fall, what is returned is at most 0, and no less than the gain.
+        If the excess is not reduced, the result is at most 0 and at least the exact gain.
         """
-        tape = self.tape
+        schedule = self.schedule
         first = min([start for start, _ in changes.values()])
-        over = tape.memory[first : tape.places[moment]] - self.budget
+        over = schedule.profile[first : schedule.places[run]] - self.budget
         gain = int(np.maximum(over, 0).sum())
         for start, change in changes.values():
             over[start - first :] += change
         gain -= int(np.maximum(over, 0, out=over).sum())
         if gain <= 0:
             return gain
-        held = tape.before(moment) + sum([change for _, change in changes.values()])
+        held = schedule.before(run) + sum([change for _, change in changes.values()])
         return gain - self._transient_excess(nodes, {*extended}, {*changes}.difference(extended), held)
 
     def _transient_excess(self, nodes: list[int], extended: set[int], stays: set[int], held: int) -> int:
-        """The excess while `nodes` run, `held` bytes being held before; `extended` go with their last use."""
-        graph, kept, nbytes, excess = self.tape.rules.graph, self.tape.rules.kept, self.tape.nbytes, 0
+        """Returns the excess while `nodes` run beside `held` bytes; `extended` values die at their last use."""
+        graph, permanent, nbytes, excess = (
+            self.schedule.rules.graph,
+            self.schedule.rules.permanent,
+            self.schedule.nbytes,
+            0,
+        )
         last = {v: index for index in nodes for v in graph.nodes[index].inputs}
         mine = set(extended)
         for index in nodes:
             node = graph.nodes[index]
             over = any(last[v] == index and v in mine and v not in stays for v in node.overwrites)
-            made = 0 if over else self.figures.taken[index]
+            made = 0 if over else self.weights.taken[index]
             excess += max(0, held + made + node.temporary_nbytes - self.budget)
             for value in node.outputs:
-                if value in stays or (value in last and value not in kept):
+                if value in stays or (value in last and value not in permanent):
                     held += nbytes[value]
                     mine.add(value)
             for value in node.inputs:
@@ -410,127 +425,132 @@ class Repair:
         return excess
 
     def apply(self, move: Move) -> None:
-        """Makes `move`, and takes out what it makes superfluous."""
-        tape = self.tape
-        graph = tape.rules.graph
-        new = tape.insert(move.nodes, move.moment)
+        """Applies `move`, and removes runs that become useless."""
+        schedule = self.schedule
+        graph = schedule.rules.graph
+        new = schedule.insert(move.nodes, move.run)
         gone: list[int] = []
         outputs = [v for index in move.nodes for v in graph.nodes[index].outputs]
-        for moment in tape.useless(outputs, tape.places[new[0]]):
-            gone += tape.remove(moment)
+        for run in schedule.useless(outputs, schedule.places[new[0]]):
+            gone += schedule.remove(run)
         excess = self.excess()
-        for index, moment in zip(move.nodes, new, strict=True):
-            later = next((m for m in tape.runs[index] if tape.places[m] > tape.places[moment]), None)
+        for index, run in zip(move.nodes, new, strict=True):
+            later = next((r for r in schedule.runs[index] if schedule.places[r] > schedule.places[run]), None)
             if later is not None:
-                gone += without(tape, later, lambda: self.excess() <= excess)
-        self.gaps.refresh(sorted(tape.touched([*move.nodes, *gone])))
-        seconds = tape.rules.seconds
+                gone += remove_if(schedule, later, lambda: self.excess() <= excess)
+        self.gaps.refresh(sorted(schedule.touched([*move.nodes, *gone])))
+        seconds = schedule.rules.seconds
         self.seconds += sum(seconds[index] for index in move.nodes) - sum(seconds[index] for index in gone)
 
     def excess(self) -> int:
-        """Bytes times steps over budget."""
-        return int(np.maximum(self.tape.memory - self.budget, 0).sum())
+        """Returns the bytes over the budget, summed over positions."""
+        return int(np.maximum(self.schedule.profile - self.budget, 0).sum())
 
 
 def _preference(rules: Rules, node: Node) -> float:
     return min((PREFERENCE.get(rules.graph.values[v].decision, 1.0) for v in node.outputs), default=1.0)
 
 
-def without(tape: Tape, moment: int, accepts: Callable[[], bool]) -> list[int]:
-    """Takes out a repetition, if nothing speaks against it, and returns the nodes that went: none if it stays.
+def remove_if(schedule: EditableSchedule, run: int, accepts: Callable[[], bool]) -> list[int]:
+    """Removes a recomputation if that is allowed and accepted, and returns the removed nodes; none if it stays.
 
     Args:
-        tape: the sequence.
-        moment: not the first run of its node.
-        accepts: asked afterwards, whether the tape may stay like this.
+        schedule: the schedule.
+        run: a run that is not the first run of its node.
+        accepts: called after the removal; whether the schedule may stay like this.
     """
-    outputs = tape.rules.graph.nodes[tape.node[moment]].outputs
-    gone = tape.remove(moment)
-    allowed = not any(v in tape.rules.unsaved and tape.crosses_boundary(v) for v in outputs)
+    outputs = schedule.rules.graph.nodes[schedule.node[run]].outputs
+    gone = schedule.remove(run)
+    allowed = not any(v in schedule.rules.unsaved and schedule.crosses_boundary(v) for v in outputs)
     if allowed and accepts():
         return gone
-    tape.restore(tape.gone)
+    schedule.restore(schedule.gone)
     return []
 
 
-def prune(tape: Tape, budget: int, parent: Tape | None = None) -> list[int]:
-    """Takes out repetitions, the dearest first, as long as the peak stays at most `budget` bytes.
+def prune(schedule: EditableSchedule, budget: int, parent: EditableSchedule | None = None) -> list[int]:
+    """Removes recomputations, the most expensive first, as long as the peak stays at most `budget` bytes.
 
     Args:
-        tape: the sequence.
+        schedule: the schedule.
         budget: bytes.
-        parent: a pruned tape that this one was copied from. What had to stay there is looked at again only where less
-            memory is held now.
+        parent: a pruned schedule from which this one was copied. Recomputations that were needed there are examined
+            again only where less memory is held now.
 
     Returns:
-        The nodes that went.
+        The removed nodes.
     """
     found: list[int] = []
-    seconds = tape.rules.seconds
+    seconds = schedule.rules.seconds
     for _ in range(PASSES):
-        repeated = [m for runs in tape.runs for m in runs[1:]]
+        recomputed = [r for runs in schedule.runs for r in runs[1:]]
         if parent is not None:
-            repeated = _changed(tape, parent, repeated)
-        repeated.sort(key=lambda m: (-seconds[tape.node[m]], m))
+            recomputed = _worth_another_look(schedule, parent, recomputed)
+        recomputed.sort(key=lambda r: (-seconds[schedule.node[r]], r))
         before = len(found)
-        for moment in repeated:
-            index = tape.node[moment]
-            if index >= 0 and tape.runs[index][0] != moment and _may_go(tape, moment, budget):
-                found += without(tape, moment, lambda: bool(tape.memory.max() <= budget))
+        for run in recomputed:
+            index = schedule.node[run]
+            if index >= 0 and schedule.runs[index][0] != run and _may_remove(schedule, run, budget):
+                found += remove_if(schedule, run, lambda: bool(schedule.profile.max() <= budget))
         if len(found) == before:
             break
     return found
 
 
-def _may_go(tape: Tape, moment: int, budget: int) -> bool:
-    """Whether the copies that would live on without a repetition may have room: no edit, and seldom wrongly no."""
-    nodes, kept, nbytes, place = tape.rules.graph.nodes, tape.rules.kept, tape.nbytes, tape.places
-    position = place[moment]
+def _may_remove(schedule: EditableSchedule, run: int, budget: int) -> bool:
+    """Whether the copies that live on without the recomputation may fit; no edit is made, and a wrong no is rare."""
+    nodes, permanent, nbytes, place = (
+        schedule.rules.graph.nodes,
+        schedule.rules.permanent,
+        schedule.nbytes,
+        schedule.places,
+    )
+    position = place[run]
     changes: list[tuple[int, int]] = []
     ends: list[int] = []
-    for value in nodes[tape.node[moment]].outputs:
-        if value not in kept and tape.is_read_after(value, position):
-            ends.append(tape.end(value, position) + 1)
+    for value in nodes[schedule.node[run]].outputs:
+        if value not in permanent and schedule.is_read_after(value, position):
+            ends.append(schedule.end(value, position) + 1)
             changes.append((ends[-1], nbytes[value]))
     if not ends:
         return True
     first = min(ends)
-    held = tape.memory[first:position]
+    held = schedule.profile[first:position]
     highest = int(held.argmax()) if len(held) else 0
     if not len(held) or held[highest] + sum([change for _, change in changes]) <= budget:
         return True
-    stack = [moment]
+    stack = [run]
     while stack:
         last = stack.pop()
-        for value in nodes[tape.node[last]].inputs:
-            if value in kept:
+        for value in nodes[schedule.node[last]].inputs:
+            if value in permanent:
                 continue
-            events = tape.events[value]
-            before = tape.index(value, place[last]) - 1
-            if before < 0 or (before + 2 < len(events) and not tape.makes(events[before + 2], value)):
-                continue  # not made before, or read after
+            events = schedule.events[value]
+            before = schedule.index(value, place[last]) - 1
+            if before < 0 or (before + 2 < len(events) and not schedule.makes(events[before + 2], value)):
+                continue  # not made before, or read later
             maker = events[before]
             changes.append((place[maker] + 1, -nbytes[value]))
-            if tape.makes(maker, value) and tape.runs[tape.node[maker]][0] != maker:
+            if schedule.makes(maker, value) and schedule.runs[schedule.node[maker]][0] != maker:
                 stack.append(maker)
     if held[highest] + sum([change for start, change in changes if start <= first + highest]) > budget:
-        return False  # one moment is enough to say no, and mostly it does
+        return False  # one position is enough to decide no, and usually does
     held = held.copy()
     for start, change in changes:
         held[max(start - first, 0) :] += change
     return int(held.max(initial=0)) <= budget
 
 
-def _changed(tape: Tape, parent: Tape, repeated: Sequence[int]) -> list[int]:
-    """Those of `repeated` that are new, or for which copies would have to live on where memory has become free."""
+def _worth_another_look(schedule: EditableSchedule, parent: EditableSchedule, recomputed: Sequence[int]) -> list[int]:
+    """Returns the recomputations that are new, or without which copies would live where memory has become free."""
     old = len(parent.place)
-    held = parent.memory[parent.place[np.minimum(tape.at, old - 1)]]
-    less = np.concatenate([[0], np.cumsum((tape.at >= old) | (tape.memory < held))])
+    held = parent.profile[parent.place[np.minimum(schedule.at, old - 1)]]
+    less = np.concatenate([[0], np.cumsum((schedule.at >= old) | (schedule.profile < held))])
     found = []
-    for moment in repeated:
-        position = tape.places[moment]
-        outputs = tape.rules.graph.nodes[tape.node[moment]].outputs
-        ends = [tape.end(v, position) for v in outputs if v not in tape.rules.kept]
-        if moment >= old or less[position] > less[min(ends, default=0)]:
-            found.append(moment)
+    for run in recomputed:
+        position = schedule.places[run]
+        outputs = schedule.rules.graph.nodes[schedule.node[run]].outputs
+        ends = [schedule.end(v, position) for v in outputs if v not in schedule.rules.permanent]
+        if run >= old or less[position] > less[min(ends, default=0)]:
+            found.append(run)
     return found

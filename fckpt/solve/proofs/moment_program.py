@@ -1,39 +1,39 @@
-"""The integer program of what is held at some moments and what runs again between them, with cuts.
+"""The integer program of several moments: what is held at them, what runs again between them; cutting planes.
 
-A *moment* is the first run of a node (`bounds`). Each moment here comes before the next in every schedule that the
-program is about: all, or those with a given order of first runs. Between two moments is a window. What is thrown away
-at one moment and must be there at a later one runs again in between, and what runs again in one window does not run in
-another: times add up.
+A *moment* is the first run of a node (`bounds`). Each moment of the program comes before the next one in every schedule
+that the program covers: all schedules, or all with a given order of first runs. A value that is not held at one moment
+and must be live at a later one is made again between the two. Recomputations between one pair of consecutive moments
+are different from recomputations between another pair, so their times add up.
 
     min  sum of T[k,n] R[k,n]                    over the moments k and the nodes n
     R[k,n] <= S[k,v] + R[k,p(v)]                 v is read by n
     S[k+1,v] <= S[k,v] + R[k,p(v)]
     sum of M_v S[k,v] <= room[k]                 as in `bounds`, for each moment
 
-S[k,v] says whether v is held at moment k, R[k,n] whether n runs in the window after it, once or more often, p(v) is the
-node that makes v. R is 1 where the first run of n certainly comes there, and 0 where it certainly comes later, or where
-n may not run again. T is the time of n where it has certainly run by moment k, and 0 elsewhere. All this holds for
-every schedule, with any number of repetitions, so that the optimum is a bound on them, and so is what HiGHS proves
-before it finds the optimum. With a given order of all first runs and every node for a moment it would be the program of
-P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", 2020,
-https://arxiv.org/abs/1910.02653.
+S[k,v] says whether v is held at moment k; R[k,n] says whether n runs between moment k and the next one, at least once;
+p(v) is the node that makes v. R is 1 if the first run of n is certainly between these moments, and 0 if it is certainly
+later, or if n may not run again. T is the time of n if it has certainly run by moment k, and 0 otherwise. All this
+holds for every schedule, with any number of recomputations, so the optimum is a lower bound on their time, and so is
+the bound that HiGHS proves before it finds the optimum. With a given order of all first runs, and every node as a
+moment, it would be the program of P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor
+Rematerialization", 2020, https://arxiv.org/abs/1910.02653.
 
-That is enough for whole numbers, but weak in fractions, from which HiGHS starts: half a value that is held at a moment
-serves once more in every later window. So windows are also taken together. Let n certainly run between moment j and
-moment k + 1, and let it need q by a path of values q -> v1 -> ... -> vm -> n. If none of them is held at moment j, then
-q runs in between:
+For integers these rows suffice, but their linear relaxation, from which HiGHS starts, is weak: half a value that is
+held at a moment serves once more after every later moment. Cutting planes over several moments strengthen it. Let n
+certainly run between moment j and moment k + 1, and let n need q by a path of values q -> v1 -> ... -> vm -> n. If none
+of the values v1, ..., vm is held at moment j, then q runs in between:
 
     S[j,v1] + ... + S[j,vm] + R[j,q] + ... + R[k,q] >= 1
 
-and the same with S[k+1,w] on the right, for a path to a value w. There are far too many of these cuts for all of them.
-Those that the fractions violate are found by going backwards from what is certain, a maximum along paths, and only they
-are added; then the fractions are found anew.
+and likewise with S[k+1,w] on the right, for a path to a value w. There are far too many of these planes to add them
+all. The violated ones are found by a search backwards from what is certain, which computes a maximum along paths; only
+these are added, and the relaxation is solved again.
 
     above                       here
-    S, R                        `Program.held`, `Program.runs`
+    S, R                        `MomentProgram.held`, `MomentProgram.runs`
     M, T, p                     as in `bounds`
 
-Complexity: rows and columns grow with nodes times moments; looking for cuts takes nodes times moments squared.
+Complexity: rows and columns grow with nodes times moments; the search for planes takes nodes times moments squared.
 """
 
 from __future__ import annotations
@@ -45,46 +45,46 @@ import numpy as np
 
 from fckpt.solve.proofs.bounds import UNIT, Moment, Problem
 
-__all__ = ["Cut", "Program"]
+__all__ = ["CuttingPlane", "MomentProgram"]
 
-LOOKS = 25
-"""How often cuts are looked for."""
-CUTS, CUTS_PER_PAIR = 400, 10
-"""The most cuts of one look, and of one pair of moments in it."""
+SEARCHES = 25
+"""The largest number of searches for violated planes."""
+PLANES, PLANES_PER_PAIR = 400, 10
+"""The largest number of planes added per search, and per pair of moments in one search."""
 VIOLATED = 0.01
-"""By how much a cut has to be violated."""
+"""A plane is added only if it is violated by more than this."""
 GAIN = 1e-4
-"""A part of the optimum in fractions, by which it must rise for another look."""
+"""The search for planes continues only if the relaxation's optimum rises by this fraction."""
 ZERO, ONE = -1, -2
-"""Stand for a column where something is certain."""
+"""Stand in place of a column if the variable is certain."""
 
 
-class Cut(NamedTuple):
-    """Somewhere between two moments a node runs, unless one of some values is held at the first."""
+class CuttingPlane(NamedTuple):
+    """A row: between two moments a node runs, unless one of several values is held at the first moment."""
 
     first: int
     """The node of the first moment."""
     last: int | None
-    """That of the second; None where it is the end."""
+    """The node of the second moment; None for the end of the step."""
     node: int
-    """What runs."""
+    """The node that runs."""
     held: tuple[int, ...]
     """The values."""
     wanted: int | None
-    """Only if this value is held at the second moment; None if it is certain."""
+    """The row is required only if this value is held at the second moment; None if it is always required."""
 
 
-class Program:
-    """The integer program of some moments."""
+class MomentProgram:
+    """The integer program of several moments."""
 
-    def __init__(self, problem: Problem, moments: Sequence[Moment], budget: int, cuts: Iterable[Cut] = ()):
-        """Prepares it.
+    def __init__(self, problem: Problem, moments: Sequence[Moment], budget: int, planes: Iterable[CuttingPlane] = ()):
+        """Builds the program.
 
         Args:
             problem: the graph.
-            moments: in order.
+            moments: the moments, in order.
             budget: bytes.
-            cuts: known from a program of some of the moments.
+            planes: cutting planes that a program of some of the moments found.
         """
         self.problem, self.moments = problem, moments
         self.place = {moment.node: k for k, moment in enumerate(moments)}
@@ -99,24 +99,24 @@ class Program:
         self.before = [m.before | (np.arange(len(required)) == m.node) for m in moments]
         self.after = [required & ~m.runs & ~before for m, before in zip(moments, self.before, strict=True)]
         self.held = [self._held(k) for k in range(len(moments))]
-        """By moment and value: the column that says whether it is held."""
+        """By moment and value: the column that says whether the value is held."""
         self.runs = [self._runs(k) for k in range(len(moments))]
-        """By moment and node: the column that says whether it runs after it, before what follows the next."""
+        """By moment and node: the column that says whether the node runs between this moment and the next."""
         for k in range(len(moments)):
-            self._limit(k, budget)
-            self._window(k)
-        self.cuts: dict[Cut, None] = {}
-        self._take(cuts)
+            self._memory_row(k, budget)
+            self._interval_rows(k)
+        self.planes: dict[CuttingPlane, None] = {}
+        self._add_planes(planes)
 
     def _held(self, k: int) -> np.ndarray:
         choice = self.moments[k].choice
-        held = np.full(len(choice), ONE)  # inputs and cotangents too
+        held = np.full(len(choice), ONE)  # also for inputs and cotangents
         held[self.values[self.after[k][self.made]]] = ZERO
         held[choice] = self._new(np.zeros(int(choice.sum())))
         return held
 
     def _certain(self, j: int, k: int) -> np.ndarray:
-        """By node: whether it certainly runs between moment j and the one after k."""
+        """Returns, by node, whether its first run is certainly between moment j and the moment after k."""
         return self.after[j] if k + 1 == len(self.moments) else self.after[j] & self.before[k + 1]
 
     def _runs(self, k: int) -> np.ndarray:
@@ -136,8 +136,8 @@ class Program:
         self.columns += len(costs)
         return np.arange(self.columns - len(costs), self.columns)
 
-    def _limit(self, k: int, budget: int) -> None:
-        """Adds the row of the bytes at a moment."""
+    def _memory_row(self, k: int, budget: int) -> None:
+        """Adds the row that bounds the bytes at a moment."""
         choice, room = np.flatnonzero(self.moments[k].choice), budget - self.moments[k].nbytes
         unit = max(room, 1)
         row = np.full(len(choice), self.rows)
@@ -145,8 +145,8 @@ class Program:
         self.low.append(np.array([-room / unit]))
         self.rows += 1
 
-    def _window(self, k: int) -> None:
-        """Adds the rows of what may run from one moment to the next."""
+    def _interval_rows(self, k: int) -> None:
+        """Adds the rows for what may run between a moment and the next."""
         problem, held, runs = self.problem, self.held[k], self.runs[k]
         made = problem.producer[problem.read] >= 0
         read, reader = problem.read[made], problem.reader[made]
@@ -158,7 +158,7 @@ class Program:
             self._at_most(np.full(len(ends), ONE), held[ends], runs[problem.producer[ends]])
 
     def _at_most(self, least: np.ndarray, one: np.ndarray, other: np.ndarray) -> None:
-        """Adds the rows `least <= one + other`, where they say anything."""
+        """Adds the rows `least <= one + other` that are not satisfied trivially."""
         says = (least != ZERO) & (one != ONE) & (other != ONE)
         number = self.rows + np.arange(int(says.sum()))
         for columns, sign in ((least[says], -1.0), (one[says], 1.0), (other[says], 1.0)):
@@ -167,18 +167,18 @@ class Program:
         self.low.append((least[says] == ONE).astype(float))
         self.rows += len(number)
 
-    def _take(self, cuts: Iterable[Cut]) -> None:
-        """Adds the rows of cuts that are not there, where both their moments are."""
-        for cut in cuts:
-            end = len(self.moments) if cut.last is None else self.place.get(cut.last)
-            if cut in self.cuts or cut.first not in self.place or end is None:
+    def _add_planes(self, planes: Iterable[CuttingPlane]) -> None:
+        """Adds the rows of new cutting planes whose moments are both in the program."""
+        for plane in planes:
+            end = len(self.moments) if plane.last is None else self.place.get(plane.last)
+            if plane in self.planes or plane.first not in self.place or end is None:
                 continue
-            start = self.place[cut.first]
-            enough = [*(runs[cut.node] for runs in self.runs[start:end]), *(self.held[start][v] for v in cut.held)]
-            wanted = ONE if cut.wanted is None else self.held[end][cut.wanted]
+            start = self.place[plane.first]
+            enough = [*(runs[plane.node] for runs in self.runs[start:end]), *(self.held[start][v] for v in plane.held)]
+            wanted = ONE if plane.wanted is None else self.held[end][plane.wanted]
             if ONE in enough or wanted == ZERO:
                 continue
-            self.cuts[cut] = None
+            self.planes[plane] = None
             columns = np.array([c for c in (*enough, wanted) if c >= 0], dtype=np.int64)
             signs = np.ones(len(columns))
             if wanted >= 0:
@@ -188,25 +188,25 @@ class Program:
             self.rows += 1
 
     def solve(self, branches: int, gap: float) -> Any:
-        """Returns the answer of HiGHS in whole numbers, as `scipy.optimize.milp` does.
+        """Returns HiGHS's result for the integer program, as from `scipy.optimize.milp`.
 
         Args:
-            branches: the most.
-            gap: a part of the repetitions' time, below which it need not be improved.
+            branches: the largest number of branches.
+            gap: the relative gap, as a fraction of the recomputation time, at which HiGHS may stop.
         """
         least = -np.inf
-        for _ in range(LOOKS if len(self.moments) > 1 else 0):
+        for _ in range(SEARCHES if len(self.moments) > 1 else 0):
             answer = self._answer(whole=False, options={})
             if answer.x is None or answer.fun <= least + GAIN * abs(least):
                 break
-            least, known = answer.fun, len(self.cuts)
-            self._take(self._violated(answer.x))
-            if len(self.cuts) == known:
+            least, known = answer.fun, len(self.planes)
+            self._add_planes(self._violated(answer.x))
+            if len(self.planes) == known:
                 break
         return self._answer(whole=True, options={"node_limit": branches, "mip_rel_gap": gap})
 
     def promise(self) -> float:
-        """Returns the optimum in fractions, roughly, so that little does not count; infinite if nothing fits."""
+        """Returns the relaxation's optimum, rounded so that small differences do not count; infinite if infeasible."""
         answer = self._answer(whole=False, options={})
         return np.inf if answer.fun is None else round(answer.fun, -1)
 
@@ -214,29 +214,29 @@ class Program:
         import scipy.optimize
         from scipy.sparse import csr_array
 
-        optimize: Any = scipy.optimize  # its annotations want floats where it takes arrays
+        optimize: Any = scipy.optimize  # its annotations want floats where it accepts arrays
         row, column, entry = (np.concatenate(parts) for parts in zip(*self.entries, strict=True))
         matrix = csr_array((entry, (row, column)), shape=(self.rows, self.columns))
         return optimize.milp(
             np.concatenate(self.costs),
-            integrality=np.full(self.columns, int(whole)),  # of all: HiGHS is twice as fast as with those of S alone
+            integrality=np.full(self.columns, int(whole)),  # all columns: HiGHS is twice as fast as with S alone
             bounds=optimize.Bounds(0.0, 1.0),
             constraints=optimize.LinearConstraint(matrix, np.concatenate(self.low), np.inf),
             options=options,
         )
 
-    def _violated(self, x: np.ndarray) -> list[Cut]:
-        """Returns the cuts that are violated most, at most one through each node for each pair of moments."""
+    def _violated(self, x: np.ndarray) -> list[CuttingPlane]:
+        """Returns the planes that are violated most: at most one through each node, for each pair of moments."""
         held, runs = (np.stack([_fractions(row, x) for row in rows]) for rows in (self.held, self.runs))
         first, last = np.triu_indices(len(self.moments), 1)
         paths = self._paths(held, first, last)
         cumulated = np.concatenate([np.zeros((1, runs.shape[1])), np.cumsum(runs, axis=0)])
         lack = paths.need - (cumulated[last + 1] - cumulated[first])
-        found: list[tuple[float, Cut]] = []
+        found: list[tuple[float, CuttingPlane]] = []
         for pair, (j, k) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
             lacking = np.flatnonzero(lack[pair] > VIOLATED)
             taken: set[int] = set()
-            left = CUTS_PER_PAIR
+            left = PLANES_PER_PAIR
             for node in lacking[np.argsort(-lack[pair, lacking], kind="stable")].tolist():
                 if not left:
                     break
@@ -244,12 +244,12 @@ class Program:
                 if taken.isdisjoint(nodes):
                     end = k + 1 < len(self.moments)
                     ends = (self.moments[k + 1].node, wanted) if end else (None, None)
-                    cut = Cut(self.moments[j].node, ends[0], node, tuple(values), ends[1])
-                    found.append((float(lack[pair, node]), cut))
+                    plane = CuttingPlane(self.moments[j].node, ends[0], node, tuple(values), ends[1])
+                    found.append((float(lack[pair, node]), plane))
                     taken.update(nodes)
                     left -= 1
         found.sort(key=lambda violated: -violated[0])
-        return [cut for _, cut in found[:CUTS]]
+        return [plane for _, plane in found[:PLANES]]
 
     def _paths(self, held: np.ndarray, first: np.ndarray, last: np.ndarray) -> _Paths:
         problem, count = self.problem, len(self.moments)
@@ -259,7 +259,7 @@ class Program:
         need = np.stack([self._certain(j, k) for j, k in zip(first, last, strict=True)]).astype(float).T.copy()
         through, reader = (np.full(need.shape, -1, dtype=np.int64) for _ in range(2))
         graph, there, wanted = problem.graph, there.T.copy(), wanted.T.copy()
-        for index in reversed((*problem.base.forward, *problem.base.backward)):
+        for index in reversed((*problem.first_runs.forward, *problem.first_runs.backward)):
             for value in graph.nodes[index].outputs:
                 more = wanted[value] > need[index]
                 need[index, more] = wanted[value, more]
@@ -275,17 +275,17 @@ class Program:
 
 
 class _Paths(NamedTuple):
-    """What must run between pairs of moments, as fractions go. All by pair and node."""
+    """By pair of moments and node: how much of the node must run in between, by the relaxation's solution."""
 
     need: np.ndarray
-    """What must run at least."""
+    """The least amount that must run."""
     through: np.ndarray
-    """The value for which it must; -1 where it is certain."""
+    """The value for which the node must run; -1 if its run is certain."""
     reader: np.ndarray
-    """The node that reads that value; -1 where it is to be held."""
+    """The node that reads that value; -1 if the value is to be held."""
 
     def trace(self, pair: int, node: int) -> tuple[list[int], list[int], int | None]:
-        """Returns the values and the nodes on the way to what must be there, and the value that is to be held."""
+        """Returns the values and nodes on the path to what is required, and the value to be held at its end, if any."""
         values, nodes = [], [node]
         while (value := int(self.through[pair, node])) >= 0:
             values.append(value)
