@@ -137,16 +137,17 @@ def _check(model: nn.Module, found: dict[str, nn.Module], blocks: Any) -> None:
     for path, module in found.items():
         if module is model:
             raise ArgumentValueError(
-                "blocks matches the model itself, which cannot be replaced in place. Use model = fckpt.remat(model)."
+                "`blocks` matches the model itself, which cannot be replaced in place. Use model = fckpt.remat(model)."
             )
         if hasattr(module, "_fckpt_region"):
             raise ArgumentValueError(
-                f"{path} ({type(module).__name__}) is rematerialised already; twice would compute it three times. Call "
-                "remat_blocks once for a model, on a model without other regions, or name the others by blocks=."
+                f"{path} ({type(module).__name__}) is already rematerialised; a second region around it would compute "
+                "it three times. Call remat_blocks once per model, on a model without other regions, or select the "
+                "remaining blocks with blocks=."
             )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ArgumentValueError(
-                f"{path} ({type(module).__name__}) checkpoints itself already (gradient_checkpointing=True). Switch "
+                f"{path} ({type(module).__name__}) already checkpoints itself (gradient_checkpointing=True). Switch "
                 "that off first: model.gradient_checkpointing_disable() (activation_checkpointing_disable() in newer "
                 "versions of transformers)."
             )
@@ -171,7 +172,7 @@ def _chosen(model: nn.Module, blocks: Any) -> dict[str, nn.Module]:
     for spec in specs:
         chosen = _matching(named, spec)
         if several and not chosen:
-            raise ArgumentValueError(f"nothing in this {type(model).__name__} matches {_text(spec)} of blocks.")
+            raise ArgumentValueError(f"nothing in this {type(model).__name__} matches {_text(spec)} in `blocks`.")
         found.update(chosen)
     return {path: module for path, module in named.items() if path in found}
 
@@ -251,8 +252,8 @@ class _CacheSwitch:
         if module.training and kwargs.get("past_key_values") is not None:
             raise ImpureFunctionError(
                 f"this call passes past_key_values to a {type(module).__name__} whose blocks are rematerialised: they "
-                "would write to this cache again in backward. Run what fills and reads a cache under torch.no_grad(), "
-                "or train with a model whose blocks are plain."
+                "would write to this cache again in backward. Fill and read caches under torch.no_grad(), or train a "
+                "model without rematerialised blocks."
             )
         positional = len(args) > self.position
         given = args[self.position] if positional else kwargs.get("use_cache")
@@ -269,8 +270,8 @@ class _CacheSwitch:
 
 _CACHE = (
     "remat_blocks: {}, and blocks that write to a cache cannot run again in backward. The cache is switched off in "
-    "calls that are differentiated, which then compute what they do without it, to the last bit. Pass use_cache=False "
-    "or set model.config.use_cache = False to say so yourself."
+    "differentiated calls; their results are bitwise equal to those without a cache. To switch it off yourself, pass "
+    "use_cache=False or set model.config.use_cache = False."
 )
 
 

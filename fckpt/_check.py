@@ -101,7 +101,7 @@ class _Comparison:
         observation = Observation([run], arguments.statics, arguments.tensors, {})
         reached = CapturedTensors(observation, arguments.tensors)
         paths = [arguments.path(i) for i in range(len(arguments.tensors))]
-        paths += [f"closed-over tensor {i}" for i in range(len(reached.tensors))]
+        paths += [f"captured tensor {i}" for i in range(len(reached.tensors))]
         if isinstance(fn, nn.Module):
             names = {id(t): name for name, t in (*fn.named_parameters(), *fn.named_buffers())}
             paths = [
@@ -112,7 +112,7 @@ class _Comparison:
         self.state = [(path, t, t.detach().clone()) for path, t in pairs if not t.requires_grad]
         self.generators = observation.random
         if not self.wanted:
-            raise ArgumentValueError("nothing to check: no argument and no closed-over tensor requires grad.")
+            raise ArgumentValueError("nothing to check: no argument and no captured tensor requires grad.")
 
     def _differentiated(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
         if self.chosen is None:

@@ -216,7 +216,7 @@ def stats(fn: Callable[..., Any]) -> Stats:
     """
     planner = planner_of(fn)
     if planner is None:
-        raise ArgumentTypeError(f"stats takes what fckpt.remat returned, not {type(fn).__name__}: {fn!r}.")
+        raise ArgumentTypeError(f"stats takes a result of fckpt.remat, not {type(fn).__name__}: {fn!r}.")
     return planner.ledger.stats
 
 
@@ -232,7 +232,7 @@ class _Looked:
         outputs: Outputs | None = None,
     ):
         if not callable(fn):
-            raise ArgumentTypeError(f"a plan is made for a function or an nn.Module, not {type(fn).__name__}.")
+            raise ArgumentTypeError(f"a plan needs a function or an nn.Module, not {type(fn).__name__}.")
         plain = plain_of(fn)
         run = plain.forward if isinstance(plain, nn.Module) else plain
         self.chosen = [outputs] if isinstance(outputs, (int, str)) else outputs
@@ -240,8 +240,8 @@ class _Looked:
         fake = next((t for t in tensors if isinstance(t, FakeTensor) or t.device.type == "meta"), None)
         if costs is None and fake is not None and fake.device.type == "meta":
             raise ArgumentValueError(
-                "tensors on the meta device do not say for which device to plan: give "
-                f"costs=fckpt.cost.Analytic(fckpt.cost.profiles[name]), name one of {', '.join(profiles)}."
+                "tensors on the meta device do not say which device to plan for: pass "
+                f"costs=fckpt.cost.Analytic(fckpt.cost.profiles[name]), where name is one of {', '.join(profiles)}."
             )
         if costs is None:
             costs = Measured() if fake is None else Analytic(profile_of(fake.device))

@@ -104,7 +104,7 @@ def check_plannable(module: nn.Module) -> None:
             way = f"put it around the planned module: {kind}(remat(model, budget=...))"
         raise ArgumentTypeError(
             f"remat cannot plan this {type(module).__name__}: {where} a {type(part).__name__}, whose forward "
-            f"communicates in ways that a trace does not show, so a plan would train without it. Instead {way}."
+            f"communicates outside of the traced computation, so a planned step would not communicate. Instead {way}."
         )
 
 

@@ -46,7 +46,7 @@ from fckpt._trace.operations import Batch, Layout
 from fckpt._trace.trace import inlined, is_followed, is_tracing
 from fckpt._trace.untraceable import HigherOrderError
 from fckpt._trace.vmap_of_grad import batch_dim
-from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError, name_of
 from fckpt.policies.named import PolicyLike, reductions_saveable
 
 __all__ = ["remat"]
@@ -200,13 +200,11 @@ def remat(
     static = StaticArguments(fn.forward if isinstance(fn, nn.Module) else fn, static_argnums, static_argnames)
     make = functools.partial(_Region, static)
     if solver != "auto" and budget is None:
-        raise ArgumentValueError(
-            f"solver={solver!r} looks for a plan within a budget, and there is none: give budget=..."
-        )
+        raise ArgumentValueError(f"solver={solver!r} needs a budget: pass budget=...")
     if name is not None and not isinstance(name, str):
-        raise ArgumentTypeError(f"name is a text, not {type(name).__name__}: {name!r}.")
+        raise ArgumentTypeError(f"name must be a str, not {type(name).__name__}: {name!r}.")
     if untraceable not in ("raise", "remat"):
-        raise ArgumentValueError(f'untraceable is "raise" or "remat", not {untraceable!r}.')
+        raise ArgumentValueError(f'untraceable must be "raise" or "remat", not {untraceable!r}.')
     if policy is not None or budget is not None or plan is not None:
         if isinstance(fn, nn.Module):
             check_plannable(fn)
@@ -223,12 +221,6 @@ def remat(
 
     rematerialised._fckpt_region = region  # type: ignore[attr-defined]
     return rematerialised
-
-
-def name_of(fn: Any) -> str:
-    """Returns the name of a function or a module in warnings."""
-    name = getattr(fn, "__qualname__", None) or type(fn).__name__
-    return name.rpartition("<locals>.")[2] if name != "<lambda>" and not name.endswith(".<lambda>") else "a lambda"
 
 
 def _check_function(fn: Any) -> None:
@@ -331,7 +323,7 @@ class _PlannedRegion(_Region):
             captured, programs = found
             try:
                 return captured.call(lambda inputs: self.run_captured(captured, programs, inputs), fn, args, kwargs)
-            except HigherOrderError:  # torch would compile it if it ran as Python, and remembers that it failed
+            except HigherOrderError:  # if it ran as Python, torch would compile it, and would remember that it failed
                 raise
             except TraceError as error:  # tracing the Python code may work; if not, its error names the line
                 self.planner.refuse(captured, str(error))

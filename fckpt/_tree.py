@@ -143,7 +143,7 @@ def selected(chosen: Sequence[int | str], names: Sequence[str]) -> list[int]:
             some = [choice % len(names)] if names and -len(names) <= choice < len(names) else []
         if not some:
             listed = ", ".join(name or str(i) for i, name in enumerate(names))
-            raise LookupError(f"{choice!r} is no tensor of the result, which has {listed or 'none'}")
+            raise LookupError(f"{choice!r} is not a tensor of the result, which has {listed or 'none'}")
         found += some
     return sorted(set(found))
 

@@ -39,7 +39,7 @@ def parse_bytes(value: int | str) -> int:
         unit = _UNITS.get(match[2].lower()) if match else None
         if match is None or unit is None:
             known = ", ".join([*_DECIMAL, *_BINARY])
-            raise ArgumentValueError(f'{value!r} is no number of bytes. Write "512MiB" or "4GB", in one of {known}.')
+            raise ArgumentValueError(f'{value!r} is not a number of bytes. Write "512MiB" or "4GB". Units: {known}.')
         nbytes = math.floor(float(match[1]) * unit)
     if nbytes <= 0:
         raise ArgumentValueError(f"a number of bytes must be positive, not {value!r}.")

@@ -26,6 +26,8 @@ __all__ = [
     "RankFailure",
     "ScheduleError",
     "TraceError",
+    "name_of",
+    "region_name",
     "users_stacklevel",
 ]
 
@@ -124,6 +126,20 @@ class PlanWarning(UserWarning):
 
 class PolicyWarning(UserWarning):
     """A policy has no effect, or uses a name that does not occur."""
+
+
+def name_of(fn: Any) -> str:
+    """Returns the name of a function or a module in messages."""
+    name = getattr(fn, "__qualname__", None) or type(fn).__name__
+    return name.rpartition("<locals>.")[2] if name != "<lambda>" and not name.endswith(".<lambda>") else "a lambda"
+
+
+def region_name(fn: Any) -> str:
+    """Returns the words for a rematerialised function in messages: "the rematerialised function 'block'"."""
+    if fn is None or type(fn).__module__.partition(".")[0] == "fckpt":  # not known, or a captured graph
+        return "the rematerialised function"
+    name = name_of(fn)
+    return "the rematerialised lambda" if name == "a lambda" else f"the rematerialised function {name!r}"
 
 
 def users_stacklevel() -> int:

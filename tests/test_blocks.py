@@ -346,7 +346,7 @@ def test_nothing_matches(blocks: Any) -> None:
 
 
 def test_one_of_several_matches_nothing() -> None:
-    with pytest.raises(fckpt.ArgumentValueError, match="nothing in this Sequential matches 'h' of blocks"):
+    with pytest.raises(fckpt.ArgumentValueError, match="nothing in this Sequential matches 'h' in `blocks`"):
         fckpt.remat_blocks(nn.Sequential(Block(), Block()), blocks=[Block, "h"])
 
 
@@ -370,7 +370,7 @@ def test_a_model_is_a_module(model: Any) -> None:
 def test_twice_is_refused() -> None:
     model = nn.Sequential(Block(), Block())
     fckpt.remat_blocks(model)
-    with pytest.raises(fckpt.ArgumentValueError, match=r"0 \(Block\) is rematerialised already"):
+    with pytest.raises(fckpt.ArgumentValueError, match=r"0 \(Block\) is already rematerialised"):
         fckpt.remat_blocks(model)
 
 

@@ -220,7 +220,7 @@ def test_tensor_that_no_walk_finds_is_named() -> None:
         hidden[0][0][0][0][0][0][0][0] = p
         return fckpt.remat(lambda b: dig(hidden) * b)(X).sum()
 
-    with pytest.raises(fckpt.ClosureError, match=r"shape \[3\].*pass it as an argument"):
+    with pytest.raises(fckpt.ClosureError, match=r"shape \[3\].*pass the tensor as an argument"):
         grad(value)(X)
     y = X.clone().requires_grad_()
     value(y).backward()

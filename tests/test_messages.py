@@ -108,7 +108,7 @@ class Opaque(dict):  # type: ignore[type-arg]
 
 def test_outputs_that_hide_tensors() -> None:
     fn = lambda x: Opaque(y=x.sin().exp())
-    with raises(fckpt.OpaqueOutputError, "returned a Opaque, which holds tensors.*register"):
+    with raises(fckpt.OpaqueOutputError, "returned an object of type Opaque, which holds tensors.*register"):
         grad(lambda x: fckpt.remat(fn)(x)["y"].sum())(X)
     x = X.clone().requires_grad_()
     fckpt.remat(fn)(x)["y"].sum().backward()  # plain autograd sees into any object
@@ -153,7 +153,7 @@ def test_modules() -> None:
 
 
 def test_a_solver_without_a_budget() -> None:
-    with pytest.raises(fckpt.ArgumentValueError, match=r"solver='greedy' looks for a plan within a budget.*budget="):
+    with pytest.raises(fckpt.ArgumentValueError, match=r"solver='greedy' needs a budget.*budget="):
         fckpt.remat(torch.sin, solver="greedy")
     with pytest.raises(fckpt.ArgumentValueError, match="budget="):
         fckpt.remat(torch.sin, solver="greedy", policy=fckpt.policies.nothing_saveable)

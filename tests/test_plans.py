@@ -520,7 +520,7 @@ def test_what_a_plan_takes_for_the_loss() -> None:
     w, x = torch.randn(8, 8, requires_grad=True), torch.randn(64, 8)
     assert fckpt.plan(with_hidden, w, x).loss_of == ("float32[]",)  # the one number
     assert fckpt.plan(lambda w, x: with_hidden(w, x)["loss"], w, x).loss_of == ()
-    with pytest.raises(ValueError, match="'logit' is no tensor of the result"):
+    with pytest.raises(ValueError, match="'logit' is not a tensor of the result"):
         fckpt.plan(with_hidden, w, x, outputs="logit")
     with pytest.raises(ValueError, match="requires grad"):
         fckpt.plan(lambda w, x: (w.sum(), x + 1), w, x, outputs=1)
@@ -535,7 +535,7 @@ def test_warnings_name_the_function() -> None:
 
         with pytest.warns(fckpt.BudgetWarning, match=expected):
             torch.func.jvp(fckpt.remat(exponential, budget=1.0, **options), (x,), (x,))
-    with pytest.raises(TypeError, match="name is a text"):
+    with pytest.raises(TypeError, match="name must be a str"):
         fckpt.remat(exponential, name=3)  # type: ignore[call-overload]
 
 

@@ -138,7 +138,9 @@ def restored(then: Ambient) -> Iterator[None]:
 
 
 def put_back(then: Ambient) -> None:
-    """Puts the settings of the process in force that were so `then`; autocast and devices are those of a thread."""
+    """Restores the process-wide settings of `then`. Autocast and the default device belong to a thread, and are not
+    restored.
+    """
     if capture()[2:] != then[2:]:
         _set_flags(then)
 

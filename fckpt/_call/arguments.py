@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fckpt import _tree as tree
-from fckpt.errors import ArgumentTypeError, ArgumentValueError, MutationError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, MutationError, region_name
 
 __all__ = ["Arguments", "StaticArguments", "argument_written", "outlived"]
 
@@ -68,12 +68,11 @@ def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", None) or type(fn).__name__
 
 
-def argument_written(path: str) -> MutationError:
+def argument_written(path: str, fn: Any = None) -> MutationError:
     """Returns the error for a function that changes the argument at `path` in place."""
     return MutationError(
-        f"{path} was changed in place by the rematerialised function itself; its recompute would "
-        "change it again. Return the new value instead of writing into the argument (`fckpt.from_module` does "
-        "so for a module's buffers)."
+        f"{path} was changed in place by {region_name(fn)} itself; its recompute would change it again. Return the new "
+        "value instead of writing into the argument (`fckpt.from_module` does so for a module's buffers)."
     )
 
 
@@ -180,9 +179,9 @@ class Arguments:
         """Returns the path of tensor `index` as the caller would write it: `args[0]['w']`, `kwargs['x']`."""
         return next(self._path(position) for position, i in self._where if i == index)
 
-    def written(self, index: int) -> MutationError:
-        """Returns the error for a function that changed tensor `index` in place."""
-        return argument_written(self.path(index))
+    def written(self, index: int, fn: Callable[..., Any]) -> MutationError:
+        """Returns the error for a function `fn` that changed tensor `index` in place."""
+        return argument_written(self.path(index), fn)
 
     def _path(self, position: int) -> str:
         path = self._spec.paths()[position]
@@ -194,10 +193,10 @@ def _check_hashable(value: Any, path: Callable[[], str]) -> None:
         hash(value)
     except (TypeError, ValueError):
         raise ArgumentTypeError(
-            f"{path()} is a {type(value).__name__}, which cannot be hashed. This function runs by a plan and cannot be "
-            "captured, so what is not a tensor is part of the key under which its plans are kept. Pass something "
-            "hashable (a tuple for a list, torch.as_tensor(a) for a NumPy array), register the type as a pytree with "
-            "optree, or let the function close over it."
+            f"{path()} is a {type(value).__name__}, which cannot be hashed. This function has a plan and cannot be "
+            "captured, so its plans are looked up by the values of its static arguments. Pass a hashable value (a "
+            "tuple for a list, torch.as_tensor(a) for a NumPy array), register the type as a pytree with optree, or "
+            "let the function read the value from its closure."
         ) from None
 
 

@@ -370,7 +370,7 @@ class _Walk:
                 self.place((scope, name, held), depth)
 
     def module(self, module: types.ModuleType, names: Sequence[str], depth: int, levels: int = 2) -> None:
-        """Visits what lies under these names in an imported module, and in the user's modules that lie there."""
+        """Visits the data with these names in an imported module, and in the user's modules that it imports."""
         for slot in imported(module, names):
             self.place(slot, depth)
         if is_library(module.__name__):
@@ -384,12 +384,12 @@ class _Walk:
 
 
 def check_scripted(module: torch.jit.ScriptModule) -> None:
-    """Raises `ArgumentTypeError` for a TorchScript module that a recompute would change: its state lies in C++."""
+    """Raises `ArgumentTypeError` for a TorchScript module that a recompute would change: its state is in C++."""
     if module.training and any(True for _ in module.buffers()):
         raise ArgumentTypeError(
-            "the rematerialised function reaches a TorchScript module in training mode that has buffers "
-            f"({next(name for name, _ in module.named_buffers())!r}): a recompute would write them once more. Use the "
-            "module that was scripted, leave it outside of the function, or put it in eval mode."
+            "the rematerialised function uses a TorchScript module in training mode that has buffers "
+            f"({next(name for name, _ in module.named_buffers())!r}): a recompute would write them again. Use the "
+            "original module instead of the scripted one, call it outside of the function, or put it in eval mode."
         )
 
 

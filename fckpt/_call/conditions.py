@@ -20,7 +20,7 @@ from fckpt._call.modules import BufferKey, BufferWrites, ModuleState, parts_of
 from fckpt._call.places import Slot, frozen, placed, present, replaced, tensors_in
 from fckpt._call.rng import RandomState
 from fckpt._call.shadow import shadow
-from fckpt.errors import MutationError
+from fckpt.errors import MutationError, region_name
 
 __all__ = [
     "Again",
@@ -176,9 +176,9 @@ class Observation:
         for tensor, then in self.versions:
             if version(tensor) != then and id(tensor) not in buffers:
                 raise MutationError(
-                    "the rematerialised function changed a tensor that it closes over in place (shape "
-                    f"{list(tensor.shape)}, {tensor.dtype}): its recompute would change it again. Return the new "
-                    "value, or register the tensor as a buffer of a module."
+                    f"{region_name(self.fn[0])} changed a captured tensor in place (shape {list(tensor.shape)}, "
+                    f"{tensor.dtype}): its recompute would change it again. Return the new value, or register the "
+                    "tensor as a buffer of a module."
                 )
         held = [t for _, _, value in slots for t in tensors_in(value)] + [tensor for _, _, tensor in self.installed]
         watched = [(t, version(t)) for t in map(unwrapped, held) if id(t) not in buffers]
@@ -196,7 +196,7 @@ class Observation:
             unforeseen = changed and copy is None and not statistics
             self.buffer_writes[key] = changed
             if changed:
-                lost = _unforeseen(name) if unforeseen else ""
+                lost = _unforeseen(name, self.fn[0]) if unforeseen else ""
                 written.append(Written(holder, name, tensor, tensor if copy is None else copy, lost))
             else:
                 self.installed.append((holder, name, tensor))
@@ -220,15 +220,15 @@ class Observation:
                     holder[name] = tensor.copy_(copy)
                 elif statistics:
                     raise MutationError(
-                        f"a rematerialised function used a reverse-mode transform of torch.func for the first time, "
-                        f"after its buffer {name!r} had been written; it cannot start over. Call it again."
+                        f"{region_name(self.fn[0])} used a reverse-mode transform of torch.func for the first time, "
+                        f"after it had written its buffer {name!r}, so the call cannot be restarted. Call it again."
                     )
 
 
-def _unforeseen(name: str) -> str:
+def _unforeseen(name: str, fn: Callable[..., Any]) -> str:
     return (
-        f"the rematerialised module wrote its buffer {name!r} in a call like one that had left it alone, "
-        "so the value before this call was not kept. From now on it is: run forward and backward again."
+        f"{region_name(fn)} wrote the buffer {name!r}, which it had not written in an earlier call of the same kind, "
+        "so the value before this call was not saved. It is saved from now on: run forward and backward again."
     )
 
 
@@ -304,10 +304,10 @@ class Conditions:
             changed = [(t, then) for t, then in self.watched if version(t) != then]
         for tensor, then in changed:
             raise MutationError(
-                f"a tensor that the rematerialised function closes over (shape {list(tensor.shape)}, "
-                f"{tensor.dtype}) was changed in place between forward and backward (version {then} -> "
-                f"{version(tensor)}): the recompute would see other values. Run backward before changing "
-                "it (before optimizer.step(), say), or pass a copy as an argument."
+                f"a captured tensor of {region_name(self.fn)} (shape {list(tensor.shape)}, {tensor.dtype}) was changed "
+                f"in place between forward and backward (version {then} -> {version(tensor)}): the recompute would see "
+                "other values. Run backward before changing the tensor (for example before optimizer.step()), or pass "
+                "a copy as an argument."
             )
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Facts: what can be told of a value besides the tensors in it, so that two times can be compared."""
+"""Facts about values, apart from the tensors in them: hashable, so that a guard can compare a value at two times."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fckpt._call.places import ARRAYS, PLAIN
 __all__ = ["LARGE", "SCRIPT", "Unguarded", "attribute", "fact", "is_library", "is_small", "is_user_class"]
 
 LARGE = 1000
-"""Entries of a container that is data rather than state."""
+"""The most entries of a container that counts as state; a larger container is data."""
 SCRIPT = "TorchScript, which differentiates by formulas of its own"
 
 
 class Unguarded:
-    """A value of which nothing can be told that decides whether a plan made with it is valid still."""
+    """A value about which no fact tells whether a plan made with it is still valid."""
 
     __slots__ = ("what",)
 
@@ -36,13 +36,13 @@ class Unguarded:
 
 
 def fact(value: Any) -> Any:
-    """What can be told of a value without the tensors in it: hashable, and equal for what a function treats alike.
+    """Returns a hashable fact about a value, without the tensors in it; equal for values that a function treats alike.
 
-    `Unguarded` where nothing can be told that would do.
+    `Unguarded` if no fact about the value is sufficient.
     """
     kind = type(value)
     if kind in PLAIN:
-        return (kind, repr(value)) if kind in (float, complex) else (kind, value)  # NaN equals itself here
+        return (kind, repr(value)) if kind in (float, complex) else (kind, value)  # repr, so that NaN equals itself
     if kind is types.FunctionType:
         return value.__code__
     if isinstance(value, (enum.Enum, torch.dtype, torch.device, torch.Size, type, range, decimal.Decimal, Fraction)):
@@ -76,10 +76,10 @@ def fact(value: Any) -> Any:
 
 
 def _fact_of_pythons(value: Any, kind: type) -> Any:
-    """What can be told of an object: its class, and what pickle would write of it if its data lie in C.
+    """Returns a fact about an object: its class, and the data that pickle would write if the object's state is in C.
 
-    So `datetime`, `Path`, `re.Pattern`, `bytearray` and their like tell all they hold. What is no data (a lock, a
-    thread) cannot be pickled; what lies in a `__dict__` is looked at by the walk.
+    This covers all data of `datetime`, `Path`, `re.Pattern`, `bytearray` and similar types. An object that is not data
+    (a lock, a thread) cannot be pickled. The walk through the closure reads the contents of a `__dict__`.
     """
     if kind.__module__.partition(".")[0] not in sys.stdlib_module_names or type(attribute(value, "__dict__")) is dict:
         return kind
@@ -94,7 +94,7 @@ def _fact_of_pythons(value: Any, kind: type) -> Any:
 
 
 def _fact_within(value: Any) -> Any:
-    """The fact of what pickle would write, with what its containers hold."""
+    """Returns the fact about the data that pickle would write, and about the contents of its containers."""
     if isinstance(value, (tuple, list)):
         return (type(value), *map(_fact_within, value))
     if isinstance(value, dict):
@@ -103,7 +103,7 @@ def _fact_within(value: Any) -> Any:
 
 
 def _converted(value: Any, base: Any) -> Any:
-    """Returns the number or text that an instance of a subclass is."""
+    """Returns the plain number or string of an instance of a subclass."""
     plain = base(value)
     return repr(plain) if base in (float, complex) else plain
 
@@ -124,19 +124,19 @@ _BYTES = 1 << 16
 
 
 def is_small(value: Any) -> bool:
-    """Whether an array holds few numbers, and no objects."""
+    """Whether an array is small and holds no objects."""
     if isinstance(value, np.ndarray):
         return value.nbytes <= _BYTES and not value.dtype.hasobject
     return len(value) * getattr(value, "itemsize", 1) <= _BYTES
 
 
 def is_user_class(kind: type) -> bool:
-    """Whether a class is neither Python's nor torch's."""
+    """Whether a class belongs neither to Python nor to torch or another library."""
     return not is_library(getattr(kind, "__module__", None) or "")
 
 
 def is_library(module: str) -> bool:
-    """Whether a module is part of Python, of torch or of what fckpt is built on."""
+    """Whether a module is part of Python, of torch or of another dependency of fckpt."""
     return module.partition(".")[0] in _LIBRARIES
 
 
@@ -144,8 +144,8 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "optree", "f
 
 
 def attribute(value: Any, name: str, default: Any = None) -> Any:
-    """An attribute of any object, or the default."""
+    """Returns an attribute of any object, or the default."""
     try:
         return getattr(value, name, default)
-    except Exception:  # a lazy proxy, say, that cannot be resolved
+    except Exception:  # for example a lazy proxy that cannot be resolved
         return default

@@ -169,7 +169,7 @@ class ModuleParts:
 
 
 def _python_modules(root: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a tree, those of TorchScript apart, whose parts lie in C++."""
+    """Returns the modules of a tree, except TorchScript modules, whose parts are in C++."""
     scripted: set[int] = set()
     for module in root.modules():
         if isinstance(module, torch.jit.ScriptModule):

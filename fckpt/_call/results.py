@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fckpt import _tree as tree
-from fckpt.errors import OpaqueOutputError
+from fckpt.errors import OpaqueOutputError, region_name
 
 __all__ = ["Flat", "Rebuilt", "Returned", "View", "is_number", "numbered"]
 
@@ -68,7 +68,7 @@ class Rebuilt(NamedTuple):
             return tensor
 
 
-def numbered(leaves: list[Any], known: dict[int, tuple[str, int]]) -> Flat:
+def numbered(leaves: list[Any], known: dict[int, tuple[str, int]], fn: Any = None) -> Flat:
     """Replaces the tensors in `leaves` by their numbers, in place; returns the distinct tensors that `known` lacks."""
     outputs: Flat = []
     for position, leaf in enumerate(leaves):
@@ -79,9 +79,9 @@ def numbered(leaves: list[Any], known: dict[int, tuple[str, int]]) -> Flat:
             leaves[position] = known[id(leaf)]
         elif _hides_tensors(leaf):
             raise OpaqueOutputError(
-                f"a rematerialised function returned a {type(leaf).__name__}, which holds tensors and is no "
-                "pytree, so torch.func cannot differentiate through it. Return a tuple or a dict, or "
-                "register the type with optree.register_pytree_node."
+                f"{region_name(fn)} returned an object of type {type(leaf).__name__}, which holds tensors and is not a "
+                "pytree, so torch.func cannot differentiate through it. Return a tuple or a dict, or register the "
+                "type with optree.register_pytree_node."
             )
     return outputs
 

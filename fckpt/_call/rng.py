@@ -362,8 +362,8 @@ class RandomState:
 
 
 SHARED = (
-    "another thread drew from the same random generator while a rematerialised function ran, so its random "
-    "numbers cannot be drawn again and its gradient would be wrong. torch's default CPU generator is shared by "
-    "all threads of a process: run such steps in processes of their own, or draw the random tensors outside of "
-    "`remat` and pass them as arguments."
+    "another thread drew from the same random generator while a rematerialised function ran, so the function's random "
+    "numbers cannot be drawn again and its gradient would be wrong. All threads of a process share torch's default CPU "
+    "generator: run such steps in separate processes, or draw the random tensors outside of `remat` and pass them as "
+    "arguments."
 )

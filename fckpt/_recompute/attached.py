@@ -46,7 +46,7 @@ from fckpt._call.conditions import BufferWrites, Conditions
 from fckpt._call.levels import unseen
 from fckpt._call.results import Flat
 from fckpt._recompute.primitives import Batched, Dual, Primitive, Pullback, UserCall
-from fckpt.errors import MutationError
+from fckpt.errors import MutationError, region_name
 
 __all__ = ["run_nodes", "run_planned"]
 
@@ -317,6 +317,13 @@ def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
         if "modified by an inplace operation" not in str(error):
             raise
         raise MutationError(
-            "an argument of a rematerialised function was changed in place between forward and backward: its "
-            "recompute would see other values. Run backward before changing it, or change a copy."
+            f"an argument of {region_name(_user_function(ctx.primitive))} was changed in place between forward and "
+            "backward: the recompute would see other values. Run backward before changing it, or change a copy."
         ) from error
+
+
+def _user_function(primitive: Any) -> Any:
+    """Returns the user's function at the bottom of a primitive."""
+    while not isinstance(primitive, UserCall):
+        primitive = primitive.primitive
+    return primitive.fn[0]

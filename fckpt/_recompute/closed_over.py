@@ -24,7 +24,7 @@ from torch._C._functorch import (
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from fckpt._call.levels import layers
-from fckpt.errors import ClosureError
+from fckpt.errors import ClosureError, region_name
 
 __all__ = ["Recorder", "Watch", "unwatched"]
 
@@ -38,8 +38,9 @@ class Recorder(TorchFunctionMode):
             leaf that was not seen to become one.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor], reachable: dict[int, torch.Tensor]):
+    def __init__(self, fn: Any, inputs: Sequence[torch.Tensor], reachable: dict[int, torch.Tensor]):
         super().__init__()
+        self.fn = fn
         self.reachable = reachable
         self.used: dict[int, torch.Tensor] = {}
         """The reachable tensors that were used, by id."""
@@ -93,7 +94,7 @@ class Recorder(TorchFunctionMode):
                     self.used[id(value)] = value
                 elif not self._is_inside(value):
                     if self._is_foreign(value):
-                        raise _closure_error(value)
+                        raise _closure_error(value, self.fn)
                     if is_functorch_wrapped_tensor(value):
                         self.others[id(value)] = weakref.ref(value)
             elif type(value) in (list, tuple):
@@ -105,7 +106,7 @@ class Recorder(TorchFunctionMode):
         """Raises `ClosureError` for a differentiated tensor that was used but is no longer in its place."""
         for key, tensor in self.used.items():
             if key not in closed_over and self._is_foreign(tensor):
-                raise _closure_error(tensor)
+                raise _closure_error(tensor, self.fn)
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
         while not tensor.requires_grad:
@@ -128,18 +129,19 @@ class Recorder(TorchFunctionMode):
                 node = value.grad_fn
                 if node is not None and node._sequence_nr() < self.start:
                     raise ClosureError(
-                        "a rematerialised function differentiates, inside, what was computed outside of it (it calls "
-                        "autograd.grad on a closed-over result, or the function that an outer vjp returned). Under "
-                        "torch.func a recompute cannot do that again. Do it outside of the rematerialised function, "
-                        "or compute inside what is differentiated there."
+                        f"{region_name(self.fn)} differentiates a result that was computed outside of it (it calls "
+                        "autograd.grad on a captured tensor, or a function that an outer vjp returned). Under "
+                        "torch.func a recompute cannot repeat that. Differentiate outside of the rematerialised "
+                        "function, or compute the result inside."
                     )
 
 
 class Watch(TorchFunctionMode):
     """Raises `ClosureError` if a recompute uses a tensor of the forward that it should have replaced."""
 
-    def __init__(self, stale: dict[int, weakref.ref[torch.Tensor]], operands: Sequence[torch.Tensor]):
+    def __init__(self, fn: Any, stale: dict[int, weakref.ref[torch.Tensor]], operands: Sequence[torch.Tensor]):
         super().__init__()
+        self.fn = fn
         own = {id(x) for operand in operands for x in layers(operand)}
         self.stale = {key: ref for key, ref in stale.items() if key not in own}
 
@@ -155,7 +157,7 @@ class Watch(TorchFunctionMode):
                 for tensor in layers(value):
                     reference = self.stale.get(id(tensor))
                     if reference is not None and reference() is tensor:
-                        raise _closure_error(value)
+                        raise _closure_error(value, self.fn)
             elif type(value) in (list, tuple):
                 self._check(value)
 
@@ -176,11 +178,11 @@ def unwatched() -> Iterator[None]:
             _push_mode(mode)
 
 
-def _closure_error(tensor: torch.Tensor) -> ClosureError:
+def _closure_error(tensor: torch.Tensor, fn: Any) -> ClosureError:
     return ClosureError(
-        f"a rematerialised function uses a tensor that it closes over (shape {list(tensor.shape)}, {tensor.dtype}) "
-        "and that fckpt did not find in its closure, so the recompute could not replace it. Under torch.func pass it "
-        "as an argument; or hold it in a variable, a module, or an attribute or container not deeper than four levels."
+        f"{region_name(fn)} uses a captured tensor (shape {list(tensor.shape)}, {tensor.dtype}) that fckpt did not "
+        "find in the function's closure, so the recompute could not replace it. Under torch.func pass the tensor as an "
+        "argument; or hold it in a variable, a module, or an attribute or container at most four levels deep."
     )
 
 

@@ -40,7 +40,7 @@ from fckpt._recompute.replay import (
     recompute_mode,
 )
 from fckpt._recompute.saved_tensors import HooksUnavailable, check_hooks_allowed, pop, push, top
-from fckpt.errors import MutationError
+from fckpt.errors import MutationError, region_name
 
 __all__ = ["run_segment"]
 
@@ -170,7 +170,7 @@ class _Segment:
             needed = range(len(tensors))
             for i, tensor in enumerate(tensors):
                 if version(tensor) != self.versions[i]:
-                    raise self.arguments.written(i)
+                    raise self.arguments.written(i, self.fn)
             self.conditions = self.observation.conditions()
             self.fn = self.conditions.fn
             self.closed = _closed_over_inputs(self.conditions.slots, self.inputs.index)
@@ -253,13 +253,12 @@ class _Segment:
         self._check(self.held[index], then, lambda: self.arguments.path(index))
         return self.held[index]
 
-    @staticmethod
-    def _check(tensor: torch.Tensor, then: int, what: Callable[[], str]) -> None:
+    def _check(self, tensor: torch.Tensor, then: int, what: Callable[[], str]) -> None:
         if version(tensor) != then:
             raise MutationError(
-                f"{what()} of a rematerialised function, shape {list(tensor.shape)}, {tensor.dtype}, was changed in "
-                f"place between forward and backward (version {then} -> {version(tensor)}). Run backward before "
-                "changing it (before optimizer.step(), say), or change a copy."
+                f"{what()} of {region_name(getattr(self, 'fn', None))}, shape {list(tensor.shape)}, {tensor.dtype}, "
+                f"was changed in place between forward and backward (version {then} -> {version(tensor)}). Run "
+                "backward before changing it (for example before optimizer.step()), or change a copy."
             )
 
     def _fetched(self, index: int, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
@@ -277,19 +276,19 @@ class _Segment:
     def _replayed(self, number: int) -> torch.Tensor:
         if number in self.stale:
             saved = self.saved[number]
-            raise overwritten(saved.shape, saved.dtype, saved.version, self.stale[number])
+            raise overwritten(self.fn, saved.shape, saved.dtype, saved.version, self.stale[number])
         task = torch._C._current_graph_task_id()
         with self.lock:
             if task < 0 or self.inputs is not None:
-                return self._replay()[number].checked()
+                return self._replay()[number].checked(self.fn)
             store = self.stores.get(task, _EMPTY)
             if number not in store:
                 found = self._replay()
                 if len(found) == 1:
-                    return found[number].checked()
+                    return found[number].checked(self.fn)
                 store = self._store(task)
                 store.update(found)
-            return store.pop(number).checked()
+            return store.pop(number).checked(self.fn)
 
     def _store(self, task: int) -> dict[int, Found]:
         """Returns the values held during a backward pass: saved values until they are unpacked, and inputs (key ~i)."""

@@ -24,7 +24,7 @@ from fckpt._call.places import Slot, replaced, tensors_in
 from fckpt._call.results import Flat, Rebuilt, Returned, is_number, numbered
 from fckpt._recompute.closed_over import Recorder, Watch
 from fckpt._recompute.saved_tensors import HooksUnavailable, allow_hooks, disallow_hooks, pop, push
-from fckpt.errors import ImpureFunctionError, MutationError
+from fckpt.errors import ImpureFunctionError, MutationError, region_name
 
 __all__ = ["Batched", "Dual", "Planned", "Primitive", "Pullback", "UserCall"]
 
@@ -84,7 +84,7 @@ class UserCall:
         """Runs the forward under the active levels; returns the outputs, still tracked."""
         observation = Observation(self.fn, self.arguments.statics, self.inputs, self.buffer_writes)
         args, kwargs = self.arguments.given
-        recorder = Recorder(self.inputs, observation.reachable())
+        recorder = Recorder(self.fn[0], self.inputs, observation.reachable())
         try:
             with _discard_saved() if discard else nullcontext(), recorder, self.messages.recording():
                 result = self.fn[0](*args, **kwargs)
@@ -98,7 +98,7 @@ class UserCall:
             raise HooksUnavailable from error
         conditions = observation.conditions()
         for i, _, _ in self._changed():
-            raise self.arguments.written(i)
+            raise self.arguments.written(i, self.fn[0])
         leaves, self.spec = tree.flatten(result)
         recorder.visit(leaves)
         with unseen():
@@ -108,7 +108,7 @@ class UserCall:
             recorder.check_closed_over(self.numbers)
             self.stale |= recorder.others
         known = {id(x): ("in", i) for i, x in enumerate(self.inputs)}
-        outputs = numbered(leaves, known)
+        outputs = numbered(leaves, known, self.fn[0])
         self.leaves = leaves
         self.shapes = [(x.shape, x.dtype) for x in outputs]
         return outputs
@@ -155,7 +155,7 @@ class UserCall:
                 return outputs
         for i, then, now in self._changed():
             raise MutationError(
-                f"{self.arguments.path(i)} of a rematerialised function was changed in place between forward and "
+                f"{self.arguments.path(i)} of {region_name(self.fn[0])} was changed in place between forward and "
                 f"backward (version {then} -> {now}). Run backward before changing it, or change a copy."
             )
         inputs = [x.clone() if may_be_statistics(x) else x for x in operands[: self.count]]
@@ -163,24 +163,23 @@ class UserCall:
         present = [*inputs, *operands[self.count :]]
         new = {key: present[number] for key, number in self.numbers.items()}
         closed = [(holder, key, replaced(value, new)) for holder, key, value in self.slots]
-        watch = Watch(self.stale, [*operands, *present])
+        watch = Watch(self.fn[0], self.stale, [*operands, *present])
         with self.conditions.restored(lambda: True, closed) as again, watch, self.messages.reusing():
             args, kwargs = self.arguments.rebuild(inputs, again.statics)
             result = again.fn(*args, **kwargs)
         leaves, spec = tree.flatten(result)
         if spec != self.spec:
             raise ImpureFunctionError(
-                f"a rematerialised function returned {self.spec} in forward and {spec} in its recompute: it is not "
-                "pure. Its result must depend on its arguments alone."
+                f"{region_name(self.fn[0])} returned {self.spec} in forward and {spec} in its recompute: {_NOT_PURE}"
             )
         known = {id(x): ("in", i) for i, x in enumerate(inputs)}
-        outputs = self._whole(leaves, numbered(leaves, known))
+        outputs = self._whole(leaves, numbered(leaves, known, self.fn[0]))
         for i, x in enumerate(outputs):
             if i >= len(self.shapes) or (x.shape, x.dtype) != self.shapes[i]:
                 then = f"{self.shapes[i][1]}{list(self.shapes[i][0])}" if i < len(self.shapes) else "nothing"
                 raise ImpureFunctionError(
-                    f"output {i} of a rematerialised function was {then} in forward and is {x.dtype}{list(x.shape)} "
-                    "in its recompute: it is not pure. Its result must depend on its arguments alone."
+                    f"output {i} of {region_name(self.fn[0])} was {then} in forward and is {x.dtype}{list(x.shape)} in "
+                    f"its recompute: {_NOT_PURE}"
                 )
         return outputs
 
@@ -223,6 +222,9 @@ class UserCall:
             elif is_number(planned) and planned[0] == "out":
                 found[planned[1]] = outputs[leaf[1]]
         return [found[i] for i in range(len(self.shapes))]
+
+
+_NOT_PURE = "the function is not pure. Its result must depend only on its arguments."
 
 
 class _Discarded(Exception):

@@ -23,7 +23,7 @@ from fckpt._call.levels import EXCLUDE_LEGACY_VMAP, below_all, is_wrapped, trans
 from fckpt._call.modules import storage_of
 from fckpt._call.rng import SHARED
 from fckpt._recompute.saved_tensors import allow_hooks, disallow_hooks, pop, push
-from fckpt.errors import ImpureFunctionError, MutationError, RandomStateError
+from fckpt.errors import ImpureFunctionError, MutationError, RandomStateError, region_name
 
 if TYPE_CHECKING:
     from fckpt._call.arguments import Arguments
@@ -90,11 +90,11 @@ class Saved(NamedTuple):
         """Reads the properties of `tensor`, with `words` words of its memory."""
         return Saved._make((_shape(tensor), tensor.dtype, tensor._version, words, _sample(tensor, words)))
 
-    def __str__(self) -> str:
+    def described(self, *, with_version: bool) -> str:
+        """Describes the value in an error message; its version matters only if it differs between the runs."""
+        version = f", changed in place {self.version} times" if with_version else ""
         bits = f", beginning with the bytes {_hex(self.sample[0])}" if self.sample else ""
-        return (
-            f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}, changed in place {self.version} times{bits}"
-        )
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{version}{bits}"
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:
@@ -149,23 +149,23 @@ class Found(NamedTuple):
     tensor: torch.Tensor
     version: int
 
-    def checked(self) -> torch.Tensor:
-        """Returns the value for the backward pass.
+    def checked(self, fn: Any) -> torch.Tensor:
+        """Returns the value for the backward pass of `fn`.
 
         Raises:
             MutationError: a later operation has changed the value in place, which plain autograd rejects, too.
         """
         if self.tensor._version != self.version:
-            raise overwritten(self.tensor.shape, self.tensor.dtype, self.version, self.tensor._version)
+            raise overwritten(fn, self.tensor.shape, self.tensor.dtype, self.version, self.tensor._version)
         return self.tensor
 
 
-def overwritten(shape: Sequence[int], dtype: torch.dtype, then: int, now: int) -> MutationError:
-    """Returns the error for a saved value that the function itself overwrote."""
+def overwritten(fn: Any, shape: Sequence[int], dtype: torch.dtype, then: int, now: int) -> MutationError:
+    """Returns the error for a saved value that the function `fn` itself overwrote."""
     return MutationError(
-        f"a value that backward needs (shape {list(shape)}, {dtype}) was changed in place by a later operation of the "
-        f"rematerialised function (version {then} -> {now}). Plain PyTorch refuses its gradient as well: let that "
-        "operation return a new tensor (exp for exp_, x + y for x += y)."
+        f"a value that backward needs (shape {list(shape)}, {dtype}) was changed in place by a later operation of "
+        f"{region_name(fn)} (version {then} -> {now}). Plain PyTorch raises an error for it as well: use an operation "
+        "that returns a new tensor (exp for exp_, x + y for x += y)."
     )
 
 
@@ -175,6 +175,7 @@ class Replay:
     __slots__ = (
         "count",
         "expected",
+        "fn",
         "found",
         "inputs",
         "may_stop",
@@ -226,6 +227,7 @@ class Replay:
             if tangents is not None:
                 tensors = [_as_dual(t, tangent) for t, tangent in zip(tensors, tangents, strict=True)]
             self.inputs = Inputs(tensors)
+            self.fn = again.fn
             self.scratch = again.scratch
             args, kwargs = arguments.rebuild(tensors, again.statics)
             push(self.pack, _identity)
@@ -253,10 +255,8 @@ class Replay:
         if saved != self.expected[number] and not self._is_excused(tensor, number, saved):
             if self.threaded:
                 raise RandomStateError(SHARED)
-            raise ImpureFunctionError(
-                f"saved value {number} of a rematerialised function {_difference(self.expected[number], saved)}: "
-                f"{_NOT_PURE}"
-            )
+            difference = _difference(self.expected[number], saved)
+            raise ImpureFunctionError(f"saved value {number} of {region_name(self.fn)} {difference}: {_NOT_PURE}")
         value = tensor.detach()
         self.found[number] = Found(value, saved.version)
         # Autograd saves an operation's inputs before it computes, so the last operation need not run, unless it still
@@ -282,29 +282,31 @@ class Replay:
     def _compare(self, results: LeafKinds, then: LeafKinds) -> None:
         if len(results) != len(then):
             what = f"returned {len(then)} leaves in forward and {len(results)}"
-            raise ImpureFunctionError(f"a rematerialised function {what} in its recompute: {_NOT_PURE}")
+            raise ImpureFunctionError(f"{region_name(self.fn)} {what} in its recompute: {_NOT_PURE}")
         for i, (before, now) in enumerate(zip(then, results, strict=True)):
             if before != now:
                 raise ImpureFunctionError(
-                    f"output {i} of a rematerialised function was {_describe_leaf(before)} in forward and is "
+                    f"output {i} of {region_name(self.fn)} was {_describe_leaf(before)} in forward and is "
                     f"{_describe_leaf(now)} in its recompute: {_NOT_PURE}"
                 )
         if self.count != len(self.expected):
             what = f"saved {len(self.expected)} values in forward and {self.count}"
-            raise ImpureFunctionError(f"a rematerialised function {what} in its recompute: {_NOT_PURE}")
+            raise ImpureFunctionError(f"{region_name(self.fn)} {what} in its recompute: {_NOT_PURE}")
 
 
 _NOT_PURE = (
-    "the function is not pure. Its result must depend on its arguments alone; look for changing globals, counters, "
-    "caches, parameters whose requires_grad was switched, or a mode (a TorchDispatchMode, say) around one of the runs."
+    "the function is not pure. Its result must depend only on its arguments; look for globals that change, counters, "
+    "caches, parameters whose requires_grad was switched, or a mode (such as a TorchDispatchMode) around only one run."
 )
 
 
 def _difference(then: Saved, now: Saved) -> str:
     if then[:3] == now[:3] and then.sample[:1] == now.sample[:1]:
         a, b = next((a, b) for a, b in zip(then.sample, now.sample, strict=False) if a != b)
-        return f"had the bytes {_hex(a)} somewhere in forward and has {_hex(b)} there in its recompute"
-    return f"was {then} in forward and is {now} in its recompute"
+        return f"contained the bytes {_hex(a)} in forward and contains {_hex(b)} in their place in its recompute"
+    with_version = then.version != now.version
+    before, after = (saved.described(with_version=with_version) for saved in (then, now))
+    return f"was {before} in forward and is {after} in its recompute"
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
