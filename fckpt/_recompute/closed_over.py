@@ -26,10 +26,10 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from fckpt._call.levels import layers
 from fckpt.errors import ClosureError, region_name
 
-__all__ = ["Recorder", "Watch", "unwatched"]
+__all__ = ["UseRecorder", "Watch", "unwatched"]
 
 
-class Recorder(TorchFunctionMode):
+class UseRecorder(TorchFunctionMode):
     """Observes which captured tensors a function uses while it runs.
 
     Raises:
@@ -166,7 +166,7 @@ class Watch(TorchFunctionMode):
 def unwatched() -> Iterator[None]:
     """Disables the modes above for the body: a capture of the function would capture them, too."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]
-    others = [mode for mode in modes if not isinstance(mode, (Recorder, Watch))]
+    others = [mode for mode in modes if not isinstance(mode, (UseRecorder, Watch))]
     try:
         for mode in others:
             _push_mode(mode)

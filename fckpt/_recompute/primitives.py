@@ -22,7 +22,7 @@ from fckpt._call.levels import unseen, unwrapped, version
 from fckpt._call.messages import Messages
 from fckpt._call.places import Slot, replaced, tensors_in
 from fckpt._call.results import Flat, Rebuilt, Returned, is_number, numbered
-from fckpt._recompute.closed_over import Recorder, Watch
+from fckpt._recompute.closed_over import UseRecorder, Watch
 from fckpt._recompute.saved_tensors import HooksUnavailable, allow_hooks, disallow_hooks, pop, push
 from fckpt.errors import ImpureFunctionError, MutationError, region_name
 
@@ -84,7 +84,7 @@ class UserCall:
         """Runs the forward under the active levels; returns the outputs, still tracked."""
         observation = Observation(self.fn, self.arguments.statics, self.inputs, self.buffer_writes)
         args, kwargs = self.arguments.given
-        recorder = Recorder(self.fn[0], self.inputs, observation.reachable())
+        recorder = UseRecorder(self.fn[0], self.inputs, observation.reachable())
         try:
             with _discard_saved() if discard else nullcontext(), recorder, self.messages.recording():
                 result = self.fn[0](*args, **kwargs)

@@ -22,10 +22,10 @@ budget for which it has a sequence, found by bisection as in the paper, to a bud
 strategies of both kinds are simulated, and the fastest one that fits is returned.
 
     paper                       here
-    L, M_v, T_v                 a row of `Blocks.members`, `nbytes`, `ticks`
-    boundary of L               `Blocks.boundary`
+    L, M_v, T_v                 a row of `LowerSetBlocks.members`, `nbytes`, `ticks`
+    boundary of L               `LowerSetBlocks.boundary`
     opt[L, t]                   the states of a lower set: its Pareto front in time and bytes
-    U                           the result of `Blocks.saved`, with the last block, which the paper's code also saves
+    U                           the result of `LowerSetBlocks.saved`, with the last block, which the paper's code also saves
 
 Complexity: O(F^2 |V|) for the sums over blocks, with F lower sets, by matrix products, and O(F^2 states) per budget.
 Times are rounded up to ticks, about 5 for each vertex, as in the paper's code (policy_gt.cc of chainer-compiler), which
@@ -50,7 +50,7 @@ from fckpt.graph.schedule import Schedule, schedule_of
 from fckpt.solve.chains.tensors import TensorVertex, tensor_graph
 from fckpt.solve.core.rules import Rules, fastest, replay
 
-__all__ = ["Blocks", "all_lower_sets", "ancestor_sets", "lower_sets", "ticks_of"]
+__all__ = ["LowerSetBlocks", "all_lower_sets", "ancestor_sets", "lower_sets", "ticks_of"]
 
 FEW = 256
 """All lower sets are used if there are at most this many."""
@@ -84,16 +84,16 @@ def lower_sets(graph: Graph, budget: int | None = None) -> Schedule:
     return fastest(rules, plans, budget, "lower_sets")
 
 
-def _blocks_of(rules: Rules, vertices: list[TensorVertex]) -> Blocks:
+def _blocks_of(rules: Rules, vertices: list[TensorVertex]) -> LowerSetBlocks:
     values = rules.graph.values
     nbytes = [sum(values[v].nbytes for v in (*vertex.values, *vertex.late)) for vertex in vertices]
     ticks = ticks_of([sum(rules.seconds[i] for i in vertex.nodes) for vertex in vertices])
     reads = [vertex.reads for vertex in vertices]
     family = all_lower_sets(reads, FEW) or _thinned(ancestor_sets(reads), reads, nbytes)
-    return Blocks(reads, nbytes, ticks, family)
+    return LowerSetBlocks(reads, nbytes, ticks, family)
 
 
-def _strategies(blocks: Blocks, count: int) -> list[list[int]]:
+def _strategies(blocks: LowerSetBlocks, count: int) -> list[list[int]]:
     """Returns the vertices that each strategy saves; the memory-centric strategy for the least budget comes first.
 
     It is followed by the time-centric strategies for `count` budgets; the memory-centric strategies for the lower half
@@ -194,7 +194,7 @@ class _States(NamedTuple):
         return at < len(self.cached) and self.cached[at] == cached and self.ticks[at] == ticks
 
 
-class Blocks:
+class LowerSetBlocks:
     """The costs of the block between any two lower sets of a family, and the best sequences."""
 
     def __init__(

@@ -56,7 +56,7 @@ POINTS = 20
 """The number of plans of a table that `Curve.spread` returns."""
 
 
-class Part(NamedTuple):
+class ChainPart(NamedTuple):
     """The stages from `first` to `last`, with a memory limit in slots."""
 
     first: int
@@ -146,7 +146,7 @@ class Table:
     def steps(self, limit: int) -> list[Step]:
         """Returns the best schedule for a feasible memory limit in units."""
         found: list[Step] = []
-        stack: list[Step | Part] = [Part(0, self.length - 1, limit)]
+        stack: list[Step | ChainPart] = [ChainPart(0, self.length - 1, limit)]
         while stack:
             item = stack.pop()
             if isinstance(item, Step):
@@ -155,7 +155,7 @@ class Table:
                 stack += reversed(self._split(item))
         return found
 
-    def _split(self, part: Part) -> list[Step | Part]:
+    def _split(self, part: ChainPart) -> list[Step | ChainPart]:
         """Returns the steps and parts of which the best schedule of a part consists."""
         first, last, limit = part
         leaf = first == last
@@ -176,11 +176,11 @@ class Table:
         seconds[(left < 0) | (sweep > limit)] = np.inf
         split = int(splits[seconds.argmin()])
         if saving[k] <= seconds.min():
-            after = Part(first + 1, last, limit - self._slots(self.costs.options[first][k].saved_nbytes))
+            after = ChainPart(first + 1, last, limit - self._slots(self.costs.options[first][k].saved_nbytes))
             return [Step("all", first, k), after, Step("backward", first, k)]
         ahead = [Step("none", i) for i in range(first + 1, split)]
-        right = Part(split, last, limit - int(self.beside[first, split]))
-        return [Step("checkpoint", first), *ahead, right, Part(first, split - 1, limit)]
+        right = ChainPart(split, last, limit - int(self.beside[first, split]))
+        return [Step("checkpoint", first), *ahead, right, ChainPart(first, split - 1, limit)]
 
 
 class Curve:

@@ -60,7 +60,7 @@ def written(
             todo.append(_write_item(name, leaf, mesh, rank))
     whole = {name: _of_whole(leaf, mesh) for name, leaf in leaves.items()}
 
-    class Planner(DefaultSavePlanner):
+    class PartWriter(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
             name = write_item.index.fqn
             return io.BytesIO(plain[name]) if name in plain else leaves[name].part(mesh, rank).contiguous()
@@ -72,7 +72,7 @@ def written(
         try:
             plan = files.prepare_local_plan(SavePlan(todo))
             plan = files.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
-            mine["parts"] = summed(files, files.write_data(plan, Planner()).wait())
+            mine["parts"] = summed(files, files.write_data(plan, PartWriter()).wait())
         except Exception as caught:
             error, mine["error"] = caught, f"{type(caught).__name__}: {caught}"
         said = [json.loads(text) for text in exchange(json.dumps(mine))]
@@ -157,7 +157,7 @@ def read(files: FileSystemReader, leaves: dict[str, Leaf], there: dict[str, Any]
     verify(files, wanted)
     plain: dict[str, Any] = {}
 
-    class Planner(DefaultLoadPlanner):
+    class PartReader(DefaultLoadPlanner):
         def load_bytes(self, read_item: Any, value: Any) -> None:
             name = read_item.dest_index.fqn
             try:
@@ -179,7 +179,7 @@ def read(files: FileSystemReader, leaves: dict[str, Leaf], there: dict[str, Any]
             pass
 
     try:
-        files.read_data(LoadPlan(todo), Planner()).wait()
+        files.read_data(LoadPlan(todo), PartReader()).wait()
     except (FckptError, OSError):
         raise
     except Exception as error:

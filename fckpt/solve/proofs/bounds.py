@@ -269,13 +269,13 @@ class _Certain:
 
     def after(self, node: int) -> np.ndarray:
         """Returns, by node, whether its first run is after that of `node`. Last entry: whether backward begins then."""
-        return self._reached(self.later, node)
+        return self._nodes_along(self.later, node)
 
     def before(self, node: int) -> np.ndarray:
         """Returns, by node, whether its first run is before that of `node`. Last entry: whether backward has begun."""
-        return self._reached(self.earlier, node)
+        return self._nodes_along(self.earlier, node)
 
-    def _reached(self, arcs: Any, node: int) -> np.ndarray:
+    def _nodes_along(self, arcs: Any, node: int) -> np.ndarray:
         from scipy.sparse.csgraph import breadth_first_order
 
         found = _mask(self.begins + 1, breadth_first_order(arcs, node, return_predecessors=False))
