@@ -25,7 +25,7 @@ strategies of both kinds are simulated, and the fastest one that fits is returne
     L, M_v, T_v                 a row of `LowerSetBlocks.members`, `nbytes`, `ticks`
     boundary of L               `LowerSetBlocks.boundary`
     opt[L, t]                   the states of a lower set: its Pareto front in time and bytes
-    U                           the result of `LowerSetBlocks.saved`, with the last block, which the paper's code also saves
+    U                           the result of `LowerSetBlocks.saved`, and the last block, which the paper saves too
 
 Complexity: O(F^2 |V|) for the sums over blocks, with F lower sets, by matrix products, and O(F^2 states) per budget.
 Times are rounded up to ticks, about 5 for each vertex, as in the paper's code (policy_gt.cc of chainer-compiler), which

@@ -11,7 +11,7 @@ from graphs import chain, network, plain_nbytes
 
 from fckpt.errors import BudgetError
 from fckpt.graph import simulate
-from fckpt.solve._lower_sets import Blocks, all_lower_sets, ancestor_sets, lower_sets, ticks_of
+from fckpt.solve._lower_sets import LowerSetBlocks, all_lower_sets, ancestor_sets, lower_sets, ticks_of
 from fckpt.solve.chains.tensors import tensor_graph
 from fckpt.solve.core.rules import Rules
 
@@ -82,7 +82,7 @@ def test_the_best_of_all_sequences(start: int, exact: bool):
         reads, nbytes, ticks = drawn(seed, most=5 if exact else 7)
         family = all_lower_sets(reads, 1000) if exact else ancestor_sets(reads)
         assert family is not None
-        blocks = Blocks(reads, nbytes, ticks, family)
+        blocks = LowerSetBlocks(reads, nbytes, ticks, family)
         named = as_sets(family, len(reads))
         known = [costs(sequence, reads, nbytes, ticks) for sequence in sequences(named, named[-1])]
         low, high = min(most for most, _ in known), max(most for most, _ in known)
@@ -105,7 +105,7 @@ def test_ancestor_sets_never_beat_all_lower_sets():
         reads, nbytes, ticks = drawn(seed, most=9)
         family = all_lower_sets(reads, 5000)
         assert family is not None
-        exact, approximate = (Blocks(reads, nbytes, ticks, sets) for sets in (family, ancestor_sets(reads)))
+        exact, approximate = (LowerSetBlocks(reads, nbytes, ticks, sets) for sets in (family, ancestor_sets(reads)))
         for part in (0.5, 0.7, 0.9, 1.0):
             budget = int(part * exact.most)
             best, near = exact.best(budget), approximate.best(budget)
