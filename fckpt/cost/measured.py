@@ -128,7 +128,7 @@ class Measured:
         device = _device(call, specs)
         if maker is None and opaque_operands(call):
             reasons.append("it reads the workspace of another operation, which cannot be synthesised")
-        for fill, given in [] if reasons else _attempts(call, held):
+        for fill, given in [] if reasons else _tries(call, held):
             try:
                 with _isolated(device), _as_planned(call.op):
                     # Each of the two functions frees its arguments before the other makes new ones.
@@ -158,7 +158,7 @@ class Measured:
         return most
 
 
-def _attempts(call: Call, held: Mapping[int, torch.Tensor]) -> list[tuple[str, Mapping[int, torch.Tensor]]]:
+def _tries(call: Call, held: Mapping[int, torch.Tensor]) -> list[tuple[str, Mapping[int, torch.Tensor]]]:
     """Returns ways to make the arguments of a call, in order: from existing tensors if possible, then synthetic."""
     schema = getattr(call.op, "_schema", None)
     ways: list[tuple[str, Mapping[int, torch.Tensor]]] = [(fill, {}) for fill in FILLS]
