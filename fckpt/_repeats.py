@@ -125,7 +125,7 @@ class _Search:
         if not rows or _named_stage(module):
             return bool(rows)
         container = isinstance(module, _CONTAINERS)
-        if container == uniform:  # a row of equal blocks; T5's block, which contains two different ones, is no stage
+        if container == uniform:  # a row of equal blocks; T5's block, which contains two different ones, is not
             return container
         shapes = _shapes(module)
         return not any(other is not module and _shapes(other) == shapes for other in self.by_class[type(module)])

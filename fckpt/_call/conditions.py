@@ -362,12 +362,12 @@ class Conditions:
 
 
 def copy_of(tensor: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a tensor's values, with the attributes that somebody has given to `live`."""
+    """Returns a copy of a tensor's values, with the attributes that have been set on `live`."""
     return with_attributes(tensor.detach().clone(), live)
 
 
 def with_attributes(new: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """Gives `new` the attributes that somebody has given to `live`, and returns it."""
+    """Copies the attributes that have been set on `live` to `new`, and returns it."""
     if vars(live):
         vars(new).update(vars(live))
     return new
