@@ -1,13 +1,12 @@
-"""Trains a Hugging Face model within a byte budget, beside plain and a checkpoint per block: peak, time, bits.
+"""Trains Hugging Face models in several ways: peak memory, time, and whether the gradients are bitwise equal.
 
-    python -m benches.demo                       # BERT-base and ViT-B/16, on the GPU when there is one
+    python -m benches.demo                       # BERT-base and ViT-B/16, on the GPU if there is one
     python -m benches.demo --models bert --budgets 0.8 0.5 --json demo.json
 
-From the same random weights, data and seed it takes training steps (forward, loss, backward) in these ways: plainly;
-with a checkpoint per block, which is the model's own `gradient_checkpointing_enable()`; with
-`fckpt.remat_blocks(model)`; and with `fckpt.remat(lambda **batch: model(**batch).loss, budget=...)`. It prints measured
-peaks, times, and whether loss, gradients and the random generator come out bitwise equal. Ends with exit code 1 if any
-of them does not in a way of fckpt.
+With the same random weights, data and random numbers, it runs training steps (forward, loss, backward): plain; with a
+checkpoint per block, by the model's `gradient_checkpointing_enable()`; with `fckpt.remat_blocks(model)`; and with
+`fckpt.remat(lambda **batch: model(**batch).loss, budget=...)`. The exit code is 1 if a loss, a gradient or the state of
+the random generator of a way of fckpt is not bitwise equal to the plain step's.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fckpt
-from benches.script import DEVICE, opening, report_parser, steps
-from benches.timing import Spread, alternate, mib, paired_ratio, set_up, spread, write_json
+from benches.common.command import DEVICE, mib, opening, report_parser, steps
+from benches.common.results import write_json
+from benches.common.timing import Spread, alternate, paired_ratio, set_up, spread
 from fckpt._memory import measure_peak
 
 sys.path.append(str(Path(__file__).parent.parent / "docs" / "examples"))
@@ -54,24 +54,24 @@ class Task:
 
 @dataclass(frozen=True)
 class Way:
-    """What one way to take the step comes to."""
+    """The measurements of one way to run the step."""
 
     name: str
     budget: float | None
-    """The part of the plain peak that was allowed, if one was named."""
+    """The budget as a fraction of the plain peak, if there is one."""
     peak_bytes: int
     step_seconds: Spread
     time_ratio: Spread
-    """To plain, round by round."""
+    """Relative to plain, by round."""
     first_seconds: float
-    """What the first step took: within a budget, it plans."""
+    """Of the first step, which plans if there is a budget."""
     unequal: list[str]
-    """What is not bitwise that of the plain step: gradients by name, "loss", "generator"."""
+    """What is not bitwise equal to the plain step: names of gradients, "loss", "generator"."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the demo found out about one model; the first way is plain."""
+    """The results of one model; the first way is plain."""
 
     model: str
     what: str
@@ -83,7 +83,7 @@ class Result:
 
     @property
     def equal(self) -> bool:
-        """Whether all ways of fckpt give the bits of the plain step."""
+        """Whether all ways of fckpt are bitwise equal to the plain step."""
         return not self.failed and not any(way.unequal for way in self.ways if "fckpt" in way.name)
 
 
@@ -101,7 +101,7 @@ def bert(parsed: argparse.Namespace) -> Task:
 
 
 def vit(parsed: argparse.Namespace) -> Task:
-    """ViT-B/16, which classifies images of at most so many patches as there are tokens."""
+    """ViT-B/16, which classifies images of at most `tokens` patches."""
     from transformers import ViTConfig, ViTForImageClassification
 
     side = 16 * int(parsed.tokens**0.5)
@@ -118,7 +118,7 @@ def gpt2(parsed: argparse.Namespace) -> Task:
     model = GPT2LMHeadModel(
         GPT2Config(n_layer=parsed.layers, n_embd=parsed.hidden, n_head=parsed.hidden // 64, use_cache=False)
     )
-    model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # taken anyway, with a warning, unless it is named
+    model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # the default, which warns unless it is named
     tokens = torch.randint(50_257, (parsed.batch, parsed.tokens))
     return Task("GPT-2 small", _described(parsed, "tokens"), model, {"input_ids": tokens, "labels": tokens})
 
@@ -144,7 +144,7 @@ def _described(parsed: argparse.Namespace, what: str) -> str:
 
 
 @dataclass(frozen=True)
-class Contender:
+class Prepared:
     """A model with a loss, ready for steps."""
 
     model: nn.Module
@@ -153,7 +153,7 @@ class Contender:
     budget: float | None = None
 
     def step(self) -> Tensor:
-        """Forward, loss and backward, random numbers from the same seed each time. Returns the loss."""
+        """Runs forward, loss and backward, always from the same random seed. Returns the loss."""
         torch.manual_seed(SEED)
         self.model.zero_grad(set_to_none=True)
         loss = self.loss(**self.batch)
@@ -161,22 +161,22 @@ class Contender:
         return loss.detach()
 
 
-def contenders(task: Task, budgets: Sequence[float]) -> dict[str, Contender]:
-    """The ways to train, by name. Their models are different objects over the same parameters."""
+def prepared(task: Task, budgets: Sequence[float]) -> dict[str, Prepared]:
+    """Returns the ways to train, by name. Their models share parameters."""
     shared = {id(t): t for t in (*task.model.parameters(), *task.model.buffers())}
     clone = lambda: copy.deepcopy(task.model, dict(shared))
     checkpointed, blockwise = clone(), clone()
     _checkpoint(checkpointed)
     fckpt.remat_blocks(blockwise)
     made = {
-        PLAIN: Contender(task.model, _loss_of(task.model), task.batch),
-        "checkpoint per block": Contender(checkpointed, _loss_of(checkpointed), task.batch),
-        "fckpt.remat_blocks": Contender(blockwise, _loss_of(blockwise), task.batch),
+        PLAIN: Prepared(task.model, _loss_of(task.model), task.batch),
+        "checkpoint per block": Prepared(checkpointed, _loss_of(checkpointed), task.batch),
+        "fckpt.remat_blocks": Prepared(blockwise, _loss_of(blockwise), task.batch),
     }
     for budget in budgets:
         model = clone()
         loss = fckpt.remat(_loss_of(model), budget=budget)
-        made[f"fckpt.remat, budget={budget:g}"] = Contender(model, loss, task.batch, budget)
+        made[f"fckpt.remat, budget={budget:g}"] = Prepared(model, loss, task.batch, budget)
     return made
 
 
@@ -185,7 +185,7 @@ def _loss_of(model: nn.Module) -> Callable[..., Tensor]:
 
 
 def _checkpoint(model: Any) -> None:
-    """Switches the model's own checkpointing on: torch's, around each block."""
+    """Enables the checkpointing of the model: torch's, around each block."""
     name = "activation_checkpointing_enable"  # from transformers 5 on
     getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")({"use_reentrant": False})
 
@@ -196,24 +196,24 @@ def _checkpoint(model: Any) -> None:
 def run(
     task: Task, budgets: Sequence[float], rounds: int, device: torch.device, advance: Callable[[str], None]
 ) -> Result:
-    """Takes the first step in each way and compares it bitwise, then measures memory, then time."""
+    """Runs the first step of each way and compares it bitwise, then measures memory, then time."""
     task.model.to(device).train()
-    ready = contenders(task, budgets)
+    ready = prepared(task, budgets)
     failed: dict[str, str] = {}
     expected: dict[str, Tensor] = {}
     unequal: dict[str, list[str]] = {}
     planning: dict[str, float] = {}
-    for name, contender in list(ready.items()):
+    for name, way in list(ready.items()):
         advance(f"{name}: first step")
         start = time.perf_counter()
         try:
-            loss = contender.step()
+            loss = way.step()
         except fckpt.FckptError as error:
             failed[name] = f"{type(error).__name__}: {error}"
             del ready[name]
             continue
         planning[name] = time.perf_counter() - start
-        found = {n: p.grad.clone() for n, p in contender.model.named_parameters() if p.grad is not None}
+        found = {n: p.grad.clone() for n, p in way.model.named_parameters() if p.grad is not None}
         found |= {"loss": loss, "generator": _generator_state(device)}
         expected = expected or found
         unequal[name] = [n for n, t in expected.items() if n not in found or not torch.equal(t, found[n])]
@@ -224,12 +224,12 @@ def run(
     count = len(expected) - 2
     expected.clear()
     peaks = {}
-    for name, contender in ready.items():
+    for name, way in ready.items():
         advance(f"{name}: memory")
-        peaks[name] = measure_peak(contender.step, device).peak_bytes
+        peaks[name] = measure_peak(way.step, device).peak_bytes
         task.model.zero_grad(set_to_none=True)
     seconds = alternate(
-        {name: contender.step for name, contender in ready.items()},
+        {name: way.step for name, way in ready.items()},
         rounds=rounds,
         warm_up=WARM_UP,
         device=device,
@@ -243,14 +243,14 @@ def run(
         ways=[
             Way(
                 name=name,
-                budget=contender.budget,
+                budget=way.budget,
                 peak_bytes=peaks[name],
                 step_seconds=spread(seconds[name]),
                 time_ratio=paired_ratio(seconds, name, PLAIN),
                 first_seconds=planning[name],
                 unequal=unequal[name],
             )
-            for name, contender in ready.items()
+            for name, way in ready.items()
         ],
         failed=failed,
     )
@@ -261,7 +261,7 @@ def _generator_state(device: torch.device) -> Tensor:
 
 
 def show(result: Result, console: Console) -> None:
-    """Prints one model's table."""
+    """Prints the table of one model."""
     table = Table()
     for column in ("", "peak", "of plain", "step", "of plain", "gradients"):
         table.add_column(column, justify="left" if column in ("", "gradients") else "right", no_wrap=True)
@@ -287,7 +287,7 @@ def show(result: Result, console: Console) -> None:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Writes the tables as one for the README."""
+    """Returns the tables as one Markdown table, for the README."""
     rows = [["model", "way", "peak", "of plain", "step", "of plain", "gradients"], ["---", "---", *["---:"] * 4, "---"]]
     for result in results:
         for i, way in enumerate(result.ways):
@@ -310,13 +310,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = report_parser("demo", __doc__)
     parser.add_argument("--device", help=DEVICE)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["bert", "vit"], help="default: bert vit")
-    parts = "of the plain peak (default 0.6 0.4)"
+    parts = "fractions of the plain peak (default 0.6 0.4)"
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.6, 0.4], metavar="PART", help=parts)
     parser.add_argument("--batch", type=int, default=4, metavar="N", help="sequences (default 4)")
-    parser.add_argument("--tokens", type=int, default=256, help="of a sequence, at most 512 (default 256)")
-    parser.add_argument("--layers", type=int, default=12, help="of each model (default 12)")
+    parser.add_argument("--tokens", type=int, default=256, help="length of a sequence, at most 512 (default 256)")
+    parser.add_argument("--layers", type=int, default=12, help="layers of each model (default 12)")
     parser.add_argument("--hidden", type=int, default=768, help="width, a multiple of 64 (default 768)")
-    parser.add_argument("--markdown", action="store_true", help="print the README's table as well")
+    parser.add_argument("--markdown", action="store_true", help="also print a Markdown table")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of each kind (default 5)")
     parsed = parser.parse_args(arguments)
     if min(parsed.batch, parsed.tokens, parsed.layers, parsed.repeats) < 1 or parsed.tokens > 512:
@@ -329,7 +329,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo. Returns 0 if everything of fckpt was bitwise equal and nothing failed, 1 if not."""
+    """Runs the demo. Returns 1 if a way of fckpt failed or was not bitwise equal, otherwise 0."""
     parsed = parse(arguments)
     device = set_up(parsed.device)
     console, document = opening("demo", arguments, device)
@@ -346,9 +346,9 @@ def main(arguments: list[str] | None = None) -> int:
         if parsed.json:
             write_json(parsed.json, {**document, "results": [asdict(r) for r in results]})
     console.print(
-        "Peak: most bytes held at once above what was held before the step, its gradients included. Step: the fastest; "
-        "its ratio is the median over rounds. Equal: loss, all gradients and the random generator, bit for bit. A "
-        "checkpoint per block is the model's own gradient_checkpointing_enable().",
+        "Peak: the most bytes above those before the step, including gradients. Step: the fastest; its ratio is the "
+        "median of the rounds. Equal: loss, all gradients and the random generator, bitwise. A checkpoint per block is "
+        "the model's gradient_checkpointing_enable().",
         style="dim",
     )
     if parsed.markdown:

@@ -1,28 +1,28 @@
-"""Memory and time of data parallel training: the seed's table of DenseNet-BC on CIFAR-10, on GPUs or on processes.
+"""Data parallel training of DenseNet-BC on GPUs or processes: memory and time of PyTorch's methods and of fckpt.
 
-    python -m benches.multi_gpu --json benches/results/multi-gpu-cpu.json     # two processes; on GPUs, one for each
-    python -m benches.multi_gpu --processes 2 --device cuda --check           # several on one GPU, if there is one only
+    python -m benches.multi_gpu --json benches/results/multi-gpu-cpu.json     # two processes; one for each GPU
+    python -m benches.multi_gpu --processes 2 --device cuda --check           # two processes, also on a single GPU
     python -m benches.multi_gpu --scaling 1 2 4
     python -m benches.multi_gpu --efficient --data ~/data --save model --batch_size 256 --epochs 3
 
-The demonstration of efficient DenseNets, which https://github.com/csrhddlam/pytorch-checkpoint compared on two GPUs, on
-any number of processes. All train the same network on the same batch, with the same SGD, and take turns in the same
-processes (see `timing.py`), which wait for each other before each step.
+The comparison follows the demonstration of efficient DenseNets in https://github.com/csrhddlam/pytorch-checkpoint,
+which ran on two GPUs. All methods train the same network on the same batch with the same SGD. They run alternately in
+the same processes (see `common/timing.py`), which wait for each other before each step.
 
 naive DDP      DistributedDataParallel.
 + layers       and `torch.utils.checkpoint(use_reentrant=False)` around each dense layer;
-+ bottlenecks  or around what of it is cheap to compute again, the way of efficient DenseNets.
-FSDP2 + ...    both with `fully_shard` around each dense block instead: parameters are divided.
-DataParallel   with the reentrant checkpoint around bottlenecks, what the seed compared itself with: the GPUs are driven
-               by the threads of one process. Needs two of them.
-fckpt in 57%   `fckpt.remat` of the loss, planned so that all of it takes 57% of naive DDP's memory, under `fckpt.grad`,
-               with `fckpt.pmean` of the gradients, in `fckpt.shard_map`.
-fckpt as ...   the same within the memory that one of PyTorch's ways takes.
++ bottlenecks  or around the part of a layer that is cheap to recompute, as in efficient DenseNets.
+FSDP2 + ...    both, with `fully_shard` around each dense block instead of DDP: parameters are divided.
+DataParallel   with the reentrant checkpoint around bottlenecks, as in that demonstration: the threads of one process
+               run the GPUs. Needs two of them.
+fckpt in 57%   `fckpt.remat` of the loss with a plan for 57% of naive DDP's memory, under `fckpt.grad`, with
+               `fckpt.pmean` of the gradients, in `fckpt.shard_map`.
+fckpt as ...   the same, in the memory of one of PyTorch's methods.
 
-Memory is that of the rank that holds most, time that of the slowest. Processes talk through NCCL where each has a GPU
-of its own, otherwise through gloo. On two ranks a sum over ranks has one order only, and gradients must be bitwise
-those of naive DDP; on more they differ by rounding. With `--check` the exit code is 1 if they differ by more, if fckpt
-takes more than 57% of the memory or 1.10 of the time of naive DDP, or is slower than another in that one's memory.
+Memory is that of the rank that holds most, time that of the slowest. Processes communicate by NCCL if each has its own
+GPU, otherwise by gloo. On two ranks a sum over ranks has one order only, and gradients must be bitwise equal to naive
+DDP's; on more ranks they differ by rounding. With `--check` the exit code is 1 if they differ by more, if fckpt takes
+more than 57% of the memory or 1.10 of the time of naive DDP, or is slower than another method in its memory.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ import torch
 from rich.console import Console
 
 import fckpt
-from benches.ranks import PLANNED_AS, Epoch, Pace, Report, Row, compare, pace, train
-from benches.replicas import NAIVE, NEEDS_GPUS, Setting
-from benches.script import DEVICE, in_mib, opening, report_parser, table_of
-from benches.timing import mib, pick_device, write_json
+from benches.common.command import DEVICE, in_mib, mib, opening, report_parser, table_of
+from benches.common.data_parallel import NAIVE, NEEDS_GPUS, Setting
+from benches.common.data_parallel_runs import PLANNED_AS, Epoch, Report, Row, ScalingRow, compare, time_scaling, train
+from benches.common.results import write_json
+from benches.common.timing import pick_device
 
 MOST_TIME = 1.10
-"""Of naive DDP's, at the budget of the table."""
+"""Relative to naive DDP, for "fckpt in 57%"."""
 ROUNDING = 1e-4
-"""How far gradients may be off where sums over ranks may be in another order; float32, relative to the largest."""
+"""The largest difference of gradients if sums over ranks may have another order; relative to the largest element."""
 PATIENCE_SECONDS = 30.0
-"""How long processes have to end after one has failed."""
-SEED = {NAIVE: (5.25, 0.27), NEEDS_GPUS: (2.98, 1.41), "fckpt": (2.97, 0.31)}
-"""Gigabytes and seconds that the seed published, on two GPUs of 2018 and with a batch of 256: naive, PyTorch's
-reentrant checkpoint, and its own, beside which stands fckpt's."""
+"""The time for processes to end after one has failed."""
+PUBLISHED = {NAIVE: (5.25, 0.27), NEEDS_GPUS: (2.98, 1.41), "fckpt": (2.97, 0.31)}
+"""Gigabytes and seconds that pytorch-checkpoint published, for two GPUs of 2018 and a batch of 256: naive, PyTorch's
+reentrant checkpoint, and pytorch-checkpoint, in the row of fckpt."""
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -63,18 +64,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     yes = {"nargs": "?", "const": True, "default": False, "type": _truth, "metavar": "True"}
     parser.add_argument("--processes", type=int, metavar="N", help="default: one for each GPU; two without")
     parser.add_argument("--device", choices=["cpu", "cuda"], help=DEVICE.replace(", cuda:1, ...", ""))
-    parser.add_argument("--data", metavar="FOLDER", help="of CIFAR-10's python version; default: made up images")
-    parser.add_argument("--batch_size", "--batch-size", type=int, metavar="N", help="of all (256; on CPU 16 for each)")
+    parser.add_argument("--data", metavar="FOLDER", help="of CIFAR-10's python version; default: random images")
+    parser.add_argument(
+        "--batch_size", "--batch-size", type=int, metavar="N", help="of all processes (default 256; on CPU 16 each)"
+    )
     parser.add_argument("--depth", type=int, help="4 and a multiple of 6 (default 100; on CPU 40)")
     parser.add_argument("--growth", type=int, help="channels that a layer adds (default 12)")
-    parser.add_argument("--budget", type=float, metavar="B", help="of naive DDP's memory (default 0.57)")
+    parser.add_argument("--budget", type=float, metavar="B", help="fraction of naive DDP's memory (default 0.57)")
     parser.add_argument("--rounds", type=int, metavar="N", help="timed steps of each kind (default 31)")
-    parser.add_argument("--threads", type=int, metavar="N", help="of a process, on CPU (default: all cores divided)")
-    parser.add_argument("--tiny", action="store_true", help="a network that computes next to nothing, for a try")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="of a process, on CPU (default: an equal part of the cores)"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a very small network, for a try")
     parser.add_argument("--check", action="store_true", help="exit 1 if fckpt is slower, needs more, or fails")
-    parser.add_argument("--scaling", nargs="+", type=int, metavar="N", help="time so many processes instead")
-    parser.add_argument("--efficient", **yes, help="train the efficient version instead, and show its loss")
-    parser.add_argument("--save", metavar="FOLDER", help="with --efficient: where to keep the model, and go on from")
+    parser.add_argument(
+        "--scaling", nargs="+", type=int, metavar="N", help="instead: weak scaling over these numbers of processes"
+    )
+    parser.add_argument("--efficient", **yes, help="instead: train with fckpt, and show the loss")
+    parser.add_argument("--save", metavar="FOLDER", help="with --efficient: save the model there, and continue from it")
     parser.add_argument("--epochs", type=int, default=1, metavar="N", help="with --efficient (default 1)")
     parsed = parser.parse_args(arguments)
     _fill_in(parsed)
@@ -90,7 +97,7 @@ def _truth(text: str) -> bool:
 
 
 def _fill_in(parsed: argparse.Namespace) -> None:
-    """Sets what was left open, by the device."""
+    """Sets the defaults that depend on the device."""
     parsed.device = pick_device(parsed.device).type
     on_gpus = parsed.device == "cuda" and not parsed.tiny
     if parsed.processes is None:
@@ -101,7 +108,7 @@ def _fill_in(parsed: argparse.Namespace) -> None:
         "batch_size": 256 if on_gpus else each * parsed.processes,
         "depth": 100 if on_gpus else 10 if parsed.tiny else 40,
         "growth": 4 if parsed.tiny else 12,
-        "budget": 0.8 if parsed.tiny else 0.57,  # in three layers there is not much to gain
+        "budget": 0.8 if parsed.tiny else 0.57,  # three layers save little
         "rounds": 2 if parsed.tiny else 31,
         "threads": max(1, (os.cpu_count() or 1) // max(1, *(parsed.scaling or [parsed.processes]))),
     }
@@ -129,7 +136,7 @@ def _mistakes(parsed: argparse.Namespace) -> Iterator[str]:
 
 
 def setting_of(parsed: argparse.Namespace) -> Setting:
-    """Returns what the processes are told."""
+    """Returns the setting for the processes."""
     return Setting(
         depth=parsed.depth,
         growth=parsed.growth,
@@ -144,10 +151,10 @@ def setting_of(parsed: argparse.Namespace) -> Setting:
 
 
 def run(fn: Any, ranks: int, *args: Any) -> Any:
-    """Runs a function on all ranks and returns what it does on the first: in new processes, unless this is one."""
+    """Runs a function on all ranks and returns the result of the first: in new processes, except under torchrun."""
     if "RANK" in os.environ:
         return fn(*args)
-    # The allocator's counting says of each tensor that it frees and did not see made that it did not.
+    # Otherwise the profiler warns of each tensor that is freed but was allocated before it started.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return fckpt.launch(fn, ranks, *args, timeout_seconds=PATIENCE_SECONDS)[0]
 
@@ -155,8 +162,8 @@ def run(fn: Any, ranks: int, *args: Any) -> Any:
 # ---- the comparison ------------------------------------------------------------------------------
 
 
-def judge(report: Report, ranks: int, fraction: float) -> None:
-    """Adds to the rows what is wrong with them."""
+def check(report: Report, ranks: int, fraction: float) -> None:
+    """Adds complaints to the rows."""
     rows = {row.name: row for row in report.rows}
     naive = rows[NAIVE]
     for row in report.rows:
@@ -167,36 +174,38 @@ def judge(report: Report, ranks: int, fraction: float) -> None:
             row.complaints.append(f"a step has {mib(row.budget_bytes or 0)}, and fckpt needs {mib(row.least_bytes)}")
         if row.predicted_bytes is None or row.to_naive is None:
             continue
-        most = int(fraction * naive.peak_bytes) if row.rival is None else rows[row.rival].peak_bytes
+        most = int(fraction * naive.peak_bytes) if row.other is None else rows[row.other].peak_bytes
         if row.peak_bytes > most:
             row.complaints.append(f"holds {row.peak_bytes - most:,} bytes more than it may")
         if not row.statistics_equal:
             row.complaints.append(f"statistics of BatchNorm are not those of {NAIVE}")
-        if row.rival is None and row.to_naive.median > MOST_TIME:
+        if row.other is None and row.to_naive.median > MOST_TIME:
             row.complaints.append(f"takes {row.to_naive} of the time of {NAIVE}, more than {MOST_TIME:.2f}")
-        if row.to_rival is not None and row.to_rival.median >= 1:
-            row.complaints.append(f"takes {row.to_rival} of the time of its rival in the same memory")
+        if row.to_other is not None and row.to_other.median >= 1:
+            row.complaints.append(f"takes {row.to_other} of the time of the other method in the same memory")
 
 
 def show(report: Report, console: Console) -> None:
     """Prints the tables."""
     rows = {row.name: row for row in report.rows}
-    table = table_of("", "MiB", "%", "s", "time", "same", "seed %", "time", left=["", "same"])
-    for row in (row for row in report.rows if row.rival is None):
-        table.add_row(row.name, *_cells(row, rows[NAIVE]), *_seeds(row), style="bold red" if row.complaints else None)
+    table = table_of("", "MiB", "%", "s", "time", "same", "published %", "time", left=["", "same"])
+    for row in (row for row in report.rows if row.other is None):
+        table.add_row(
+            row.name, *_cells(row, rows[NAIVE]), *_published(row), style="bold red" if row.complaints else None
+        )
     if NEEDS_GPUS not in rows:
-        table.add_row(NEEDS_GPUS, *[""] * 3, "needs 2 GPUs", "", *_seeds(Row(NEEDS_GPUS)), style="dim")
+        table.add_row(NEEDS_GPUS, *[""] * 3, "needs 2 GPUs", "", *_published(Row(NEEDS_GPUS)), style="dim")
     console.print(table)
     pairs = table_of("fckpt, in memory of", "MiB", "%", "s", "time", "same", "fckpt / it", left=["", "same"])
-    for row in (row for row in report.rows if row.rival is not None):
+    for row in (row for row in report.rows if row.other is not None):
         name = row.name.removeprefix(PLANNED_AS)
-        cells = (*_cells(row, rows[NAIVE]), str(row.to_rival or ""))
+        cells = (*_cells(row, rows[NAIVE]), str(row.to_other or ""))
         pairs.add_row(name, *cells, style="bold red" if row.complaints else None)
     console.print(pairs)
     console.print(
-        "MiB: all that is held at once on a rank. Time: naive DDP's or the other's, within a round, the median and its "
-        "interquartile range. Same: gradients and statistics of BatchNorm, bitwise as naive DDP's; PyTorch's "
-        "checkpoint counts statistics twice. Seed: on two GPUs of 2018, a batch of 256.",
+        "MiB: everything that a rank holds at once. Time: relative to naive DDP, or to the other method, median and "
+        "quartiles of the rounds. Same: gradients and statistics of BatchNorm bitwise equal to naive DDP; PyTorch's "
+        "checkpoint updates statistics twice. Published: on two GPUs of 2018, with a batch of 256.",
         style="dim",
     )
 
@@ -210,12 +219,12 @@ def _cells(row: Row, naive: Row) -> list[str]:
     return [in_mib(row.peak_bytes), f"{percent:.1f}", seconds, str(row.to_naive), same]
 
 
-def _seeds(row: Row) -> tuple[str, str]:
-    """Returns what the seed published for the like, as parts of what it published for naive."""
-    found = SEED.get("fckpt" if row.predicted_bytes is not None and row.rival is None else row.name)
+def _published(row: Row) -> tuple[str, str]:
+    """Returns the published memory in percent and the time, relative to the published naive figures."""
+    found = PUBLISHED.get("fckpt" if row.predicted_bytes is not None and row.other is None else row.name)
     if found is None:
         return "", ""
-    memory, seconds = (a / b for a, b in zip(found, SEED[NAIVE], strict=True))
+    memory, seconds = (a / b for a, b in zip(found, PUBLISHED[NAIVE], strict=True))
     return f"{100 * memory:.0f}", f"{seconds:.2f}"
 
 
@@ -223,7 +232,7 @@ def _compare(parsed: argparse.Namespace, console: Console, document: dict[str, A
     report: Report = run(compare, parsed.processes, setting_of(parsed))
     if os.environ.get("RANK", "0") != "0":
         return 0
-    judge(report, parsed.processes, parsed.budget)
+    check(report, parsed.processes, parsed.budget)
     show(report, console)
     complaints = [f"{row.name}: {text}" for row in report.rows for text in row.complaints]
     for complaint in complaints:
@@ -231,7 +240,7 @@ def _compare(parsed: argparse.Namespace, console: Console, document: dict[str, A
     console.print(f"{len(complaints)} complaints.", highlight=False)
     if parsed.json:
         rows = [{**asdict(row), "peak_bytes": row.peak_bytes} for row in report.rows]
-        write_json(parsed.json, {**document, **asdict(report), "rows": rows, "seed": SEED})
+        write_json(parsed.json, {**document, **asdict(report), "rows": rows, "published": PUBLISHED})
     return int(parsed.check and bool(complaints))
 
 
@@ -240,22 +249,22 @@ def _compare(parsed: argparse.Namespace, console: Console, document: dict[str, A
 
 def _scale(parsed: argparse.Namespace, console: Console, document: dict[str, Any]) -> int:
     each = parsed.batch_size // parsed.processes
-    paces: list[Pace] = []
+    rows: list[ScalingRow] = []
     for ranks in parsed.scaling:
         setting = replace(setting_of(parsed), batch=each * ranks)
-        paces.append(run(pace, ranks, setting, paces[0].plan if paces else None))
+        rows.append(run(time_scaling, ranks, setting, rows[0].plan if rows else None))
     console.print(f"Weak scaling, {each} images for each process of {parsed.threads} threads, {os.cpu_count()} cores")
     table = table_of("processes", "naive s", "of the first", "fckpt s", "of the first", "fckpt / naive")
-    for found in paces:
+    for found in rows:
         cells: list[str] = []
         for kind in ("naive_seconds", "planned_seconds"):
-            seconds, first = getattr(found, kind).median, getattr(paces[0], kind).median
+            seconds, first = getattr(found, kind).median, getattr(rows[0], kind).median
             cells += [f"{seconds:.3f}", f"{seconds / first:.2f}"]
         table.add_row(str(found.ranks), *cells, str(found.planned_to_naive))
     console.print(table)
     if parsed.json:
-        rows = [{name: value for name, value in asdict(found).items() if name != "plan"} for found in paces]
-        write_json(parsed.json, {**document, "scaling": rows})
+        scaling = [{name: value for name, value in asdict(row).items() if name != "plan"} for row in rows]
+        write_json(parsed.json, {**document, "scaling": scaling})
     return 0
 
 

@@ -1,39 +1,38 @@
-"""The seed's table: eighteen networks, what its checkpoints save and cost, and what `auto` makes of the same memory.
+"""Eighteen networks: the checkpoints of Feng & Huang, compared with plans in the same memory and in the same time.
 
     python -m benches.networks --planned --json benches/results/networks-planned.json      # nothing is run
     python -m benches.networks --json benches/results/networks-cpu.json --check
     python -m benches.networks --device cuda --json benches/results/networks-cuda.json --check
     python -m benches.networks --tiny --networks resnet18 --points 2                       # seconds
 
-The networks are those of `vision.py`; a step is forward, cross-entropy and backward to all parameters. With `--planned`
-they have the batch and the images of the paper, lie on the meta device, and the times come from a GPU's data sheet
-(`--profile`). Otherwise the steps are run: on a GPU in those sizes, on a CPU in smaller ones. By network:
+The networks are those of `models/published_networks.py`; a step is forward, cross-entropy and backward to all
+parameters. With `--planned` they have the batch and the images of the paper and lie on the meta device, and the times
+come from a GPU's data sheet (`--profile`). Otherwise the steps are run: on a GPU in those sizes, on a CPU in smaller
+ones. The methods, for each network:
 
 plain     eager PyTorch.
-torch     `torch.utils.checkpoint` around each block; planned, its model: all inside a block is computed again.
-ogc       the checkpoints of Feng & Huang, which know no budget. Its memory is the budget of the following.
+torch     `torch.utils.checkpoint` around each block. Its prediction is a schedule that recomputes whole blocks.
+ogc       the checkpoints of Feng & Huang, which take no budget. Their memory is the budget of the next methods.
 rotor, torch_dp, ...   other solvers (`--solvers`); torch_dp is the knapsack of `torch.compile`.
 auto      in the same memory; in half of it; and in the least memory in which it takes no longer than ogc.
 
-Plans run in turn with the plain step (see `timing.py`)
-and are compared with it bitwise. The curve of `auto` is in the JSON.
+A plan and the plain step are run alternately (see `common/timing.py`), and compared bitwise. The curve of `auto` is in
+the JSON.
 
-Memory is the seed's figure: the peak above weights and gradients of a step that finds the gradients of the step before
-and adds to them, as autograd does one by one. Plans are made for that count (`contenders.accumulating`), and the
-allocator confirms it for plain and torch. A plan of fckpt returns all gradients at once, and is run after `zero_grad`
-has dropped the old ones: `step MiB` is the peak of that, above the weights, by the allocator where it was run. It is at
-most the seed's figure and the gradients together. The published figures contain the batch and the batch's gradient
-besides, which a training step does not have.
+Memory is counted as in the paper: the peak above weights and gradients of a step that adds to the gradients of the
+previous step, as autograd does one by one. Plans are made for that count (`network_plans.accumulating`), and the
+allocator confirms it for plain and torch. A plan of fckpt returns all gradients at once, and is run without existing
+gradients: `step MiB` is the peak of that above the weights, measured if it was run. It is at most the paper's count
+plus the gradients. The published figures also contain the batch and its gradient, which a training step does not have.
 
-With `--check` the exit code is 1 if a peak exceeds its budget or is not as predicted, a gradient differs by one bit, or
-`auto` misses a target: in ogc's memory at most half of its overhead, and with its overhead at most 0.75 of its memory.
-A target counts as reached where it is proven to be out of reach and `auto` is within 5% of what is proven.
+With `--check` the exit code is 1 if a peak exceeds its budget or is not as predicted, a gradient is not bitwise equal,
+or `auto` misses a target: in ogc's memory at most half of its overhead, and with its overhead at most 0.75 of its
+memory. A target also counts as met if it is proven to be impossible and `auto` is within 5% of the proven bound.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -46,20 +45,29 @@ from rich.console import Console
 from torch import nn
 
 import fckpt
-from benches.contenders import Contender, Point, Report, curve_of, plan_all, prepare, targets_of
-from benches.models import TorchCheckpoint
-from benches.promise import buffers_of, different, off, outcome_of, step_of, unequal
-from benches.script import conclude, described, each_network, in_mib, network_parser, opening, rounds_of, table_of
-from benches.task import Task
-from benches.timing import alternate, mib, paired_ratio, set_up, spread
-from benches.torch_knapsack import TORCHS
-from benches.vision import NETWORKS
+from benches.common.command import (
+    conclude,
+    described,
+    deviation,
+    each_network,
+    in_mib,
+    mib,
+    network_parser,
+    opening,
+    rounds_of,
+    table_of,
+)
+from benches.common.network_plans import Method, Point, Report, curve_of, plan_all, price, targets_of
+from benches.common.results import read_json
+from benches.common.timing import alternate, paired_ratio, set_up, spread
+from benches.common.torch_knapsack import TORCHS
+from benches.common.training import Task, buffers_of, different, outcome_of, step_of, unequal
+from benches.models.published_networks import NETWORKS
+from benches.models.wrapping import TorchCheckpoint
 from fckpt import solve
 from fckpt._memory import measure_peak
 from fckpt._planned.plan import Plan
 from fckpt.cost import Analytic, CostSource, Measured, profile_of, profiles
-
-__all__ = ["Settings", "examine", "run_all"]
 
 OTHERS = ("rotor", "torch_dp")
 
@@ -67,33 +75,33 @@ OTHERS = ("rotor", "torch_dp")
 # ---- measuring -----------------------------------------------------------------------------------
 
 
-def run_all(task: Task, contenders: Sequence[Contender], rounds: int, device: torch.device) -> None:
-    """Measures peaks and times, and compares with the plain step."""
+def run_all(task: Task, methods: Sequence[Method], rounds: int, device: torch.device) -> None:
+    """Measures peaks and times, and compares the results with the plain step."""
     task.loss.zero_grad(set_to_none=True)
-    step_of(task.loss, task)()  # by then every library has allocated what it keeps for good
+    step_of(task.loss, task)()  # so that every library has allocated its permanent memory
     buffers = buffers_of(task.loss)
     plain = outcome_of(task.loss, task, buffers)
     steps: dict[str, Callable[[], object]] = {}
-    for point, plan in contenders:
+    for point, plan in methods:
         if point.predicted_bytes is None:
             continue
         module = _module(task, point, plan)
         found = unequal(plain, outcome_of(module, task, buffers))
-        # PyTorch's checkpoint updates statistics a second time.
+        # PyTorch's checkpoint updates BatchNorm's statistics twice.
         point.unequal = [what for what in found if point.solver != "torch" or not what.startswith("buffer")]
         point.measured_step_bytes = measure_peak(step_of(module, task), device).peak_bytes
         if plan is None:
-            point.measured_bytes = _measured_as_the_seed(module, task, device)
+            point.measured_bytes = _accumulating_peak(module, task, device)
         steps[point.title] = step_of(module, task)
     seconds = alternate(steps, rounds=rounds, device=device)
-    for point, _ in contenders:
+    for point, _ in methods:
         if point.title in seconds:
             point.time_ratio = paired_ratio(seconds, point.title, "plain")
             point.step_seconds = spread(seconds[point.title])
 
 
 def _module(task: Task, point: Point, plan: Plan | None) -> nn.Module:
-    """Returns a module like `task.loss` which shares its parameters."""
+    """Returns a variant of `task.loss` with the same parameters."""
     if plan is not None:
         return fckpt.remat(task.loss, plan=plan)
     if point.solver == "plain":
@@ -101,8 +109,8 @@ def _module(task: Task, point: Point, plan: Plan | None) -> nn.Module:
     return task.in_blocks(TorchCheckpoint)
 
 
-def _measured_as_the_seed(module: nn.Module, task: Task, device: torch.device) -> int:
-    """The peak of a step that adds to the gradients of the last one."""
+def _accumulating_peak(module: nn.Module, task: Task, device: torch.device) -> int:
+    """Returns the measured peak of a step that adds to existing gradients."""
 
     def step() -> None:
         module(task.inputs, task.labels).backward()
@@ -118,7 +126,7 @@ def _measured_as_the_seed(module: nn.Module, task: Task, device: torch.device) -
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says."""
+    """The options of a run."""
 
     size: str
     device: torch.device
@@ -131,7 +139,7 @@ class Settings:
 
 
 def examine(settings: Settings, name: str, advance: Callable[[str], object]) -> Report:
-    """Plans one network in every way, and runs it."""
+    """Plans one network with every method, and runs it."""
     network = NETWORKS[name]
     task = network.task(settings.size, settings.device)
     published = network.published
@@ -139,7 +147,7 @@ def examine(settings: Settings, name: str, advance: Callable[[str], object]) -> 
     report = Report(name, task.name, task.what, figures)
     try:
         _examine(task, report, settings, advance)
-    except Exception as error:  # the next network may do
+    except Exception as error:  # the other networks may work
         report.complaints.append(described(error))
     return report
 
@@ -147,33 +155,33 @@ def examine(settings: Settings, name: str, advance: Callable[[str], object]) -> 
 def _examine(task: Task, report: Report, settings: Settings, advance: Callable[[str], object]) -> None:
     advance("trace and price")
     start = time.perf_counter()
-    planned = prepare(task, settings.costs, settings.ours)
+    step = price(task, settings.costs, settings.ours)
     report.trace_seconds = time.perf_counter() - start
-    report.nodes = len(planned.graph.nodes)
+    report.nodes = len(step.graph.nodes)
     report.gradient_bytes = sum(p.nbytes for p in task.loss.parameters() if p.requires_grad)
-    report.predicted_seconds = planned.graph.seconds
-    contenders = plan_all(planned, report, settings.solvers, advance)
-    report.points = [point for point, _ in contenders]
+    report.predicted_seconds = step.graph.seconds
+    methods = plan_all(step, report, settings.solvers, advance)
+    report.points = [point for point, _ in methods]
     if settings.points > 1:
         advance("curve")
         most = report.points[0].predicted_bytes
         assert report.least_bytes is not None
         assert most is not None
-        report.curve = curve_of(planned, report.least_bytes, most, settings.points)
+        report.curve = curve_of(step, report.least_bytes, most, settings.points)
     if settings.measured:
         advance("run")
-        run_all(task, contenders, settings.rounds, settings.device)
+        run_all(task, methods, settings.rounds, settings.device)
         for point in report.points:
             _judge(point, report.gradient_bytes)
-    report.targets = targets_of(planned, report)
+    report.targets = targets_of(step, report)
 
 
 def _judge(point: Point, gradient_bytes: int) -> None:
-    # Of torch's checkpoint there is only a model.
+    # The prediction for torch's checkpoint is a model.
     if point.solver != "torch":
         step = (point.predicted_step_bytes, point.measured_step_bytes)
         for predicted, measured in ((point.predicted_bytes, point.measured_bytes), step):
-            if predicted is not None and measured is not None and (wrong := off(predicted, measured)):
+            if predicted is not None and measured is not None and (wrong := deviation(predicted, measured)):
                 point.complaints.append(wrong)
     if point.budget_bytes is not None and point.measured_step_bytes is not None:
         over = point.measured_step_bytes - gradient_bytes - point.budget_bytes
@@ -187,10 +195,10 @@ def _judge(point: Point, gradient_bytes: int) -> None:
 
 
 def show(report: Report, console: Console) -> None:
-    """Prints one network's table, and what is wrong with it."""
+    """Prints the table of one network."""
     console.print(f"[bold]{report.title}[/]: {report.what}; {report.nodes} operations", highlight=False)
     columns = ("MiB", "cut", "extra", "bound", "time", "step MiB", "same")
-    table = table_of("contender", *columns, left=["contender"])
+    table = table_of("method", *columns, left=["method"])
     for point in report.points:
         table.add_row(*_cells(point, report), style="bold red" if point.complaints else None)
     console.print(table)
@@ -227,7 +235,9 @@ def _cells(point: Point, report: Report) -> list[str]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = network_parser("networks", __doc__, "exit 1 if a promise is broken or a target missed", NETWORKS)
+    parser = network_parser(
+        "networks", __doc__, "exit 1 if a peak or a gradient is wrong, or a target is missed", NETWORKS
+    )
     parser.add_argument("--planned", action="store_true", help="the paper's sizes on the meta device; nothing is run")
     parser.add_argument("--profile", default="H100", choices=[name for name in profiles if name != "cpu"])
     parser.add_argument(
@@ -236,16 +246,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         choices=[*solve.names(), *TORCHS],
         metavar="NAME",
         default=OTHERS,
-        help=f"the others; default: {', '.join(OTHERS)}",
+        help=f"other solvers; default: {', '.join(OTHERS)}",
     )
-    parser.add_argument("--solver", choices=solve.names(), default="auto", help="the one to compare; default: auto")
-    parser.add_argument("--resume", action="store_true", help="go on where the JSON file ends: it takes an hour")
-    parser.add_argument("--points", type=int, default=8, metavar="N", help="of auto's curve; 0 for none")
+    parser.add_argument(
+        "--solver", choices=solve.names(), default="auto", help="the solver to compare with them; default: auto"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue after the networks in the JSON file: all take an hour"
+    )
+    parser.add_argument("--points", type=int, default=8, metavar="N", help="points of auto's curve; 0 for none")
     return parser.parse_args(arguments)
 
 
 def settings_of(parsed: argparse.Namespace) -> Settings:
-    """Returns what the command line says."""
+    """Returns the options of the command line."""
     device = torch.device("meta") if parsed.planned else set_up(parsed.device)
     costs: CostSource = Analytic(profile_of(parsed.profile)) if parsed.planned else Measured(cache=False)
     size = "tiny" if parsed.tiny else "cpu" if device.type == "cpu" else "paper"
@@ -263,17 +277,17 @@ def main(arguments: list[str] | None = None) -> int:
     options |= {"profile": parsed.profile} if parsed.planned else {"rounds": settings.rounds}
     document["options"] = options
     begun: Path | None = parsed.json if parsed.resume else None
-    known = json.loads(begun.read_text())["networks"] if begun is not None and begun.exists() else []
+    known = read_json(begun)["networks"] if begun is not None and begun.exists() else []
     done = {report["network"] for report in known}
     parsed.networks = [name for name in parsed.networks or NETWORKS if name not in done]
     count = len(parsed.solvers) + 4 + (parsed.points > 1) + settings.measured  # see `plan_all` for the four
     try_to = partial(examine, settings)
     reports = each_network(parsed, document, NETWORKS, count, try_to, show, console, known)
     console.print(
-        "MiB: peak above weights and gradients, as the seed counts. Cut: of the plain one. Extra: predicted time of "
-        "repetitions, to the plain time. Bound: no plan has less, as far as is proven. Time: to the plain step, the "
-        "median of quotients within a round, and their interquartile range. Step MiB: peak above the weights, of a "
-        "step that begins without gradients (measured if it was run). Same: bitwise.",
+        "MiB: peak above weights and gradients, as in the paper. Cut: relative to plain. Extra: predicted time of "
+        "recomputations, relative to the plain step. Bound: a proven lower bound on it. Time: relative to the plain "
+        "step, median and quartiles of the rounds. Step MiB: peak above the weights, of a step that begins without "
+        "gradients (measured if it was run). Same: bitwise equal.",
         style="dim",
     )
     return conclude(parsed, reports, console)

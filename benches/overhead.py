@@ -1,24 +1,23 @@
-"""What a region costs: `fckpt.remat` against plain eager PyTorch and `torch.utils.checkpoint`.
+"""The overhead of a region: `fckpt.remat` compared with eager PyTorch and `torch.utils.checkpoint`.
 
     python -m benches.overhead --json benches/results/overhead-cpu.json --check     # about 3 minutes
     python -m benches.overhead --device cuda --json benches/results/overhead-cuda.json --check
     python -m benches.overhead --quick                                              # under a minute
     python -m benches.overhead --only tiny                                          # or planned, steps, grad
 
-Four parts, all contenders in turn in one process (see `timing.py`):
+Four parts; all methods run alternately in one process (see `common/timing.py`):
 
-tiny   forward and backward of a region too small to compute anything: the cost of the call itself.
-planned forward and backward by a plan that computes nothing again, of small networks of many
-       operations: what a planned call costs in Python; microseconds of its guards, seconds of the first call.
-steps  a training step of ResNet-50, DenseNet-121 and a BERT-base encoder, one region per bottleneck,
-       dense layer or encoder layer: time, and peak bytes by the allocator's own count.
-grad   a 16-block MLP: `fckpt.grad` against `torch.func.grad` and `torch.autograd.grad`, plain and
-       with a region per block.
+tiny     forward and backward of a region with next to no computation: the cost of the call itself.
+planned  forward and backward by a plan that recomputes nothing, of small networks with many operations: the cost of a
+         planned call in Python, the microseconds of its guards and the seconds of the first call.
+steps    a training step of ResNet-50, DenseNet-121 and a BERT-base encoder, one region per bottleneck, dense layer or
+         encoder layer: time, and peak bytes as counted by the allocator.
+grad     a 16-block MLP: `fckpt.grad` compared with `torch.func.grad` and `torch.autograd.grad`, plain and with a region
+         per block.
 
-PyTorch's checkpoint is called as its documentation advises: `use_reentrant=False`, all else default.
-On CUDA all contenders alike run with deterministic kernels.
-With `--check` the exit code is 1 if fckpt takes longer than its yardstick beyond noise (a sign test over
-the rounds, and a median above the resolution), or peaks higher.
+PyTorch's checkpoint is called as its documentation recommends: `use_reentrant=False`, otherwise with its defaults. On
+CUDA all methods run with deterministic kernels. With `--check` the exit code is 1 if fckpt is slower than the method it
+is compared with beyond noise (a sign test over the rounds, and a median above the resolution), or peaks higher.
 """
 
 from __future__ import annotations
@@ -44,98 +43,92 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fckpt
-from benches.models import TorchCheckpoint, bert_base, densenet121, resnet50, wrap_blocks
-from benches.script import DEVICE, opening, report_parser, steps, table_of
-from benches.timing import (
-    Spread,
-    alternate,
-    mib,
-    paired_ratio,
-    set_up,
-    sign_test,
-    spread,
-    write_json,
-)
+from benches.common.command import DEVICE, mib, opening, report_parser, steps, table_of
+from benches.common.results import write_json
+from benches.common.timing import Spread, alternate, paired_ratio, set_up, sign_test, spread
+from benches.models.convolutional import densenet121, resnet50
+from benches.models.sequence import bert_base
+from benches.models.wrapping import TorchCheckpoint, wrap_blocks
 from fckpt._capture.captured import Captured
 from fckpt._memory import measure_peak
 
 SIGNIFICANCE = 0.01
 RESOLUTION = 1.01
-"""A difference of the medians under 1% is not a finding: where a tensor lands in memory makes as much."""
+"""A smaller ratio of the medians is not reported: the places of tensors in memory make as large a difference."""
 
-# (batch, image side or tokens): what the device does in about a second, activations well above weights.
+# (batch, image side or tokens): about a second on the device, with activations much larger than weights.
 SIZES: dict[str, dict[str, tuple[int, int]]] = {
     "cpu": {"resnet50": (8, 112), "densenet121": (4, 112), "bert": (4, 128)},
     "cuda": {"resnet50": (64, 224), "densenet121": (32, 224), "bert": (32, 256)},
     "quick": {"resnet50": (2, 64), "densenet121": (2, 64), "bert": (2, 128)},
 }
 
-Contenders = Mapping[str, Callable[[], object]]
+Methods = Mapping[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Contenders for the same result: the first is the reference of the ratios."""
+    """Methods with the same result. Ratios are relative to the first."""
 
     part: str
     name: str
-    contenders: Contenders
-    yardstick: str
-    """The contender that fckpt must not be worse than."""
+    methods: Methods
+    other: str
+    """The method that fckpt is compared with."""
     subject: str
-    """fckpt's contender."""
+    """The method of fckpt."""
     rounds: int
     calls: int = 1
     has_peak: bool = True
     checks_time: bool = True
     first_call: Callable[[], dict[str, float]] | None = None
-    """Says what planning took, after the rounds."""
+    """Returns the costs of planning, after the rounds."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was measured for a case; the dicts go by contender."""
+    """The measurements of a case. The dicts are by method."""
 
     part: str
     name: str
-    yardstick: str
+    other: str
     subject: str
     seconds: dict[str, Spread]
     to_reference: dict[str, Spread]
-    to_yardstick: dict[str, Spread]
+    to_other: dict[str, Spread]
     slower_p: float
-    """Sign test: how likely the subject loses so many rounds if it is as fast as the yardstick."""
+    """Sign test: the probability of as many slower rounds, if `subject` and `other` are equally fast."""
     peak_bytes: dict[str, int]
     complaints: list[str]
     first_call: dict[str, float]
-    """What planning took, in seconds, and the guards of a call, in microseconds; by part."""
+    """The seconds of planning, by part, and the microseconds of a call's guards."""
 
 
 def measure(case: Case, device: torch.device, advance: Callable[[], object]) -> Outcome:
-    """Measures time and, where it makes sense, peak memory of every contender."""
-    names = list(case.contenders)
-    seconds = alternate(case.contenders, rounds=case.rounds, calls=case.calls, device=device, on_sample=advance)
+    """Measures the time and, if `case.has_peak`, the peak of every method."""
+    names = list(case.methods)
+    seconds = alternate(case.methods, rounds=case.rounds, calls=case.calls, device=device, on_sample=advance)
     peaks: dict[str, int] = {}
     if case.has_peak:
-        # After the timed rounds: by then every library has allocated what it keeps for good.
-        peaks = {name: measure_peak(case.contenders[name], device).peak_bytes for name in names}
-    to_yardstick = {name: paired_ratio(seconds, name, case.yardstick) for name in names}
-    slower_p = sign_test(seconds, case.subject, case.yardstick)
+        # After the timed rounds, so that every library has allocated its permanent memory.
+        peaks = {name: measure_peak(case.methods[name], device).peak_bytes for name in names}
+    to_other = {name: paired_ratio(seconds, name, case.other) for name in names}
+    slower_p = sign_test(seconds, case.subject, case.other)
     complaints = []
-    median = to_yardstick[case.subject].median
+    median = to_other[case.subject].median
     if case.checks_time and slower_p < SIGNIFICANCE and median > RESOLUTION:
-        complaints.append(f"takes {median:.3f} of the time of {case.yardstick} (p = {slower_p:.4f})")
-    if peaks and peaks[case.subject] > peaks[case.yardstick]:
-        more = peaks[case.subject] - peaks[case.yardstick]
-        complaints.append(f"peaks {more:,} bytes higher than {case.yardstick}")
+        complaints.append(f"takes {median:.3f} of the time of {case.other} (p = {slower_p:.4f})")
+    if peaks and peaks[case.subject] > peaks[case.other]:
+        more = peaks[case.subject] - peaks[case.other]
+        complaints.append(f"peaks {more:,} bytes higher than {case.other}")
     return Outcome(
         part=case.part,
         name=case.name,
-        yardstick=case.yardstick,
+        other=case.other,
         subject=case.subject,
         seconds={name: spread(values) for name, values in seconds.items()},
         to_reference={name: paired_ratio(seconds, name, names[0]) for name in names},
-        to_yardstick=to_yardstick,
+        to_other=to_other,
         slower_p=slower_p,
         peak_bytes=peaks,
         complaints=complaints,
@@ -159,7 +152,7 @@ def tiny_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
             x = torch.tanh(x @ w)
         return x
 
-    def contenders(fn: Callable[..., Tensor], *arguments: Tensor) -> Contenders:
+    def methods(fn: Callable[..., Tensor], *arguments: Tensor) -> Methods:
         remat = fckpt.remat(fn)
 
         def plain() -> None:
@@ -175,15 +168,15 @@ def tiny_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
 
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device)
     for name, regions in (
-        ("tanh(x @ w), 4x4", contenders(two_ops, x, w)),
-        ("20 ops on 4x4", contenders(twenty_ops, x, w)),
-        ("module: Linear(4, 4), Tanh", contenders(module, x)),
+        ("tanh(x @ w), 4x4", methods(two_ops, x, w)),
+        ("20 ops on 4x4", methods(twenty_ops, x, w)),
+        ("module: Linear(4, 4), Tanh", methods(module, x)),
     ):
         yield Case(
             part="tiny",
             name=name,
-            contenders=regions,
-            yardstick="torch",
+            methods=regions,
+            other="torch",
             subject="fckpt",
             rounds=50 if quick else 200,
             calls=50,
@@ -191,11 +184,11 @@ def tiny_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
         )
 
 
-# ---- planned: a plan that has nothing to do ------------------------------------------------------
+# ---- planned: a plan without recomputation -------------------------------------------------------
 
 
 def planned_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
-    """Networks of many operations on small tensors, with the memory that they take without a plan."""
+    """Networks with many operations on small tensors, with the memory of the plain step as their budget."""
     for name, build in (("GPT-2, 12 layers of width 48", _gpt2), ("ResNet-50, batch 2 of 3x32x32", _resnet)):
         if build is _gpt2 and importlib.util.find_spec("transformers") is None:
             continue
@@ -211,11 +204,11 @@ def planned_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
         yield Case(
             part="planned",
             name=name,
-            contenders={"plain": functools.partial(step, loss), "fckpt": functools.partial(step, planned)},
-            yardstick="plain",
+            methods={"plain": functools.partial(step, loss), "fckpt": functools.partial(step, planned)},
+            other="plain",
             subject="fckpt",
             rounds=11 if quick else 51,
-            checks_time=False,  # this is the figure, not a comparison
+            checks_time=False,  # the time is reported, not compared
             first_call=functools.partial(_planning, planned, functools.partial(step, planned)),
         )
 
@@ -227,7 +220,7 @@ def _gpt2(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
 
     config = GPT2Config(n_layer=12, n_embd=48, n_head=4, vocab_size=512, bos_token_id=0, eos_token_id=0)
     model: nn.Module = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # taken anyway, with a warning, unless it is named
+    model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # the default, which warns unless it is named
     nn.Module.to(model, device)
     tokens = torch.randint(512, (2, 32), device=device)
     return model, lambda: model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -240,7 +233,7 @@ def _resnet(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
 
 
 def _planning(planned: Callable[..., Any], step: Callable[[], None]) -> dict[str, float]:
-    """Seconds of the first call, by what they were spent on, and microseconds of the guards of a later one."""
+    """Returns the seconds of the first call, by part, and the microseconds of the guards of a later call."""
     taken: list[float] = []
     holds = Captured.holds
 
@@ -283,10 +276,8 @@ def step_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
         yield Case(
             part="steps",
             name=f"{name}, {shape}",
-            contenders={
-                contender: _training_step(model, inputs.to(device), labels) for contender, model in models.items()
-            },
-            yardstick="torch",
+            methods={method: _training_step(model, inputs.to(device), labels) for method, model in models.items()},
+            other="torch",
             subject="fckpt",
             rounds=7 if quick else 11,
         )
@@ -305,7 +296,7 @@ def _training_step(model: nn.Module, inputs: Tensor, labels: Tensor) -> Callable
 
 
 def grad_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
-    """Gradients of a residual MLP's parameters, by three ways of asking for them."""
+    """Gradients of the parameters of a residual MLP, by three functions."""
     torch.manual_seed(0)
     width, batch, blocks = 128, 1024 if quick else 8192, 16
     x = torch.randn(batch, width, device=device)
@@ -328,16 +319,15 @@ def grad_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
         yield Case(
             part="grad",
             name=f"{blocks}-block MLP, batch {batch}, width {width}, {name}",
-            contenders={
+            methods={
                 "func.grad": lambda g=functional: g(params),
                 "autograd.grad": lambda f=loss: torch.autograd.grad(f(leaves), flat),
                 "fckpt.grad": lambda g=own: g(params),
             },
-            yardstick="autograd.grad",
+            other="autograd.grad",
             subject="fckpt.grad",
             rounds=7 if quick else 11,
-            # The promise here is one of memory; wrapping the parameters takes its microseconds.
-            checks_time=False,
+            checks_time=False,  # only memory must be equal; wrapping the parameters takes microseconds
         )
 
 
@@ -345,15 +335,15 @@ def grad_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
 
 
 def show(outcome: Outcome, console: Console) -> None:
-    """Prints one case's table and what is wrong with it."""
+    """Prints the table of one case and its complaints."""
     names = list(outcome.seconds)
-    columns = ["time", f"to {names[0]}", f"to {outcome.yardstick}", *(["peak"] if outcome.peak_bytes else [])]
+    columns = ["time", f"to {names[0]}", f"to {outcome.other}", *(["peak"] if outcome.peak_bytes else [])]
     table = table_of(outcome.part, *columns, left=[outcome.part])
     for name in names:
         row = [
             _duration(outcome.seconds[name].least),
             "1" if name == names[0] else str(outcome.to_reference[name]),
-            "1" if name == outcome.yardstick else str(outcome.to_yardstick[name]),
+            "1" if name == outcome.other else str(outcome.to_other[name]),
         ]
         if outcome.peak_bytes:
             peak = outcome.peak_bytes[name]
@@ -398,11 +388,11 @@ def main(arguments: list[str] | None = None) -> int:
         if parsed.only not in (None, part):
             continue
         for case in cases(quick=parsed.quick, device=device):
-            with steps((case.rounds + 1) * len(case.contenders)) as advance:
+            with steps((case.rounds + 1) * len(case.methods)) as advance:
                 outcomes.append(measure(case, device, lambda name=case.name: advance(name)))
             show(outcomes[-1], console)
     console.print(
-        "Times: the fastest round. Ratios: median of the quotients within a round, and their interquartile range.",
+        "Times: the fastest round. Ratios: median and quartiles of the rounds.",
         style="dim",
     )
     if parsed.json:

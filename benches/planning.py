@@ -1,11 +1,10 @@
-"""How long planning takes, from forty operations to nine thousand: to trace a step, and to find a plan for it.
+"""How long planning takes, for steps of 90 to 9,000 operations: to trace a step, and to find a plan for it.
 
     python -m benches.planning --json benches/results/planning-cpu.json
     python -m benches.planning --networks "GPT-2, 12 layers" --solver greedy        # seconds
 
-Times of operations come from a device profile (`fckpt.cost.Analytic`), so nothing is measured and nothing runs: this is
-what planning costs when all costs are known. The networks are small and deep, because planning does not depend on the
-sizes of tensors.
+Times of operations come from a device profile (`fckpt.cost.Analytic`), so nothing is measured or run. The networks are
+small and deep, because planning does not depend on the sizes of tensors.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import fckpt
-from benches.models import DenseNet
-from benches.script import opening, report_parser, steps, table_of
-from benches.task import Task, TrainingLoss
-from benches.timing import write_json
-from benches.zoo import Decoder
+from benches.common.command import opening, report_parser, steps, table_of
+from benches.common.results import write_json
+from benches.common.training import Task, TrainingLoss
+from benches.models.convolutional import DenseNet
+from benches.models.sequence import Decoder
 from fckpt import solve
 from fckpt._planned.making import make_plan
 from fckpt.cost import Analytic, profile_of
@@ -61,7 +60,7 @@ def examine(name: str, solver: str, advance: Callable[[str], object]) -> dict[st
     advance(f"{name}: trace")
     start = time.perf_counter()
     plain = task.plan(Analytic(profile_of("cpu")))
-    seconds = time.perf_counter() - start  # with that budget the solver has nothing to do
+    seconds = time.perf_counter() - start  # includes no search: the plan recomputes nothing
     graph = plain.graph
     found: dict[str, Any] = {"network": name, "nodes": len(graph.nodes), "trace_seconds": seconds}
     for budget in BUDGETS:
@@ -77,7 +76,7 @@ def examine(name: str, solver: str, advance: Callable[[str], object]) -> dict[st
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Prints the table: seconds, and what the plans take in addition."""
+    """Prints the table: seconds, and the overheads of the plans."""
     budgets = [f"{budget:.0%}" for budget in BUDGETS]
     table = table_of("network", "operations", "trace", *budgets, left=["network"])
     for row in rows:

@@ -1,15 +1,15 @@
-"""The arena: planners against planners, on the same graphs, judged by the same simulation.
+"""Compares all solvers on the same graphs: extra time, simulated peak, and seconds to find the plan.
 
     python -m benches.solvers --frozen frozen --seconds 60 --json benches/results/solvers-cpu.json
     python -m benches.solvers --graphs unet resnet50 --solvers auto greedy dtr xla --budgets 0.6 0.3     # a minute
     python -m benches.solvers --graphs unet --files moccasin/data/*train_nx.json --check
 
-For every graph, solver and budget: what the plan takes in addition, its simulated peak, whether there is a plan at all
-and else the least budget for which the solver has one, and how long it looked. The graphs are those of `graphs.py`, and
-files: graphs of fckpt, or those of the Checkmate paper (`checkmate_graphs.py`). A budget is a fraction of the peak of
-the step as autograd runs it. A solver runs in a process of its own, and is stopped after `--seconds`, or twice that for
-its least budget; then it is not asked about the budgets that remain. The bound is what `fckpt.solve.certificate` proves
-about all plans: in `--seconds` as well, else in one second. A gap is the distance of a plan to it, in percent of the
+For each graph, solver and budget: the overhead of the plan, its simulated peak and the seconds to find it; if there is
+no plan, the least budget for which the solver has one. The graphs are those of `benches.graphs`, and files: graphs of
+fckpt, or of the Checkmate paper (`common/checkmate.py`). A budget is a fraction of the peak of the step as autograd
+runs it. A solver runs in a separate process, and is stopped after `--seconds`, or twice that for its least budget; then
+it is not run for the remaining budgets. The bound is the lower bound that `fckpt.solve.certificate` proves, within
+`--seconds` if possible, otherwise in about one second. A gap is the distance of a plan to the bound, in percent of the
 step.
 """
 
@@ -20,7 +20,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,13 +28,24 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from benches import checkmate_graphs
-from benches.contest import LEAST, Cell, allowed, answers, solved
-from benches.graphs import GRAPHS, LARGER, checksum, frozen, read
-from benches.script import opening, report_parser, steps, table_of
-from benches.standings import CHECKMATE, TOLERANCE, Round, is_checkmates, losses, missed, read_rounds, standings
-from benches.timing import write_json
-from benches.torch_knapsack import TORCHS
+from benches.common import checkmate
+from benches.common.command import opening, report_parser, steps, table_of
+from benches.common.graphs import GRAPHS, LARGER, checksum, frozen, read
+from benches.common.results import write_json
+from benches.common.solver_results import (
+    CHECKMATE,
+    DIGITS,
+    TOLERANCE,
+    GraphResults,
+    auto_is_worse,
+    is_checkmates,
+    missed,
+    read_results,
+    summaries,
+    to_json,
+)
+from benches.common.solver_runs import LEAST, Cell, allowed, answers, solved
+from benches.common.torch_knapsack import TORCHS
 from fckpt import solve
 from fckpt._units import format_bytes, format_seconds
 from fckpt.errors import FckptError
@@ -45,31 +56,31 @@ from fckpt.solve.proofs.certificate import quick, tighter
 
 BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.15)
 BOUND = "bound"
-"""Stands for it among the names of solvers."""
-NO_CONTEST = ("brute", "policy", "recompute_all", "save_all")
+"""Stands for the lower bound among the names of solvers."""
+EXCLUDED = ("brute", "policy", "recompute_all", "save_all")
 
 
 # ---- one graph -------------------------------------------------------------------------------------
 
 
-def contestants() -> dict[str, solve.Solver]:
-    """Returns the solvers that take part: those of fckpt that look for a plan, and torch's knapsacks."""
-    registered = {name: solve.get(name) for name in solve.names() if name not in NO_CONTEST}
+def compared() -> dict[str, solve.Solver]:
+    """Returns the solvers: those of fckpt that look for a plan within a budget, and torch's knapsacks."""
+    registered = {name: solve.get(name) for name in solve.names() if name not in EXCLUDED}
     return {"auto": registered.pop("auto"), **registered, **TORCHS}
 
 
-def contest(
+def run_all(
     name: str,
     graph: Graph,
     solvers: dict[str, solve.Solver],
     budgets: Sequence[float],
     seconds: float,
     advance: Callable[[str], object],
-    known: Round | None = None,
-) -> Round:
-    """Runs all solvers on a graph, but those of which cells are `known`."""
+    known: GraphResults | None = None,
+) -> GraphResults:
+    """Runs all solvers on a graph, except those whose results are `known`."""
     plain = simulate(graph.plain, save_all(graph)).peak_nbytes
-    found = Round(name, checksum(graph), len(graph.nodes), plain, graph.seconds, least_peak(graph))
+    found = GraphResults(name, checksum(graph), len(graph.nodes), plain, graph.seconds, least_peak(graph))
     asked = {budget: int(budget * plain) for budget in (*budgets, LEAST)}
     if known is not None and known.checksum == found.checksum and {c.budget for c in known.cells} <= {*asked}:
         found.cells.extend(known.cells)
@@ -88,7 +99,7 @@ def contest(
 
 
 def _cells(title: str, solver: solve.Solver, graph: Graph, asked: dict[float, int], seconds: float) -> Iterator[Cell]:
-    """Yields what a solver makes of each budget, until one takes too long."""
+    """Yields the result of a solver for each budget. After a timeout the others are skipped."""
     start = time.perf_counter()
     left = [*asked]
     for budget, cell in answers(partial(solved, title, solver), graph, asked, seconds):
@@ -107,7 +118,7 @@ def _cells(title: str, solver: solve.Solver, graph: Graph, asked: dict[float, in
 
 
 def _bounds(graph: Graph, asked: dict[float, int], seconds: float) -> Iterator[tuple[float, float | None]]:
-    """Yields what is proven of each budget, the large ones first: what holds there holds below."""
+    """Yields a lower bound for each budget, in descending order: a bound also holds for smaller budgets."""
     best = -math.inf
     for budget, bound in answers(_proven, graph, asked, seconds):
         if bound is None:
@@ -129,14 +140,14 @@ def load(path: Path) -> Graph:
     try:
         return read(path)
     except FckptError:
-        return checkmate_graphs.load(path)
+        return checkmate.load(path)
 
 
-# ---- what is shown ---------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------
 
 
-def show(found: Round, console: Console) -> None:
-    """Prints a row per solver: overhead and seconds to find the plan, or the least budget in percent."""
+def show(found: GraphResults, console: Console) -> None:
+    """Prints a row per solver: the overhead and the seconds to find the plan, or the least budget in percent."""
     what = f"{found.nodes:,} operations, {format_bytes(found.plain_peak_bytes)}, {format_seconds(found.seconds)}"
     console.print(f"[bold]{escape(found.graph)}[/]: {what}, {found.checksum}", highlight=False)
     table = table_of("", *(f"{100 * budget:.4g}%" for budget in found.bounds), "least", left=[""])
@@ -150,38 +161,38 @@ def show(found: Round, console: Console) -> None:
     console.print(table)
 
 
-def _text(found: Round, cell: Cell | None) -> str:
+def _text(found: GraphResults, cell: Cell | None) -> str:
     if cell is None:
         return ""
     if cell.outcome == "time":
         return f"> {cell.solve_seconds:.0f} s"
     if cell.outcome == "over":
         return f"[dim]from {(cell.least_bytes or 0) / found.plain_peak_bytes:.1%}[/]"
-    if cell.overhead is None or cell.seconds is None or cell.peak_bytes is None:
+    if cell.overhead is None:
         return f"[dim]{cell.outcome}[/]"
-    share = f"{cell.peak_bytes / found.plain_peak_bytes:.1%}, " if cell.budget == LEAST else ""
+    share = f"{(cell.peak_bytes or 0) / found.plain_peak_bytes:.1%}, " if cell.budget == LEAST else ""
     text = f"{share}+{cell.overhead:.2%} {cell.solve_seconds:.1f} s"
-    best = cell.budget != LEAST and cell.seconds <= found.best(cell.budget) + TOLERANCE * found.seconds
+    best = cell.budget != LEAST and cell.overhead <= found.best(cell.budget) + TOLERANCE
     return f"[green]{text}[/]" if best else text
 
 
-def _bound_text(found: Round, bound: float | None) -> str:
+def _bound_text(found: GraphResults, bound: float | None) -> str:
     if bound is None:
         return "?"
     return "none" if math.isinf(bound) else f"+{bound / found.seconds - 1:.2%}"
 
 
-def conclude(rounds: Sequence[Round], console: Console) -> None:
-    """Prints who stands where."""
-    columns = ("budgets", "has a plan", "step longer by", "median", "beats auto", "looks for")
-    table = table_of("", *columns, left=[""], title="against auto")
-    for line in standings(rounds):
+def conclude(results: Sequence[GraphResults], console: Console) -> None:
+    """Prints the summary of each solver, where auto is worse, and missed targets."""
+    columns = ("budgets", "has a plan", "extra time", "median", "beats auto", "seconds")
+    table = table_of("", *columns, left=[""], title="compared with auto")
+    for line in summaries(results):
         longer = "" if line.slower is None else f"{line.slower:+.2%}"
         median = "" if line.points is None else f"{line.points:+.2%}"
         cells = (f"{line.asked}", f"{line.feasible:.0%}", longer, median, f"{line.faster}")
-        table.add_row(line.solver, *cells, f"{line.solve_seconds:.1f} s")
+        table.add_row(line.solver, *cells, f"{line.solve_seconds:.1f}")
     console.print(table)
-    for title, lines in (("auto is worse", losses(rounds)), ("targets missed", missed(rounds))):
+    for title, lines in (("auto is worse", auto_is_worse(results)), ("targets missed", missed(results))):
         console.print(f"{title}: {len(lines)}" + "".join(f"\n  {escape(line)}" for line in lines), highlight=False)
 
 
@@ -198,38 +209,44 @@ def _parser(solvers: Sequence[str]) -> argparse.ArgumentParser:
         type=Path,
         default=[],
         metavar="FILE",
-        help="graphs in files as well; after an empty --graphs, those alone",
+        help="also graphs in files; only these with an empty --graphs",
     )
-    parser.add_argument("--frozen", type=Path, metavar="FOLDER", help="where graphs are kept (benches.graphs)")
+    parser.add_argument("--frozen", type=Path, metavar="FOLDER", help="folder of traced graphs (benches.graphs)")
     parser.add_argument("--solvers", nargs="+", choices=solvers, metavar="NAME", help=", ".join(solvers))
-    parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, metavar="X", help="of the plain peak")
-    parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="for one plan (default 120)")
-    parser.add_argument("--resume", action="store_true", help="ask only what is not in the JSON file: it takes hours")
-    anew = "with --resume: ask these solvers anew, on the graphs that are named, or prove the bound anew"
-    parser.add_argument("--again", nargs="+", default=[], choices=[*solvers, BOUND], metavar="NAME", help=anew)
-    parser.add_argument("--check", action="store_true", help="fail where auto is worse, or a target is missed")
+    parser.add_argument(
+        "--budgets", nargs="+", type=float, default=BUDGETS, metavar="X", help="fractions of the plain peak"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, metavar="S", help="time limit for one plan (default 120)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="run only what is not in the JSON file: all of it takes hours"
+    )
+    again = f"with --resume: run these solvers again on the named graphs; {BOUND} for the lower bound"
+    parser.add_argument("--again", nargs="+", default=[], choices=[*solvers, BOUND], metavar="NAME", help=again)
+    parser.add_argument("--check", action="store_true", help="exit 1 if auto is worse anywhere, or a target is missed")
     return parser
 
 
-def _without(known: Round, again: Collection[str]) -> Round:
-    """Returns what is known but of those that are to be asked anew."""
+def _without(known: GraphResults, again: Collection[str]) -> GraphResults:
+    """Returns the known results, without those that are to be run again."""
     cells = [cell for cell in known.cells if cell.solver not in again]
     return replace(known, cells=cells, bounds={} if BOUND in again else known.bounds)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the bench."""
-    solvers = contestants()
+    solvers = compared()
     parser = _parser(list(solvers))
     parsed = parser.parse_args(arguments)
-    try:  # before the first hour, not after the last
+    try:
         files = {path: load(path) for path in parsed.files}
     except (OSError, ValueError) as error:
         parser.error(str(error))
     console, document = opening("solvers", arguments, torch.device("cpu"))
     chosen = {name: solvers[name] for name in dict.fromkeys(("auto", *(parsed.solvers or solvers)))}
     names = list(GRAPHS) if parsed.graphs is None else parsed.graphs
-    rounds = {known.graph: known for known in (read_rounds(parsed.json) if parsed.resume else [])}
+    results = {known.graph: known for known in (read_results(parsed.json) if parsed.resume else [])}
     again = {*parsed.again} & {*chosen, BOUND}
     for source in (*names, *parsed.files):
         name = source if isinstance(source, str) else source.name.partition(".")[0]
@@ -238,17 +255,14 @@ def main(arguments: list[str] | None = None) -> int:
         extra = CHECKMATE if is_checkmates(name, len(graph.nodes)) else ()
         budgets = sorted({*parsed.budgets, *extra}, reverse=True)
         with steps(len(budgets) + len(chosen) * (len(budgets) + 1), name) as advance:
-            known = _without(rounds[name], again) if name in rounds else None
-            rounds[name] = contest(name, graph, chosen, budgets, parsed.seconds, advance, known)
-        show(rounds[name], console)
-        if parsed.json:  # a run of hours may be cut short
-            done = list(rounds.values())
-            ends = {"standings": [asdict(s) for s in standings(done)], "auto_is_worse": losses(done)}
-            found = {"graphs": [asdict(r) for r in done], **ends, "targets_missed": missed(done)}
-            write_json(parsed.json, {**document, **found})
-    done = list(rounds.values())
+            known = _without(results[name], again) if name in results else None
+            results[name] = run_all(name, graph, chosen, budgets, parsed.seconds, advance, known)
+        show(results[name], console)
+        if parsed.json:  # after each graph, because a run of hours may be interrupted
+            write_json(parsed.json, {**document, "graphs": [to_json(found) for found in results.values()]}, DIGITS)
+    done = list(results.values())
     conclude(done, console)
-    return int(parsed.check and bool(losses(done) or missed(done)))
+    return int(parsed.check and bool(auto_is_worse(done) or missed(done)))
 
 
 if __name__ == "__main__":

@@ -8,18 +8,18 @@ from statistics import median
 
 from pages import ROOT
 
-from benches import standings
-from benches.contest import LEAST
-from benches.graphs import GRAPHS
+from benches.common import solver_results
+from benches.common.graphs import GRAPHS
+from benches.common.solver_results import CHECKMATE, GraphResults, Summary, auto_is_worse, gap_allowed, summaries
+from benches.common.solver_runs import LEAST
 from benches.solvers import BUDGETS
-from benches.standings import CHECKMATE, Round, Standing, gap_allowed
 
 PAGE = ROOT / "docs" / "arena.md"
-ROUNDS = standings.read_rounds(ROOT / "benches" / "results" / "solvers-cpu.json")
-(LARGE,) = standings.read_rounds(ROOT / "benches" / "results" / "solvers-large.json")
+RESULTS = solver_results.read_results(ROOT / "benches" / "results" / "solvers-cpu.json")
+(LARGE,) = solver_results.read_results(ROOT / "benches" / "results" / "solvers-large.json")
 
 
-def overhead(found: Round, budget: float) -> str:
+def overhead(found: GraphResults, budget: float) -> str:
     """What `auto` made of a budget, in percent, and how far that is above the bound."""
     cell, bound = found.cell("auto", budget), found.bounds[budget]
     assert cell is not None
@@ -31,7 +31,7 @@ def overhead(found: Round, budget: float) -> str:
     return f"**{text}**" if gap > gap_allowed(budget) else text
 
 
-def row(found: Round) -> str:
+def row(found: GraphResults) -> str:
     """A graph's line in the table of `auto`."""
     least = found.cell("auto", LEAST)
     assert least is not None
@@ -50,7 +50,7 @@ def row(found: Round) -> str:
 
 def checkmates() -> Iterator[str]:
     """The lines about the budgets of the Checkmate paper."""
-    found = next(r for r in ROUNDS if standings.is_checkmates(r.graph, r.nodes))
+    found = next(r for r in RESULTS if solver_results.is_checkmates(r.graph, r.nodes))
     for budget, target in CHECKMATE.items():
         cell, bound = found.cell("auto", budget), found.bounds[budget]
         assert cell is not None
@@ -66,7 +66,7 @@ def checkmates() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def standing(line: Standing) -> str:
+def summary(line: Summary) -> str:
     """A solver's line in the table of all."""
     name = f"`{line.solver}`"
     if line.slower is None:
@@ -78,7 +78,9 @@ def standing(line: Standing) -> str:
 
 def missed() -> list[str]:
     """Everything that falls short, but for the gaps: those are bold in the table."""
-    return [f"* {line}" for line in (*standings.losses(ROUNDS), *standings.missed(ROUNDS)) if ": gap of " not in line]
+    return [
+        f"* {line}" for line in (*auto_is_worse(RESULTS), *solver_results.missed(RESULTS)) if ": gap of " not in line
+    ]
 
 
 def large() -> Iterator[str]:
@@ -111,31 +113,31 @@ def test_the_table_of_the_large_graph_is_what_the_bench_wrote():
     text = PAGE.read_text()
     assert [line for line in large() if line not in text.splitlines()] == []
     assert f"gpt850 has {LARGE.nodes:,} operations" in text
-    losses = ["gpt850 at 80.0%: greedy +0.506%, auto +0.524%", "gpt850 at 40.0%: greedy +5.392%, auto +5.403%"]
-    assert standings.losses([LARGE]) == losses
+    worse = ["gpt850 at 80.0%: greedy +0.506%, auto +0.524%", "gpt850 at 40.0%: greedy +5.392%, auto +5.403%"]
+    assert auto_is_worse([LARGE]) == worse
     at80, at40 = (solve_seconds("greedy", budget) / solve_seconds("auto", budget) for budget in (0.8, 0.4))
     said = f"`greedy` is faster at 80 and 40 %, by 0.02 and 0.01 points, in {at80:.1f} and {at40:.1f} times the seconds"
     assert f"{said}; no other solver is faster at any budget" in " ".join(text.split())
-    assert standings.missed([LARGE]) == []
+    assert solver_results.missed([LARGE]) == []
 
 
 def test_all_graphs_are_there():
-    names = [found.graph for found in ROUNDS]
+    names = [found.graph for found in RESULTS]
     assert names[: len(GRAPHS)] == list(GRAPHS)
     assert len(names) == len(set(names)) > len(GRAPHS)
 
 
 def test_the_tables_are_what_the_bench_wrote():
     lines = PAGE.read_text().splitlines()
-    wanted = [*map(row, ROUNDS), *checkmates(), *map(standing, standings.standings(ROUNDS))]
+    wanted = [*map(row, RESULTS), *checkmates(), *map(summary, summaries(RESULTS))]
     assert [line for line in wanted if line not in lines] == []
 
 
 def test_the_readme_says_who_wins():
     said = " ".join((ROOT / "README.md").read_text().split())
-    assert not standings.losses(ROUNDS)
+    assert not auto_is_worse(RESULTS)
     assert "`auto` is nowhere worse than another up to 20,000 operations" in said
-    assert {loss.partition(": ")[2].partition(" ")[0] for loss in standings.losses([LARGE])} == {"greedy"}
+    assert {line.partition(": ")[2].partition(" ")[0] for line in auto_is_worse([LARGE])} == {"greedy"}
     assert "on one of 40,000, `greedy` is better by 0.02 points at most" in said
 
 
@@ -143,17 +145,17 @@ def test_everything_that_is_missed_is_said_and_nothing_else():
     section = PAGE.read_text().partition("## Missed")[2]
     assert [line for line in section.splitlines() if line.startswith("* ")] == missed()
     assert ("nowhere worse than any other solver, at no budget and in no least peak: that aim is met" in section) == (
-        not list(standings.losses(ROUNDS))
+        not list(auto_is_worse(RESULTS))
     )
 
 
 if __name__ == "__main__":
     print(
-        *map(row, ROUNDS),
+        *map(row, RESULTS),
         "",
         *checkmates(),
         "",
-        *map(standing, standings.standings(ROUNDS)),
+        *map(summary, summaries(RESULTS)),
         "",
         *missed(),
         "",

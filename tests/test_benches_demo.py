@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torchvision_shim  # noqa: F401  before transformers
+
+from benches.common.results import read_json
 
 SMALL = ["--layers", "2", "--hidden", "64", "--batch", "2", "--tokens", "64", "--repeats", "1", "--device", "cpu"]
 
@@ -25,7 +26,7 @@ def demo() -> Any:
 def test_every_way_gives_the_same_bits(demo: Any, model: str, budget: float, tmp_path: Path, capsys: Any) -> None:
     report = tmp_path / "demo.json"
     assert demo.main([*SMALL, "--models", model, "--budgets", str(budget), "--markdown", "--json", str(report)]) == 0
-    (result,) = json.loads(report.read_text())["results"]
+    (result,) = read_json(report)["results"]
     ways = result["ways"]
     assert [way["name"] for way in ways] == [
         "plain", "checkpoint per block", "fckpt.remat_blocks", f"fckpt.remat, budget={budget:g}",

@@ -1,9 +1,8 @@
-"""The seed's table: it runs from end to end on real processes, and its parts are right."""
+"""The bench of data parallel training: it runs from end to end on real processes, and its parts are right."""
 
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -16,26 +15,28 @@ pytest.importorskip("rich")
 import torch
 import torch.nn.functional as F
 
-from benches import cifar, multi_gpu
-from benches.models import DenseNet
-from benches.ranks import PLANNED_AS, Report, Row
-from benches.replicas import NAIVE, Planned, Replica, Setting, data_parallel, join, plain_plan, planned_step
-from benches.timing import spread
+from benches import multi_gpu
+from benches.common import cifar
+from benches.common.data_parallel import NAIVE, Planned, Rank, Setting, data_parallel, join, plain_plan, planned_step
+from benches.common.data_parallel_runs import PLANNED_AS, Report, Row
+from benches.common.results import read_json
+from benches.common.timing import spread
+from benches.models.convolutional import DenseNet
 
-RIVALS = ("DDP + layers", "DDP + bottlenecks", "FSDP2 + layers", "FSDP2 + bottlenecks")
+METHODS = ("DDP + layers", "DDP + bottlenecks", "FSDP2 + layers", "FSDP2 + bottlenecks")
 
 
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "table.json"
     assert multi_gpu.main(["--tiny", "--device", "cpu", "--rounds", "1", "--json", str(target)]) == 0
-    document = json.loads(target.read_text())
+    document = read_json(target)
     assert document["command"].startswith("python -m benches.multi_gpu --tiny")
     assert document["machine"]["torch_threads"] >= 1
     rows = {row["name"]: row for row in document["rows"]}
-    assert [*rows] == [NAIVE, *RIVALS, "fckpt in 80%", *(PLANNED_AS + name for name in RIVALS)]
+    assert [*rows] == [NAIVE, *METHODS, "fckpt in 80%", *(PLANNED_AS + name for name in METHODS)]
     # Two ranks: a sum of two has one order only, and so all gradients are bitwise the same.
     assert all(row["difference"] == 0 for row in rows.values())
-    assert all(rows[name]["step_seconds"]["rounds"] == 1 for name in RIVALS)
+    assert all(rows[name]["step_seconds"]["rounds"] == 1 for name in METHODS)
     parameters = 4 * document["parameters"]
     assert rows[NAIVE]["held_bytes"] > 3 * parameters  # with their momentum, and the buckets of messages
     assert 0 < rows["FSDP2 + layers"]["held_bytes"] < 2 * parameters
@@ -66,7 +67,7 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert multi_gpu.main([*common, "--epochs", "2", "--save", whole, "--json", str(tmp_path / "two.json")]) == 0
     for _ in range(2):
         assert multi_gpu.main([*common, "--save", parts, "--json", str(tmp_path / "one.json")]) == 0
-    two, one = (json.loads((tmp_path / name).read_text())["epochs"] for name in ("two.json", "one.json"))
+    two, one = (read_json(tmp_path / name)["epochs"] for name in ("two.json", "one.json"))
     assert [epoch["number"] for epoch in two] == [1, 2] and [epoch["number"] for epoch in one] == [2]
     assert one[0]["last_loss"] == two[1]["last_loss"] < two[0]["first_loss"]
     states = [torch.load(Path(folder, "densenet.pt"), weights_only=True)["model"] for folder in (whole, parts)]
@@ -81,7 +82,7 @@ def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "scaling.json"
     assert multi_gpu.main([*ONE, "--rounds", "1", "--scaling", "1", "--json", str(target)]) == 0
     assert "Weak scaling, 4 images for each process of 1 threads" in capsys.readouterr().out
-    rows = json.loads(target.read_text())["scaling"]
+    rows = read_json(target)["scaling"]
     assert [row["ranks"] for row in rows] == [1]
     assert rows[0]["planned_to_naive"]["rounds"] == 1 and "plan" not in rows[0]
 
@@ -90,15 +91,15 @@ SETTING = Setting(depth=10, growth=4, batch=4, device="cpu", threads=1, fraction
 
 
 @pytest.fixture(scope="module")
-def replica() -> Replica:
+def rank() -> Rank:
     """This process as the only rank."""
     return join(SETTING)
 
 
-def test_a_step_is_sgd_on_the_loss(replica: Replica) -> None:
-    images, labels = replica.data.batch(replica.numbers, replica.device)
-    planned = Planned(replica, planned_step(replica, plain_plan(replica)))
-    model = copy.deepcopy(replica.loss)
+def test_a_step_is_sgd_on_the_loss(rank: Rank) -> None:
+    images, labels = rank.data.batch(rank.numbers, rank.device)
+    planned = Planned(rank, planned_step(rank, plain_plan(rank)))
+    model = copy.deepcopy(rank.loss)
     loss = model(images, labels)
     loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4).step()
@@ -109,13 +110,13 @@ def test_a_step_is_sgd_on_the_loss(replica: Replica) -> None:
         assert torch.equal(planned.buffers[name], buffer)
 
 
-def test_the_seeds_adversary(replica: Replica) -> None:
+def test_data_parallel_with_the_reentrant_checkpoint(rank: Rank) -> None:
     # Without GPUs, DataParallel runs its module: the reentrant checkpoint alone is what differs.
-    contender = data_parallel(replica)
-    images, labels = replica.data.batch(replica.numbers, replica.device)
-    network = replica.loss.model
+    method = data_parallel(rank)
+    images, labels = rank.data.batch(rank.numbers, rank.device)
+    network = rank.loss.model
     expected = torch.autograd.grad(F.cross_entropy(network(images), labels), list(network.parameters()))
-    for mine, other in zip(contender.gradients(images, labels), expected, strict=True):
+    for mine, other in zip(method.gradients(images, labels), expected, strict=True):
         assert mine is not None and torch.equal(mine, other)
 
 
@@ -129,20 +130,20 @@ def test_the_targets_are_checked() -> None:
 
     naive, ddp = row(NAIVE, 100, 1.0), row("DDP + layers", 40, 1.3)
     good = row("fckpt in 57%", 56, 1.09, predicted_bytes=56 << 20)
-    even = row("fckpt as DDP + layers", 40, 1.2, predicted_bytes=40 << 20, rival="DDP + layers", to_rival=spread([0.9]))
+    even = row("fckpt as DDP + layers", 40, 1.2, predicted_bytes=40 << 20, other="DDP + layers", to_other=spread([0.9]))
     report = Report({}, 0, 0.0, [naive, ddp, good, even])
-    multi_gpu.judge(report, ranks=2, fraction=0.57)
+    multi_gpu.check(report, ranks=2, fraction=0.57)
     assert not [text for found in report.rows for text in found.complaints]
 
     good.to_naive, good.step_bytes = spread([1.2]), 58 << 20
-    even.to_rival, even.difference, even.statistics_equal = spread([1.1]), 1e-7, False
+    even.to_other, even.difference, even.statistics_equal = spread([1.1]), 1e-7, False
     ddp.difference = 1e-7
-    multi_gpu.judge(report, ranks=2, fraction=0.57)
+    multi_gpu.check(report, ranks=2, fraction=0.57)
     assert [text.split(" ")[0] for text in good.complaints] == ["holds", "takes"]
     assert [text.split(" ")[0] for text in even.complaints] == ["gradients", "statistics", "takes"]
     assert len(ddp.complaints) == 1
     ddp.complaints.clear()
-    multi_gpu.judge(report, ranks=3, fraction=0.57)
+    multi_gpu.check(report, ranks=3, fraction=0.57)
     assert not ddp.complaints  # three summands have several orders
 
 
@@ -207,10 +208,10 @@ def test_made_up_images_can_be_learnt() -> None:
 def test_arguments() -> None:
     parsed = multi_gpu.parse(["--device", "cpu"])
     assert (parsed.processes, parsed.batch_size, parsed.depth, parsed.growth) == (2, 32, 40, 12)
-    seeds = multi_gpu.parse(
+    published = multi_gpu.parse(
         ["--device", "cpu", "--efficient", "True", "--data", "cifar", "--save", "model", "--batch_size", "256"]
     )
-    assert seeds.efficient is True and seeds.batch_size == 256 and seeds.save == "model"
+    assert published.efficient is True and published.batch_size == 256 and published.save == "model"
     assert multi_gpu.parse(["--device", "cpu", "--batch-size", "8", "--efficient", "False"]).efficient is False
 
 

@@ -1,8 +1,7 @@
-"""The bench of the seed's networks: its count of memory, its searches, and the script from end to end."""
+"""The bench of eighteen networks: its count of memory, its searches, and the script from end to end."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,10 @@ from torch import nn
 
 import fckpt
 from benches import networks
-from benches.contenders import Point, Report, Target, accumulating, search
-from benches.task import Task, TrainingLoss
-from benches.vision import NETWORKS
+from benches.common.network_plans import Point, Report, Target, accumulating, search
+from benches.common.results import read_json
+from benches.common.training import Task, TrainingLoss
+from benches.models.published_networks import NETWORKS
 from fckpt._memory import measure_peak
 from fckpt.cost import Analytic, Measured, profiles
 from fckpt.graph import simulate
@@ -108,7 +108,7 @@ def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "networks.json"
     arguments = ["--planned", "--tiny", "--networks", "vgg11", "--points", "3", "--solver", "greedy"]
     assert networks.main([*arguments, "--json", str(target)]) == 0
-    document = json.loads(target.read_text())
+    document = read_json(target)
     assert document["command"].startswith("python -m benches.networks --planned")
     (report,) = document["networks"]
     assert report["published"]["ogc_megabytes"] == NETWORKS["vgg11"].published.ogc_megabytes
@@ -123,7 +123,7 @@ def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "VGG-11" in capsys.readouterr().out
     arguments[3:4] = ["vgg11", "alexnet"]
     assert networks.main([*arguments, "--resume", "--json", str(target)]) == 0
-    first, second = json.loads(target.read_text())["networks"]
+    first, second = read_json(target)["networks"]
     assert first == report and second["network"] == "alexnet"
     assert "VGG-11" not in capsys.readouterr().out
 

@@ -1,8 +1,7 @@
-"""The arena: its graphs, its processes, and what it says of who is better."""
+"""The bench of all solvers: its graphs, its processes, and what it reports."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -12,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from benches import contest, solvers, standings
-from benches.contest import LEAST, Cell
-from benches.graphs import checksum, frozen, layered, read, traced, write
-from benches.standings import Round
-from benches.torch_knapsack import torch_dp, torch_greedy, torch_ilp
+from benches import solvers
+from benches.common import solver_results, solver_runs
+from benches.common.graphs import checksum, frozen, layered, read, traced, write
+from benches.common.solver_results import GraphResults, read_results
+from benches.common.solver_runs import LEAST, Cell
+from benches.common.torch_knapsack import torch_dp, torch_greedy, torch_ilp
 from fckpt import solve
 from fckpt.errors import BudgetError
 from fckpt.graph import Graph, simulate
@@ -65,7 +65,7 @@ def slow(budget: float, graph: Graph, nbytes: int) -> int:
 
 def test_a_process_that_takes_too_long_is_ended_and_the_next_budget_asked():
     start = time.perf_counter()
-    found = dict(contest.answers(slow, layered(10), {0.9: 9, 0.5: 5, 0.1: 1}, 0.5))
+    found = dict(solver_runs.answers(slow, layered(10), {0.9: 9, 0.5: 5, 0.1: 1}, 0.5))
     assert found == {0.9: 9, 0.5: None, 0.1: 1}
     assert time.perf_counter() - start < 50
 
@@ -73,77 +73,78 @@ def test_a_process_that_takes_too_long_is_ended_and_the_next_budget_asked():
 def test_what_becomes_of_a_solver():
     graph = layered(30)
     plain = peak_of_all(graph)
-    cell = contest.solved("greedy", solve.get("greedy"), 0.9, graph, int(0.9 * plain))
+    cell = solver_runs.solved("greedy", solve.get("greedy"), 0.9, graph, int(0.9 * plain))
     assert cell.outcome == "fits" and cell.peak_bytes is not None and cell.peak_bytes <= 0.9 * plain
-    cell = contest.solved("save_all", solve.get("save_all"), 0.9, graph, int(0.9 * plain))
+    cell = solver_runs.solved("save_all", solve.get("save_all"), 0.9, graph, int(0.9 * plain))
     assert (cell.outcome, cell.least_bytes) == ("over", plain)
-    cell = contest.solved("save_all", solve.get("save_all"), LEAST, graph, 0)
+    cell = solver_runs.solved("save_all", solve.get("save_all"), LEAST, graph, 0)
     assert (cell.outcome, cell.peak_bytes, cell.overhead) == ("fits", plain, 0.0)
-    assert contest.solved("brute", solve.get("brute"), 0.9, graph, plain).outcome == "refused"
-    assert contest.solved("none", partial(divmod, 0), 0.9, graph, plain).outcome == "failed"  # type: ignore[arg-type]
+    assert solver_runs.solved("brute", solve.get("brute"), 0.9, graph, plain).outcome == "refused"
+    assert solver_runs.solved("none", partial(divmod, 0), 0.9, graph, plain).outcome == "failed"  # type: ignore[arg-type]
 
 
 def plan(solver: str, budget: float, overhead: float, seconds: float = 1.0, peak: int = 50) -> Cell:
-    return Cell(solver, budget, "fits", seconds, overhead, 10 * (1 + overhead), peak)
+    return Cell(solver, budget, "fits", seconds, overhead, peak)
 
 
-def made_up(*cells: Cell, bound: float | None = 10.0, nodes: int = 100) -> Round:
+def made_up(*cells: Cell, bound: float | None = 10.0, nodes: int = 100) -> GraphResults:
     budgets = dict.fromkeys((c.budget for c in cells if c.budget != LEAST), bound)
-    return Round("g", "abc", nodes, 100, 10.0, 20, budgets, list(cells))
+    return GraphResults("g", "abc", nodes, 100, 10.0, 20, budgets, list(cells))
 
 
-def test_losses_are_shown():
+def test_where_auto_is_worse_is_shown():
     over = Cell("auto", 0.3, "over", least_bytes=40)
-    assert standings.losses([made_up(plan("auto", 0.3, 0.1), plan("dtr", 0.3, 0.1))]) == []
-    assert standings.losses([made_up(plan("auto", 0.3, 0.1), plan("dtr", 0.3, 0.09))]) == [
+    assert solver_results.auto_is_worse([made_up(plan("auto", 0.3, 0.1), plan("dtr", 0.3, 0.1))]) == []
+    assert solver_results.auto_is_worse([made_up(plan("auto", 0.3, 0.1), plan("dtr", 0.3, 0.09))]) == [
         "g at 30.0%: dtr +9.000%, auto +10.000%"
     ]
-    assert standings.losses([made_up(over, plan("dtr", 0.3, 0.2))]) == [
+    assert solver_results.auto_is_worse([made_up(over, plan("dtr", 0.3, 0.2))]) == [
         "g at 30.0%: dtr +20.000%, auto has no plan (over)"
     ]
-    assert standings.losses([made_up(plan("auto", LEAST, 0.5, peak=40), plan("dtr", LEAST, 0.9, peak=30))]) == [
-        "g: dtr goes down to 30.00%, auto to 40.00%"
-    ]
+    assert solver_results.auto_is_worse(
+        [made_up(plan("auto", LEAST, 0.5, peak=40), plan("dtr", LEAST, 0.9, peak=30))]
+    ) == ["g: dtr goes down to 30.00%, auto to 40.00%"]
     late = Cell("auto", LEAST, "time", 120.0)
-    assert standings.losses([made_up(late, plan("dtr", LEAST, 0.9, peak=30))]) == [
+    assert solver_results.auto_is_worse([made_up(late, plan("dtr", LEAST, 0.9, peak=30))]) == [
         "g: dtr goes down to 30.00%, auto has no plan (it was stopped)"
     ]
     three = made_up(
         plan("auto", LEAST, 0.5, peak=40), plan("xla", LEAST, 0.9, peak=35), plan("dtr", LEAST, 0.9, peak=30)
     )
-    assert standings.losses([three]) == ["g: dtr goes down to 30.00%, 1 more below auto, auto to 40.00%"]
+    assert solver_results.auto_is_worse([three]) == ["g: dtr goes down to 30.00%, 1 more below auto, auto to 40.00%"]
 
 
 def test_targets():
     assert (
-        standings.missed([made_up(plan("auto", 0.3, 0.0009), plan("auto", 0.2, 0.029), plan("auto", 0.1, 9.0))]) == []
+        solver_results.missed([made_up(plan("auto", 0.3, 0.0009), plan("auto", 0.2, 0.029), plan("auto", 0.1, 9.0))])
+        == []
     )
-    assert standings.missed([made_up(plan("auto", 0.3, 0.0011))]) == ["g at 30.0%: gap of 0.11%, 0.1% at most"]
-    assert standings.missed([made_up(plan("auto", 0.2, 0.031))]) == ["g at 20.0%: gap of 3.10%, 3.0% at most"]
-    assert standings.missed([made_up(plan("auto", 0.3, 0.2), bound=None)]) == ["g at 30.0%: nothing is proven"]
+    assert solver_results.missed([made_up(plan("auto", 0.3, 0.0011))]) == ["g at 30.0%: gap of 0.11%, 0.1% at most"]
+    assert solver_results.missed([made_up(plan("auto", 0.2, 0.031))]) == ["g at 20.0%: gap of 3.10%, 3.0% at most"]
+    assert solver_results.missed([made_up(plan("auto", 0.3, 0.2), bound=None)]) == ["g at 30.0%: nothing is proven"]
     late = Cell("auto", 0.3, "time", 60.0), Cell("auto", LEAST, "skipped")
-    assert standings.missed([made_up(*late)]) == ["g at 30.0%: stopped after 60 s"]
+    assert solver_results.missed([made_up(*late)]) == ["g at 30.0%: stopped after 60 s"]
     late = [made_up(plan("auto", 0.8, 0.0, 11.0)), made_up(plan("auto", 0.8, 0.0, 11.0), nodes=2400)]
-    assert standings.missed(late) == ["g at 80.0%: 11.0 s for 100 operations, 10 s at most"]
+    assert solver_results.missed(late) == ["g at 80.0%: 11.0 s for 100 operations, 10 s at most"]
     large = [made_up(plan("auto", 0.8, 0.0, 36.0), nodes=count) for count in (11_000, 20_000)]
-    assert standings.missed(large) == ["g at 80.0%: 36.0 s for 11,000 operations, 35 s at most"]
-    assert standings.missed([made_up(plan("dtr", 0.8, 0.1), bound=11.5)]) == [
+    assert solver_results.missed(large) == ["g at 80.0%: 36.0 s for 11,000 operations, 35 s at most"]
+    assert solver_results.missed([made_up(plan("dtr", 0.8, 0.1), bound=11.5)]) == [
         "g at 80.0%: dtr is 5.00% below what is proven"
     ]
-    checkmate = Round("ResNet50", "abc", 353, 100, 10.0, 20, {0.549: 10.13}, [plan("auto", 0.549, 0.0130)])
-    assert standings.missed([checkmate]) == ["ResNet50 at 54.9%: +1.300%, +1.223% at most"]
+    checkmate = GraphResults("ResNet50", "abc", 353, 100, 10.0, 20, {0.549: 10.13}, [plan("auto", 0.549, 0.0130)])
+    assert solver_results.missed([checkmate]) == ["ResNet50 at 54.9%: +1.300%, +1.223% at most"]
 
 
-def test_standings():
-    rounds = [made_up(plan("auto", 0.3, 0.0), plan("dtr", 0.3, 0.2)), made_up(plan("auto", 0.3, 0.5))]
-    rounds[1].cells.append(Cell("dtr", 0.3, "over", 3.0, least_bytes=70))
-    auto, dtr = standings.standings(rounds)
+def test_summaries():
+    results = [made_up(plan("auto", 0.3, 0.0), plan("dtr", 0.3, 0.2)), made_up(plan("auto", 0.3, 0.5))]
+    results[1].cells.append(Cell("dtr", 0.3, "over", 3.0, least_bytes=70))
+    auto, dtr = solver_results.summaries(results)
     assert (auto.asked, auto.feasible, auto.faster) == (2, 1.0, 0)
     assert (dtr.asked, dtr.feasible, dtr.faster) == (2, 0.5, 0)
     assert dtr.slower is not None and math.isclose(dtr.slower, 0.2)
-    rounds[1].cells.append(Cell("dtr", LEAST, "skipped"))
-    rounds[1].cells.append(Cell("dtr", 0.2, "skipped"))  # takes no time
-    assert standings.standings(rounds)[1].solve_seconds == dtr.solve_seconds == 2.0
+    results[1].cells.append(Cell("dtr", LEAST, "skipped"))
+    results[1].cells.append(Cell("dtr", 0.2, "skipped"))  # takes no time
+    assert solver_results.summaries(results)[1].solve_seconds == dtr.solve_seconds == 2.0
 
 
 def test_a_late_proof_gives_way_to_that_of_a_larger_budget_or_a_quick_one(monkeypatch: pytest.MonkeyPatch):
@@ -168,10 +169,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     arguments[4] = "knapsack"
     assert solvers.main([*arguments, "--budgets", "0.9", "0.7", "--seconds", "30"]) == 0
-    document = json.loads(out.read_text())
-    (found,) = document["graphs"]
-    assert found["checksum"] == checksum(layered(16)) and set(found["bounds"]) == {"0.9", "0.7"}
-    assert {(c["solver"], c["budget"]) for c in found["cells"]} == {
+    (found,) = read_results(out)
+    assert found.checksum == checksum(layered(16)) and set(found.bounds) == {0.9, 0.7}
+    assert {(c.solver, c.budget) for c in found.cells} == {
         (solver, budget) for solver in ("auto", "knapsack") for budget in (0.9, 0.7, LEAST)
     }
     text = capsys.readouterr().out
@@ -184,7 +184,7 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     out = tmp_path / "out.json"
     rest = ["--solvers", "knapsack", "--budgets", "0.8", "0.1", "--seconds", "30", "--json", str(out), "--resume"]
     solvers.main(["--graphs", "--files", str(tmp_path / "one.json.gz"), *rest])
-    (first,) = json.loads(out.read_text())["graphs"]
+    (first,) = read_results(out)
     asked: list[tuple[str, int]] = []
     real = solvers._cells  # pyright: ignore[reportPrivateUsage]
 
@@ -195,19 +195,19 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(solvers, "_cells", cells)
     both = ["--graphs", "--files", str(tmp_path / "one.json.gz"), str(tmp_path / "two.json.gz"), *rest]
     solvers.main(both)
-    document = json.loads(out.read_text())
-    sizes = [graph["nodes"] for graph in document["graphs"]]
-    assert {size for _, size in asked} == {sizes[1]} and document["graphs"][0] == first and len(sizes) == 2
+    once = read_results(out)
+    sizes = [found.nodes for found in once]
+    assert {size for _, size in asked} == {sizes[1]} and once[0] == first and len(sizes) == 2
     asked.clear()
     solvers.main([*both, "--again", "auto"])
     assert asked == [("auto", size) for size in sizes]
-    again = json.loads(out.read_text())["graphs"]
-    for before, after in zip(document["graphs"], again, strict=True):
-        others = [[c for c in graph["cells"] if c["solver"] != "auto"] for graph in (before, after)]
-        assert others[0] == others[1] and len(before["cells"]) == len(after["cells"])
+    again = read_results(out)
+    for before, after in zip(once, again, strict=True):
+        others = [[c for c in found.cells if c.solver != "auto"] for found in (before, after)]
+        assert others[0] == others[1] and len(before.cells) == len(after.cells)
     solvers.main(["--graphs", "--files", str(tmp_path / "one.json.gz"), *rest, "--again", "auto", "xla"])
-    left = json.loads(out.read_text())["graphs"]  # what is not asked stays
-    assert left[1] == again[1] and len(left[0]["cells"]) == len(again[0]["cells"])
+    left = read_results(out)  # what is not run stays
+    assert left[1] == again[1] and len(left[0].cells) == len(again[0].cells)
 
 
 def test_a_solver_that_takes_too_long_is_not_asked_again(monkeypatch: pytest.MonkeyPatch):

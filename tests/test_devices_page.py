@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from benches.common.results import read_json
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benches" / "results"
@@ -18,11 +19,11 @@ def times(spread: dict[str, float] | None) -> str:
 
 
 def rows() -> list[str]:
-    found: list[dict[str, Any]] = json.loads((RESULTS / "multi-gpu-cpu.json").read_text())["rows"]
+    found: list[dict[str, Any]] = read_json(RESULTS / "multi-gpu-cpu.json")["rows"]
     naive = found[0]
     lines = []
-    for row in (row for row in found if row["rival"] is None):
-        against = next((other["to_rival"] for other in found if other["rival"] == row["name"]), None)
+    for row in (row for row in found if row["other"] is None):
+        against = next((fckpts["to_other"] for fckpts in found if fckpts["other"] == row["name"]), None)
         share = f"{100 * row['peak_bytes'] / naive['peak_bytes']:.1f}"
         cells = (row["name"], f"{row['peak_bytes'] / 2**20:.1f}", share, times(row["to_naive"]), times(against))
         lines.append(f"| {' | '.join(cells)} |")
@@ -30,7 +31,7 @@ def rows() -> list[str]:
 
 
 def scaling() -> list[str]:
-    found: list[dict[str, Any]] = json.loads((RESULTS / "multi-gpu-scaling-cpu.json").read_text())["scaling"]
+    found: list[dict[str, Any]] = read_json(RESULTS / "multi-gpu-scaling-cpu.json")["scaling"]
     lines = []
     for pace in found:
         relative = (pace[kind]["median"] / found[0][kind]["median"] for kind in ("naive_seconds", "planned_seconds"))
@@ -47,7 +48,7 @@ def test_the_tables_are_what_the_bench_wrote() -> None:
 
 
 def test_the_readme_says_the_same() -> None:
-    found = {row["name"]: row for row in json.loads((RESULTS / "multi-gpu-cpu.json").read_text())["rows"]}
+    found = {row["name"]: row for row in read_json(RESULTS / "multi-gpu-cpu.json")["rows"]}
     ours, theirs = found["fckpt in 57%"], found["DDP + bottlenecks"]
     assert 100 * theirs["peak_bytes"] // found["naive DDP"]["peak_bytes"] == 60
     text = " ".join((ROOT / "README.md").read_text().split())
@@ -56,7 +57,7 @@ def test_the_readme_says_the_same() -> None:
 
 
 def test_nothing_was_wrong_but_what_the_page_says() -> None:
-    found = json.loads((RESULTS / "multi-gpu-cpu.json").read_text())["rows"]
+    found = read_json(RESULTS / "multi-gpu-cpu.json")["rows"]
     for row in found:
         assert row["difference"] == 0.0
         for complaint in row["complaints"]:

@@ -255,6 +255,56 @@ def test_an_operator_of_functions_is_refused_under_a_plan_and_runs_as_before_wit
     assert_equal(got[1], got[0])
 
 
+class Around(nn.Module):
+    """Holds a module of TorchScript."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).exp().sin()
+
+
+def scripted(*, with_buffers: bool = False) -> Any:
+    layers = [nn.Linear(6, 6), nn.Tanh(), *([nn.BatchNorm1d(6)] if with_buffers else [])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript as a whole
+        return torch.jit.script(nn.Sequential(*layers)) if with_buffers else torch.jit.trace(nn.Sequential(*layers), X)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_torchscript_inside(held: bool) -> None:
+    module = scripted()
+    inner = Around(module)
+    fn = inner if held else lambda x: module(x).exp().sin()
+    got = []
+    for f in (fn, fckpt.remat(fn)):
+        x = leaf(X)
+        for _ in range(3):  # it is compiled anew at the second call
+            module.zero_grad()
+            x.grad = None
+            f(x).sum().backward()
+        got.append([x.grad, *(p.grad for p in module.parameters())])
+    assert_equal(got[1], got[0])
+    with pytest.raises(fckpt.TraceError, match="TorchScript"):
+        fckpt.remat(fn, budget=1.0)(leaf(X))
+    with pytest.raises(fckpt.ArgumentTypeError, match=r"TorchScript module in training mode.*'2.running_mean'.*eval"):
+        fckpt.remat(Around(scripted(with_buffers=True)))(leaf(X))
+
+
+def test_a_function_of_torchscript_is_refused_under_a_plan() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        function = torch.jit.script(scaled)
+    with pytest.raises(fckpt.TraceError, match="TorchScript"):
+        fckpt.remat(lambda x: function(x).sin(), budget=1.0)(leaf(X))
+
+
+def scaled(x: Tensor) -> Tensor:
+    return torch.tanh(x).exp()
+
+
 def test_conjugated_arguments_and_cotangents() -> None:
     z = torch.randn(4, 3, dtype=torch.complex64)
     cotangent = torch.randn(4, 3, dtype=torch.complex64).conj()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from statistics import median
 from typing import Any
 
 import pytest
 from pages import ROOT
 
-from benches.contenders import TARGETS, Target
-from benches.vision import NETWORKS
+from benches.common.network_plans import TARGETS, Target
+from benches.common.results import read_json
+from benches.models.published_networks import NETWORKS
 
 RESULTS = ROOT / "benches" / "results"
 PAGE = ROOT / "docs" / "networks.md"
@@ -19,7 +19,7 @@ MEASURED, PLANNED = "networks-cpu.json", "networks-planned.json"
 
 
 def reports(name: str) -> list[dict[str, Any]]:
-    return json.loads((RESULTS / name).read_text())["networks"]
+    return read_json(RESULTS / name)["networks"]
 
 
 def point(report: dict[str, Any], solver: str, budget: str = "") -> dict[str, Any] | None:

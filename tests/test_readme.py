@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import subprocess
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fckpt
+from benches.common.results import read_json
 
 README = ROOT / "README.md"
 
@@ -242,7 +242,7 @@ RESULTS = README.parent / "benches" / "results"
 def cost_of_budgets() -> list[str]:
     """The rows of the table, from what the bench wrote."""
     rows = []
-    for network in json.loads((RESULTS / "promise-cpu.json").read_text())["networks"]:
+    for network in read_json(RESULTS / "budgets-cpu.json")["networks"]:
         found = {row["budget"]: row for row in network["rows"] if row["measured_bytes"] is not None}
         times = [
             f"{found[b]['time_ratio']['median']:.2f}" if b in found else "" for b in ("1.0", "0.8", "0.6", "0.4", "0.2")
@@ -259,7 +259,7 @@ def test_the_table_of_budgets_is_what_the_bench_wrote() -> None:
     text = README.read_text()
     for row in cost_of_budgets():
         assert row in text
-    for network in json.loads((RESULTS / "promise-cpu.json").read_text())["networks"]:
+    for network in read_json(RESULTS / "budgets-cpu.json")["networks"]:
         for row in network["rows"]:
             if row["measured_bytes"] is not None:
                 assert row["measured_bytes"] == row["predicted_bytes"] <= row["budget_bytes"]

@@ -9,26 +9,19 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextvars
-import copyreg
-import decimal
-import enum
 import functools
-import io
 import itertools
 import logging
 import operator
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from fckpt._call.facts import LARGE, Unguarded, attribute, fact, is_library, is_small, is_user_class
 from fckpt._call.places import (
     ABSENT,
     ARRAYS,
@@ -44,29 +37,25 @@ from fckpt._call.places import (
     same_place,
 )
 from fckpt._call.rng import generator_types
+from fckpt.errors import ArgumentTypeError
 
 __all__ = [
     "DEPTH",
     "RECORDS",
     "Closure",
     "Snapshot",
-    "Unguarded",
-    "attribute",
+    "check_scripted",
     "class_attributes",
     "closure_of",
-    "fact",
     "global_names",
     "imported",
     "is_compilers",
-    "is_library",
-    "is_user_class",
     "method_globals",
     "slot_names",
 ]
 
 DEPTH = 4
-_LARGE = 1000  # a container with more entries is data, not state
-_NOTED = 20_000  # largest container whose entries are compared, which takes
+_NOTED = 20_000  # largest container whose entries are compared, which takes 0.2 ms
 _MOST = 4000  # most values that one walk visits
 
 Attributes = Iterable[tuple[dict[str, Any], str]]
@@ -233,7 +222,7 @@ class _Walk:
             if kind is types.MethodType and not (value.__func__.__module__ or "").startswith("torch.nn."):
                 self.visit(None, value.__func__, depth)
         elif isinstance(value, tuple):
-            if len(value) <= _LARGE:
+            if len(value) <= LARGE:
                 for item in value:
                     self.visit(slot, item, depth - 1)
         elif isinstance(value, functools.partial):
@@ -241,7 +230,9 @@ class _Walk:
                 self.visit(slot, item, depth - 1)
         elif id(value) not in self.seen:
             self.seen.add(id(value))
-            if isinstance(value, nn.Module):
+            if isinstance(value, torch.jit.ScriptModule):
+                check_scripted(value)
+            elif isinstance(value, nn.Module):
                 self.found.modules.append(value)
             elif isinstance(value, self.generators):
                 self.found.generators.append(value)
@@ -254,7 +245,7 @@ class _Walk:
         elif isinstance(value, (dict, list, collections.deque, set, frozenset)):
             self.container(value, kind, depth - 1)
         elif isinstance(value, ARRAYS):
-            if self.state is not None and _is_small(value):
+            if self.state is not None and is_small(value):
                 self.state.values.append((value, content(value, None)))
         elif isinstance(value, weakref.ref):
             self.visit(None, value(), depth)
@@ -291,7 +282,7 @@ class _Walk:
         elif len(value) <= self.most:
             if isinstance(value, set) and self.state is not None:
                 self.state.values.append((value, content(value, None)))
-            for item in value if len(value) <= _LARGE else ():
+            for item in value if len(value) <= LARGE else ():
                 self.visit(None, item, depth)
         if kind not in BUILTIN:
             attributes = attribute(value, "__dict__")
@@ -316,7 +307,7 @@ class _Walk:
         slot = (holder, None, held)
         if self.state is not None:
             self.state.lists.append(slot)
-        if len(holder) <= _LARGE:
+        if len(holder) <= LARGE:
             for item in held:
                 self.visit(slot, item, depth)
 
@@ -326,14 +317,14 @@ class _Walk:
         held = entries(holder)
         if self.state is not None:
             self.state.dicts.append((holder, held))
-        if len(holder) <= _LARGE:
+        if len(holder) <= LARGE:
             for key, item in list(held.items()):
                 self.visit((holder, key, item), item, depth)
 
     @property
     def most(self) -> int:
         """Size limit for containers. A longer log is not searched, but additions to it are seen."""
-        return _LARGE if self.state is None else _NOTED
+        return LARGE if self.state is None else _NOTED
 
     def function(self, fn: types.FunctionType, depth: int) -> None:
         state = self.state
@@ -392,6 +383,16 @@ class _Walk:
                 self.module(held, names, depth, levels - 1)
 
 
+def check_scripted(module: torch.jit.ScriptModule) -> None:
+    """Raises `ArgumentTypeError` for a TorchScript module that a recompute would change: its state lies in C++."""
+    if module.training and any(True for _ in module.buffers()):
+        raise ArgumentTypeError(
+            "the rematerialised function reaches a TorchScript module in training mode that has buffers "
+            f"({next(name for name, _ in module.named_buffers())!r}): a recompute would write them once more. Use the "
+            "module that was scripted, leave it outside of the function, or put it in eval mode."
+        )
+
+
 def imported(module: types.ModuleType, names: Iterable[str]) -> Iterator[Slot]:
     """Yields the attributes of an imported module with these names that are data; for a library, only plain values,
     tensors and modules.
@@ -412,19 +413,6 @@ _DATA = (torch.Tensor, nn.Module, list, dict, tuple, set, collections.deque, typ
 def is_compilers(fn: types.FunctionType) -> bool:
     """Whether a function is compiler code, which compares its captured values by identity."""
     return str(fn.__globals__.get("__name__", "")).startswith(("torch._dynamo", "torch._compile"))
-
-
-def is_user_class(kind: type) -> bool:
-    """Whether a class belongs neither to Python nor to torch or another library."""
-    return not is_library(getattr(kind, "__module__", None) or "")
-
-
-def is_library(module: str) -> bool:
-    """Whether a module is part of Python, of torch or of another dependency of fckpt."""
-    return module.partition(".")[0] in _LIBRARIES
-
-
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "optree", "fckpt"}) - {"__main__"}
 
 
 RECORDS = (
@@ -453,7 +441,7 @@ def method_globals(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
     todo: list[Any] = [value for base in kind.__mro__ if is_user_class(base) for value in vars(base).values()]
     seen: set[int] = set()
     found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-    while todo and len(seen) < _LARGE:
+    while todo and len(seen) < LARGE:
         fn = todo.pop()
         fn = attribute(fn, "__func__") or attribute(fn, "fget") or fn
         if type(fn) is not types.FunctionType or id(fn) in seen or (fn.__module__ or "").startswith("torch."):
@@ -478,14 +466,6 @@ def is_data(value: Any) -> bool:
     return isinstance(value, (list, dict, set, tuple, torch.Tensor, nn.Module)) or is_user_class(type(value))
 
 
-def attribute(value: Any, name: str, default: Any = None) -> Any:
-    """Returns an attribute of any object, or the default."""
-    try:
-        return getattr(value, name, default)
-    except Exception:  # for example a lazy proxy that cannot be resolved
-        return default
-
-
 @functools.lru_cache(maxsize=4096)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     names = set(code.co_names)
@@ -505,109 +485,6 @@ def slot_names(kind: type) -> tuple[str, ...]:
             private = name.startswith("__") and not name.endswith("__")
             names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
     return tuple(name for name in names if not name.startswith("__"))
-
-
-class Unguarded:
-    """A value about which no fact tells whether a plan made with it is still valid."""
-
-    __slots__ = ("what",)
-
-    def __init__(self, what: str):
-        self.what = what
-
-
-def fact(value: Any) -> Any:
-    """Returns a hashable fact about a value, without the tensors in it; equal for values that a function treats alike.
-
-    `Unguarded` if no fact about the value is sufficient.
-    """
-    kind = type(value)
-    if kind in PLAIN:
-        return (kind, repr(value)) if kind in (float, complex) else (kind, value)  # repr, so that NaN equals itself
-    if kind is types.FunctionType:
-        return value.__code__
-    if isinstance(value, (enum.Enum, torch.dtype, torch.device, torch.Size, type, range, decimal.Decimal, Fraction)):
-        return (kind, value.name) if isinstance(value, enum.Enum) else (kind, value)
-    if kind is slice:
-        return (kind, fact(value.start), fact(value.stop), fact(value.step))
-    if isinstance(value, (list, tuple, dict, set, frozenset, collections.deque)):
-        return _fact_of_container(value, kind)
-    if isinstance(value, (torch.Generator, types.BuiltinFunctionType)):
-        return (kind, id(value))
-    if isinstance(value, contextvars.ContextVar):
-        return (kind, fact(value.get(None)))
-    if isinstance(value, (Iterator, io.IOBase)) and not is_user_class(kind):
-        return Unguarded(f"a {kind.__name__}, which changes when it is read")
-    if isinstance(value, np.generic):
-        return (kind, value.tobytes())
-    if isinstance(value, np.ndarray):
-        if value.dtype == object or value.nbytes > _BYTES:
-            return Unguarded(f"a NumPy array of {value.nbytes} bytes")
-        return (kind, value.shape, str(value.dtype), value.tobytes())
-    for base in _NUMBERS_AND_TEXTS:
-        if isinstance(value, base):  # an instance of a user's subclass
-            return (kind, _converted(value, base))
-    if isinstance(value, types.MappingProxyType):
-        return _fact_of_container(dict(value), kind)
-    if kind is memoryview:
-        return (kind, value.tobytes()) if value.nbytes <= _BYTES else Unguarded(f"a memoryview of {value.nbytes} bytes")
-    return _fact_of_pythons(value, kind)
-
-
-def _fact_of_pythons(value: Any, kind: type) -> Any:
-    """What can be told of an object: its class, and what pickle would write of it if its data lie in C.
-
-    So `datetime`, `Path`, `re.Pattern`, `bytearray` and their like tell all they hold. What is no data (a lock, a
-    thread) cannot be pickled; what lies in a `__dict__` is looked at by the walk.
-    """
-    if kind.__module__.partition(".")[0] not in sys.stdlib_module_names or type(attribute(value, "__dict__")) is dict:
-        return kind
-    if isinstance(value, ARRAYS) and not _is_small(value):
-        return Unguarded(f"a {kind.__name__} of {len(value)} entries")
-    try:
-        reduce = copyreg.dispatch_table.get(kind)
-        parts = value.__reduce_ex__(4) if reduce is None else reduce(value)
-    except Exception:
-        return kind
-    return (kind, *map(_fact_within, parts)) if isinstance(parts, tuple) else kind
-
-
-def _fact_within(value: Any) -> Any:
-    """The fact of what pickle would write, with what its containers hold."""
-    if isinstance(value, (tuple, list)):
-        return (type(value), *map(_fact_within, value))
-    if isinstance(value, dict):
-        return (dict, *[(_fact_within(k), _fact_within(v)) for k, v in value.items()])
-    return fact(value)
-
-
-def _converted(value: Any, base: Any) -> Any:
-    """The number or text that an instance of a subclass is."""
-    plain = base(value)
-    return repr(plain) if base in (float, complex) else plain
-
-
-def _fact_of_container(value: Any, kind: type) -> Any:
-    if len(value) > _LARGE:
-        return Unguarded(f"a {kind.__name__} of {len(value)} entries")
-    if isinstance(value, tuple):
-        return (kind, tuple(map(fact, value)))
-    if isinstance(value, (set, frozenset)):
-        return (kind, frozenset(map(fact, value)))
-    if isinstance(value, dict) and all(type(k) in PLAIN for k in value):
-        return (kind, tuple(value))
-    return (kind, len(value))
-
-
-_BYTES = 1 << 16
-_NUMBERS_AND_TEXTS: tuple[Any, ...] = (int, float, complex, str, bytes)
-
-
-def _is_small(value: Any) -> bool:
-    """Whether an array is small and holds no objects."""
-    if isinstance(value, np.ndarray):
-        return value.nbytes <= _BYTES and not value.dtype.hasobject
-    return len(value) * getattr(value, "itemsize", 1) <= _BYTES
 
 
 def _is_leaf(value: Any) -> bool:

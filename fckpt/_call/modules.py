@@ -6,7 +6,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from fckpt._call.closure import class_attributes, closure_of, fact, method_globals, slot_names
+from fckpt._call.closure import check_scripted, class_attributes, closure_of, method_globals, slot_names
+from fckpt._call.facts import fact
 from fckpt._call.levels import unwrapped, version
 from fckpt._call.places import ABSENT, PLAIN, Slot
 from fckpt._call.rng import generator_types
@@ -67,16 +68,20 @@ class ModuleParts:
         "named",
         "open",
         "parameters",
+        "scripted",
         "sharded",
         "ways",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module):
         kinds = generator_types()
-        modules = self.modules = [vars(m) for m in module.modules()]
-        self.kinds = tuple(type(m) for m in module.modules())
+        tree = list(_python_modules(module))
+        self.scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
+        """Whether the tree contains TorchScript modules."""
+        modules = self.modules = [vars(m) for m in tree]
+        self.kinds = tuple(map(type, tree))
         """The class of each module."""
-        self._buffers = [(m, m._buffers) for m in module.modules() if m._buffers]
+        self._buffers = [(m, m._buffers) for m in tree if m._buffers]
         self.parameters = [m["_parameters"] for m in modules if m["_parameters"]]
         self.generators = [v for m in modules for v in m.values() if isinstance(v, kinds)]
         own = [(m, k, v) for m in modules for k, v in m.items() if k not in INTERNAL]
@@ -99,7 +104,7 @@ class ModuleParts:
         self._sizes = [*modules, *self._children]
         self.sharded = any(c.__module__.startswith("torch.distributed.fsdp") for t in self.kinds for c in t.__mro__)
         """Whether FSDP installs the parameters into the modules before each call and removes them after it."""
-        self._lazy = [m for m in module.modules() if isinstance(m, LazyModuleMixin)]
+        self._lazy = [m for m in tree if isinstance(m, LazyModuleMixin)]
         self.ways = None if any(map(slot_names, self.kinds)) else _ways(module)
         """The path from the root to each dict of the tree; None if a module has several places."""
         self.members = [(children, children.copy()) for children in self._children]
@@ -163,6 +168,18 @@ class ModuleParts:
         return [hook for registered in self._hooks for hook in registered.values()]
 
 
+def _python_modules(root: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a tree, those of TorchScript apart, whose parts lie in C++."""
+    scripted: set[int] = set()
+    for module in root.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            if id(module) not in scripted:
+                check_scripted(module)
+                scripted.update(map(id, module.modules()))
+        elif id(module) not in scripted:
+            yield module
+
+
 Ways = dict[int, tuple[tuple[Any, Any], ...]]
 
 
@@ -185,7 +202,7 @@ def _ways(root: nn.Module) -> Ways | None:
             ways[id(attributes[name])] = (*way, (attributes, attributes[name]))
         children = attributes["_modules"]
         for child in children.values():
-            if child is not None:
+            if child is not None and not isinstance(child, torch.jit.ScriptModule):
                 visit(child, (*way, (attributes, children), (children, child)))
 
     visit(root, ())

@@ -20,17 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fckpt._call.closure import (
-    DEPTH,
-    RECORDS,
-    attribute,
-    global_names,
-    imported,
-    is_compilers,
-    is_user_class,
-    slot_names,
-)  # fmt: skip
+from fckpt._call.closure import DEPTH, RECORDS, global_names, imported, is_compilers, slot_names
 from fckpt._call.closure import method_globals as globals_of_methods
+from fckpt._call.facts import attribute, is_user_class
 from fckpt._call.modules import INTERNAL, is_closed, known_parts
 from fckpt._call.places import ABSENT, ARRAYS, BUILTIN, INERT, Slot, content, entries, put
 
@@ -124,6 +116,8 @@ class _Graph:
             for item in self.items(node).values():
                 self.edge(node, item, depth)
             self.attributes(node, kind, depth)
+        elif isinstance(node, torch.jit.ScriptModule):
+            self.fixed.append(id(node))
         elif isinstance(node, nn.Module):
             self.module(node)
         elif not isinstance(node, ARRAYS):

@@ -151,6 +151,8 @@ class Captured:
         self._guards = guards
         graph_guards = output.graph_capture_output.output_graph
         classes = [cls for guard in graph_guards.guards for cls in classes_of(guard)]
+        if torch.jit.ScriptFunction in classes:
+            raise CaptureError("the function calls TorchScript, which differentiates by formulas of its own")
         self._classes = ClassFacts(classes, output.graph_capture_output.traced_code)
         self.builtins = BuiltinNames()
         """The built-in names that the function's code looked up."""

@@ -9,13 +9,15 @@ Functions that Dynamo captures have narrower and faster guards (`captured.py`).
 
 from __future__ import annotations
 
+import builtins
 import functools
 import os
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fckpt._call.closure import Unguarded, attribute, global_names, is_library, is_user_class
+from fckpt._call.closure import global_names
+from fckpt._call.facts import Unguarded, attribute, is_library, is_user_class
 from fckpt._call.modules import facts_of
 from fckpt._capture.classes import ClassFacts
 
@@ -61,6 +63,7 @@ class Reads:
         return Guards(self)
 
 
+_BUILTINS = vars(builtins)
 _LOOKUP = type(os.environ).__getitem__.__code__
 
 
@@ -69,13 +72,14 @@ def _globals(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[Any]:
         yield from (scope[name] for name in global_names(code) if name in scope)
 
 
-def _functions_of_modules(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yields the functions of imported modules that code may call, such as `F.relu` and `math.sqrt`."""
+def _functions_of_modules(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+    """Yields the functions of imported modules that code may call, such as `F.relu`, and the built-in functions."""
     for code, scope in codes.items():
         names = global_names(code)
         for held in [scope[name] for name in names if type(scope.get(name)) is types.ModuleType]:
             found = vars(held)
             yield from ((found, name, found[name]) for name in names if callable(found.get(name)))
+        yield from ((_BUILTINS, name, _BUILTINS[name]) for name in names if name not in scope and name in _BUILTINS)
 
 
 class Guards:

@@ -20,7 +20,7 @@ from torch._dynamo import symbolic_convert
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
-from fckpt._call.closure import is_library
+from fckpt._call.facts import is_library
 from fckpt._capture.patching import patched
 
 __all__ = ["BuiltinNames", "shadows_guarded"]

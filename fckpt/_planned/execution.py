@@ -326,14 +326,18 @@ class Execution:
         elif ambient.interfering_mode() is not None:
             reason = "dispatch mode"
         if brought is None or reason:
-            self.residuals = None
-            self.gives_up(reason)
+            self.give_up(reason)
             return None
         with self._below_level():
             grads = self._grads(operands, tuple(given), brought)
         self.over = True
         self.seen()
         return self._batched(grads, [self.program.trace.grad_dims[i] for i in self._gradients()])
+
+    def give_up(self, reason: str) -> None:
+        """Lets go of what the forward pass kept, as no backward pass by the plan will come, and says why."""
+        self.residuals = None
+        self.gives_up(reason)
 
     def _gradients(self) -> list[int]:
         """Returns the operands of the trace that are operands of the call for autograd."""

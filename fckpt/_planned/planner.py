@@ -12,8 +12,8 @@ import torch
 from fckpt import solve
 from fckpt._call import ambient
 from fckpt._call.arguments import Arguments, outlived
-from fckpt._call.closure import Unguarded
 from fckpt._call.conditions import Observation
+from fckpt._call.facts import SCRIPT, Unguarded
 from fckpt._call.levels import transforms_active
 from fckpt._capture.reads import Guards, Reads
 from fckpt._planned.agreement import agreed, mesh_of
@@ -246,6 +246,8 @@ class Planner:
     ) -> Programs:
         """Returns the programs for a call that Dynamo cannot capture, from a trace of the function's Python code."""
         unguarded = next((fact for fact in observation.facts if isinstance(fact, Unguarded)), None)
+        if any(part.scripted for part in observation.parts):
+            unguarded = Unguarded(SCRIPT)
         if unguarded is not None:
             raise unguarded_error(unguarded)
         key = (arguments.signature(), tuple(layouts), captured.order, observation.ambient, observation.settings())

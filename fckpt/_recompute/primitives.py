@@ -44,6 +44,8 @@ class Planned(Protocol):
         self, operands: Sequence[torch.Tensor], given: Sequence[int], cotangents: Sequence[torch.Tensor]
     ) -> Flat | None: ...
 
+    def give_up(self, reason: str) -> None: ...
+
 
 class UserCall:
     """One call of the user's function. Its operands are the distinct input tensors, followed by the captured tensors it
@@ -366,8 +368,11 @@ class Pullback:
     def __call__(self, *operands: torch.Tensor) -> Flat:
         count = len(self.needs)
         inputs, cotangents = operands[:count], operands[count:]
-        if isinstance(self.primitive, UserCall) and self.primitive.planned is not None and not self.layers:
-            grads = self.primitive.planned.backward(inputs, self.outputs, cotangents)
+        planned = self.primitive.planned if isinstance(self.primitive, UserCall) else None
+        if planned is not None and self.layers:
+            planned.give_up("batched backward")
+        elif planned is not None:
+            grads = planned.backward(inputs, self.outputs, cotangents)
             if grads is not None:
                 return [grad for grad, need in zip(grads, self.needs, strict=True) if need]
         wanted = [i for i, need in enumerate(self.needs) if need]

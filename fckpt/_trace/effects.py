@@ -25,6 +25,7 @@ import torch
 import torch.utils.checkpoint
 
 from fckpt._call.closure import Snapshot
+from fckpt._call.facts import is_library
 from fckpt._call.levels import unwrapped
 from fckpt._call.modules import storage_of
 from fckpt._call.places import Slot, content, moved, put
@@ -45,6 +46,11 @@ _IMPURE = {
     builtins.open: "opens a file",
     os.urandom: "draws random bytes",
     os.getenv: "reads the environment",
+    uuid.uuid4: "draws random bytes",
+    **{f: "reads a clock" for f in _CLOCKS if callable(f) and not isinstance(f, type)},
+}
+
+_READS = {
     os.getpid: "reads its process id",
     os.getcwd: "reads the working directory",
     os.listdir: "reads the file system",
@@ -54,14 +60,11 @@ _IMPURE = {
     datetime.datetime.now: "reads a clock",
     datetime.datetime.utcnow: "reads a clock",
     datetime.date.today: "reads a clock",
-    sys.getrecursionlimit: "reads the recursion limit",
-    sys.getrefcount: "counts references",
     torch.get_num_threads: "reads the number of threads",
     torch.get_num_interop_threads: "reads the number of threads",
     threading.get_ident: "reads its thread id",
-    uuid.uuid4: "draws random bytes",
-    **{f: "reads a clock" for f in _CLOCKS if callable(f) and not isinstance(f, type)},
 }
+"""Calls that are allowed in library code and refused in user code."""
 
 
 @contextlib.contextmanager
@@ -76,8 +79,8 @@ def impure_calls_refused(reads: Reads) -> Iterator[None]:
     def look(frame: Any, event: str, argument: Any) -> None:
         if event == "call":
             reads.note(frame)
-        elif event == "c_call" and not found and _is_impure(argument) and _is_from_user(frame):
-            found.append(f"{current()}: the function {_IMPURE[argument]} here (`{argument.__name__}`)")
+        elif event == "c_call" and not found and (does := _impure(argument, frame)):
+            found.append(f"{current()}: the function {does} here (`{argument.__name__}`)")
 
     # A garbage collection runs unrelated functions (`gc.callbacks` of hypothesis or of a monitor, for example).
     collects = gc.isenabled()
@@ -96,11 +99,15 @@ def impure_calls_refused(reads: Reads) -> Iterator[None]:
         )
 
 
-def _is_impure(called: Any) -> bool:
+def _impure(called: Any, frame: Any) -> str:
+    """Returns what a call from a frame does that a plan would not repeat; empty if nothing."""
     try:
-        return called in _IMPURE
+        does, asks = _IMPURE.get(called, ""), _READS.get(called, "")
     except TypeError:  # not hashable
-        return False
+        return ""
+    if asks and is_library(str(frame.f_globals.get("__name__", ""))):
+        return ""
+    return (does or asks) if (does or asks) and _is_from_user(frame) else ""
 
 
 def _is_from_user(frame: Any) -> bool:

@@ -34,7 +34,7 @@ class StandIn(torch.Tensor):
         )
 
     @property
-    def grad(self) -> Any:  # type: ignore[override]
+    def grad(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         raise TraceError(
             f"{current()}: the function reads `.grad` of a tensor, which changes from call to call. Pass the gradient "
             f"as an argument. {WAY_OUT}"

@@ -2,8 +2,8 @@
 
 A `Value` is a storage: one block of the allocator. Views are not nodes: a view costs nothing, and lives and dies with
 its base. A `Node` is an operation that makes storages. An id is a position in a tuple, and nodes are in program order:
-first the forward pass, then the backward pass. This module does not import torch, so that graphs can be solved and
-inspected without it.
+first the forward pass, then the backward pass. Graphs are independent of torch, and can be solved and inspected without
+it.
 
 The representation of operations and storages follows Rockmate (X. Zhao, T. Le Hellard, L. Eyraud-Dubois, J. Gusak, O.
 Beaumont, "Rockmate: an efficient, fast, automatic and generic tool for re-materialization in PyTorch", 2023,
@@ -126,30 +126,41 @@ class Graph:
         late = set(self.cotangents)
         gone: set[int] = set()
         for i, node in enumerate(self.nodes):
+            name = f"node {i} ({node.op})"
             _require(node.id == i, f"node {i} has the id {node.id}")
-            _require(made.issuperset(node.inputs), f"node {i} ({node.op}) reads a value before it is made")
-            _require(not made.intersection(node.outputs), f"node {i} ({node.op}) makes a value again")
+            _require(made.issuperset(node.inputs), f"{name} reads a value before it is made")
+            _require(not made.intersection(node.outputs), f"{name} makes a value that exists already")
             _require(all(self.values[v].producer == i for v in node.outputs), f"a producer is not node {i}")
             if node.overwrites:
                 whole = len(node.outputs) == 1 and set(node.inputs).issuperset(node.overwrites) and not node.once
                 sizes = {self.values[v].nbytes for v in (*node.overwrites, *node.outputs)}
-                _require(whole and len(sizes) == 1, f"node {i} ({node.op}) overwrites a value that it may not")
-            _require(set(node.accumulates).issubset(node.inputs), f"node {i} ({node.op}) accumulates into a value that it does not read")
+                _require(whole and len(sizes) == 1, f"{name} overwrites a value that it may not overwrite")
+            _require(
+                set(node.accumulates).issubset(node.inputs),
+                f"{name} accumulates into a value that it does not read",
+            )
             _require(node.backward == (not late.isdisjoint(node.inputs)), f"node {i}: the flag `backward` is wrong")
-            _require(gone.isdisjoint((*node.inputs, *node.writes)), f"node {i} ({node.op}) reads a value that was written over")
+            _require(
+                gone.isdisjoint((*node.inputs, *node.writes)),
+                f"{name} reads a value that was overwritten",
+            )
             if node.writes:
                 _require(
-                    made.issuperset(node.writes) and not node.backward, f"node {i} ({node.op}) writes to a value that it may not"
+                    made.issuperset(node.writes) and not node.backward,
+                    f"{name} writes to a value that it may not write",
                 )
                 gone.update(node.writes)
             if node.backward:
                 _require(i >= self.boundary and not node.once, f"node {i} cannot be in the forward pass")
                 late.update(node.outputs)
             made.update(node.outputs)
-        _require(all(v.id == i and v.nbytes >= 0 for i, v in enumerate(self.values)), "values are not numbered in order, or a size is negative")
+        _require(
+            all(v.id == i and v.nbytes >= 0 for i, v in enumerate(self.values)),
+            "values are not numbered",
+        )
         _require(made == set(range(len(self.values))), "some values have no producer and are not inputs or cotangents")
         _require(late.isdisjoint(self.outputs), "an output needs a cotangent")
-        _require(gone.isdisjoint((*self.outputs, *self.gradients)), "an output or a gradient was written over")
+        _require(gone.isdisjoint((*self.outputs, *self.gradients)), "an output or a gradient was overwritten")
 
     @functools.cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -173,8 +184,9 @@ class Graph:
 
     @functools.cached_property
     def eager(self) -> Graph:
-        """The same computation as autograd runs it: an operand is overwritten where the user's program does so, and
-        where autograd accumulates gradients.
+        """The same computation as autograd runs it.
+
+        An operand is overwritten where the user's program does so, and where autograd accumulates gradients.
         """
         nodes = (n if n.in_place else dataclasses.replace(n, overwrites=n.accumulates) for n in self.nodes)
         return dataclasses.replace(self, nodes=tuple(nodes))
@@ -215,7 +227,10 @@ class Graph:
         _require(self.boundary <= count, f"the boundary is {self.boundary}, of {count} nodes")
         for name in ("inputs", "cotangents", "outputs", "gradients"):
             ids = getattr(self, name)
-            _require(all(v < size for v in ids) and len(set(ids)) == len(ids), f"`{name}` lists unknown values, or a value twice")
+            _require(
+                all(v < size for v in ids) and len(set(ids)) == len(ids),
+                f"`{name}` has unknown or repeated ids",
+            )
         for node in self.nodes:
             _require(len(set(node.inputs)) == len(node.inputs), f"node {node.id} reads a value twice")
             over = [*node.overwrites, *node.accumulates]
@@ -229,12 +244,12 @@ class Graph:
 
 
 def _ints(value: Any, name: str) -> tuple[int, ...]:
-    _require(isinstance(value, (list, tuple)), f"{name} is no list: {value!r}")
+    _require(isinstance(value, (list, tuple)), f"{name} is not a list: {value!r}")
     return tuple(checked(item, name, int) for item in value)
 
 
 def _texts(value: Any, name: str) -> tuple[str, ...]:
-    _require(isinstance(value, (list, tuple)), f"{name} is no list: {value!r}")
+    _require(isinstance(value, (list, tuple)), f"{name} is not a list: {value!r}")
     return tuple(checked(item, name, str) for item in value)
 
 

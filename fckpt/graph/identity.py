@@ -15,8 +15,9 @@ __all__ = ["difference", "fingerprint"]
 
 
 def fingerprint(graph: Graph, *, arguments: bool = True) -> str:
-    """Returns a hash of everything on which a schedule depends: operations, arguments, dependencies and sizes, but not
-    times.
+    """Returns a hash of everything on which a schedule depends.
+
+    These are operations, their arguments, dependencies and sizes, but not times.
 
     Args:
         graph: the graph.
@@ -28,8 +29,7 @@ def fingerprint(graph: Graph, *, arguments: bool = True) -> str:
 
 
 def difference(plan: Graph, call: Graph) -> str | None:
-    """Describes the first difference between the graph of a plan and the graph of a call; None if the plan fits the
-    call.
+    """Describes the first difference between the graphs of a plan and of a call; None if the plan fits the call.
 
     Sizes in bytes are not compared: a plan's sizes may be measured, while the sizes in a call's trace are computed.
     """
@@ -79,7 +79,7 @@ def _operation(ours: Node, theirs: Node) -> str:
     if _structure(ours)[1:3] != _structure(theirs)[1:3]:
         return "reads or makes other values than in the plan"
     if _structure(ours) != _structure(theirs):
-        return "runs at another time than in the plan: exactly once or any number of times, in the forward or the backward pass"
+        return "runs at another time than in the plan: once or any number of times, forward or backward"
     missing = set(ours.overwrites).difference(theirs.overwrites)
     return "may not overwrite its operands, but does so in the plan" if missing else ""
 

@@ -52,8 +52,7 @@ class Schedule:
 
 
 def plain_schedule(graph: Graph) -> Schedule:
-    """Returns the schedule of the plain function: every node once, in program order, with autograd's lifetimes of
-    values.
+    """Returns the schedule of the plain function: every node once, in program order, with autograd's lifetimes.
 
     Simulate it on `Graph.eager`.
     """

@@ -103,18 +103,16 @@ class _Run:
         if not 0 <= index < len(graph.nodes):
             raise ScheduleError(f"step {position} computes node {index} of {len(graph.nodes)}.")
         node = graph.nodes[index]
+        at = f"step {position} computes node {index} ({node.op})"
         writes = node.writes if not self.counts[index] else ()
         missing = [v for v in node.inputs if v not in self.live]
         missing += [v for v in writes if v in self.gone or v not in self.made]
         if missing and missing[0] in self.gone:
-            raise ScheduleError(
-                f"step {position} computes node {index} ({node.op}), but node {self.gone[missing[0]]} has written over "
-                f"value {missing[0]}."
-            )
+            raise ScheduleError(f"{at}, but node {self.gone[missing[0]]} has written over value {missing[0]}.")
         if missing:
-            raise ScheduleError(f"step {position} computes node {index} ({node.op}), but value {missing[0]} is not live.")
+            raise ScheduleError(f"{at}, but value {missing[0]} is not live.")
         if not backward and node.backward:
-            raise ScheduleError(f"step {position} computes node {index} ({node.op}) before the backward pass.")
+            raise ScheduleError(f"{at} before the backward pass.")
         self.live.difference_update(writes)
         self.gone.update(dict.fromkeys(writes, index))
         new = [v for v in node.outputs if v not in self.live and v not in self.gone]
@@ -141,7 +139,7 @@ class _Run:
             if index < self.last_random:
                 raise ScheduleError(f"random node {index} ({node.op}) runs after random node {self.last_random}.")
             if backward and index < self.graph.boundary:
-                raise ScheduleError(f"random node {index} ({node.op}) of the forward pass first runs in the backward pass.")
+                raise ScheduleError(f"random node {index} ({node.op}) of the forward pass first runs in backward.")
             self.last_random = index
         self.counts[index] += 1
 

@@ -1,5 +1,4 @@
-"""Solvers: functions from a graph and a budget to a schedule. Each family has one file; solvers are registered by name.
-"""
+"""Solvers: functions from a graph and a budget to a schedule. Each family has one file, and each solver has a name."""
 
 from __future__ import annotations
 

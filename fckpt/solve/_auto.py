@@ -1,28 +1,31 @@
-"""The default: many plans to start from, the best of them repaired, then improved by local search.
+"""The default solver: repairs the best of many starts, then improves it by local search.
 
-1. Saving everything, in the order of the backward pass that has the lowest peak. If it fits, it is optimal.
-2. Starts: that plan; those of integer programs about its peak, and about what overflows then (`moments`); those that
-   come up while the bound is proven (`certificate`); minimum cuts (`min_cut`); segments (`chen`), nested ones too
-   (`seeds`); optimal chain schedules (`rotor`), which need few bytes, and of blocks that were planned once each where
-   the graph repeats itself (`hierarchy`).
-3. Those that are fast or lie near the budget are repaired and pruned until they fit (`repair`), until too much has been
-   tried in vain. If none does, the smallest of all are brought down as far as repairs can, binomial schedules
-   (`revolve`) too; first of all where the smallest known is over the budget by 2 %, since mostly nothing fits then.
-4. Local search from the best of them, and from the next when that comes to nothing (`search`).
+1. If saving everything fits, in the order of the backward pass with the lowest peak, that plan is optimal.
+2. Starts: that plan; plans of integer programs about its peak, and about what exceeds the budget then (`moments`);
+   plans found while the lower bound is proven (`certificate`); minimum cuts (`min_cut`); segments (`chen`), also nested
+   (`starts`); optimal schedules of chains (`rotor`), which reach small peaks; and, if the graph repeats itself, optimal
+   schedules of chains of blocks, where each distinct block is planned once (`hierarchy`).
+3. Starts that are fast or close to the budget are repaired and pruned until they fit (`repair`), until the repairs that
+   fail have taken too much effort. If none fits, the starts with the smallest peaks, including binomial schedules
+   (`revolve`), are lowered as far as repairs can. If the smallest known peak is more than 2 % over the budget, this
+   comes first, because then usually nothing fits.
+4. Local search starts from the best plan, and from the next one if that does not help (`search`).
 
-It stops at a plan that `certificate` proves to be within `GOOD_ENOUGH` of the optimum, and asks it for a better one,
-which on smaller graphs is the optimum, and repairs the first start to the end. None is promised otherwise: the
-certificate says how far it may be. The least budget is the least peak over all starts, and repairs of the smallest with
-ever lower budgets; it does not depend on the budget asked.
+The solver stops at a plan that `certificate` proves to be within `GOOD_ENOUGH` of the optimum. Then it asks
+`certificate` for a better plan, which on smaller graphs is the optimum, and repairs the first start without limits.
+Otherwise optimality is not guaranteed; the certificate says how far from it the plan may be. The least budget is the
+least peak over all starts, and over repairs of the smallest starts for successively lower budgets; it does not depend
+on the requested budget.
 
-Of a graph of more than `LARGE` nodes that repeats itself, blocks are all that is planned: their plans are repaired and
-pruned, and searched where the limit leaves moves for it, which the usual one does not above 24,000.
+For a graph of more than `LARGE` nodes that repeats itself, only chains of blocks are planned: their plans are repaired
+and pruned, and searched if the limit leaves moves for the search; the default limit does not above 24,000 nodes.
 
-Complexity: the starts take near-linear time in the size of the graph, and small integer programs. The search is given a
-number of moves, not seconds, so that a plan depends on the graph, its times, the budget, the limit and the seed alone.
+Complexity: finding starts takes near-linear time in the size of the graph, plus small integer programs. The search is
+limited in moves, not in seconds, so that a plan depends only on the graph, its times, the budget, the limit and the
+seed.
 
-Left out: repairs and the search change blocks that are alike one by one; large graphs without repetitions are planned
-like small ones.
+Left out: repairs and the search change equal blocks one by one; large graphs without repetitions are planned like small
+ones.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import inf
 
 from fckpt.errors import users_stacklevel
 from fckpt.graph.graph import Graph
@@ -44,7 +49,7 @@ from fckpt.solve._revolve import binomial_orders
 from fckpt.solve._rotor import Curve, curves
 from fckpt.solve._save_all import save_all
 from fckpt.solve.core.rules import Order, Rules, over_budget, peak_of, seconds_of
-from fckpt.solve.core.starts import backward_orders, save_everything_orders, segmented
+from fckpt.solve.core.starts import Start, backward_orders, measured, save_everything_orders, segmented
 from fckpt.solve.proofs.bounds import least_peak
 from fckpt.solve.proofs.certificate import PROOF, certified, quick
 from fckpt.solve.repair.search import Search
@@ -52,31 +57,55 @@ from fckpt.solve.repair.search import Search
 __all__ = ["auto"]
 
 GOOD_ENOUGH = 1e-4
-"""A part of the whole time, by which a plan may miss the bound and yet end the search."""
+"""The search ends at a plan that exceeds the lower bound by at most this fraction of the step's time."""
 OPTIMAL = 1e-6
-"""The same, by which it may miss it and yet be taken for the best there is."""
-NEAREST = 2
-"""How many starts are repaired of those that fit, and of those that do not."""
-HOPELESS = 1.5
-"""A repair ends where repetitions take so many times as long as those of the best plan before."""
-PACE = 12000.0
-"""Moves that a slow core weighs in a second: they make an effort of a time limit, that can be repeated anywhere."""
-BESIDE = 10.0
-"""Seconds at that pace, after which a repair ends where there is a plan already."""
-HEAD_START = 400
-"""Nodes for which it finds starts in a second."""
+"""A plan that exceeds the lower bound by at most this fraction of the step's time counts as optimal."""
 LARGE = 20_000
-"""Nodes above which blocks are all that is planned of a graph that repeats itself."""
-FAR = 1.02
-"""The smallest plan is looked for first where all that are known before repairs take so many times the budget."""
-RICH = 5.0
-"""Seconds: a limit above it gives the integer programs of `moments` more rows than they take there."""
-USUAL = ((100, 5.0), (200, 60.0))
-"""For how many nodes it takes a second, and up to how many seconds, unless it is told otherwise; the most counts."""
+"""For graphs of more nodes that repeat themselves, only chains of blocks are planned."""
+
+MOVES_PER_SECOND = 12_000.0
+"""Moves that a slow core weighs per second. It converts a time limit into a reproducible effort."""
+NODES_PER_SECOND = 400
+"""Nodes of a graph for which starts are found per second."""
+EXTRA_REPAIR_SECONDS = 10.0
+"""The limit of one repair if a feasible plan is known already."""
+PROGRAM_SECONDS = 5.0
+"""A time limit above this gives the integer programs of `moments` proportionally more rows."""
+DEFAULT_SECONDS = ((100, 5.0), (200, 60.0))
+"""Default time limit: the larger of nodes/100 s, at most 5 s, and nodes/200 s, at most 60 s."""
 
 
-_Plan = tuple[int, float, Order]
-"""Bytes at its peak, seconds, and what is computed."""
+@dataclass(frozen=True)
+class _Limits:
+    """Effort limits of one call: moves and rows instead of seconds, so that plans do not depend on the machine."""
+
+    search_moves: int
+    """Moves that the local search weighs."""
+    failed_repair_moves: float
+    """Moves weighed by failed repairs, after which infeasible starts are skipped. Lowering peaks takes at most twice as
+    many."""
+    programs: ProgramEffort
+    """The limits of the integer programs of `moments`."""
+    extra_repair_moves: float = MOVES_PER_SECOND * EXTRA_REPAIR_SECONDS
+    """Moves of one repair if a feasible plan is known already."""
+    recompute_ratio: float = 1.5
+    """A repair is abandoned when its recomputations take this many times as long as those of the best plan."""
+    starts_per_side: int = 2
+    """Number of feasible starts, and of infeasible ones, to repair in a family."""
+    far_ratio: float = 1.02
+    """Peaks are lowered first if all peaks known before repairs exceed this many times the budget."""
+
+    @classmethod
+    def of(cls, graph: Graph, time_limit: float | None) -> _Limits:
+        """Returns the limits for a time limit in seconds; None is the default time limit."""
+        count = len(graph.nodes)
+        default = max(min(count / rate, most) for rate, most in DEFAULT_SECONDS)
+        seconds = default if time_limit is None else time_limit
+        return cls(
+            search_moves=max(0, round(MOVES_PER_SECOND * (seconds - count / NODES_PER_SECOND))),
+            failed_repair_moves=MOVES_PER_SECOND * default,
+            programs=usual_effort(graph, max(1.0, (time_limit or 0.0) / PROGRAM_SECONDS)),
+        )
 
 
 def auto(
@@ -87,275 +116,264 @@ def auto(
     seed: int = 0,
     watch: Callable[[str, int, int], object] | None = None,
 ) -> Schedule:
-    """Returns the fastest schedule that is found within `budget`.
+    """Returns the fastest schedule found within `budget`.
 
     Args:
         graph: one training step.
-        budget: bytes; None does what the decisions of a policy say, and without any saves everything.
-        time_limit: the seconds that it may take on a slow core, about. They count moves, so that the same limit leads
-            to the same plan on any machine. Starts are found whatever the limit. Default: one for every 100 nodes up
-            to 5, and then for every 200 up to 60; it ends earlier if nothing gets better.
-        seed: of the random numbers of the search.
-        watch: is told what is done, how much of it, and of how much, from time to time. The latter is 0 where it is not
-            known, and then it is told of what takes more than a second alone.
+        budget: bytes; None follows the decisions of a policy and, without any decisions, saves everything.
+        time_limit: approximate seconds on a slow core, converted into a number of moves, so that the same limit gives
+            the same plan on every machine. Starts are found whatever the limit. Default: one second per 100 nodes, at
+            most 5, or one per 200 nodes, at most 60, whichever is more. The search ends earlier at a plan that is
+            nearly optimal, or when it no longer finds better plans.
+        seed: the seed of the search's random numbers.
+        watch: called from time to time with what is being done, how much of it is done, and how much there is to do.
+            The last number is 0 if it is not known; such steps are reported only if they take more than a second.
 
     Raises:
-        BudgetError: none is found.
+        BudgetError: no schedule is found that fits.
 
     Warns:
-        UserWarning: it was interrupted (`KeyboardInterrupt`), and returns the best plan so far.
+        UserWarning: the search was interrupted (`KeyboardInterrupt`), and the best plan so far is returned.
     """
     if budget is None:
         decided = any(value.decision for value in graph.values)
         return policy(graph) if decided else save_all(graph)
     rules = Rules(graph)
-    everything = save_everything_orders(rules)
-    if peak_of(rules, everything[0]) <= budget:
-        return schedule_of(graph, *everything[0])
-    starts: list[Order] = []
-    found = starts
-    tell = watch if watch is not None else _nobody
-    slow = tell if len(graph.nodes) > HEAD_START else _nobody
+    plain = save_everything_orders(rules)
+    if peak_of(rules, plain[0]) <= budget:
+        return schedule_of(graph, *plain[0])
+    fitted: list[Order] = []
+    found = fitted
+    tell = watch if watch is not None else _ignore
+    tell_if_slow = tell if len(graph.nodes) > NODES_PER_SECOND else _ignore
     try:
-        slow("proving a bound", 0, 0)
-        limit = _usual(len(graph.nodes)) if time_limit is None else time_limit
+        tell_if_slow("proving a bound", 0, 0)
+        limits = _Limits.of(graph, time_limit)
         bound, certificates = certified(graph, budget, effort=quick(graph))
-        effort = usual_effort(graph, max(1.0, (time_limit or 0.0) / RICH))
         enough = bound.seconds + GOOD_ENOUGH * graph.seconds
-        slow("looking for plans to start from", 0, 0)
-        ready = _starts(rules, everything, certificates)
-        for start in ready.fitted(budget, effort, enough):
-            starts.append(start)  # an interrupt leaves those that are there
-            slow("plans to start from", len(starts), 0)
-        starts.sort(key=lambda order: seconds_of(rules, order))
-        search = Search(rules, starts, budget, seed)
+        tell_if_slow("looking for plans to start from", 0, 0)
+        starts = _Starts(rules, budget, limits, plain, certificates)
+        for order in starts.feasible(enough):
+            fitted.append(order)  # one by one, so that an interrupt keeps the plans found so far
+            tell_if_slow("plans to start from", len(fitted), 0)
+        fitted.sort(key=lambda order: seconds_of(rules, order))
+        search = Search(rules, fitted, budget, seed)
         found = search.found
-        moves = PACE * (limit - len(graph.nodes) / HEAD_START)
-        search.run(max(0, round(moves)), enough, lambda done, of: tell("moves weighed", done, of))
+        search.run(limits.search_moves, enough, lambda done, of: tell("moves weighed", done, of))
         missed = min(seconds_of(rules, order) for order in found) - bound.seconds
         if OPTIMAL * graph.seconds < missed <= GOOD_ENOUGH * graph.seconds:
-            found.extend(ready.last(budget))
+            found.extend(starts.last())
     except KeyboardInterrupt:
         if not found:
             raise
         warnings.warn(
-            "fckpt was interrupted while it looked for a plan, and takes the best that it has found.",
+            "fckpt was interrupted while it searched for a plan, and uses the best plan found so far.",
             stacklevel=users_stacklevel(),
         )
     return schedule_of(graph, *min(found, key=lambda order: seconds_of(rules, order)))
 
 
-def _nobody(*_: object) -> None:
-    """Is told, and forgets."""
-
-
-def _usual(nodes: int) -> float:
-    return max(min(nodes / count, most) for count, most in USUAL)
-
-
-def _starts(rules: Rules, saving: list[Order], certificates: list[Order]) -> _Starts:
-    if len(rules.graph.nodes) > LARGE and (chain := Chain(rules)).repeats:
-        return _OfBlocks(rules, saving, certificates, chain)
-    return _Starts(rules, saving, certificates)
+def _ignore(*_: object) -> None:
+    """Accepts a report of progress and does nothing."""
 
 
 class _Starts:
-    """Plans to start from."""
+    """The starts of one graph for one budget, in families that are computed only if they are needed."""
 
-    def __init__(self, rules: Rules, saving: list[Order], certificates: list[Order]):
-        self.rules = rules
-        self.saving = saving
-        self.certificates = certificates
+    def __init__(
+        self, rules: Rules, budget: int, limits: _Limits, plain: list[Order], certificates: list[Order]
+    ) -> None:
+        """Chooses the families.
+
+        Args:
+            rules: the rules of the graph.
+            budget: bytes.
+            limits: the limits of repairs and programs.
+            plain: the orders that save everything, the lowest peak first.
+            certificates: the orders that were found while the lower bound was proven.
+        """
+        self.rules, self.budget, self.limits = rules, budget, limits
+        self.plain, self.certificates = plain, certificates
         self.least_peak = least_peak(rules.graph)
-        self.patience = PACE * _usual(len(rules.graph.nodes))
-        """How many moves are weighed in vain, and twice as many to bring plans down, before the rest is left out."""
+        self.blocks_only = len(rules.graph.nodes) > LARGE and self.chain.repeats
+        self.families: tuple[Callable[[], Iterable[Order]], ...] = (
+            (self._of_certificates, self._of_blocks, self._of_plain)
+            if self.blocks_only
+            else (self._of_programs, self._of_cuts_and_chains, self._of_blocks)
+        )
+        """Each family has its own choice of starts near the budget: plans of blocks are so close to each other that
+        they would leave no room for other starts."""
+
+    # ---- orders, by method ----------------------------------------------------------------------------
 
     @functools.cached_property
-    def priced(self) -> list[Order]:
+    def minimum_cuts(self) -> list[Order]:
         """Minimum cuts at several prices."""
-        return [cheapest(self.rules, price) for price in PRICES]
+        return [] if self.blocks_only else [cheapest(self.rules, price) for price in PRICES]
 
     @functools.cached_property
     def chains(self) -> list[Curve]:
         """Optimal schedules of chains."""
-        return curves(self.rules)
+        return [] if self.blocks_only else curves(self.rules)
+
+    @functools.cached_property
+    def chain(self) -> Chain:
+        """The graph as a chain of blocks."""
+        return Chain(self.rules)
 
     @functools.cached_property
     def blocks(self) -> list[Curve]:
-        """Optimal schedules of chains of blocks, where many of them are alike."""
-        chain = Chain(self.rules)
-        return ChainSolver().curves(chain) if chain.repeats else []
+        """Optimal schedules of the chain of blocks, if blocks repeat."""
+        return ChainSolver().curves(self.chain) if self.chain.repeats else []
 
     @functools.cached_property
-    def cut(self) -> list[_Plan]:
-        """Saving all, and segments, nested ones too, with the recorded order of the backward pass."""
-        return _known(self.rules, (*self.saving, *segmented(self.rules)))
+    def blocks_near_budget(self) -> list[Start]:
+        """The schedules of the chain of blocks next to the budget."""
+        return measured(self.rules, _around(self.blocks, self.budget))
 
     @functools.cached_property
-    def common(self) -> list[_Plan]:
-        """Those that do not depend on a budget."""
-        return [*self.cut, *_known(self.rules, (*segment_orders(self.rules), *self.priced))]
+    def segments(self) -> list[Start]:
+        """Saving everything, and segments, also nested, with the recorded order of the backward pass."""
+        return measured(self.rules, (*self.plain, *segmented(self.rules)))
 
     @functools.cached_property
-    def spread(self) -> list[_Plan]:
-        """Some of the chains, down to the smallest."""
-        return _known(self.rules, (order for curve in (*self.blocks, *self.chains) for order in curve.spread()))
+    def common(self) -> list[Start]:
+        """The starts that do not depend on the budget."""
+        if self.blocks_only:
+            return measured(self.rules, self.plain)
+        return [*self.segments, *measured(self.rules, (*segment_orders(self.rules), *self.minimum_cuts))]
 
     @functools.cached_property
-    def binomials(self) -> list[_Plan]:
-        """Those that need the fewest bytes."""
-        return _known(self.rules, binomial_orders(self.rules))
+    def spread(self) -> list[Start]:
+        """Some schedules of the chains, down to the smallest."""
+        return measured(self.rules, (order for curve in (*self.blocks, *self.chains) for order in curve.spread()))
 
     @functools.cached_property
-    def least(self) -> Order:
-        """The plan with the lowest peak."""
-        return min(self._smallest(), key=lambda order: peak_of(self.rules, order))
+    def binomials(self) -> list[Start]:
+        """Binomial schedules, which need the fewest bytes."""
+        return measured(self.rules, binomial_orders(self.rules))
 
-    def fitted(self, budget: int, effort: ProgramEffort, enough: float) -> Iterator[Order]:
-        """Yields plans within `budget`, at least one.
+    # ---- families -------------------------------------------------------------------------------------
+
+    def _of_certificates(self) -> Iterable[Order]:
+        return self.certificates
+
+    def _of_programs(self) -> Iterator[Order]:
+        """Yields the starts that integer programs make for the budget."""
+        yield from self.certificates
+        yield from moment_orders(self.rules, self.plain, self.budget, self.limits.programs)
+
+    def _of_cuts_and_chains(self) -> Iterator[Order]:
+        """Yields the fastest feasible starts, the smallest infeasible ones that are faster, and saving everything."""
+        near = (*_around(self.chains, self.budget), *near_budget(self.rules, self.minimum_cuts, self.budget))
+        yield from self._nearest([*self.common, *measured(self.rules, near)])
+        yield from self.plain
+
+    def _of_blocks(self) -> Iterator[Order]:
+        return self._nearest(self.blocks_near_budget)
+
+    def _of_plain(self) -> Iterable[Order]:
+        """Returns the orders that save everything if no schedule of the blocks is feasible."""
+        return self.plain if all(start.peak_nbytes > self.budget for start in self.blocks_near_budget) else ()
+
+    def _nearest(self, starts: Iterable[Start]) -> Iterator[Order]:
+        """Yields the fastest feasible starts, and the smallest infeasible ones that are faster."""
+        ranked, count = _by_peak(starts), self.limits.starts_per_side
+        inside = sorted((s for s in ranked if s.peak_nbytes <= self.budget), key=lambda start: start.seconds)[:count]
+        fastest = inside[0].seconds if inside else inf
+        outside = [s for s in ranked if s.peak_nbytes > self.budget and s.seconds < fastest][:count]
+        yield from (start.order for start in (*inside, *outside))
+
+    # ---- feasible orders ------------------------------------------------------------------------------
+
+    def feasible(self, enough: float) -> Iterator[Order]:
+        """Yields orders within the budget, at least one.
 
         Args:
-            budget: bytes.
-            effort: on the integer programs of `moments`.
-            enough: once a kind of starts has led to a plan that takes no more seconds, the kinds after it are left
-                out; infinite if it is proven that there is none.
+            enough: seconds. Once a family has led to an order that takes at most this long, later families are skipped;
+                infinite if it is proven that no order fits.
 
         Raises:
-            BudgetError: there is none.
+            BudgetError: no order is found that fits.
         """
-        rules, limit, fastest, wasted = self.rules, float("inf"), float("inf"), 0
-        possible = self.least_peak <= budget and enough < float("inf")
-        if not possible or self._is_far(budget):  # before programs are solved for what cannot be
-            self._check(budget)
-        for orders in self._kinds(budget, effort) if possible else ():
-            for order in orders:
-                if wasted > self.patience and peak_of(rules, order) > budget:
+        rules, budget, limit, fastest, wasted = self.rules, self.budget, inf, inf, 0
+        possible = self.least_peak <= budget and enough < inf
+        if not possible or self._is_far():  # before integer programs are solved in vain
+            self._check()
+        for family in self.families if possible else ():
+            for start in family():
+                if wasted > self.limits.failed_repair_moves and peak_of(rules, start) > budget:
                     continue
-                most = PACE * BESIDE if fastest < float("inf") else float("inf")
-                plan, moves = fit(rules, order, budget, limit, most)
-                if plan is None:
+                most = self.limits.extra_repair_moves if fastest < inf else inf
+                order, moves = fit(rules, start, budget, limit, most)
+                if order is None:
                     wasted += moves
                 else:
-                    fastest = min(fastest, seconds_of(rules, plan))
-                    limit = HOPELESS * (fastest - seconds_of(rules, self.saving[0]))
-                    yield plan
+                    fastest = min(fastest, seconds_of(rules, order))
+                    limit = self.limits.recompute_ratio * (fastest - seconds_of(rules, self.plain[0]))
+                    yield order
             if fastest <= enough:
                 return
-        if fastest == float("inf"):
-            self._check(budget)
+        if fastest == inf:
+            self._check()
             yield fit(rules, self.least, budget)[0] or self.least
 
-    def _is_far(self, budget: int) -> bool:
-        """Whether all plans that are known as they are take more than `FAR` budgets."""
-        return all(peak > FAR * budget for peak, _, _ in self._as_they_are())
+    def last(self) -> list[Order]:
+        """Returns feasible orders from the integer program that proves the bound, and from an unlimited repair."""
+        if self.blocks_only:
+            return []  # repairing the plan that saves everything would take longer than all other steps
+        rules = self.rules
+        effort = quick(rules.graph)._replace(branches=PROOF.branches, gap=PROOF.gap)
+        proved = certified(rules.graph, self.budget, effort=effort).plans
+        orders = [order for order in proved if peak_of(rules, order) <= self.budget]
+        repaired, _ = fit(rules, self.plain[0], self.budget)
+        return orders if repaired is None else [*orders, repaired]
 
-    def _as_they_are(self) -> Iterator[_Plan]:
-        """Yields what is known before any repair, the dearest to find last."""
-        yield from _known(self.rules, (*self.certificates, *self.priced))
+    def _is_far(self) -> bool:
+        """Whether the peaks of all orders that are known before repairs are far over the budget."""
+        return all(start.peak_nbytes > self.limits.far_ratio * self.budget for start in self._unrepaired())
+
+    def _unrepaired(self) -> Iterator[Start]:
+        """Yields all orders that are known before repairs; methods that take longest come last."""
+        yield from measured(self.rules, (*self.certificates, *self.minimum_cuts))
         yield from self.common
         yield from self.spread
         yield from self.binomials
 
-    def last(self, budget: int) -> list[Order]:
-        """Returns what the integer program that proves the bound leads to at its end, and saving all, repaired."""
-        rules = self.rules
-        effort = quick(rules.graph)._replace(branches=PROOF.branches, gap=PROOF.gap)
-        plans = [plan for plan in certified(rules.graph, budget, effort=effort).plans if peak_of(rules, plan) <= budget]
-        repaired, _ = fit(rules, self.saving[0], budget)
-        return plans if repaired is None else [*plans, repaired]
+    # ---- the least peak -------------------------------------------------------------------------------
 
-    def _check(self, budget: int) -> None:
-        """Raises `BudgetError` if even the plan with the lowest peak takes more than the budget."""
-        if peak_of(self.rules, self.least) > budget:
-            least = schedule_of(self.rules.graph, *self.least)
-            raise over_budget(self.rules.graph, least, budget, "auto", least_peak=self.least_peak)
+    @functools.cached_property
+    def least(self) -> Order:
+        """The order with the lowest peak."""
+        return min(self._smallest(), key=lambda order: peak_of(self.rules, order))
+
+    def _check(self) -> None:
+        """Raises `BudgetError` if the order with the lowest peak exceeds the budget."""
+        if peak_of(self.rules, self.least) > self.budget:
+            graph = self.rules.graph
+            raise over_budget(graph, schedule_of(graph, *self.least), self.budget, "auto", least_peak=self.least_peak)
 
     def _smallest(self) -> Iterator[Order]:
-        """Yields plans that repairs have brought down as far as they could."""
+        """Yields orders whose peaks repairs have lowered as far as possible."""
         weighed = 0
         done: list[Order] = []
-        for order in self._low():
-            if order not in done:
-                plan, moves = lowered(self.rules, order)
+        for start in self._to_lower():
+            if start not in done:
+                order, moves = lowered(self.rules, start)
                 weighed += moves
-                done.append(order)
-                yield plan
-            if weighed > 2 * self.patience:
-                return  # before the next is looked for
+                done.append(start)
+                yield order
+            if weighed > 2 * self.limits.failed_repair_moves:
+                return  # before the next start is computed
 
-    def _low(self) -> Iterator[Order]:
-        """Yields plans to bring down: the smallest, and last the one of `greedy`, which may come down further."""
-        yield from self._lowest()
-        orders = backward_orders(self.rules)[1:]
-        others = _known(self.rules, (plan for order in orders for plan in segmented(self.rules, order)))
-        yield min([*self.cut, *others], key=lambda plan: plan[0])[2]
-
-    def _kinds(self, budget: int, effort: ProgramEffort) -> Iterator[Iterable[Order]]:
-        """Yields kinds of starts, each chosen by itself: plans of blocks lie so near that others would have no room."""
-        yield self._made(budget, effort)
-        yield self._others(budget)
-        yield _near(self._blocks_around(budget), budget)
-
-    def _made(self, budget: int, effort: ProgramEffort) -> Iterator[Order]:
-        """Yields starts made for the budget."""
-        yield from self.certificates
-        yield from moment_orders(self.rules, self.saving, budget, effort)
-
-    def _others(self, budget: int) -> Iterator[Order]:
-        """Yields the fastest of the others that fit, those just above the budget that are faster, and saving all."""
-        made = (*_around(self.chains, budget), *near_budget(self.rules, self.priced, budget))
-        yield from _near([*self.common, *_known(self.rules, made)], budget)
-        yield from self.saving
-
-    def _blocks_around(self, budget: int) -> list[_Plan]:
-        """Returns the schedules of chains of blocks next to the budget."""
-        return _known(self.rules, _around(self.blocks, budget))
-
-    def _lowest(self) -> Iterator[Order]:
-        """Yields the smallest of those that do not depend on a budget."""
-        for plans in ([*self.common, *self.spread], self.binomials):
-            yield from (order for _, _, order in _by_peak(plans)[:NEAREST])
-
-
-class _OfBlocks(_Starts):
-    """The same for large graphs that repeat themselves: nothing is planned but blocks."""
-
-    def __init__(self, rules: Rules, saving: list[Order], certificates: list[Order], chain: Chain):
-        super().__init__(rules, saving, certificates)
-        self._chain = chain
-
-    @functools.cached_property
-    def chains(self) -> list[Curve]:
-        return []
-
-    @functools.cached_property
-    def blocks(self) -> list[Curve]:
-        return ChainSolver().curves(self._chain)
-
-    @functools.cached_property
-    def priced(self) -> list[Order]:
-        return []
-
-    @functools.cached_property
-    def common(self) -> list[_Plan]:
-        return _known(self.rules, self.saving)
-
-    def _low(self) -> Iterator[Order]:
-        return self._lowest()
-
-    def _kinds(self, budget: int, effort: ProgramEffort) -> Iterator[Iterable[Order]]:
-        yield self.certificates
-        plans = self._blocks_around(budget)
-        yield _near(plans, budget)
-        if all(peak > budget for peak, _, _ in plans):
-            yield self.saving
-
-    def last(self, budget: int) -> list[Order]:
-        return []  # to repair saving all takes longer than all the rest
-
-
-def _known(rules: Rules, orders: Iterable[Order]) -> list[_Plan]:
-    return [(peak_of(rules, order), seconds_of(rules, order), order) for order in orders]
+    def _to_lower(self) -> Iterator[Order]:
+        """Yields the orders with the smallest peaks, and last the one of `greedy`, which may become smaller still."""
+        for starts in ([*self.common, *self.spread], self.binomials):
+            yield from (start.order for start in _by_peak(starts)[: self.limits.starts_per_side])
+        if not self.blocks_only:
+            orders = backward_orders(self.rules)[1:]
+            others = measured(self.rules, (plan for order in orders for plan in segmented(self.rules, order)))
+            yield min([*self.segments, *others], key=lambda start: start.peak_nbytes).order
 
 
 def _around(chains: list[Curve], budget: int) -> Iterator[Order]:
@@ -363,18 +381,9 @@ def _around(chains: list[Curve], budget: int) -> Iterator[Order]:
     return (order for curve in chains for order in curve.around(budget))
 
 
-def _near(plans: Iterable[_Plan], budget: int) -> Iterator[Order]:
-    """Yields the fastest plans that fit, and the smallest of those that are faster."""
-    ranked = _by_peak(plans)
-    inside = sorted((plan for plan in ranked if plan[0] <= budget), key=lambda plan: plan[1])[:NEAREST]
-    fastest = inside[0][1] if inside else float("inf")
-    outside = [plan for plan in ranked if plan[0] > budget and plan[1] < fastest][:NEAREST]
-    yield from (order for _, _, order in (*inside, *outside))
-
-
-def _by_peak(plans: Iterable[_Plan]) -> list[_Plan]:
-    """Returns plans by rising peak; of those that have peak and seconds in common, the first."""
+def _by_peak(starts: Iterable[Start]) -> list[Start]:
+    """Returns starts by ascending peak, without later ones of equal peak and seconds."""
     found: dict[tuple[int, float], Order] = {}
-    for peak, seconds, order in plans:
+    for peak, seconds, order in starts:
         found.setdefault((peak, seconds), order)
-    return [(*key, found[key]) for key in sorted(found)]
+    return [Start(*key, found[key]) for key in sorted(found)]

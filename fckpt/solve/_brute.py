@@ -39,7 +39,7 @@ def brute(graph: Graph, budget: int | None = None) -> Schedule:
         ArgumentValueError: the graph has more than 12 nodes.
     """
     if len(graph.nodes) > MOST:
-        raise ArgumentValueError(f"the solver 'brute' takes graphs of at most {MOST} nodes; this graph has {len(graph.nodes)}.")
+        raise ArgumentValueError(f"the solver 'brute' takes graphs of at most {MOST} nodes, not {len(graph.nodes)}.")
     search = _Search(graph)
     order = search.best(budget)
     if order is not None:
@@ -96,9 +96,7 @@ class _Search:
         return Order(order.forward[::-1], order.backward[::-1])
 
     def _steps(self, state: _State) -> Iterator[tuple[int, _State, int]]:
-        """Yields each node that may run next (-1: the backward pass begins), the state after it, and the bytes held
-        while it runs.
-        """
+        """Yields each possible next node (-1: the backward pass begins), the next state, and the bytes held."""
         missing = self.outputs & ~state.live or self.required & ~state.done
         if not state.backward and not missing and not state.live & self.unsaved:
             yield -1, _State(True, state.live | self.cotangents, state.done), 0

@@ -156,7 +156,7 @@ class _IntegerProgram:
 
     def _stage(self, stage: int) -> None:
         frontier = self.frontier
-        again = [k for k in range(stage) if frontier.may_repeat(k, stage)]
+        again = [k for k in range(stage) if frontier.may_recompute(k, stage)]
         for k in again:
             self.runs[k, stage] = self._column(self.prices[k])
         present = {*again, stage}
@@ -210,9 +210,7 @@ class _IntegerProgram:
         self._row([(before, 1.0), (run, 1.0), (after, -1.0)])
 
     def _overwriting(self, node: Node, before: dict[int, int], run: int, first: bool) -> int | None:
-        """Returns the column that says whether the node's output overwrites an input that dies there; None if it never
-        can.
-        """
+        """Returns the column that says whether the node's output overwrites an input; None if it never can."""
         over = [v for v in node.overwrites if v in before]
         if not over or not (first or node.outputs[0] in self.state):
             return None
@@ -226,9 +224,7 @@ class _IntegerProgram:
         self._row([(before, 1.0), *changes, (self.held_bytes, -1.0)], 0.0, 0.0)
 
     def _solved(self, budget: float | None, *, whole: bool) -> np.ndarray | None:
-        """Returns the columns with the least time within `budget` bytes, or with the least peak; None if HiGHS finds
-        none.
-        """
+        """Returns the columns with the least time within `budget` bytes, or with the least peak; None if none."""
         import scipy.optimize  # imported late: takes 0.4 s
         from scipy.sparse import csr_array
 
@@ -265,8 +261,7 @@ class _IntegerProgram:
         return [] if order is None else [order]
 
     def rounded(self, budget: int | None) -> list[Order]:
-        """Returns the orders from rounding the relaxation, for several fractions of the budget and several thresholds.
-        """
+        """Returns the orders to which the relaxation is rounded, for several fractions of the budget and thresholds."""
         limits = [None] if budget is None else [allowance * budget for allowance in ALLOWANCES]
         solved = [found for limit in limits if (found := self._solved(limit, whole=False)) is not None]
         return [self._order_holding(found, threshold) for found in solved for threshold in THRESHOLDS]

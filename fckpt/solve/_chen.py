@@ -40,8 +40,7 @@ LOW = 100
 
 
 def chen(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the schedule of sqrt(n) segments or, with a budget, the fastest schedule of segments of b bytes that
-    fits.
+    """Returns the schedule of sqrt(n) segments or, with a budget, the fastest one of segments of b bytes that fits.
 
     Args:
         graph: one training step.
@@ -74,9 +73,7 @@ def segment_orders(rules: Rules) -> Iterator[Order]:
 
 
 def _articulations(points: CutPoints) -> list[int]:
-    """Returns the positions across which one value lives, not counting values read throughout more than half of the
-    pass.
-    """
+    """Returns the positions across which one value lives, ignoring values read across more than half of the pass."""
     count = points.count.copy()
     for span in points.spans:
         count[span.first : span.last] -= span.last - span.first > points.length / 2
@@ -84,9 +81,7 @@ def _articulations(points: CutPoints) -> list[int]:
 
 
 def _greedy(made: np.ndarray, places: Sequence[int], nbytes: float) -> tuple[int, ...]:
-    """Returns the cuts among `places`: each is the first one after more than `nbytes` have been made since the last
-    cut.
-    """
+    """Returns the cuts among `places`: each one is the first after more than `nbytes` were made since the last cut."""
     cuts: list[int] = []
     start = 0
     for place in places:

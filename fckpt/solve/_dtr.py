@@ -197,9 +197,7 @@ class _Run:
             scores[i] = self.price[value] / weight[i]
 
     def around(self, value: int) -> tuple[float, set[int]]:
-        """Returns the price of `value` with its evicted neighbourhood, and the live values adjacent to that
-        neighbourhood.
-        """
+        """Returns the price of `value` with its evicted neighbourhood, and the live values adjacent to it."""
         nodes = {self.producer[value]}
         border: set[int] = set()
         for step in (self.parents, self.children):

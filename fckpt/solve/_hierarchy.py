@@ -33,7 +33,14 @@ from fckpt.solve._rotor import PRICES, Curve, best, tables
 from fckpt.solve.chains.blocks import cut_out, cut_positions, with_rest, without_rest
 from fckpt.solve.chains.stages import Stages
 from fckpt.solve.core.rules import Order, Rules, peak_of, profile_of, seconds_of
-from fckpt.solve.core.starts import backward_orders, save_everything, save_everything_orders, segmented
+from fckpt.solve.core.starts import (
+    Start,
+    backward_orders,
+    measured,
+    save_everything,
+    save_everything_orders,
+    segmented,
+)
 
 __all__ = ["Chain", "ChainSolver", "hierarchy"]
 
@@ -116,8 +123,7 @@ class ChainSolver:
         self._known[block] = list({tuple(plan.backward): plan for plan in plans}.values())
 
     def _within(self, rules: Rules) -> list[Order]:
-        """Returns plans of a large block as a chain of smaller blocks; none if the block is small or does not divide.
-        """
+        """Returns plans of a large block as a chain of smaller blocks; none if it is small or does not divide."""
         chain = Chain(rules) if len(rules.graph.nodes) > SMALL else None
         if chain is None or not chain.divides:
             return []
@@ -135,14 +141,14 @@ def _pairs(block: Graph, rules: Rules, starts: Sequence[Order], low: int) -> Ite
     """
     whole = starts[0]
     high, fewest, most = peak_of(rules, whole), sum(rules.nbytes[v] for v in block.outputs), _held(rules, whole)
-    known = [(peak_of(rules, order), _held(rules, order), seconds_of(rules, order), order) for order in starts]
+    known = [(start, _held(rules, start.order)) for start in measured(rules, starts)]
     for budget in (int(low + part * (high - low)) for part in PEAKS):
         for held in (int(fewest + part * (most - fewest)) for part in HELD):
             if held <= budget:
                 rest = budget - held
                 inner = Rules(with_rest(block, rest))
-                peaks = ((max(peak, between + rest), seconds, order) for peak, between, seconds, order in known)
-                plans = (fit(inner, start, budget)[0] for start in _near(whole, list(peaks), budget))
+                raised = [s._replace(peak_nbytes=max(s.peak_nbytes, between + rest)) for s, between in known]
+                plans = (fit(inner, order, budget)[0] for order in _near(whole, raised, budget))
                 found = [plan for plan in plans if plan is not None]
                 if found:
                     yield min(found, key=lambda plan: seconds_of(inner, plan))
@@ -153,12 +159,12 @@ def _held(rules: Rules, order: Order) -> int:
     return int(profile_of(rules, order)[len(order.forward) - 1])
 
 
-def _near(whole: Order, plans: Sequence[tuple[int, float, Order]], budget: int) -> list[Order]:
+def _near(whole: Order, starts: Sequence[Start], budget: int) -> list[Order]:
     """Returns `whole`, the fastest plan that fits, and the smallest of the faster plans, without duplicates."""
-    inside = min((plan for plan in plans if plan[0] <= budget), key=lambda plan: plan[1], default=None)
-    faster = (plan for plan in plans if inside is None or plan[1] < inside[1])
-    outside = min(faster, key=lambda plan: plan[0], default=None)
-    found = [plan[2] for plan in (inside, outside) if plan is not None]
+    inside = min((s for s in starts if s.peak_nbytes <= budget), key=lambda start: start.seconds, default=None)
+    faster = (s for s in starts if inside is None or s.seconds < inside.seconds)
+    outside = min(faster, key=lambda start: start.peak_nbytes, default=None)
+    found = [start.order for start in (inside, outside) if start is not None]
     return [whole, *(order for order in found if order is not whole)]
 
 

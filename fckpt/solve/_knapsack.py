@@ -1,5 +1,4 @@
-"""Chooses what to save by a knapsack, like `torch.compile` with `activation_memory_budget`, but checks the simulated
-peak.
+"""Chooses what to save by a knapsack, like `activation_memory_budget` of `torch.compile`, but for the simulated peak.
 
 `torch._functorch._activation_checkpointing.knapsack` (PyTorch 2.13): each value that may be saved or recomputed is
 worth the cost of its node (there FLOPs by default, here seconds) and weighs its bytes; the most valuable set within a
@@ -30,8 +29,7 @@ STEPS = 40
 
 
 def knapsack(graph: Graph, budget: int | None = None) -> Schedule:
-    """Returns the fastest schedule that fits, among the most valuable sets of saved values for a series of weight
-    limits.
+    """Returns the fastest schedule that fits, among the most valuable sets of saved values for several weight limits.
 
     Args:
         graph: one training step.

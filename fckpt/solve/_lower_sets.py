@@ -126,9 +126,7 @@ def ancestor_sets(reads: Sequence[Sequence[int]]) -> list[int]:
 
 
 def all_lower_sets(reads: Sequence[Sequence[int]], most: int) -> list[int] | None:
-    """Returns all sets that contain the inputs of their members, the smallest first; None if there are more than
-    `most`.
-    """
+    """Returns all sets that contain the inputs of their members, the smallest first; None if more than `most`."""
     needs = [sum(1 << v for v in read) for read in reads]
     found = {0}
     for vertex, need in enumerate(needs):
@@ -143,9 +141,7 @@ def _sorted(family: set[int]) -> list[int]:
 
 
 def _thinned(family: list[int], reads: Sequence[Sequence[int]], nbytes: Sequence[int]) -> list[int]:
-    """Returns at most `MANY` sets: the first, the last, and the set that caches least in each of equal parts of the
-    family.
-    """
+    """Returns at most `MANY` sets: the first, the last, and from each of equal parts the set that caches least."""
     if len(family) <= MANY:
         return family
     cached = np.array(nbytes) @ _boundary(_members(family, len(reads)), reads)
@@ -222,7 +218,7 @@ class Blocks:
         self.nested = (members.T.astype(np.float64) @ members == sizes[:, None]) & (sizes[:, None] < sizes)
         """By pair of lower sets: whether the first is a proper subset of the second, so that there is a block between
         them. The arrays below have the same indices."""
-        self.again = _between(time, members, rest)
+        self.recomputed = _between(time, members, rest)
         """The ticks that the block recomputes."""
         self.caches = _between(space, members, self.boundary)
         """The bytes that the block adds to the cache."""
@@ -252,7 +248,7 @@ class Blocks:
                 cached, ticks = states[i]
                 count = cached.searchsorted(room[i, j], side="right")
                 if count:
-                    places = ticks[:count] + sign * self.again[i, j]
+                    places = ticks[:count] + sign * self.recomputed[i, j]
                     least[places] = np.minimum(least[places], cached[:count] + self.caches[i, j])
             steps = np.flatnonzero(np.diff(np.minimum.accumulate(least), prepend=np.iinfo(np.int64).max))[::-1]
             states.append(_States(least[steps], steps))
@@ -265,7 +261,7 @@ class Blocks:
         while sequence[-1]:
             j = sequence[-1]
             for i in np.flatnonzero(self.nested[:, j]).tolist():
-                before = int(cached - self.caches[i, j]), int(ticks - sign * self.again[i, j])
+                before = int(cached - self.caches[i, j]), int(ticks - sign * self.recomputed[i, j])
                 if before[0] <= room[i, j] and states[i].has(*before):
                     sequence.append(i)
                     cached, ticks = before

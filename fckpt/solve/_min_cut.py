@@ -13,7 +13,7 @@ Optimal in seconds for the bytes that the plan saves, if everything is recompute
 peak.
 
     torch                       here
-    banned nodes                `dear`
+    banned nodes                `expensive`
 
 Complexity: one maximum flow (see `flow`) per price. Left out: torch's bans by distance and fusion, which concern its
 code generator.
@@ -94,9 +94,7 @@ def cheapest(rules: Rules, price: float) -> Order:
 
 
 def _as_torch(rules: Rules) -> tuple[np.ndarray, np.ndarray]:
-    """Returns torch.compile's costs and prices: recomputing a node is free or forbidden, saving a value costs its
-    bytes.
-    """
+    """Returns torch.compile's costs and prices: recomputing is free or forbidden, saving a value costs its bytes."""
     graph, values = rules.graph, rules.graph.values
     work = [float(n.flops) for n in graph.nodes] if any(n.flops for n in graph.nodes) else rules.seconds
     touched = [sum(values[v].nbytes for v in (*n.inputs, *n.outputs)) for n in graph.nodes]
@@ -108,8 +106,8 @@ def _as_torch(rules: Rules) -> tuple[np.ndarray, np.ndarray]:
         if "prefer_recompute" in decisions:
             price[[v for v in node.outputs if values[v].decision == "prefer_recompute"]] = np.inf
         elif "must_recompute" not in decisions:
-            dear = "prefer_save" in decisions or work[node.id] > intense * touched[node.id]
-            cost[node.id] = np.inf if dear else 0.0
+            expensive = "prefer_save" in decisions or work[node.id] > intense * touched[node.id]
+            cost[node.id] = np.inf if expensive else 0.0
     return cost, price
 
 

@@ -107,7 +107,7 @@ def _fastest(graph: Graph, budget: int | None, most: int, solver: str) -> Schedu
         return schedule_of(graph, *plain)
     if len(graph.nodes) > LARGEST:
         raise ArgumentValueError(
-            f"the solver {solver!r} takes graphs of at most {LARGEST} nodes; this graph has {len(graph.nodes)}. "
+            f"the solver {solver!r} takes graphs of at most {LARGEST} nodes, not {len(graph.nodes)}. "
             f"Take 'auto' or 'moments'."
         )
     frontier = Frontier(rules)
@@ -121,9 +121,7 @@ def _fastest(graph: Graph, budget: int | None, most: int, solver: str) -> Schedu
 
 
 class _ConstraintProgram:
-    """The constraint program of one graph. A run is a pair: a position (see `frontier`), and the number of earlier
-    runs.
-    """
+    """The constraint program of one graph. A run is a position (see `frontier`) and the number of earlier runs."""
 
     def __init__(self, library: Any, frontier: Frontier, most: int):
         self.library = library
@@ -133,7 +131,7 @@ class _ConstraintProgram:
         self.most = most
         self.graph = graph = frontier.rules.graph
         count = len(frontier.sequence)
-        self.stages = [[t for t in range(k, count) if t == k or frontier.may_repeat(k, t)] for k in range(count)]
+        self.stages = [[t for t in range(k, count) if t == k or frontier.may_recompute(k, t)] for k in range(count)]
         """By position: the stages in which the node may run."""
         self.runs = [(k, i) for k in range(count) for i in self._numbers(k)]
         self.dawn, self.horizon = _event(frontier.split, 0), _event(count, 0)
@@ -176,9 +174,7 @@ class _ConstraintProgram:
         return self.model.new_constant(number)
 
     def _run(self, k: int, i: int) -> None:
-        """Adds run i of the node at position k: the first run ends its own stage, later runs are in ascending later
-        stages.
-        """
+        """Adds run i of the node at position k: the first run ends its own stage, later runs are in later stages."""
         if not i:
             self.start[k, i], self.present[k, i] = self._at(_event(k, k)), self._at(1)
             return
@@ -188,9 +184,7 @@ class _ConstraintProgram:
         self.model.add(start > self.start[k, i - 1]).only_enforce_if(here)
 
     def _hold(self, value: int) -> None:
-        """Adds the retention intervals of a value. Each ends directly after a reader or its own start, before the next
-        begins.
-        """
+        """Adds a value's retention intervals: each ends directly after a reader or its start, before the next one."""
         model, k = self.model, self.frontier.made(value)
         positions = {k, *self.frontier.reads[value]}
         ends = {_event(t, c) + 1 for c in positions for t in self.stages[c]}

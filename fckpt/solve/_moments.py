@@ -1,5 +1,4 @@
-"""Integer programs over a few moments, turned into plans by lazy recomputation; more moments where a plan exceeds the
-budget.
+"""Integer programs over a few moments, turned into plans by lazy recomputation.
 
 The solution of the integer program (`moment_program`) says which values are held at each moment. It becomes a plan in
 which missing values are recomputed directly before they are read. The plan is simulated, and the positions at which it
@@ -40,8 +39,7 @@ NEAR = 0.02
 
 
 class ProgramEffort(NamedTuple):
-    """Limits for integer programs. They are counts, not times, so that plans and bounds do not depend on the machine.
-    """
+    """Limits for integer programs: counts, not times, so that plans and bounds do not depend on the machine."""
 
     rows: int
     """The largest total number of rows of all programs after the first."""
@@ -114,8 +112,7 @@ class ProgramRound(NamedTuple):
 
 
 def program_rounds(problem: Problem, first: Moment, budget: int, effort: ProgramEffort) -> Iterator[ProgramRound]:
-    """Yields the results of the program with the first moment, then of programs with more moments; see `moment_orders`.
-    """
+    """Yields the result of the program of the first moment, then of programs of more moments; see `moment_orders`."""
     chain, rows = _MomentChain(problem, budget), effort.rows
     program: MomentProgram | None = chain.program([first.node])
     while program is not None:
@@ -157,9 +154,7 @@ class _MomentChain:
         return None
 
     def best(self, program: MomentProgram, worst: Sequence[int], rows: int) -> MomentProgram | None:
-        """Returns the most promising program with one more moment, without the moments that have no certain order with
-        it.
-        """
+        """Returns the most promising program with one more moment, and moments that have a certain order with it."""
         chain = [moment.node for moment in program.moments]
         tries = [
             self.program([*(other for other in chain if self.ordered(index, other)), index], program.planes)
@@ -177,9 +172,7 @@ class _MomentChain:
         return self.moments[index]
 
     def overflow(self, plan: Order, stages: Sequence[int], chain: Sequence[int]) -> list[int]:
-        """Returns nodes during or before whose first runs the budget is exceeded, the worst first, with a distance
-        between them.
-        """
+        """Returns nodes at whose first runs the budget is exceeded, the worst first, with a distance between them."""
         problem = self.problem
         worst: dict[int, int] = {}
         for nbytes, stage in zip(profile_of(problem.rules, plan).tolist(), stages, strict=True):

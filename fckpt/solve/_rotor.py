@@ -114,9 +114,7 @@ class Table:
             np.minimum(best[first, last], found.min(axis=0), out=best[first, last])
 
     def _start(self, first: int, right: np.ndarray) -> None:
-        """Sets right[j, t, m] to the least time from stage `first` to a checkpoint before j, plus the time of stages j
-        to t.
-        """
+        """Sets right[j, t, m] to the least time from stage `first` to a checkpoint before j, plus stages j to t."""
         end = self.slots + 1
         for split in range(first + 1, self.length):
             shift = min(end, int(self.beside[first, split]))
@@ -141,9 +139,7 @@ class Table:
         return self.best[0, -1]
 
     def limits(self) -> np.ndarray:
-        """Returns the memory limits, in units, at which the best schedule becomes faster, from the least feasible limit
-        on.
-        """
+        """Returns the limits, in units, at which the best schedule becomes faster, from the least feasible limit on."""
         before = np.concatenate([[np.inf], self.seconds[:-1]])
         return np.flatnonzero(self.seconds < before)
 
@@ -248,15 +244,13 @@ def best(rules: Rules, found: Sequence[Curve], budget: int, solver: str, others:
         BudgetError: no plan fits.
     """
     plans = [order for curve in found for order in curve.around(budget)]
-    if all(peak_of(rules, order) > budget for order in plans):  # these plans do not depend on the budget, and decide feasibility
+    if all(peak_of(rules, order) > budget for order in plans):  # then plans for any budget decide
         plans = [*others, *(order for curve in found for order in curve.spread())]
     return fastest(rules, plans, budget, solver)
 
 
 def curves(rules: Rules) -> list[Curve]:
-    """Returns the plans of several tables: for chains with several numbers of stages, for low limits and for all
-    limits.
-    """
+    """Returns the plans of tables for chains with several numbers of stages, for low limits and for all limits."""
     found: list[Curve] = []
     order = backward_orders(rules)[-1]
     choices = [_saved_by(rules.graph, cheapest(rules, price)) for price in PRICES]

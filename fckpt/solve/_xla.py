@@ -112,7 +112,7 @@ class _Pass:
             block = self.best(position, least, size)
             if block is not None:
                 before = int(self.schedule.profile[position])
-                self.repeat(block.runs, position)
+                self.recompute(block.runs, position)
                 return bool(self.schedule.profile[position] < before)
             least, size = size + 1, 2 * size
         return False
@@ -143,9 +143,7 @@ class _Pass:
         return found
 
     def live(self, position: int) -> tuple[dict[int, int], set[int]]:
-        """Returns, by run, the bytes that it made and that are idle at `position`; and the runs whose outputs nothing
-        has read yet.
-        """
+        """Returns the idle bytes at `position` by the run that made them, and the runs whose outputs are unread."""
         schedule = self.schedule
         nbytes: dict[int, int] = {}
         read: set[int] = set()
@@ -194,7 +192,7 @@ class _Pass:
                 found.append(events[i])
         return min(found, key=lambda r: schedule.places[r], default=None)
 
-    def repeat(self, block: list[int], position: int) -> None:
+    def recompute(self, block: list[int], position: int) -> None:
         """Runs `block` again: each computation directly before the first use of its results after `position`."""
         schedule = self.schedule
         changed: set[int] = set()

@@ -29,7 +29,8 @@ from typing import Any
 import torch
 
 from fckpt import _tree as trees
-from fckpt._call.closure import Closure, Snapshot, closure_of, is_user_class, method_globals
+from fckpt._call.closure import Closure, Snapshot, closure_of, method_globals
+from fckpt._call.facts import is_user_class
 from fckpt._call.modules import INTERNAL
 from fckpt._call.places import (
     ABSENT,

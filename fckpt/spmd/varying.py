@@ -99,7 +99,7 @@ def varying(
         leaves, out_spec = trees.flatten(output)
         tensors = [(path, x) for path, x in zip(out_spec.paths(), leaves, strict=True) if isinstance(x, torch.Tensor)]
         # numbers of Python's are part of what a result is made of: where they differ, so does the result
-        with _disable_current_modes():
+        with without_modes():
             *differing_numbers, _ = _differing(f"{about}, outputs", mesh, [follower.made_of(x) for _, x in tensors])
         paths = [path for path, _ in tensors]
         axes = [follower.of(x) | other for (_, x), other in zip(tensors, differing_numbers, strict=True)]

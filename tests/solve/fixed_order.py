@@ -1,8 +1,8 @@
-"""The optimum of small graphs for a given order of first runs, by trying everything: independent of the solvers.
+"""Exhaustive search for the optimum of small graphs with a given order of first runs, independent of the solvers.
 
-First runs in the order of the plan that saves everything; between two of them any earlier nodes run again, in the same
-order and each at most once. Dijkstra's algorithm over (first runs so far, place in that order since the last of them,
-what is live, repetitions by node if they are limited).
+First runs are in the order of the plan that saves everything; between two of them any earlier nodes may run again, in
+the same order and each at most once. Dijkstra's algorithm over states (number of first runs, position in that order
+since the last first run, live values, recomputations by node if they are limited).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class State(NamedTuple):
 
 
 def optimum(graph: Graph, budget: int | None, *, most: int | None = None) -> float | None:
-    """Returns the least time of any such plan within `budget` bytes; None if there is none.
+    """Returns the least time of any such plan within `budget` bytes; None if no plan fits.
 
     Args:
         graph: one training step.
         budget: bytes.
-        most: how often a node may be repeated; None for any number of times.
+        most: the largest number of recomputations of a node; None for any number.
     """
     return _Search(graph, most).run(budget, by_peak=False)
 
@@ -77,7 +77,7 @@ class _Search:
         return None
 
     def steps(self, state: State) -> Iterator[tuple[State, float, int]]:
-        """Yields what may be next, its time, and the bytes held meanwhile."""
+        """Yields the possible next states, with their time and the bytes held meanwhile."""
         graph = self.graph
         readable = {*state.live, *graph.inputs}
         held = sum(graph.values[v].nbytes for v in state.live)
@@ -113,11 +113,11 @@ class _Search:
 
 
 def tight(seed: int, count: int = 4) -> Graph:
-    """Returns a random training step in which budgets below the plain peak can be met by repetitions.
+    """Returns a random training step in which recomputations can lower the peak.
 
     Args:
-        seed: of the random numbers.
-        count: nodes of the forward pass, of which the backward pass has about as many.
+        seed: the seed of the random numbers.
+        count: nodes of the forward pass; the backward pass has about as many.
     """
     random = Random(seed)
     build = Builder()

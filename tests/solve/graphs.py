@@ -1,4 +1,4 @@
-"""Synthetic training steps for the tests of solvers: random small ones, and large ones of known shape."""
+"""Synthetic training steps for the tests of solvers: small random ones, and large ones with a known structure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fckpt.solve._save_all import save_all
 
 
 def plain_nbytes(graph: Graph) -> int:
-    """The peak of the plan that saves everything."""
+    """Returns the peak of the plan that saves everything."""
     return simulate(graph, save_all(graph)).peak_nbytes
 
 
 @dataclass
 class Builder:
-    """Records a forward pass, and a backward pass the way autograd does."""
+    """Records a forward pass, and a backward pass as autograd runs it."""
 
     nodes: list[Node] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
@@ -117,14 +117,14 @@ def network(
     shrink: float = 1.0,
     parameters: bool = True,
 ) -> Graph:
-    """Blocks of norm, matmul, activation, matmul with a residual.
+    """Blocks of norm, matmul, activation and matmul, with a residual connection.
 
     Args:
-        blocks: how many.
-        dense: every block reads the results of so many blocks before it, concatenated (DenseNet).
-        skips: block i of the second half reads the result of block `blocks - 1 - i` as well (U-Net).
+        blocks: the number of blocks.
+        dense: every block reads the results of this many earlier blocks, concatenated (DenseNet).
+        skips: block i of the second half also reads the result of block `blocks - 1 - i` (U-Net).
         size: the bytes of an activation.
-        shrink: by how much activations shrink per block in the first half, and grow in the second (U-Net).
+        shrink: the factor by which activations shrink per block in the first half, and grow in the second (U-Net).
         parameters: whether matmuls have parameters.
     """
     build = Builder()
@@ -162,7 +162,7 @@ def network(
 
 @st.composite
 def graphs(draw: st.DrawFn, most: int = 6, decisions: bool = False, flags: bool = True) -> Graph:
-    """Random training steps of at most `most` forward nodes, with all that a graph may have."""
+    """Random training steps of at most `most` forward nodes, with everything that a graph may have."""
     build = Builder()
     size, cost = draw(st.sampled_from([st.integers(0, 9), st.sampled_from([2, 5])])), st.integers(0, 4)
     inputs = [build.value(draw(size)) for _ in range(draw(st.integers(1, 2)))]
@@ -194,7 +194,7 @@ def graphs(draw: st.DrawFn, most: int = 6, decisions: bool = False, flags: bool 
 
 
 def _overwriting(draw: st.DrawFn, graph: Graph, node: Node) -> Node:
-    """The same node; it may write over some of its inputs if they are as large as its output."""
+    """Returns the node with permission to overwrite some inputs of the same size as its output."""
     if len(node.outputs) != 1 or node.once:
         return node
     nbytes = graph.values[node.outputs[0]].nbytes
@@ -204,7 +204,7 @@ def _overwriting(draw: st.DrawFn, graph: Graph, node: Node) -> Node:
 
 
 def with_late_node(graph: Graph) -> Graph:
-    """The same step, with a node at the start of its backward pass that reads forward values only."""
+    """Returns the same step with a node at the start of its backward pass that reads only forward values."""
     first = next((n for n in graph.nodes if n.backward and any(v not in graph.held for v in n.inputs)), None)
     if first is None:
         return graph

@@ -1,4 +1,4 @@
-"""The default solver: never worse than what it starts from, repeatable, and stopped at any time."""
+"""The default solver: never slower than its starts, reproducible, and interruptible at any time."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_optimum_lies_between_the_bound_and_the_plan(graph: Graph, fraction:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_same_limit_and_seed_find_the_same_plan_and_a_longer_search_none_that_is_worse(name: str):
+def test_equal_limits_and_seeds_give_equal_plans_and_a_longer_search_is_never_slower(name: str):
     graph = NETWORKS[name]
     budget = int(0.35 * peak(graph))
     short = solve.auto(graph, budget, time_limit=0.3, seed=1)
@@ -79,7 +79,7 @@ def test_the_same_limit_and_seed_find_the_same_plan_and_a_longer_search_none_tha
     assert simulate(graph, longer).seconds <= simulate(graph, short).seconds
 
 
-def test_weight_gradients_are_computed_early_where_that_lowers_the_peak():
+def test_weight_gradients_are_computed_early_if_that_lowers_the_peak():
     count = 8
     build = Builder()
     values = [build.value(10)]
@@ -101,7 +101,7 @@ def test_weight_gradients_are_computed_early_where_that_lowers_the_peak():
     assert timeline.recomputed_nodes == 0  # another order is enough
 
 
-def test_an_interrupt_leaves_the_best_plan_so_far():
+def test_an_interrupt_returns_the_best_plan_so_far():
     graph = NETWORKS["unet"]
     budget = int(0.35 * peak(graph))
     seen: list[tuple[int, int]] = []
@@ -111,15 +111,15 @@ def test_an_interrupt_leaves_the_best_plan_so_far():
         if len(seen) == 5:
             raise KeyboardInterrupt
 
-    with pytest.warns(UserWarning, match="interrupted while it looked for a plan, and takes the best"):
+    with pytest.warns(UserWarning, match="interrupted while it searched for a plan, and uses the best"):
         schedule = solve.auto(graph, budget, watch=interrupting)
     assert simulate(graph, schedule).peak_nbytes <= budget
     assert all(before < after for (before, _), (after, _) in itertools.pairwise(seen))
     assert simulate(graph, schedule).seconds >= simulate(graph, solve.auto(graph, budget)).seconds
 
 
-def test_an_interrupt_between_starts_leaves_the_best_of_them():
-    graph = network(40)  # so many that it says what it does before it weighs moves
+def test_an_interrupt_between_starts_returns_the_best_start():
+    graph = network(40)  # large enough that progress is reported before the search
     budget = int(0.4 * peak(graph))
     seen: list[tuple[str, int, int]] = []
 
@@ -128,14 +128,14 @@ def test_an_interrupt_between_starts_leaves_the_best_of_them():
         if what[:2] == ("plans to start from", 2):
             raise KeyboardInterrupt
 
-    with pytest.warns(UserWarning, match="takes the best"):
+    with pytest.warns(UserWarning, match="uses the best"):
         schedule = solve.auto(graph, budget, watch=interrupting)
     assert seen[:2] == [("proving a bound", 0, 0), ("looking for plans to start from", 0, 0)]
     assert seen[-1] == ("plans to start from", 2, 0)
     assert simulate(graph, schedule).peak_nbytes <= budget
 
 
-def test_an_interrupt_before_anything_is_found_is_an_interrupt(monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_before_any_plan_is_raised(monkeypatch: pytest.MonkeyPatch):
     def interrupted(*_: object, **__: object):
         raise KeyboardInterrupt
 
@@ -144,19 +144,19 @@ def test_an_interrupt_before_anything_is_found_is_an_interrupt(monkeypatch: pyte
         solve.auto(NETWORKS["unet"], int(0.35 * peak(NETWORKS["unet"])))
 
 
-def test_a_plan_that_is_nearly_optimal_gives_way_to_the_optimum(monkeypatch: pytest.MonkeyPatch):
+def test_a_nearly_optimal_plan_is_replaced_by_the_optimum(monkeypatch: pytest.MonkeyPatch):
     graph = NETWORKS["transformer"]
     rules, budget = Rules(graph), peak(graph) // 2
     poor = next(order for order in segmented(rules) if peak_of(rules, order) <= budget)
     least = tighter(graph, budget).seconds
     module = importlib.import_module("fckpt.solve._auto")
-    monkeypatch.setattr(module._Starts, "fitted", lambda *_: [poor])
+    monkeypatch.setattr(module._Starts, "feasible", lambda *_: [poor])
     monkeypatch.setattr(module, "GOOD_ENOUGH", 1.0)
     assert seconds_of(rules, poor) > 1.01 * least
     assert seconds("auto", graph, budget) == pytest.approx(least, rel=1e-6)  # the bound is a little below the optimum
 
 
-def test_the_error_says_what_no_plan_can_do():
+def test_the_error_has_the_lower_bound_on_the_peak():
     graph = NETWORKS["transformer"]
     with pytest.raises(
         BudgetError, match=rf"No plan at all needs less than .* \({least_peak(graph)} bytes\)"
@@ -165,7 +165,7 @@ def test_the_error_says_what_no_plan_can_do():
     assert least_peak(graph) <= caught.value.least_bytes
 
 
-def test_a_search_only_improves():
+def test_a_search_never_returns_a_slower_plan():
     rules = Rules(NETWORKS["unet"])
     budget = int(0.5 * peak(rules.graph))
     starts = [o for o in segmented(rules) if peak_of(rules, o) <= budget]
@@ -175,7 +175,7 @@ def test_a_search_only_improves():
     assert len(times) > 3 and times == sorted(times, reverse=True)
 
 
-def test_what_a_policy_obliges_is_in_the_bound_and_in_the_plan():
+def test_the_bound_and_the_plan_include_recomputations_that_a_policy_requires():
     graph = NETWORKS["transformer"]
     matmuls = {v for node in graph.nodes[: graph.boundary] if node.op == "matmul" for v in node.outputs}
     values = tuple(dataclasses.replace(v, decision="must_recompute" if v.id in matmuls else "") for v in graph.values)
@@ -183,3 +183,10 @@ def test_what_a_policy_obliges_is_in_the_bound_and_in_the_plan():
     budget = int(0.5 * peak(graph))
     assert seconds("auto", ordered, budget) >= lower_bound(ordered, budget).seconds * (1 - 1e-9)
     assert lower_bound(ordered, budget).seconds > lower_bound(graph, budget).seconds
+
+
+def test_the_error_has_one_number_if_the_least_peak_is_reached():
+    graph = chain(4)
+    with pytest.raises(BudgetError, match=r"or a smaller batch\. No plan at all needs less\.$") as caught:
+        solve.auto(graph, 1)
+    assert caught.value.least_bytes == least_peak(graph)

@@ -1,4 +1,4 @@
-"""Bounds: never above the optimum, and not far below it."""
+"""Lower bounds: never above the optimum, and not far below it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def isclose(bound: float, seconds: float) -> bool:
 
 
 def small(seed: int, most: int = 10) -> Graph:
-    """A random training step of at most `most` nodes: like those of `graphs()`, but made in no time."""
+    """A random training step of at most `most` nodes: like `graphs()`, but fast to make."""
     draw = Random(seed)
     while len((graph := _drawn(draw)).nodes) > most:
         pass
@@ -88,7 +88,7 @@ def first_runs(schedule: Schedule) -> Order:
 
 
 def against_brute(graph: Graph, fractions: Sequence[float]) -> Iterator[tuple[float, Bound, Bound]]:
-    """Checks the bounds of a graph, and yields the optimum, the bound, and the bound for the optimum's order."""
+    """Checks the bounds of a graph; yields the optimum, the bound, and the bound for the optimum's order."""
     least, most = least_budget(graph), simulate(graph, get("save_all")(graph, None)).peak_nbytes
     assert least_peak(graph) <= least
     for budget in sorted({int(least + f * (most - least)) for f in fractions}):
@@ -110,14 +110,14 @@ def test_never_above_the_optimum(batch: int):
 
 @pytest.mark.skipif(os.environ.get("FCKPT_PROFILE") != "slow", reason="takes five minutes; see CONTRIBUTING.md")
 @pytest.mark.parametrize("batch", range(20))
-def test_never_above_the_optimum_of_many(batch: int):
+def test_never_above_the_optimum_on_many_graphs(batch: int):
     found = [pair for k in range(1000) for pair in against_brute(small(100_000 + 1000 * batch + k, 7), (0.0, 0.3, 0.6))]
     assert len(found) > 1000
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(graph=graphs(most=3, decisions=True), fraction=st.floats(0.0, 1.0))
-def test_never_above_the_optimum_of_any_shape(graph: Graph, fraction: float):
+def test_never_above_the_optimum_on_generated_graphs(graph: Graph, fraction: float):
     if len(graph.nodes) <= 9:
         list(against_brute(graph, (fraction,)))
 
@@ -134,7 +134,7 @@ def test_never_above_a_plan(graph: Graph, leaf: int | None, data: st.DataObject)
 
 
 @pytest.mark.parametrize("count", [5, 20, 100])
-def test_of_a_chain_every_byte_less_is_a_layer_more(count: int):
+def test_on_a_chain_each_missing_byte_costs_one_layer(count: int):
     graph = chain(count)
     assert least_peak(graph) == 3
     for budget in {4, count // 2, count, count + 1} - set(range(4)):
@@ -142,7 +142,7 @@ def test_of_a_chain_every_byte_less_is_a_layer_more(count: int):
         assert isclose(bound.seconds, 2 * count + max(0, count + 1 - budget)), bound
 
 
-def test_of_a_short_chain_it_is_the_optimum():
+def test_on_a_short_chain_the_bound_is_the_optimum():
     graph = chain(4)
     for budget in (4, 5):
         assert isclose(lower_bound(graph, budget).seconds, seconds_in(graph, brute(graph, budget)))
@@ -156,7 +156,7 @@ def test_of_a_short_chain_it_is_the_optimum():
         (network(8, skips=True, shrink=0.7), {0.7: 1.5, 0.5: 3.0}),
     ],
 )
-def test_of_blocks_it_is_close_to_a_plan(graph: Graph, percent: dict[float, float]):
+def test_on_blocks_the_bound_is_close_to_a_plan(graph: Graph, percent: dict[float, float]):
     rules = Rules(graph)
     everything = save_everything(rules)
     for fraction, least in percent.items():
@@ -176,7 +176,7 @@ def test_a_large_graph():
     assert 1.02 * seconds_of(rules, everything) < bound.seconds < 1.1 * seconds_of(rules, everything)
 
 
-def test_what_fits_costs_nothing_and_what_cannot_fit_costs_all():
+def test_a_large_budget_has_no_overhead_and_an_impossible_one_an_infinite_bound():
     graph = network(3)
     plain = simulate(graph, get("save_all")(graph, None))
     bound = lower_bound(graph, plain.peak_nbytes)
@@ -184,7 +184,7 @@ def test_what_fits_costs_nothing_and_what_cannot_fit_costs_all():
     assert lower_bound(graph, least_peak(graph) - 1) == Bound(math.inf, "any", "least peak")
 
 
-def test_an_order_says_more():
+def test_a_given_order_raises_the_bound():
     build = Builder()
     x = build.value(1)
     a, b = (build.node("large", [x], [4], seconds)[0] for seconds in (1.0, 2.0))
@@ -196,7 +196,7 @@ def test_an_order_says_more():
     assert isclose(bound.seconds, 8.0) and bound.scope == "given"
 
 
-def test_what_a_policy_says_counts():
+def test_decisions_of_a_policy_count():
     graph = chain(4)
     values = [dataclasses.replace(v, decision="must_recompute" if v.producer is not None else "") for v in graph.values]
     graph = dataclasses.replace(graph, values=tuple(values))
@@ -207,7 +207,7 @@ def test_what_a_policy_says_counts():
 
 
 @pytest.mark.parametrize("spread", [1, 6])
-def test_a_cut_is_least(spread: int):
+def test_a_minimum_cut_has_the_least_price(spread: int):
     draw = Random(spread)
     for _ in range(100):
         count = draw.randint(2, 6)

@@ -1,4 +1,4 @@
-"""Several moments: never above the optimum, whatever the moments, and above what one moment proves."""
+"""Bounds from several moments: never above the optimum for any moments, and above the bound of one moment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fckpt.solve.proofs.moment_program import MomentProgram
 
 
 def optima(graph: Graph, fractions: tuple[float, ...]) -> Iterator[tuple[int, Order, float]]:
-    """Yields budgets, the order of the first runs of an optimum, and its seconds."""
+    """Yields budgets, the order of first runs of an optimal schedule, and its seconds."""
     least, most = least_budget(graph), simulate(graph, get("save_all")(graph, None)).peak_nbytes
     for budget in sorted({int(least + f * (most - least)) for f in fractions}):
         best = brute(graph, budget)
@@ -29,7 +29,7 @@ def optima(graph: Graph, fractions: tuple[float, ...]) -> Iterator[tuple[int, Or
 
 
 def by_moments(graph: Graph, budget: int, draw: Random, order: Order | None = None) -> float:
-    """Returns what two to four random moments prove, or all of them where the order is given."""
+    """Returns the bound of two to four random moments, or of all moments if the order is given."""
     problem = Problem(graph, order)
     if not problem.least:
         return 0.0
@@ -48,7 +48,9 @@ def by_moments(graph: Graph, budget: int, draw: Random, order: Order | None = No
 
 
 def against_brute(seed: int, most: int, fractions: tuple[float, ...]) -> Iterator[tuple[float, Bound, float]]:
-    """Checks the bounds of a small graph, and yields the optimum, the bound, and that of all moments of its order."""
+    """Checks the bounds of a small graph; yields the optimum, the bound, and the bound of all moments of the optimum's
+    order.
+    """
     graph, draw = small(seed, most), Random(seed)
     for budget, order, seconds in optima(graph, fractions):
         bound = tighter(graph, budget)
@@ -68,13 +70,13 @@ def test_never_above_the_optimum(batch: int):
 
 
 @pytest.mark.parametrize(("count", "budget", "seconds"), [(4, 3, 11.0), (5, 3, 16.0), (5, 4, 12.0)])
-def test_of_a_short_chain_it_is_the_optimum(count: int, budget: int, seconds: float):
+def test_on_a_short_chain_the_bound_is_the_optimum(count: int, budget: int, seconds: float):
     graph = chain(count)
     assert isclose(seconds_in(graph, brute(graph, budget)), seconds)
     assert isclose(tighter(graph, budget).seconds, seconds)
 
 
-def test_of_a_chain_it_is_the_optimum_where_runs_add_up():
+def test_on_a_chain_the_bound_adds_recomputations_between_moments():
     graph = chain(10)
     bound = tighter(graph, 4)
     assert bound.method == "several moments" and lower_bound(graph, 4).seconds < 28
@@ -85,7 +87,7 @@ def test_of_a_chain_it_is_the_optimum_where_runs_add_up():
     ("graph", "fraction", "gain", "gap"),
     [(network(6), 0.4, 0.6, 0.2), (network(8, skips=True, shrink=0.7), 0.4, 0.01, 0.1), (network(10), 0.4, 0.2, 0.2)],
 )
-def test_of_blocks_it_is_closer_to_a_plan(graph: Graph, fraction: float, gain: float, gap: float):
+def test_on_blocks_the_bound_is_closer_to_a_plan(graph: Graph, fraction: float, gain: float, gap: float):
     rules = Rules(graph)
     everything = save_everything(rules)
     budget, least = int(fraction * peak_of(rules, everything)), seconds_of(rules, everything)
@@ -97,14 +99,14 @@ def test_of_blocks_it_is_closer_to_a_plan(graph: Graph, fraction: float, gain: f
     assert 100 * (plan - several.seconds) / least < gap
 
 
-def test_without_effort_it_is_the_bound_of_one_moment():
+def test_without_effort_the_bound_is_that_of_one_moment():
     graph = network(6)
     budget = int(0.4 * peak_of(Rules(graph), save_everything(Rules(graph))))
     bound = tighter(graph, budget, effort=ProgramEffort(0))
     assert bound == lower_bound(graph, budget) and bound.method == "integer program"
 
 
-def test_what_one_moment_decides_stays():
+def test_several_moments_do_not_change_a_bound_that_one_moment_decides():
     graph = network(3)
     rules = Rules(graph)
     plain = peak_of(rules, save_everything(rules))
@@ -112,7 +114,7 @@ def test_what_one_moment_decides_stays():
     assert tighter(graph, 0) == Bound(math.inf, "any", "least peak")
 
 
-def test_an_order_says_more():
+def test_a_given_order_raises_the_bound():
     build = Builder()
     x = build.value(1)
     a, b = (build.node("large", [x], [4], seconds)[0] for seconds in (1.0, 2.0))

@@ -1,4 +1,4 @@
-"""The integer program against exhaustive search for its order; its rounded relaxation."""
+"""Checkmate's integer program against exhaustive search for its order, and its rounded relaxation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fckpt.solve.core.frontier import Frontier
 from fckpt.solve.core.rules import Rules, Solver
 
 CHOICES = [2, 4, 6, 8, 12, 13, 15, 17, 18, 19, 21, 22, 23, 26, 28, 29, 36, 38, 39]
-"""Seeds of graphs on which repetitions lower the peak."""
+"""Random seeds of graphs on which recomputations lower the peak."""
 
 
 def plain_peak(graph: Graph) -> int:
@@ -30,7 +30,7 @@ def seconds(graph: Graph, schedule: Schedule) -> float:
 
 @pytest.mark.parametrize("seed", CHOICES)
 @pytest.mark.parametrize("fraction", [0.0, 0.4, 0.8])
-def test_it_is_optimal_for_its_order(seed: int, fraction: float):
+def test_the_plan_is_optimal_for_its_order(seed: int, fraction: float):
     graph = tight(seed, 3)
     least = int(least_peak(graph))
     budget = int(least + fraction * (plain_peak(graph) - least))
@@ -41,7 +41,7 @@ def test_it_is_optimal_for_its_order(seed: int, fraction: float):
 
 
 @pytest.mark.parametrize("seed", CHOICES)
-def test_its_least_budget_is_the_least_of_its_order(seed: int):
+def test_the_least_budget_is_the_least_peak_of_the_order(seed: int):
     graph = tight(seed, 3)
     least = least_peak(graph)
     with pytest.raises(BudgetError, match="solver 'checkmate' finds") as error:
@@ -55,7 +55,7 @@ def test_its_least_budget_is_the_least_of_its_order(seed: int):
     fraction=st.floats(0.2, 1.0),
     solver=st.sampled_from([checkmate, checkmate_lp]),
 )
-def test_a_plan_fits_or_the_least_budget_does(graph: Graph, fraction: float, solver: Solver):
+def test_a_plan_fits_or_the_least_budget_succeeds(graph: Graph, fraction: float, solver: Solver):
     budget = int(fraction * plain_peak(graph))
     try:
         schedule = solver(graph, budget)
@@ -74,7 +74,7 @@ def test_rounding_stays_near_the_optimum():
     assert graph.seconds < exact <= rounded <= 1.06 * exact  # the paper has 1.00 to 1.06
 
 
-def test_what_fits_is_left_alone_and_without_a_budget_nothing_is_repeated():
+def test_nothing_is_recomputed_if_everything_fits_or_without_a_budget():
     graph = network(100)
     assert checkmate(graph) == checkmate(graph, plain_peak(graph)) == save_all(graph)
 
@@ -92,10 +92,10 @@ def test_a_program_that_is_too_large_is_refused(solver: Solver):
 
 
 @pytest.mark.parametrize("seed", CHOICES[::3])
-def test_what_is_held_says_what_is_repeated(seed: int):
+def test_held_values_determine_recomputations(seed: int):
     frontier = Frontier(Rules(tight(seed, 3)))
     stages = range(len(frontier.sequence))
     everything = [[v for v in frontier.choices if frontier.may_hold(v, t + 1)] for t in stages]
-    for kept, expected in ((everything, False), ([()] * len(stages), True)):
-        order = frontier.holding(kept)
+    for held, expected in ((everything, False), ([()] * len(stages), True)):
+        order = frontier.holding(held)
         assert (len(order.forward) + len(order.backward) > len(stages)) is (expected or bool(frontier.rules.unsaved))

@@ -1,4 +1,4 @@
-"""Segments of sqrt(n) layers, and of b bytes."""
+"""Chen's segments: sqrt(n) layers each, and b bytes each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fckpt.solve._chen import chen, segment_orders
 from fckpt.solve.core.rules import Rules, peak_of, seconds_of
 
 
-def test_the_square_root_of_a_chain():
+def test_on_a_chain_the_peak_is_about_the_square_root():
     layers = 400
     graph = chain(layers)
     timeline = simulate(graph, chen(graph))
@@ -23,7 +23,7 @@ def test_the_square_root_of_a_chain():
 
 
 @pytest.mark.parametrize("fraction", [0.2, 0.4, 0.7, 1.0])
-def test_segments_of_bytes_fit(fraction: float):
+def test_segments_of_equal_bytes_fit(fraction: float):
     graph = network(24)
     budget = int(fraction * plain_nbytes(graph))
     timeline = simulate(graph, chen(graph, budget))
@@ -40,7 +40,7 @@ def test_no_plan_runs_anything_three_times():
         assert max(runs.count(i) for i in runs) <= 2
 
 
-def test_cuts_part_unequal_layers_by_bytes():
+def test_cuts_divide_unequal_layers_by_bytes():
     """Activations shrink by half per block: equal counts of blocks are poor segments, equal bytes are not."""
     graph = network(16, shrink=0.5)
     rules = Rules(graph)

@@ -1,4 +1,4 @@
-"""Dynamic tensor rematerialisation: its choice of what to evict, its theorem on chains, and what every plan must be."""
+"""Dynamic tensor rematerialisation: its evictions, its theorem on chains, and the properties of every plan."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_without_a_budget_nothing_is_evicted(graph: Graph):
 
 
 def waiting(sizes: list[int], costs: list[float]) -> tuple[Graph, int]:
-    """Values a, b, c that are made one after the other and wait for the backward pass, while d needs room.
+    """Values a, b, c that are made one after the other and wait for the backward pass, while d needs memory.
 
     Returns:
-        The graph, and the budget that has room for d and for all of them but the smallest.
+        The graph, and the budget that has room for d and for all of them except the smallest.
     """
     build = Builder()
     x = build.value(0)
@@ -53,13 +53,15 @@ def waiting(sizes: list[int], costs: list[float]) -> tuple[Graph, int]:
         ([10, 40, 10], [2.0, 2.0, 1.0], "b"),  # 2 / (10 * 3) against 2 / (40 * 1)
     ],
 )
-def test_the_least_cost_per_byte_and_staleness_goes(sizes: list[int], costs: list[float], evicted: str):
+def test_the_value_with_the_least_cost_per_byte_and_staleness_is_evicted(
+    sizes: list[int], costs: list[float], evicted: str
+):
     graph, budget = waiting(sizes, costs)
     assert repeated(graph, dtr(graph, budget)) == {evicted}
 
 
 def test_neighbours_are_evicted_last():
-    # Once a value of a chain is gone, the one after it would take two computations to have again.
+    # Once a value of a chain is evicted, recomputing its successor would take two computations.
     graph = chain(8)
     schedule = dtr(graph, plain_nbytes(graph) - 3)
     twice = sorted(s.node for s in schedule.backward if isinstance(s, Compute) and s.node < graph.boundary)
@@ -67,7 +69,7 @@ def test_neighbours_are_evicted_last():
 
 
 @pytest.mark.parametrize("factor", [2, 3])
-def test_a_chain_takes_linear_time_in_the_memory_of_its_root(factor: int):
+def test_a_chain_takes_linear_time_within_the_square_root_of_its_memory(factor: int):
     # Kirisame et al., theorem 3.1: O(n) computations of an n layer network in a memory of Omega(sqrt n).
     ratios = []
     for count in (64, 144, 324):

@@ -1,4 +1,6 @@
-"""Nodes that write over a tensor that the caller sees, like running statistics: nothing may read what is gone."""
+"""Nodes that overwrite a tensor that the caller sees, like running statistics: nothing may read its old content
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,14 @@ from test_solvers import NAMES, budget_of, planned
 
 from fckpt import solve
 from fckpt.errors import ArgumentValueError, ScheduleError
-from fckpt.graph import Compute, Free, Graph, Schedule, Step, Value, simulate
+from fckpt.graph import Compute, Free, Graph, Schedule, Value, simulate
+from fckpt.graph.schedule import Step
 
 MARKS = st.lists(st.sampled_from(["", "", "read", "write"]), min_size=8, max_size=8)
 
 
 def with_buffer(graph: Graph, marks: list[str], once: bool) -> Graph:
-    """The same graph, some of whose forward nodes read a buffer, or write over it; `once` as a trace has it."""
+    """Returns the same graph with forward nodes that read a buffer, or overwrite it; `once` as in a traced graph."""
     values = [*graph.values, Value(len(graph.values), 64, None, "a buffer")]
     present, nodes = len(graph.values), []
     for node, mark in zip(graph.nodes, [*marks, *[""] * len(graph.nodes)], strict=False):
@@ -36,8 +39,8 @@ def with_buffer(graph: Graph, marks: list[str], once: bool) -> Graph:
     return dataclasses.replace(graph, nodes=tuple(nodes), values=tuple(values), inputs=inputs)
 
 
-def reads_what_is_gone(graph: Graph, schedule: Schedule, buffer: int) -> bool:
-    """Runs a schedule on memory: whether a node finds another content in the buffer than it was recorded with."""
+def reads_old_content(graph: Graph, schedule: Schedule, buffer: int) -> bool:
+    """Runs a schedule: whether a node finds a content of the buffer other than the recorded one."""
     content, done = buffer, set[int]()
     versions = {buffer, *(v for node in graph.nodes for v in node.outputs if node.writes and v == node.outputs[-1])}
     for step in (*schedule.forward, *schedule.backward):
@@ -66,15 +69,17 @@ def test_every_solver_reads_a_buffer_before_it_is_written(
     schedule, timeline, _ = planned(name, whole, None if fraction is None else budget_of(whole, fraction))
     if schedule is not None:
         assert timeline is not None
-        assert not reads_what_is_gone(whole, schedule, len(graph.values))
+        assert not reads_old_content(whole, schedule, len(graph.values))
 
 
 @examples(400)
 @given(graph=graphs(most=8), marks=MARKS, data=st.data())
-def test_what_simulate_accepts_reads_what_was_there(graph: Graph, marks: list[str], data: st.DataObject) -> None:
+def test_schedules_accepted_by_simulate_read_the_recorded_content(
+    graph: Graph, marks: list[str], data: st.DataObject
+) -> None:
     whole = with_buffer(graph, marks, once=False)
     assume(any(node.writes for node in whole.nodes))
-    # Everything is there and nothing is freed, so that only the buffer can be in the way.
+    # Everything is live and nothing is freed, so only the buffer can cause an error.
     forward: list[Step] = [Compute(i) for i in range(whole.boundary) if not whole.nodes[i].backward]
     backward: list[Step] = [Compute(node.id) for node in whole.nodes if node.backward or node.id >= whole.boundary]
     again = st.sampled_from([step.node for step in forward if isinstance(step, Compute)])
@@ -86,11 +91,11 @@ def test_what_simulate_accepts_reads_what_was_there(graph: Graph, marks: list[st
         simulate(whole, schedule)
     except ScheduleError:
         return
-    assert not reads_what_is_gone(whole, schedule, len(graph.values))
+    assert not reads_old_content(whole, schedule, len(graph.values))
 
 
 def small() -> Graph:
-    """A node that reads a buffer, one that writes over it, one that reads what is there then."""
+    """A node that reads a buffer, a node that overwrites it, and a node that reads the new content."""
     from graphs import Builder
 
     build = Builder()
@@ -102,11 +107,11 @@ def small() -> Graph:
     return Graph(tuple(build.nodes), tuple(build.values), (x, buffer), (), (c,), (), boundary=3)
 
 
-def test_a_recomputation_that_would_read_what_was_written_over_is_refused() -> None:
+def test_a_recomputation_that_reads_an_overwritten_value_is_refused() -> None:
     graph = small()
     fine = [Compute(0), Compute(1), Compute(2)]
     simulate(graph, Schedule(tuple(fine), ()))
-    simulate(graph, Schedule(tuple(fine), (Compute(1),)))  # it writes the first time alone
+    simulate(graph, Schedule(tuple(fine), (Compute(1),)))  # only its first run writes
     for steps in ([*fine, Free(2), Compute(0)], [Compute(0), Compute(1), Compute(0), Compute(2)]):
         with pytest.raises(ScheduleError, match="node 1 has written over value 1"):
             simulate(graph, Schedule(tuple(steps), ()))
@@ -114,7 +119,7 @@ def test_a_recomputation_that_would_read_what_was_written_over_is_refused() -> N
         simulate(graph, Schedule(tuple(fine), (Compute(0),)))
 
 
-def test_what_writes_a_buffer_has_to_run() -> None:
+def test_a_node_that_writes_a_buffer_must_run() -> None:
     build_only = [Compute(0)]
     graph = dataclasses.replace(small(), outputs=(2,))
     with pytest.raises(ScheduleError, match="must run in the forward pass"):
@@ -124,8 +129,8 @@ def test_what_writes_a_buffer_has_to_run() -> None:
         assert Compute(1) in schedule.forward
 
 
-def test_a_graph_in_which_a_later_node_reads_it_is_none() -> None:
+def test_a_graph_in_which_a_later_node_reads_the_old_content_is_refused() -> None:
     graph = small()
     nodes = (*graph.nodes[:2], dataclasses.replace(graph.nodes[2], inputs=(3, 1)))
-    with pytest.raises(ArgumentValueError, match="written over"):
+    with pytest.raises(ArgumentValueError, match="overwritten"):
         dataclasses.replace(graph, nodes=nodes)

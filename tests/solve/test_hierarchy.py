@@ -1,4 +1,4 @@
-"""Blocks that are alike, and plans of chains of them."""
+"""Equal blocks, and plans of chains of blocks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def examples(count: int):
     return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-# ---- where a row repeats itself ----------------------------------------------------------------------
+# ---- where a sequence repeats itself ----------------------------------------------------------------------
 
 
 @examples(300)
 @given(st.lists(st.integers(0, 2), max_size=40))
-def test_what_repeats_does_and_does_not_overlap(labels: list[int]):
+def test_repeats_are_equal_and_disjoint(labels: list[int]):
     end = 0
     for found in repeats(labels):
         assert found.first >= end
@@ -49,13 +49,13 @@ def test_what_repeats_does_and_does_not_overlap(labels: list[int]):
 @given(
     period=st.integers(4, 9), times=st.integers(2, 6), before=st.integers(0, 5), after=st.integers(0, 5), rest=st.data()
 )
-def test_every_stretch_is_found(period: int, times: int, before: int, after: int, rest: st.DataObject):
-    """Labels outside of the stretch come once, so that it is the only one, and no other period covers as much."""
+def test_every_repeat_is_found(period: int, times: int, before: int, after: int, rest: st.DataObject):
+    """Labels outside the repeat occur once, so that it is the only repeat, and no other period covers as much."""
     labels = [*range(100, 100 + before), *([*range(period)] * times), *range(200, 200 + after)]
     assert repeats(labels) == [Repeat(before, period, times)]
 
 
-def test_several_stretches_are_found_in_order():
+def test_several_repeats_are_found_in_order():
     assert repeats("x" + "abcde" * 3 + "yz" + "fghi" * 6 + "abcdabcd") == [
         Repeat(1, 5, 3),
         Repeat(18, 4, 6),
@@ -63,13 +63,13 @@ def test_several_stretches_are_found_in_order():
     ]
 
 
-def test_no_more_stretches_are_looked_for_than_are_asked_for():
+def test_the_number_of_repeats_is_limited():
     row = [f"{k}{letter}" for k in range(300) for letter in "abcd" * 2]
     assert len(repeats(row)) == 100
     assert len(repeats(row, 7)) == 7
 
 
-def test_of_periods_that_cover_about_as_much_the_shortest_counts():
+def test_among_periods_of_equal_cover_the_shortest_is_returned():
     assert repeats("abcd" * 12) == [Repeat(0, 4, 12)]
 
 
@@ -78,14 +78,14 @@ def forward_of(graph: Graph) -> tuple[Rules, list[int]]:
     return rules, save_everything(rules).forward
 
 
-def test_layers_are_cut_once_a_period_at_their_residual():
+def test_layers_are_cut_once_per_period_at_their_residual_connection():
     rules, forward = forward_of(network(12))
     ops = [rules.graph.nodes[forward[cut]].op for cut in cut_positions(rules, forward, 99)]
     assert ops == ["add"] * 12
     assert len(cut_positions(rules, forward, 5)) <= 5
 
 
-def test_many_stretches_make_no_more_cuts_than_there_may_be():
+def test_many_repeats_make_at_most_the_allowed_number_of_cuts():
     build = Builder()
     values, layers = [build.value(10)], []
     for k in range(70):
@@ -99,7 +99,7 @@ def test_many_stretches_make_no_more_cuts_than_there_may_be():
         assert len(cut_positions(rules, forward, most)) <= most
 
 
-def test_without_repetitions_it_is_cut_where_little_is_live():
+def test_without_repeats_cuts_are_where_few_bytes_live():
     graph = network(6, shrink=0.8)
     rules, forward = forward_of(graph)
     cuts = cut_positions(rules, forward, 4)
@@ -113,7 +113,7 @@ def test_without_repetitions_it_is_cut_where_little_is_live():
 def test_equal_layers_are_one_block():
     found = Chain(Rules(network(40)))
     assert len(found.blocks) == 41
-    assert len(found.count) <= 4  # the first, those between, the last, the loss
+    assert len(found.count) <= 4  # the first, the inner ones, the last, the loss
     assert found.repeats and not Chain(Rules(network(20, shrink=0.9))).repeats
 
 
@@ -129,7 +129,7 @@ def test_a_layer_that_takes_longer_is_another_block():
 def test_blocks_are_graphs_that_hold_every_node_once(graph: Graph, cuts: int):
     rules = Rules(graph)
     stages = Stages(rules, cuts=cuts)
-    blocks = [cut_out(stages, i) for i in range(len(stages))]  # a Graph that is inconsistent raises
+    blocks = [cut_out(stages, i) for i in range(len(stages))]  # an inconsistent Graph raises
     whole = save_everything(rules)
     assert sorted(i for block in blocks for i in block.nodes) == sorted({*whole.forward, *whole.backward})
     for block in blocks:
@@ -145,7 +145,7 @@ def test_blocks_are_graphs_that_hold_every_node_once(graph: Graph, cuts: int):
 
 @examples(200)
 @given(graphs(most=8), st.integers(0, 50))
-def test_what_runs_between_the_passes_is_all_that_is_added(graph: Graph, nbytes: int):
+def test_with_rest_adds_only_a_node_between_the_passes(graph: Graph, nbytes: int):
     inner = with_rest(graph, nbytes)
     plan = replay(Rules(inner), ())
     outer = without_rest(graph, plan)
@@ -162,17 +162,17 @@ def test_what_runs_between_the_passes_is_all_that_is_added(graph: Graph, nbytes:
 
 @examples(200)
 @given(graphs(most=6), st.data())
-def test_a_stage_that_runs_what_a_plan_of_its_block_does_holds_no_more_than_it_says(graph: Graph, data: st.DataObject):
+def test_a_stage_holds_at_most_the_cost_of_its_option(graph: Graph, data: st.DataObject):
     rules = Rules(graph)
     stages = Stages(rules, cuts=0)
     block = cut_out(stages, 0)
     made = [v for node in block.graph.nodes[: block.graph.boundary] for v in node.outputs]
     kept = data.draw(st.lists(st.sampled_from(made), unique=True))
-    leaf = data.draw(st.sampled_from([None, 1]))  # forgets, and runs several times
+    leaf = data.draw(st.sampled_from([None, 1]))  # frees values, and runs nodes several times
     plan = without_rest(block.graph, replay(Rules(with_rest(block.graph, 0)), kept, leaf=leaf))
     again = [block.nodes[k] for k in plan.backward]
     stages.add(0, again)
-    option = stages.again[0].index(again)
+    option = stages.option_nodes[0].index(again)
     order = stages.order([Step("all", 0, option), Step("backward", 0, option)])
     simulate(graph, schedule_of(graph, *order))  # it is legal
     figures = stages.costs.leaves[0][option]
@@ -194,7 +194,7 @@ def test_each_distinct_block_is_planned_once(monkeypatch: pytest.MonkeyPatch):
     assert 0 < len(planned) == len(set(planned)) <= 4
 
 
-def test_plans_of_a_block_hold_less_the_more_they_repeat():
+def test_a_block_has_plans_that_hold_little():
     found = Chain(Rules(network(40)))
     ChainSolver().curves(found)
     option = found.stages.costs.options[20]
@@ -220,7 +220,7 @@ def test_blocks_within_blocks(monkeypatch: pytest.MonkeyPatch):
         assert nested <= 1.05 * simulate(graph, rotor(graph, budget)).seconds
 
 
-def test_a_block_that_comes_up_rarely_is_planned_by_cuts_alone(monkeypatch: pytest.MonkeyPatch):
+def test_without_effort_blocks_are_planned_by_minimum_cuts_only(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "EFFORT", 0)
     monkeypatch.setattr(module, "_pairs", lambda *_: pytest.fail("there is no effort left"))
     graph = network(20)
@@ -229,13 +229,13 @@ def test_a_block_that_comes_up_rarely_is_planned_by_cuts_alone(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("fraction", [0.15, 0.3, 0.6])
-def test_it_is_about_as_fast_as_the_chain_of_unlike_stages(fraction: float):
+def test_equal_blocks_are_about_as_fast_as_the_chain_of_rotor(fraction: float):
     graph = network(60)
     budget = int(fraction * plain_nbytes(graph))
     assert simulate(graph, hierarchy(graph, budget)).seconds <= 1.01 * simulate(graph, rotor(graph, budget)).seconds
 
 
-def test_what_it_cannot_do():
+def test_an_infeasible_budget_is_an_error_with_a_feasible_one():
     graph = network(8)
     with pytest.raises(BudgetError, match="the solver 'hierarchy' finds") as caught:
         hierarchy(graph, 1 << 20)
@@ -243,8 +243,8 @@ def test_what_it_cannot_do():
     assert simulate(graph, hierarchy(graph, least)).peak_nbytes <= least
 
 
-def test_stages_count_what_goes_and_comes_again():
-    """The second run of the first node needs no room beside its first run, whose result has gone."""
+def test_stages_count_values_that_are_freed_and_made_again():
+    """The second run of the first node needs no memory beside its first output, which has been freed."""
     graph = chain(3, nbytes=10)
     rules = Rules(graph)
     stages = Stages(rules, cuts=0)
@@ -260,7 +260,7 @@ def test_stages_count_what_goes_and_comes_again():
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes some hundred operations a large graph."""
+    """Makes a graph of a few hundred operations count as large."""
     monkeypatch.setattr(automatic, "LARGE", 100)
 
 
@@ -282,13 +282,13 @@ def test_the_least_of_a_large_graph_does_not_depend_on_the_budget(large: None):
     with pytest.raises(BudgetError) as caught:
         auto(graph, 1)
     least = caught.value.least_bytes
-    with pytest.raises(BudgetError) as caught:  # nothing proves here that it is too little
+    with pytest.raises(BudgetError) as caught:  # here the lower bound does not prove that no plan fits
         auto(graph, least - 1)
     assert caught.value.least_bytes == least
     assert simulate(graph, auto(graph, least)).peak_nbytes <= least
 
 
-def test_blocks_are_planned_where_a_graph_repeats_itself(monkeypatch: pytest.MonkeyPatch):
+def test_blocks_are_planned_if_a_graph_repeats_itself(monkeypatch: pytest.MonkeyPatch):
     planned: list[Chain] = []
     curves = ChainSolver.curves
     monkeypatch.setattr(ChainSolver, "curves", lambda self, found: planned.append(found) or curves(self, found))
@@ -298,7 +298,7 @@ def test_blocks_are_planned_where_a_graph_repeats_itself(monkeypatch: pytest.Mon
         assert bool(planned) == often
 
 
-def test_starts_of_blocks_come_beside_the_others(monkeypatch: pytest.MonkeyPatch):
+def test_starts_of_blocks_are_tried_in_addition_to_the_others(monkeypatch: pytest.MonkeyPatch):
     graph = network(30)
     budget = int(0.15 * plain_nbytes(graph))
     tried: list[object] = []
@@ -319,7 +319,7 @@ def costs_of(stages: Stages) -> tuple[object, ...]:
 
 
 def awaited() -> Graph:
-    """Equal layers, of which the backward of an early one reads what a later one makes."""
+    """Equal layers; the backward of an early layer reads a value that a later layer makes."""
     build = Builder()
     values, layers, results = [build.value(10)], [], []
     for _ in range(14):
@@ -337,8 +337,8 @@ def awaited() -> Graph:
     [network(40), network(30, dense=3), network(24, skips=True), awaited()],
     ids=["layers", "dense", "skips", "awaited"],
 )
-def test_stages_that_are_alike_cost_the_same(graph: Graph):
-    """What is counted once for all of them is what is counted for each."""
+def test_equal_stages_have_equal_costs(graph: Graph):
+    """Costs computed once for all equal stages equal the costs computed for each."""
     found = Chain(Rules(graph))
     ChainSolver().curves(found)
     stages = found.stages

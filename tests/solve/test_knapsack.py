@@ -1,4 +1,4 @@
-"""What a knapsack saves, against all choices and against torch's own tables; a minimum cut against all cuts."""
+"""The knapsack's choice against all choices and against torch's tables; a minimum cut against all cuts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fckpt.solve.core.starts import save_everything
     items=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 60)), min_size=1, max_size=9),
     capacity=st.integers(0, UNITS),
 )
-def test_no_choice_within_the_weight_is_worth_more(items: list[tuple[int, int]], capacity: int):
+def test_no_choice_within_the_capacity_is_worth_more(items: list[tuple[int, int]], capacity: int):
     worth = [float(gain) for gain, _ in items]
     table = _Table(worth, [nbytes for _, nbytes in items])
     taken = table.at(capacity)
@@ -38,8 +38,8 @@ def test_no_choice_within_the_weight_is_worth_more(items: list[tuple[int, int]],
 
 @settings(max_examples=100, deadline=None)
 @given(gains=st.lists(st.integers(0, 50), min_size=20, max_size=20), part=st.integers(0, 20), data=st.data())
-def test_it_is_worth_what_torchs_tables_are(gains: list[int], part: int, data: st.DataObject):
-    """Weights are twentieths of the whole, which neither has to round."""
+def test_the_choice_is_worth_as_much_as_in_torchs_tables(gains: list[int], part: int, data: st.DataObject):
+    """Weights are twentieths of the total, so that neither table has to round."""
     cuts = sorted(data.draw(st.lists(st.integers(1, 19), unique=True, max_size=12)))
     sizes = [end - start for start, end in itertools.pairwise([0, *cuts, 20])]
     worth = [float(gain) for gain in gains[: len(sizes)]]
@@ -49,7 +49,7 @@ def test_it_is_worth_what_torchs_tables_are(gains: list[int], part: int, data: s
 
 
 def cost_of(rules: Rules, saved: Collection[int], cost: np.ndarray, price: np.ndarray) -> float:
-    """What a choice costs: the prices of what it saves, and the costs of what is computed again then, once each."""
+    """Returns the cost of a choice: the prices of saved values, and the costs of recomputed nodes, once each."""
     graph = rules.graph
     needed = [v for i in save_everything(rules).backward for v in graph.nodes[i].inputs]
     again: set[int] = set()
@@ -94,7 +94,7 @@ def test_no_cut_is_cheaper(graph: Graph, byte: float):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(graph=graphs(most=5), byte=st.sampled_from([0.2, 0.7, 1.5]))
-def test_no_cut_of_any_graph_is_cheaper(graph: Graph, byte: float):
+def test_no_cut_of_a_generated_graph_is_cheaper(graph: Graph, byte: float):
     rules = Rules(graph)
     assume(len(savable(rules)) <= 8)
     check_cut(rules, byte)

@@ -1,4 +1,4 @@
-"""Solvers on chains, where the optimum is known, and on graphs the size of networks."""
+"""Solvers on chains with known optima, and on graphs of the size of networks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def overhead(name: str, graph, budget: int | None) -> float:
 def test_saving_all_of_a_chain():
     graph = chain(LAYERS)
     timeline = simulate(graph, solve.get("save_all")(graph, None))
-    # all inputs of layers but the first, which the caller holds, and the cotangents before and after a layer
+    # the inputs of all layers except the first, which the caller holds, and the cotangents before and after a layer
     assert timeline.peak_nbytes == LAYERS + 1
     assert timeline.recomputed_nodes == 0
 
 
-def test_keeping_nothing_of_a_chain_runs_it_twice_and_has_the_same_peak():
+def test_recomputing_all_of_a_chain_runs_it_twice_and_has_the_same_peak():
     graph = chain(LAYERS)
     timeline = simulate(graph, solve.get("recompute_all")(graph, None))
     assert timeline.peak_nbytes == LAYERS + 1
@@ -40,8 +40,8 @@ def test_keeping_nothing_of_a_chain_runs_it_twice_and_has_the_same_peak():
 
 
 @pytest.mark.parametrize("budget", [700, 120])
-def test_greedy_repeats_one_layer_per_missing_byte_of_a_chain(budget: int):
-    """Each repetition of a unit layer frees one byte: the least is as many as there are bytes too many."""
+def test_greedy_recomputes_one_layer_per_missing_byte_of_a_chain(budget: int):
+    """Each recomputation of a layer frees one byte: at least as many are needed as bytes are missing."""
     graph = chain(LAYERS)
     repeated = overhead("greedy", graph, budget) * graph.seconds
     least = LAYERS + 1 - budget
@@ -80,7 +80,7 @@ def test_networks(graph, fraction: float, most: float):
     budget = int(fraction * simulate(graph, solve.get("save_all")(graph, None)).peak_nbytes)
     best = overhead("auto", graph, budget)
     assert best <= most
-    assert best <= overhead("greedy", graph, budget) + 1e-9  # sums in another order
+    assert best <= overhead("greedy", graph, budget) + 1e-9  # sums are rounded in another order
 
 
 def test_the_least_does_not_depend_on_the_budget():
@@ -94,8 +94,8 @@ def test_the_least_does_not_depend_on_the_budget():
     assert overhead("greedy", graph, found.pop()) < 1
 
 
-def test_one_price_decides_a_cut():
-    """Of a transformer, torch's rule computes norms and activations again and saves the inputs of matmuls' making."""
+def test_the_minimum_cut_recomputes_only_cheap_operations():
+    """Torch's rule recomputes norms and activations of a transformer, and saves the results of matmuls."""
     graph = network(30)
     timeline = simulate(graph, solve.get("min_cut")(graph, None))
     repeated = {
@@ -106,7 +106,7 @@ def test_one_price_decides_a_cut():
 
 
 def test_brute_refuses_large_graphs():
-    with pytest.raises(ArgumentValueError, match=r"takes graphs of at most 12 nodes; this graph has 22"):
+    with pytest.raises(ArgumentValueError, match=r"takes graphs of at most 12 nodes, not 22"):
         solve.get("brute")(chain(10), 5)
 
 
@@ -120,7 +120,7 @@ def test_nine_thousand_nodes_in_a_minute():
     assert time.perf_counter() - start < 60
 
 
-def test_twenty_thousand_nodes_recurse_nowhere():
+def test_twenty_thousand_nodes_need_no_deep_recursion():
     graph = chain(10_000)
     assert len(graph.nodes) > 20_000
     simulate(graph, solve.get("recompute_all")(graph, None))

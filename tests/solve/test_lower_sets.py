@@ -19,7 +19,7 @@ Reads = list[list[int]]
 
 
 def drawn(seed: int, most: int = 5) -> tuple[Reads, list[int], list[int]]:
-    """What vertices read, their bytes and their ticks, at random."""
+    """Returns random graphs: what each vertex reads, bytes, and ticks."""
     rng = random.Random(seed)
     count = rng.randint(1, most)
     density = rng.choice([0.3, 0.6])
@@ -38,7 +38,7 @@ def as_sets(family: Sequence[int], count: int) -> list[frozenset[int]]:
 def costs(
     sequence: Sequence[frozenset[int]], reads: Reads, nbytes: Sequence[int], ticks: Sequence[int]
 ) -> tuple[int, int]:
-    """The most bytes of a stage, and the ticks, of a sequence of lower sets: word by word as in the paper."""
+    """Returns the most bytes of a stage and the ticks of a sequence of lower sets, exactly as in the paper."""
     count = len(reads)
     everything = set(range(count))
 
@@ -66,7 +66,7 @@ def costs(
 
 
 def sequences(family: list[frozenset[int]], end: frozenset[int]) -> Iterator[list[frozenset[int]]]:
-    """All increasing sequences from nothing to `end`."""
+    """Yields all increasing sequences from the empty set to `end`."""
     if not end:
         yield [end]
     for smaller in family:
@@ -112,14 +112,14 @@ def test_ancestor_sets_never_beat_all_lower_sets():
             assert best is not None or near is None
             if best is not None and near is not None:
                 fewest, found = (
-                    sum(int(of.again[i, j]) for i, j in pairwise(sequence))
+                    sum(int(of.recomputed[i, j]) for i, j in pairwise(sequence))
                     for of, sequence in ((exact, best), (approximate, near))
                 )
                 assert fewest <= found
                 worse += fewest < found
             else:
                 worse += best is not None
-    assert worse  # or it would be no approximation
+    assert worse  # otherwise it would not be an approximation
 
 
 def test_families_of_lower_sets():
@@ -168,7 +168,7 @@ def test_less_memory_takes_more_time(kind: str):
     assert overheads == sorted(overheads)
 
 
-def test_a_chain_falls_to_about_twice_the_root():
+def test_on_a_chain_the_least_budget_is_about_twice_the_square_root():
     graph = chain(100)
     assert len(tensor_graph(Rules(graph))) == 100
     with pytest.raises(BudgetError) as caught:

@@ -1,4 +1,4 @@
-"""The constraint program against exhaustive search for its order and number of repetitions."""
+"""The constraint program against exhaustive search for its order and number of recomputations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fckpt.solve.core.rules import Rules, Solver
 needs_ortools = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="needs fckpt[cpsat]")
 
 CHOICES = [2, 6, 8, 12, 13, 15]
-"""Seeds of graphs on which repetitions lower the peak."""
+"""Random seeds of graphs on which recomputations lower the peak."""
 
 
 def plain_peak(graph: Graph) -> int:
@@ -35,7 +35,7 @@ def computed(schedule: Schedule) -> list[int]:
 @pytest.mark.parametrize(("solver", "most"), [(moccasin, 1), (moccasin3, 2)])
 @pytest.mark.parametrize("seed", CHOICES)
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_it_is_optimal_for_its_order_and_repetitions(solver: Solver, most: int, seed: int, fraction: float):
+def test_the_plan_is_optimal_for_its_order_and_recomputations(solver: Solver, most: int, seed: int, fraction: float):
     graph = tight(seed, 3)
     least = int(least_peak(graph, most=most))
     budget = int(least + fraction * (plain_peak(graph) - least))
@@ -50,7 +50,7 @@ def test_it_is_optimal_for_its_order_and_repetitions(solver: Solver, most: int, 
 @needs_ortools
 @pytest.mark.parametrize(("solver", "most"), [(moccasin, 1), (moccasin3, 2)])
 @pytest.mark.parametrize("seed", CHOICES[:4])
-def test_its_least_budget_is_the_least_of_its_order(solver: Solver, most: int, seed: int):
+def test_the_least_budget_is_the_least_peak_of_the_order(solver: Solver, most: int, seed: int):
     graph = tight(seed, 3)
     least = least_peak(graph, most=most)
     with pytest.raises(BudgetError, match=r"solver 'moccasin3?' finds") as error:
@@ -63,7 +63,7 @@ def test_its_least_budget_is_the_least_of_its_order(solver: Solver, most: int, s
 @given(
     graph=graphs(most=5, decisions=True), fraction=st.floats(0.2, 1.0), solver=st.sampled_from([moccasin, moccasin3])
 )
-def test_a_plan_fits_or_the_least_budget_does(graph: Graph, fraction: float, solver: Solver):
+def test_a_plan_fits_or_the_least_budget_succeeds(graph: Graph, fraction: float, solver: Solver):
     budget = int(fraction * plain_peak(graph))
     try:
         schedule = solver(graph, budget)
@@ -81,12 +81,12 @@ def test_a_large_graph_is_refused():
     with pytest.raises(ArgumentValueError) as error:
         moccasin(graph, plain_peak(graph) // 2)
     assert str(error.value) == (
-        f"the solver 'moccasin' takes graphs of at most 400 nodes; this graph has {len(graph.nodes)}. Take 'auto' or 'moments'."
+        f"the solver 'moccasin' takes graphs of at most 400 nodes, not {len(graph.nodes)}. Take 'auto' or 'moments'."
     )
     assert moccasin(graph) == moccasin(graph, plain_peak(graph)) == save_all(graph)
 
 
-def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_without_ortools_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
     with pytest.raises(ImportError) as error:
         moccasin3(network(1), 0)

@@ -1,4 +1,4 @@
-"""The integer program of moments: planes keep every plan, and bring its fractions closer to whole numbers."""
+"""The integer program of moments: cutting planes exclude no plan, and tighten the linear relaxation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from graphs import network
 from test_bounds import isclose
 
-from benches.graphs import layered
+from benches.common.graphs import layered
 from fckpt.graph import Graph
 from fckpt.solve.core.rules import Order, Rules, peak_of
 from fckpt.solve.core.starts import save_everything
@@ -18,7 +18,7 @@ EXACT = {"branches": 10_000, "gap": 0.0}
 
 
 def program(graph: Graph, fraction: float, count: int, *, given: bool) -> MomentProgram | None:
-    """Returns the program of `count` moments, spread over a step whose peak is to fall to a fraction."""
+    """Returns the program of `count` moments, spread over a step whose peak must fall to `fraction`."""
     rules = Rules(graph)
     order: Order = save_everything(rules)
     problem = Problem(graph, order if given else None)
@@ -33,7 +33,7 @@ def program(graph: Graph, fraction: float, count: int, *, given: bool) -> Moment
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_cuts_do_not_change_the_optimum(given: bool, monkeypatch: pytest.MonkeyPatch):
+def test_planes_do_not_change_the_optimum(given: bool, monkeypatch: pytest.MonkeyPatch):
     planes: list[int] = []
     for seed in range(20):
         answers: list[float | None] = []
@@ -53,7 +53,7 @@ def test_cuts_do_not_change_the_optimum(given: bool, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("graph", "given"), [(network(8), True), (network(8), False), (network(6), True)])
-def test_with_cuts_the_fractions_are_closer_to_whole_numbers(graph: Graph, given: bool):
+def test_planes_tighten_the_relaxation(graph: Graph, given: bool):
     made = program(graph, 0.4, 6, given=given)
     assert made is not None
     weak = made._answer(whole=False, options={}).fun  # pyright: ignore[reportPrivateUsage]
@@ -63,7 +63,7 @@ def test_with_cuts_the_fractions_are_closer_to_whole_numbers(graph: Graph, given
     assert whole - strong < 0.8 * (whole - weak)
 
 
-def test_cuts_are_handed_on_to_longer_programs():
+def test_planes_are_passed_to_longer_programs():
     graph = network(8)
     short = program(graph, 0.4, 4, given=True)
     assert short is not None

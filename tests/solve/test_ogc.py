@@ -1,4 +1,4 @@
-"""The seed's solver: against exhaustive search in its model, and on graphs whose structure is known."""
+"""Optimal gradient checkpoints: against exhaustive search in their model, and on graphs of known structure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fckpt
-from benches.models import ResNet
+from benches.models.convolutional import ResNet
 from fckpt.cost import Analytic, profile_of
 from fckpt.errors import BudgetError
 from fckpt.graph import Graph, simulate
@@ -24,7 +24,7 @@ from fckpt.solve.core.rules import Rules
 
 
 def drawn(seed: int, most: int = 9) -> tuple[list[int], list[Edge]]:
-    """A random graph in which every vertex lies between the first and the last, of one of three kinds."""
+    """A random graph of one of three kinds, in which every vertex lies between the first and the last."""
     rng = random.Random(seed)
     count = rng.randint(3, most)
     density, reach = rng.choice([(0.5, count), (0.2, count), (0.6, 2)])
@@ -48,7 +48,7 @@ Plan = tuple[frozenset[int], int]
 
 
 def admitted(part: Part, nbytes: list[int]) -> Iterator[Plan]:
-    """All plans that a division tree admits for a part that is not one segment itself."""
+    """Yields all plans that a division tree admits for a part that is not itself one segment."""
     options = [
         [(frozenset[int](), child.nbytes), *(admitted(child, nbytes) if child.children else ())]
         for child in part.children
@@ -73,7 +73,7 @@ def admitted(part: Part, nbytes: list[int]) -> Iterator[Plan]:
 
 
 @pytest.mark.parametrize("start", range(0, 240, 40))
-def test_the_best_of_all_plans_that_the_tree_admits(start: int):
+def test_the_plan_is_the_best_that_the_tree_admits(start: int):
     for seed in range(start, start + 40):
         nbytes, edges = drawn(seed)
         found = best_checkpoints(nbytes, edges)
@@ -85,7 +85,7 @@ def test_the_best_of_all_plans_that_the_tree_admits(start: int):
         assert found.total_nbytes == found.limit + sum(nbytes[v] for v in found.chosen)
 
 
-def test_the_best_of_all_choices_on_chains():
+def test_on_chains_the_plan_is_the_best_of_all_choices():
     for seed in range(60):
         rng = random.Random(seed)
         nbytes = [rng.randint(0, 9) for _ in range(rng.randint(3, 11))]
@@ -97,7 +97,7 @@ def test_the_best_of_all_choices_on_chains():
         assert best_checkpoints(nbytes, list(pairwise(range(len(nbytes))))).total_nbytes == min(totals)
 
 
-def test_no_segment_is_over_its_limit():
+def test_no_segment_exceeds_the_limit():
     for seed in range(200):
         nbytes, edges = drawn(seed, most=30)
         found = best_checkpoints(nbytes, edges)
@@ -110,7 +110,7 @@ def test_no_segment_is_over_its_limit():
         assert all(sum(nbytes[v] for v in together) <= found.limit for together in group.values())
 
 
-def test_a_division_parts_the_edges_into_closed_sets():
+def test_a_division_partitions_the_edges_into_closed_sets():
     kinds: set[str] = set()
     for seed in range(300):
         nbytes, edges = drawn(seed, most=30)
@@ -128,8 +128,8 @@ def test_a_division_parts_the_edges_into_closed_sets():
     assert kinds == {"leaf", "linear", "branched", "non-divisible"}
 
 
-def test_a_ladder_cannot_be_divided_but_for_its_rails():
-    # 0 -> 1 -> 2 -> 5 and 0 -> 3 -> 4 -> 5 with a rung 1 -> 4; on the way from 0 to 1 lie 6 and 7.
+def test_a_graph_with_a_cross_edge_is_non_divisible():
+    # 0 -> 1 -> 2 -> 5 and 0 -> 3 -> 4 -> 5 with a cross edge 1 -> 4; 6 and 7 lie between 0 and 1.
     order = [0, 6, 7, 1, 2, 3, 4, 5]
     rename = {v: i for i, v in enumerate(order)}
     named = [(0, 6), (6, 7), (7, 1), (1, 2), (2, 5), (0, 3), (3, 4), (4, 5), (1, 4)]
@@ -143,7 +143,7 @@ def test_a_ladder_cannot_be_divided_but_for_its_rails():
     assert found.limit == 20 and {order[v] for v in found.chosen} == {1, 4}
 
 
-def test_a_residual_network_as_they_write_it_by_hand():
+def test_a_residual_network_has_the_vertices_of_the_papers_graph():
     # Their ResNets: the input, three vertices of the stem, six per block and one more where the shortcut is projected,
     # pooling and the classifier; their ResNet-50 has 106 vertices and 121 edges.
     torch.manual_seed(0)
@@ -158,7 +158,7 @@ def test_a_residual_network_as_they_write_it_by_hand():
 
 
 def step(branches: bool = True) -> Graph:
-    """Data through three layers with a parameter each, an activation in place, a mask, and a constant."""
+    """Data through three layers with a parameter each, an in-place activation, a mask, and a constant."""
     build = Builder()
     x, constant = build.value(8), build.value(8)
     parameters = [build.value(4) for _ in range(3)]
@@ -178,7 +178,7 @@ def step(branches: bool = True) -> Graph:
     return differentiated(build, layers, [x, constant, *parameters], [h])
 
 
-def test_what_is_a_vertex():
+def test_vertices_of_the_tensor_graph():
     graph = step()
     vertices = tensor_graph(Rules(graph))
     assert [tuple(graph.nodes[i].op.split(".")[-2:][0] for i in v.nodes) for v in vertices] == [
@@ -192,7 +192,7 @@ def test_what_is_a_vertex():
 
 
 @pytest.mark.parametrize("count", [1, 2, 9, 40, 64])
-def test_chains_keep_about_the_root(count: int):
+def test_chains_save_about_the_square_root(count: int):
     graph = chain(count, nbytes=100)
     rules = Rules(graph)
     vertices, edges = between_ends(graph, tensor_graph(rules))
@@ -207,7 +207,7 @@ def test_chains_keep_about_the_root(count: int):
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(graph=graphs(most=8, decisions=True), fraction=st.floats(0.2, 1.0))
-def test_one_plan_that_fits_or_does_not(graph: Graph, fraction: float):
+def test_the_only_plan_fits_or_is_refused(graph: Graph, fraction: float):
     schedule = ogc(graph)
     found = simulate(graph, schedule)
     assert found.recomputed_nodes <= graph.boundary

@@ -1,4 +1,4 @@
-"""What planning says on a terminal while it takes long."""
+"""Progress on the terminal while planning takes long."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return found
 
 
-def test_it_says_what_it_does_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch):
+def test_progress_is_shown_and_then_erased(monkeypatch: pytest.MonkeyPatch):
     terminal = on_terminal(monkeypatch)
     graph = network(40)
     peak = simulate(graph, solve.get("save_all")(graph, None)).peak_nbytes
@@ -43,13 +43,13 @@ def test_it_says_what_it_does_and_leaves_nothing_behind(monkeypatch: pytest.Monk
     assert lines[-2:] == ["", ""]  # blank, and the cursor at its beginning
 
 
-def test_what_is_done_at_once_is_not_told(monkeypatch: pytest.MonkeyPatch):
+def test_fast_steps_are_not_reported(monkeypatch: pytest.MonkeyPatch):
     terminal = on_terminal(monkeypatch)
     make_plan(network(3), 1 << 40, "auto", "2")
     assert terminal.getvalue() == ""
 
 
-def test_the_time_left_is_that_of_what_is_done_now(monkeypatch: pytest.MonkeyPatch):
+def test_the_time_left_is_that_of_the_current_step(monkeypatch: pytest.MonkeyPatch):
     terminal = on_terminal(monkeypatch)
     clock = iter([0.0, 10.0, 12.0, 13.0]).__next__
     monkeypatch.setattr("fckpt.report.progress.time.perf_counter", clock)

@@ -1,4 +1,4 @@
-"""Repairs: what their moves gain, how wide they are, and when they give up."""
+"""Repairs: the gains and the width of moves, and when repairs are abandoned."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_moves(graph: Graph, exact: bool) -> int:
 
 
 def fallen(repair: Repair, nodes: list[int], run: int) -> int:
-    """By how much the excess falls when `nodes` run before `run`."""
+    """Returns the reduction of the excess if `nodes` run before `run`."""
     schedule = repair.schedule.copy()
     schedule.insert(nodes, run)
     return repair.excess() - int(np.maximum(schedule.profile - repair.budget, 0).sum())
@@ -74,7 +74,7 @@ def fallen(repair: Repair, nodes: list[int], run: int) -> int:
 
 @settings(max_examples=100, deadline=None)
 @given(graph=graphs())
-def test_a_move_gains_what_it_is_weighed_by(graph: Graph):
+def test_the_computed_gain_of_a_move_is_its_gain(graph: Graph):
     check_moves(graph, exact=False)
     plain = dataclasses.replace(graph, nodes=tuple(dataclasses.replace(n, overwrites=()) for n in graph.nodes))
     check_moves(plain, exact=True)
@@ -85,7 +85,7 @@ def test_some_moves_gain(graph: Graph):
     assert check_moves(graph, exact=True) > 0
 
 
-def test_moves_widen_when_no_narrow_one_helps(monkeypatch: pytest.MonkeyPatch):
+def test_moves_become_wider_if_no_narrow_one_helps(monkeypatch: pytest.MonkeyPatch):
     graph, budget = chain(24), 12
     monkeypatch.setattr(repairs, "NARROW", 1)
     monkeypatch.setattr(repairs, "WIDE", 1)
@@ -99,7 +99,7 @@ def test_moves_widen_when_no_narrow_one_helps(monkeypatch: pytest.MonkeyPatch):
     assert int(wide.schedule.profile.max()) <= budget
 
 
-def test_a_repair_gives_up_when_it_has_weighed_enough():
+def test_a_repair_is_abandoned_after_its_effort():
     rules = Rules(network(12))
     schedule = EditableSchedule(rules, save_everything_orders(rules)[0])
     budget = int(0.6 * schedule.profile.max())
@@ -108,7 +108,7 @@ def test_a_repair_gives_up_when_it_has_weighed_enough():
     assert Repair(schedule, budget).run()  # it goes on from where the other stopped
 
 
-def test_what_is_far_from_fitting_is_refused_before_programs_are_solved(monkeypatch: pytest.MonkeyPatch):
+def test_a_budget_far_below_all_peaks_is_refused_before_integer_programs(monkeypatch: pytest.MonkeyPatch):
     graph = network(12, skips=True)
     with pytest.raises(BudgetError) as caught:
         solve.auto(graph, 0)

@@ -1,4 +1,4 @@
-"""Binomial checkpointing: counted against the closed form, against the recurrence, and on chains."""
+"""Binomial checkpointing: against the closed form, against the recurrence, and on chains."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def repetitions(length: int, snapshots: int) -> int:
 
 
 def closed_form(length: int, snapshots: int) -> int:
-    """The paper's t: advances, without the runs that record what their own reversal reads."""
+    """Returns the paper's t: the advances, without the runs that save everything for their own reversal."""
     r = repetitions(length, snapshots)
     return r * length - comb(snapshots + r, snapshots + 1)
 
 
 def advances(length: int, snapshots: int) -> Counter[int]:
-    """Carries the schedule out, and counts how often each stage is advanced."""
+    """Runs the schedule, and counts how often each stage is advanced."""
     counts: Counter[int] = Counter()
     stored, at, gradient, recorded = {0}, 0, length, -1
     for step in binomial(length, snapshots):
@@ -54,7 +54,7 @@ def advances(length: int, snapshots: int) -> Counter[int]:
 
 
 @pytest.mark.parametrize("snapshots", range(1, 21))
-def test_advances_are_those_of_the_closed_form(snapshots: int):
+def test_the_number_of_advances_is_the_closed_form(snapshots: int):
     for length in range(1, 201):
         counts = advances(length, snapshots)
         assert counts.total() == closed_form(length, snapshots)
@@ -76,7 +76,7 @@ def test_the_closed_form_is_the_optimum():
 
 
 @pytest.mark.parametrize("snapshots", [1, 2, 3, 5, 21])
-def test_on_a_chain_it_holds_its_snapshots(snapshots: int):
+def test_on_a_chain_the_peak_is_the_number_of_snapshots(snapshots: int):
     graph = chain(20)
     stages = Stages(Rules(graph), order=None)
     assert len(stages) == 21  # the loss is one of them
@@ -86,7 +86,7 @@ def test_on_a_chain_it_holds_its_snapshots(snapshots: int):
     assert timeline.peak_nbytes <= snapshots - 1 + 3
 
 
-def test_more_memory_makes_it_faster():
+def test_more_memory_gives_a_faster_schedule():
     graph = chain(60)
     plain = 61
     seconds = [simulate(graph, revolve(graph, budget)).seconds for budget in (9, 12, 20, 40, plain)]

@@ -1,4 +1,4 @@
-"""Chains of unequal stages: against exhaustive search, and on graphs seen as chains."""
+"""Chains of unequal stages: against exhaustive search, and on graphs as chains."""
 
 from __future__ import annotations
 
@@ -79,20 +79,20 @@ def chains(draw: st.DrawFn, most: int, most_options: int, least: int = 1) -> Cha
 
 
 class State(NamedTuple):
-    """A schedule half done."""
+    """The state of a schedule between two operations."""
 
     stored: frozenset[int]
     """Stages whose input is stored until their backward."""
     saved: frozenset[tuple[int, int]]
     """Stages that were run with everything saved, and the option."""
     passing: int
-    """The stage whose input is there for the moment; -1: none."""
+    """The stage whose input is live, but not stored; -1: none."""
     left: int
-    """How many stages are to be reversed."""
+    """The number of stages that are still to be reversed."""
 
 
 def exhaustive(chain: Chain, limit: int) -> float:
-    """The least time of any schedule that keeps what it stores until its backward: Dijkstra over all of them."""
+    """Returns the least time of any persistent schedule, by Dijkstra's algorithm over all of them."""
     start = State(frozenset([0]), frozenset(), -1, len(chain.costs.forward_seconds))
     best, queue = {start: 0.0}, [(0.0, 0, start)]
     while queue:
@@ -165,7 +165,7 @@ def check(chain: Chain, limits: list[int]) -> None:
 
 
 def check_steps(chain: Chain, steps: list[Step], limit: int, seconds: float) -> None:
-    """Carries out what the table says, in the same model."""
+    """Executes the table's schedule in the same model."""
     costs = chain.costs
     state = State(frozenset([0]), frozenset(), -1, len(costs.forward_seconds))
     leaf, total = -1, 0.0
@@ -210,7 +210,7 @@ def test_no_persistent_schedule_of_eight_stages_is_faster(chain: Chain, limits: 
 
 
 @pytest.mark.parametrize("solver", [chen, revolve, rotor])
-def test_what_they_cannot_do(solver):
+def test_an_infeasible_budget_is_an_error_with_a_feasible_one(solver):
     graph = network(8)
     with pytest.raises(BudgetError, match=f"the solver '{solver.__name__}' finds") as caught:
         solver(graph, 1 << 20)
@@ -223,19 +223,19 @@ def seconds(solver, graph: Graph, budget: int) -> float:
 
 
 @pytest.mark.parametrize("budget", [10, 16, 30])
-def test_on_equal_layers_it_is_as_fast_as_the_binomial_schedule(budget: int):
+def test_on_equal_layers_rotor_is_as_fast_as_the_binomial_schedule(budget: int):
     graph = chain(50)
     assert seconds(rotor, graph, budget) <= seconds(revolve, graph, budget)
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.4, 0.6, 0.8])
-def test_on_networks_it_beats_equal_stages_and_single_segments(fraction: float):
+def test_on_networks_rotor_is_faster_than_revolve_and_chen(fraction: float):
     graph = network(12, shrink=0.8)
     budget = int(fraction * plain_nbytes(graph))
     assert seconds(rotor, graph, budget) < min(seconds(chen, graph, budget), seconds(revolve, graph, budget))
 
 
-def test_without_a_budget_nothing_is_repeated():
+def test_without_a_budget_nothing_is_recomputed():
     assert simulate(network(8), rotor(network(8))).recomputed_nodes == 0
 
 
@@ -258,7 +258,7 @@ def test_curves_go_from_the_smallest_plan_to_the_plain_one():
     assert len({s for _, s in plans}) > 20
 
 
-def test_gradients_of_shared_parameters_do_not_pile_up():
+def test_gradients_of_shared_parameters_are_added_early():
     """An unrolled loop: every stage makes a gradient of the same parameter, which is added to those before."""
     build = Builder()
     parameter, h = build.value(1000), build.value(10)

@@ -1,4 +1,4 @@
-"""Every solver, on random small graphs: what it promises, and against exhaustive search."""
+"""Every solver on small random graphs: its contract, and comparison with exhaustive search."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = (
     "auto", "chen", "dtr", "greedy", "hierarchy", "knapsack", "lower_sets", "min_cut", "moments", "ogc", "policy",
     "recompute_all", "revolve", "rotor", "save_all", "xla",
 )  # fmt: skip
-"""All but `brute`, and those whose programs take seconds, which have tests of their own."""
+"""All except `brute` and solvers whose programs take seconds, which have separate tests."""
 
 
 def examples(count: int):
@@ -36,7 +36,7 @@ def planned(name: str, graph: Graph, budget: int | None) -> tuple[Schedule | Non
 
 
 def live_between_passes(graph: Graph, schedule: Schedule) -> set[int]:
-    """What is live between the passes, besides what always is."""
+    """Returns the values that are live between the passes, without inputs and outputs."""
     live: set[int] = set()
     for step in schedule.forward:
         if isinstance(step, Compute):
@@ -57,7 +57,7 @@ def budget_of(graph: Graph, fraction: float) -> int:
 @pytest.mark.parametrize("name", NAMES)
 @examples(60)
 @given(graph=graphs(most=8, decisions=True), fraction=st.floats(0.2, 1.0))
-def test_a_plan_fits_or_the_least_budget_does(name: str, graph: Graph, fraction: float):
+def test_a_plan_fits_or_the_least_budget_succeeds(name: str, graph: Graph, fraction: float):
     budget = budget_of(graph, fraction)
     schedule, timeline, error = planned(name, graph, budget)
     if error is not None:
@@ -72,7 +72,7 @@ def test_a_plan_fits_or_the_least_budget_does(name: str, graph: Graph, fraction:
 @pytest.mark.parametrize("name", NAMES)
 @examples(60)
 @given(graph=graphs(most=8, decisions=True), fraction=st.none() | st.floats(0.3, 1.0))
-def test_what_a_policy_forbids_and_obliges(name: str, graph: Graph, fraction: float | None):
+def test_decisions_of_a_policy_are_respected(name: str, graph: Graph, fraction: float | None):
     schedule, _, _ = planned(name, graph, None if fraction is None else budget_of(graph, fraction))
     if schedule is None:
         return
@@ -88,7 +88,7 @@ def test_what_a_policy_forbids_and_obliges(name: str, graph: Graph, fraction: fl
 
 @examples(40)
 @given(graph=graphs(most=3, decisions=True), fraction=st.floats(-0.1, 1.0))
-def test_nothing_beats_exhaustive_search(graph: Graph, fraction: float):
+def test_no_solver_is_faster_than_exhaustive_search(graph: Graph, fraction: float):
     if len(graph.nodes) > 9:
         return
     _, _, hopeless = planned("brute", graph, -1)
@@ -106,7 +106,7 @@ def test_nothing_beats_exhaustive_search(graph: Graph, fraction: float):
 
 @examples(100)
 @given(graph=graphs(most=8, decisions=True), fraction=st.floats(0.3, 1.0))
-def test_an_editable_schedule_knows_its_profile(graph: Graph, fraction: float):
+def test_an_editable_schedule_has_the_simulated_profile(graph: Graph, fraction: float):
     rules = Rules(graph)
     schedule = EditableSchedule(rules, save_everything(rules))
     budget = int(fraction * schedule.profile.max())
@@ -121,7 +121,7 @@ def test_an_editable_schedule_knows_its_profile(graph: Graph, fraction: float):
 
 
 def assert_simulated(graph: Graph, rules: Rules, order: Order):
-    """The profile has what is simulated, computation by computation."""
+    """Checks that the profile equals the simulation, computation by computation."""
     schedule = schedule_of(graph, *order)
     timeline = simulate(graph, schedule)
     computes = [isinstance(step, Compute) for step in (*schedule.forward, *schedule.backward)]
@@ -139,21 +139,21 @@ def test_any_set_can_be_saved(graph: Graph, leaf: int | None, data: st.DataObjec
     assert_simulated(graph, rules, order)
     timeline = simulate(graph, solve.from_saved(graph, saved))
     assert timeline.recomputed_nodes <= len(graph.nodes)
-    for seed in segmented(rules):
-        simulate(graph, schedule_of(graph, *seed))
+    for order in segmented(rules):
+        simulate(graph, schedule_of(graph, *order))
     for backward in backward_orders(rules):
         simulate(graph, schedule_of(graph, *save_everything(rules, backward)))
 
 
 @examples(100)
 @given(graph=graphs(most=8, flags=False))
-def test_saving_everything_repeats_nothing(graph: Graph):
+def test_saving_everything_recomputes_nothing(graph: Graph):
     assert simulate(graph, solve.get("save_all")(graph, None)).recomputed_nodes == 0
 
 
 @examples(60)
 @given(graph=graphs(most=8, decisions=True))
-def test_a_policy_saves_what_it_says(graph: Graph):
+def test_the_solver_policy_saves_exactly_the_decided_values(graph: Graph):
     schedule = solve.get("policy")(graph, None)
     free = {
         v
@@ -179,7 +179,7 @@ def test_the_registry():
 
 @examples(200)
 @given(graph=graphs(most=8, decisions=True), data=st.data())
-def test_whatever_is_held_can_be_scheduled_lazily(graph: Graph, data: st.DataObject):
+def test_any_held_values_have_a_lazy_order(graph: Graph, data: st.DataObject):
     rules = Rules(graph)
     base = save_everything(rules)
     moments = data.draw(st.sets(st.integers(0, len(base.forward) + len(base.backward) - 1), max_size=3))

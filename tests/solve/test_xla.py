@@ -1,4 +1,4 @@
-"""XLA's greedy: bytes decide, not time; blocks, moves; and what every plan must be."""
+"""XLA's heuristic: bytes decide, not time; blocks, moved computations, and the properties of every plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def waiting() -> Graph:
     return differentiated(build, [*layers, Layer(ends, end, [], 0.1, 0)], [x], end)
 
 
-def test_bytes_decide_and_time_has_no_part_in_it():
+def test_bytes_decide_and_time_does_not():
     graph = waiting()
     again = {}
     for solver in (xla, greedy):
@@ -43,7 +43,7 @@ def test_bytes_decide_and_time_has_no_part_in_it():
     assert again == {"xla": {"dear"}, "greedy": {"cheap"}}
 
 
-def test_what_was_not_read_yet_is_moved_and_costs_nothing():
+def test_a_computation_that_was_not_read_yet_is_moved_at_no_cost():
     build = Builder()
     x = build.value(0)
     early = build.node("early", [x], [40], 5.0)
@@ -58,7 +58,7 @@ def test_what_was_not_read_yet_is_moved_and_costs_nothing():
 
 
 @pytest.mark.parametrize(("limit", "singles", "blocks"), [(8, 31, 31), (6, None, 36)])
-def test_blocks_run_again_where_one_computation_would_not_help(
+def test_blocks_are_recomputed_if_single_computations_do_not_help(
     limit: int, singles: int | None, blocks: int, monkeypatch: pytest.MonkeyPatch
 ):
     # Of a chain every other value can be computed from one that is still there; the rest takes more than one step.
@@ -69,7 +69,7 @@ def test_blocks_run_again_where_one_computation_would_not_help(
         assert (order and len(order.forward) + len(order.backward)) == expected
 
 
-def test_highest_point_first():
+def test_the_highest_position_comes_first():
     graph = chain(12)
     rules = Rules(graph)
     order = _Pass(rules, save_everything(rules), 11).climb()

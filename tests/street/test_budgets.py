@@ -288,3 +288,14 @@ def test_a_warning_is_an_error_where_the_user_wants_it() -> None:
         for _ in range(3):
             outer(x).backward()
     assert len(caught) == 1, "once per reason"
+
+
+def test_a_jacobian_is_said_and_takes_no_more_than_without_a_plan() -> None:
+    x, w = torch.randn(64, 32), torch.randn(32, 32)
+    jacobian = lambda fn: torch.func.jacrev(fn, argnums=1)(x, w)
+    f = fckpt.remat(mlp, budget=0.8, solver="greedy")
+    with pytest.warns(fckpt.BudgetWarning, match="jacrev"):  # type: ignore[attr-defined]
+        assert torch.equal(jacobian(f), jacobian(mlp))
+    plain = fckpt.measure_peak(lambda: jacobian(mlp)).peak_bytes
+    assert fckpt.measure_peak(lambda: jacobian(f)).peak_bytes <= plain * 1.01 + 256
+    assert fckpt.stats(f).fallbacks == {"batched backward": 2}

@@ -130,7 +130,9 @@ class Stages:
         """By stage: the values that its backward, or the backward of an earlier stage, receives from later stages."""
         self.saves = [self._saves(i, choices) for i in range(len(self))]
         """By stage and option: the values saved for the backward pass."""
-        self.again = [[self._again(i, saved) for saved in options] for i, options in enumerate(self.saves)]
+        self.option_nodes = [
+            [self._option_nodes(i, saved) for saved in options] for i, options in enumerate(self.saves)
+        ]
         """By stage and option: the nodes of its backward, including the nodes recomputed within it."""
         self.twin = list(range(len(self)))
         """By stage: the first stage with equal costs and equally many options, or the stage itself."""
@@ -189,7 +191,7 @@ class Stages:
         found = {frozenset(read): None}
         for choice in choices:
             saved = awaited.union(made.intersection(choice))
-            used = {v for i in self._again(stage, saved) for v in self.graph.nodes[i].inputs}
+            used = {v for i in self._option_nodes(stage, saved) for v in self.graph.nodes[i].inputs}
             found[frozenset(saved & (used | awaited))] = None
         return list(found)
 
@@ -198,8 +200,7 @@ class Stages:
         return {v for i in self.forward[stage] for v in self.graph.nodes[i].outputs if v in self.made}
 
     def awaited(self, stage: int) -> set[int]:
-        """Returns the values that a stage makes, that backward passes of earlier stages read, and that are not fixed.
-        """
+        """Returns the values of a stage that backward passes of earlier stages read and that are not fixed."""
         return {v for v in self._made(stage) if self.end.get(v, stage) < stage}
 
     def add(self, stage: int, again: list[int]) -> None:
@@ -215,11 +216,11 @@ class Stages:
         for index in again:
             saved.update(v for v in self.graph.nodes[index].inputs if v in made and v not in there)
             there.update(self.graph.nodes[index].outputs)
-        if (frozenset(saved), again) not in zip(self.saves[stage], self.again[stage], strict=True):
+        if (frozenset(saved), again) not in zip(self.saves[stage], self.option_nodes[stage], strict=True):
             self.saves[stage].append(frozenset(saved))
-            self.again[stage].append(again)
+            self.option_nodes[stage].append(again)
 
-    def _again(self, stage: int, saved: Collection[int]) -> list[int]:
+    def _option_nodes(self, stage: int, saved: Collection[int]) -> list[int]:
         """Returns the nodes of the stage's backward, each after the missing nodes whose outputs were not saved."""
         there = set(saved)
         found: list[int] = []
@@ -230,9 +231,7 @@ class Stages:
         return found
 
     def _within(self, stage: int, values: Iterable[int], there: Collection[int] = ()) -> list[int]:
-        """Returns the nodes of the stage's forward that make `values` from the stage's inputs and from the values
-        `there`.
-        """
+        """Returns the nodes of the stage's forward that make `values` from its inputs and the values `there`."""
         found: set[int] = set()
         stack = list(values)
         while stack:
@@ -279,20 +278,22 @@ class Stages:
         return Option(
             saved_nbytes=self._nbytes(saved | onward),
             forward_seconds=self._seconds(forward),
-            backward_seconds=self._seconds(self.again[stage][number]),
+            backward_seconds=self._seconds(self.option_nodes[stage][number]),
             forward_nbytes=self._peak(forward, saved | onward),
             backward_nbytes=self.backward_peaks[stage][number],
         )
 
     @functools.cached_property
     def backward_peaks(self) -> dict[int, list[int]]:
-        """By stage that is its own twin, and by option: the peak of its backward, counting the values that it makes,
-        saved or receives.
+        """By stage that is its own twin, and by option: the peak of its backward.
+
+        It counts the values that the backward makes, and the saved and arriving values.
         """
         stays = [set(), *self.arriving]
         return {
             i: [
-                self._peak(n, stays[i], s | self.arriving[i]) for s, n in zip(self.saves[i], self.again[i], strict=True)
+                self._peak(n, stays[i], s | self.arriving[i])
+                for s, n in zip(self.saves[i], self.option_nodes[i], strict=True)
             ]
             for i in set(self.twin)
         }
@@ -348,7 +349,7 @@ class Stages:
         order = Order([], [])
         for step in steps:
             if step.kind == "backward":
-                order.backward.extend(self.again[step.stage][step.option])
+                order.backward.extend(self.option_nodes[step.stage][step.option])
             else:
                 order[bool(order.backward)].extend(self.forward[step.stage])
         return self._useful(order.forward, self._fetched(order.backward))
@@ -361,7 +362,7 @@ class Stages:
         return {*rules.forward_roots, *ends}
 
     @functools.cached_property
-    def repeated(self) -> list[list[int]]:
+    def recomputable(self) -> list[list[int]]:
         """By node: the outputs for which it may run again."""
         pinned, permanent = self.rules.pinned, self.rules.permanent
         return [[] if pinned[n.id] else [v for v in n.outputs if v not in permanent] for n in self.graph.nodes]
@@ -392,7 +393,7 @@ class Stages:
             index = sequence[k]
             node = nodes[index]
             wanted = first[index] == k and index in self.must
-            for value in node.outputs if first[index] == k else self.repeated[index]:
+            for value in node.outputs if first[index] == k else self.recomputable[index]:
                 if needed[value]:
                     wanted = True
             if wanted:

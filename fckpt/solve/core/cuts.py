@@ -85,9 +85,7 @@ class CutPoints:
         return []
 
     def even(self, most: int) -> list[int]:
-        """Returns at most `most` positions across which few bytes live, such that the bytes made are divided about
-        evenly.
-        """
+        """Returns at most `most` positions across which few bytes live, and that divide the bytes made about evenly."""
         parts, found = most + 1, set[int]()
         for k in range(1, parts if self.length else 1):
             wanted = [self.made[-1] * (k + d) / parts for d in (-0.34, 0.34)]

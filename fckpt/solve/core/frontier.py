@@ -69,27 +69,22 @@ class Frontier:
         return self.position[producer]
 
     def may_hold(self, value: int, stage: int) -> bool:
-        """Returns whether holding `value` from the end of stage `stage - 1` into `stage` is allowed and can be useful.
-        """
+        """Returns whether holding `value` from stage `stage - 1` into `stage` is allowed and can be useful."""
         barred = stage == self.split and value in self.rules.unsaved
         until = max((self.last[t] for t in self.reads[value]), default=-1)
         return self.made(value) < stage <= until and not barred
 
-    def may_repeat(self, position: int, stage: int) -> bool:
+    def may_recompute(self, position: int, stage: int) -> bool:
         """Returns whether running the node at `position` again in `stage` is allowed and can be useful."""
         return position < stage <= self.last[position] and not self.rules.pinned[self.sequence[position]]
 
     def takes(self, position: int) -> int:
-        """Returns the bytes that the node at `position` allocates: outputs, or second copies of outputs, and
-        temporaries.
-        """
+        """Returns the bytes that the node at `position` allocates: outputs or second copies of them, temporaries."""
         node = self.rules.graph.nodes[self.sequence[position]]
         return node.temporary_nbytes + sum(self.rules.graph.values[v].nbytes for v in node.outputs)
 
     def size(self) -> int:
-        """Returns the approximate number of variables of a program that decides, for each stage, what runs and what is
-        held.
-        """
+        """Returns about how many variables a program has that decides, by stage, what runs and what is held."""
         reads = [len(v) for v in self.rules.graph.consumers]
         steps = [
             1 + sum(1 + reads[v] for v in self.rules.graph.nodes[i].outputs if v in self.reads) for i in self.sequence

@@ -83,9 +83,7 @@ class _Events:
         self.values = np.array([value for part in values for value in part], dtype=np.int64)
 
     def of(self, sequence: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the values that a sequence makes, or reads, and the position of each event, in ascending order of
-        position.
-        """
+        """Returns the values that a sequence makes, or reads, and the positions of these events, which ascend."""
         count = self.count[sequence]
         positions = np.repeat(np.arange(len(sequence)), count)
         shift = self.start[sequence] - (np.cumsum(count) - count)
@@ -99,8 +97,7 @@ def _sorted(values: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _last(values: np.ndarray, first: np.ndarray, read: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns the last position of each copy: the position of its last read or, without reads, of the run that makes
-    it.
+    """Returns the last position of each copy: of its last read or, without reads, of the run that makes it.
 
     Args:
         values: by copy, ascending.

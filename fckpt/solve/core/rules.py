@@ -132,8 +132,7 @@ def ancestors(graph: Graph, roots: Iterable[int], stop: Collection[int] = frozen
 
 
 def from_saved(graph: Graph, saved: Collection[int]) -> Schedule:
-    """Returns the schedule that saves `saved` for the backward pass and recomputes all other values when they are
-    needed.
+    """Returns the schedule that saves `saved` for the backward pass, and recomputes all other values when needed.
 
     Args:
         graph: one training step.
@@ -145,14 +144,15 @@ def from_saved(graph: Graph, saved: Collection[int]) -> Schedule:
 
 
 def replay(
-    rules: Rules, saved: Collection[int], backward_order: Sequence[int] | None = None, leaf: int | None = None) -> Order:
+    rules: Rules, saved: Collection[int], backward_order: Sequence[int] | None = None, leaf: int | None = None
+) -> Order:
     """Returns the order that saves `saved` and recomputes all other values just in time.
 
     Args:
         rules: the rules of the graph.
         saved: values to save, as in `from_saved`.
-        backward_order: the nodes of the backward pass, in an order that respects their dependencies; None for the recorded
-            order.
+        backward_order: the nodes of the backward pass, in an order that respects their dependencies; None for the
+            recorded order.
         leaf: if more than `leaf` nodes are recomputed in a row, hold only the results of about the last `leaf` of them
             and the values that live across cuts that halve the part before: less memory, more time. None holds all
             results.
@@ -280,8 +280,7 @@ def over_budget(
     timeline: Timeline | None = None,
     least_peak: int | None = None,
 ) -> BudgetError:
-    """Returns the `BudgetError` which says that `schedule` has the smallest peak that `solver` finds, and where the
-    peak is.
+    """Returns the `BudgetError` for a solver whose smallest schedule is `schedule`; it says where the peak is.
 
     Args:
         graph: one training step.

@@ -16,13 +16,27 @@ Complexity: each function is near-linear. Nothing here is optimal; `repair` and 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from fckpt.solve.core.cuts import CutPoints
-from fckpt.solve.core.rules import Order, Rules, peak_of, replay
+from fckpt.solve.core.rules import Order, Rules, peak_of, replay, seconds_of
 
-__all__ = ["backward_orders", "save_everything", "save_everything_orders", "segmented"]
+__all__ = ["Start", "backward_orders", "measured", "save_everything", "save_everything_orders", "segmented"]
+
+
+class Start(NamedTuple):
+    """An order from which a repair or a search may begin."""
+
+    peak_nbytes: int
+    seconds: float
+    order: Order
+
+
+def measured(rules: Rules, orders: Iterable[Order]) -> list[Start]:
+    """Returns orders with their peaks and seconds."""
+    return [Start(peak_of(rules, order), seconds_of(rules, order), order) for order in orders]
 
 
 def save_everything(rules: Rules, backward_order: Sequence[int] | None = None) -> Order:
@@ -38,9 +52,7 @@ def save_everything_orders(rules: Rules) -> list[Order]:
 
 
 def segmented(rules: Rules, backward_order: Sequence[int] | None = None) -> Iterator[Order]:
-    """Yields orders that save the values across the cuts between 1, 2, 3, 4, 6, 8, ... segments, also with nested
-    segments.
-    """
+    """Yields orders that save the values across the cuts between 1, 2, 3, 4, 6, 8, ... segments, also nested ones."""
     points = CutPoints(rules, save_everything(rules).forward)
     for leaf in (None, 64, 16, 4):
         for count in _counts(points.length):
@@ -56,9 +68,7 @@ def _counts(most: int) -> list[int]:
 
 
 def backward_orders(rules: Rules) -> list[Sequence[int]]:
-    """Returns the recorded order of the backward pass, followed by list schedules that lower the peak of saving
-    everything.
-    """
+    """Returns the recorded order of the backward pass, and list schedules that lower the peak of saving everything."""
     orders: list[Sequence[int]] = [rules.backward]
     least = peak_of(rules, save_everything(rules))
     for key in (_early, _small):
@@ -79,8 +89,7 @@ def _small(change: int, index: int) -> tuple[int, int]:
 
 
 def _list_schedule(rules: Rules, key: Callable[[int, int], tuple[int, int]]) -> list[int]:
-    """Returns a list schedule of the backward pass: of all nodes that are ready, the node with the least `key` comes
-    next.
+    """Returns a list schedule of the backward pass: of the nodes that are ready, the one with the least `key` is next.
 
     Args:
         rules: the rules of the graph.

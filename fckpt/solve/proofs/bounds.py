@@ -27,7 +27,7 @@ Rematerialization", 2020, https://arxiv.org/abs/1910.02653), with a free order, 
 describes: temporaries, several outputs, outputs that overwrite inputs, and a policy's requirements.
 
     above                       here
-    T, M                        `Problem.again`, `Value.nbytes`
+    T, M                        `Problem.recompute_seconds`, `Value.nbytes`
     S                           p(v) is on the source's side of the cut, v is not
     R                           n is on the sink's side
 
@@ -131,21 +131,21 @@ class SingleMoments(NamedTuple):
 
 def single_moments(problem: Problem, budget: int) -> SingleMoments:
     """Returns the bound of `lower_bound`, and the moment from which a proof with several moments starts."""
-    name = "any" if problem.order is None else "given"
+    scope = "any" if problem.order is None else "given"
     if least_peak(problem.graph) > budget:
-        return SingleMoments(Bound(math.inf, name, "least peak"), None)
-    bounds = sorted(_moment_bounds(problem, budget), key=lambda strongest: -strongest.value)
+        return SingleMoments(Bound(math.inf, scope, "least peak"), None)
+    bounds = sorted(_moment_bounds(problem, budget), key=lambda bound: -bound.value)
     found, method = 0.0, "one run each"
     if bounds and bounds[0].value > 0.0:
         found, method = bounds[0].value, "minimum cut"
     columns = 0
-    for strongest in bounds[:PROGRAMS]:
-        columns += strongest.moment.columns
-        if strongest.most - found > GAP * problem.least and columns <= COLUMNS:
-            value = _by_program(problem, strongest.moment, budget)
+    for bound in bounds[:PROGRAMS]:
+        columns += bound.moment.columns
+        if bound.most - found > GAP * problem.least and columns <= COLUMNS:
+            value = _by_program(problem, bound.moment, budget)
             found, method = max((found, method), (value, "integer program"))
     return SingleMoments(
-        Bound(float(problem.least + found), name, method), bounds[0] if 0.0 < found < math.inf else None
+        Bound(float(problem.least + found), scope, method), bounds[0] if 0.0 < found < math.inf else None
     )
 
 
@@ -210,9 +210,7 @@ class _Peaks:
         return self._while(node, (), held, late=node.backward)
 
     def ahead_of(self, index: int) -> int:
-        """Returns the bytes that every schedule holds when the last input of a node is made, before the node's first
-        run.
-        """
+        """Returns the bytes that every schedule holds when a node's last input is made, before the node's first run."""
         node, graph = self.graph.nodes[index], self.graph
         held = self.ends | self.wanted[index] | self._set(node.inputs)
         found = []
@@ -270,15 +268,11 @@ class _Certain:
         self.earlier: Any = csr_array((ones, (heads, tails)), shape=shape)
 
     def after(self, node: int) -> np.ndarray:
-        """Returns, by node, whether its first run is after the first run of `node`. The last entry is the start of the
-        backward pass.
-        """
+        """Returns, by node, whether its first run is after that of `node`. Last entry: whether backward begins then."""
         return self._reached(self.later, node)
 
     def before(self, node: int) -> np.ndarray:
-        """Returns, by node, whether its first run is before the first run of `node`. The last entry is the start of the
-        backward pass.
-        """
+        """Returns, by node, whether its first run is before that of `node`. Last entry: whether backward has begun."""
         return self._reached(self.earlier, node)
 
     def _reached(self, arcs: Any, node: int) -> np.ndarray:
@@ -350,7 +344,7 @@ class Problem:
         made = self.producer >= 0
         present = self.ends & before[self.producer]
         over = [v for v in node.overwrites if v not in self.rules.permanent]
-        gone = over if len(over) == 1 else []  # the overwritten value takes no bytes unless it is held; see below for several
+        gone = over if len(over) == 1 else []  # takes no bytes unless it is held; several are discounted below
         present[[v for v in (*node.inputs, *node.outputs) if v not in gone]] = True
         present &= made
         choice = made & runs[self.producer] & ~present
@@ -361,7 +355,7 @@ class Problem:
         nbytes += int(self.nbytes[list(self.graph.cotangents)].sum()) if late else 0
         return Moment(index, nbytes, before, runs, choice, choice & needed)
 
-    def again(self, moment: Moment) -> np.ndarray:
+    def recompute_seconds(self, moment: Moment) -> np.ndarray:
         """Returns, by node, the cost in seconds of running after the moment; infinite if it may not run again."""
         again = np.where(moment.before & ~self.twice, self.seconds, 0.0)
         again[moment.before & self.pinned] = np.inf
@@ -391,10 +385,9 @@ class MomentBound(NamedTuple):
 
 
 def _moment_bounds(problem: Problem, budget: int) -> list[MomentBound]:
-    """Returns bounds at moments where the plan that saves everything exceeds the budget; others need no recomputation.
-    """
-    base = problem.first_runs
-    profile = zip(profile_of(problem.rules, base).tolist(), (*base.forward, *base.backward), strict=True)
+    """Returns bounds at moments where saving everything exceeds the budget; others need no recomputation."""
+    order = problem.first_runs
+    profile = zip(profile_of(problem.rules, order).tolist(), (*order.forward, *order.backward), strict=True)
     over = [(nbytes, i) for nbytes, i in profile if nbytes > budget and problem.certain.required[i]]
     if not over:
         return []
@@ -405,9 +398,8 @@ def _moment_bounds(problem: Problem, budget: int) -> list[MomentBound]:
         tries = range(-math.ceil(reach / step), math.ceil(reach / step) + 1)
         for k in dict.fromkeys([best, *(best + round(t * step) for t in tries)]):
             if 0 <= k < len(over) and k not in found:
-                strongest = _priced(problem, problem.moment(over[k][1]), budget, found.get(best))
-                found[k] = strongest
-                best = k if strongest.value > found[best].value else best
+                found[k] = _priced(problem, problem.moment(over[k][1]), budget, found.get(best))
+                best = k if found[k].value > found[best].value else best
         if step == 1.0:
             return list(found.values())
         reach, step = step, max(1.0, 2 * step / ZOOM)
@@ -441,7 +433,7 @@ class _MinimumCuts:
         heads = [self.nodes, self.value_numbers, problem.reader[reads], np.full(len(needed), source + 1)]
         self.network = FlowNetwork(source, np.concatenate(tails), np.concatenate(heads))
         self.fixed = np.full(len(tails[2]) + len(needed), np.inf)
-        self.again, self.nbytes = problem.again(moment)[self.nodes], problem.nbytes[self.values]
+        self.again, self.nbytes = problem.recompute_seconds(moment)[self.nodes], problem.nbytes[self.values]
         self.barred = np.isinf(self.again)
         self.everything = _Line(0.0, int(problem.nbytes[needed].sum()))
         self.nothing = _Line(float(self.again[~self.barred].sum()), 0)
@@ -476,11 +468,11 @@ def _priced(problem: Problem, moment: Moment, budget: int, best: MomentBound | N
         if high.nbytes > room:
             found = math.inf if least > room else 0.0
             return MomentBound(moment, found, found)
-    found, at, floor = 0.0, None, best.value if best else 0.0
+    found, at, known = 0.0, None, best.value if best else 0.0
     price = best.price if best else None
     for _ in range(MINIMUM_CUTS):
         meeting = (high.seconds - low.seconds) / (low.nbytes - high.nbytes)
-        if meeting <= 0.0 or high.at(meeting) - meeting * room <= floor:
+        if meeting <= 0.0 or high.at(meeting) - meeting * room <= known:
             break
         price = meeting if price is None else price
         value, line = cuts.least(price, min(low.at(price), high.at(price)))
@@ -517,12 +509,13 @@ def _by_program(problem: Problem, moment: Moment, budget: int) -> float:
     low = np.concatenate([np.zeros(len(used)), np.ones(len(needed)), [-np.inf]])
     high = np.concatenate([np.full(len(there), np.inf), [room / max(room, 1)]])
     matrix = csr_array((entry, (row, column)), shape=(len(there) + 1, len(values) + len(nodes)))
-    again = problem.again(moment)[nodes]
+    again = problem.recompute_seconds(moment)[nodes]
     barred = np.isinf(again)
     unit = UNIT / problem.least
     answer = optimize.milp(
         np.concatenate([np.zeros(len(values)), np.where(barred, 0.0, again * unit)]),
-        integrality=np.concatenate([np.ones(len(values)), np.zeros(len(nodes))]),  # then the others are integers as well
+        # integral S make R integral as well
+        integrality=np.concatenate([np.ones(len(values)), np.zeros(len(nodes))]),
         bounds=optimize.Bounds(0.0, np.concatenate([np.ones(len(values)), 1.0 - barred])),
         constraints=optimize.LinearConstraint(matrix, low, high),
         options={"node_limit": BRANCHES, "mip_rel_gap": GAP},

@@ -59,7 +59,7 @@ def certified(graph: Graph, budget: int, order: Order | None = None, effort: Pro
     """
     problem = Problem(graph, order)
     bound, strongest = single_moments(problem, budget)
-    if strongest is None or 3 * strongest.moment.columns > effort.rows:  # a second moment adds about twice as many columns
+    if strongest is None or 3 * strongest.moment.columns > effort.rows:  # a second moment adds twice as many
         return Certificate(bound, [])
     rounds = [*program_rounds(problem, strongest.moment, budget, effort)]
     repeated = max(found.seconds for found in rounds)

@@ -1,5 +1,4 @@
-"""The integer program of several moments, with cutting planes: what is held at the moments, what runs again between
-them.
+"""The integer program of several moments: what is held at them, what runs again between them; cutting planes.
 
 A *moment* is the first run of a node (`bounds`). Each moment of the program comes before the next one in every schedule
 that the program covers: all schedules, or all with a given order of first runs. A value that is not held at one moment
@@ -207,9 +206,7 @@ class MomentProgram:
         return self._answer(whole=True, options={"node_limit": branches, "mip_rel_gap": gap})
 
     def promise(self) -> float:
-        """Returns the optimum of the linear relaxation, rounded so that small differences do not count; infinite if
-        infeasible.
-        """
+        """Returns the relaxation's optimum, rounded so that small differences do not count; infinite if infeasible."""
         answer = self._answer(whole=False, options={})
         return np.inf if answer.fun is None else round(answer.fun, -1)
 
@@ -278,8 +275,7 @@ class MomentProgram:
 
 
 class _Paths(NamedTuple):
-    """For each pair of moments and each node: how much of the node must run in between, by the relaxation's solution.
-    """
+    """By pair of moments and node: how much of the node must run in between, by the relaxation's solution."""
 
     need: np.ndarray
     """The least amount that must run."""

@@ -1,1 +1,1 @@
-"""Improving a feasible or infeasible schedule move by move."""
+"""Repair and local search on editable schedules."""

@@ -1,9 +1,8 @@
-"""A sequence of computations under edit, with its exact memory profile.
+"""An editable schedule: a sequence of computations with its exact memory profile, updated with every edit.
 
-A `EditableSchedule` is what `schedule_of` makes of a sequence (every value is freed after its last use before it is made again),
-permanent up to date while computations are put in and taken out. An edit touches the values that it is about: a few slices
-of the profile, and one shift of the positions behind it, so some ten thousand edits of a sequence of some ten thousand
-computations are a matter of seconds.
+It corresponds to `schedule_of`: every value is freed after its last use before it is made again. Computations can be
+inserted and removed. An edit changes only the values that it concerns: a few slices of the profile, and one shift of
+the positions after it. Ten thousand edits of a sequence of ten thousand computations take seconds.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ __all__ = ["EditableSchedule"]
 
 
 class EditableSchedule:
-    """The sequence.
+    """A sequence of runs that can be edited.
 
-    A *run* is one computation; its number stays the same while its position moves. Moments that are taken out
-    keep their position, empty. *Events* of a value are the runs that make it or read it.
+    A *run* is one computation of a node. The number of a run stays the same while its position changes; a removed run
+    keeps its position, which is then empty. The *events* of a value are the runs that make it or read it.
     """
 
     def __init__(self, rules: Rules, order: Order):
@@ -37,18 +36,18 @@ class EditableSchedule:
         self.split = len(order.forward)
         """The position at which the backward pass begins."""
         self.node = sequence
-        """By run: its node, or -1 where it was taken out."""
+        """By run: its node, or -1 if the run was removed."""
         self.at = np.arange(count, dtype=np.int64)
         """By position: the run."""
         self.place = np.arange(count, dtype=np.int64)
         """By run: the position."""
         self._places: list[int] | None = None
         self.profile = profile_of(rules, order)
-        """By position: the bytes held while it runs."""
+        """By position: the bytes held while the run there is executed."""
         self.runs: list[list[int]] = [[] for _ in graph.nodes]
         """By node: its runs, in order."""
         self.events: list[list[int]] = [[] for _ in graph.values]
-        """By value: its events in order; makes only for values that are permanent to the end, none for inputs."""
+        """By value: its events in order; only the runs that make it if the value is permanent, none for inputs."""
         self.around = [(*n.outputs, *(v for v in n.inputs if v not in rules.permanent)) for n in graph.nodes]
         """By node: the values with events that it makes or reads."""
         for run, index in enumerate(sequence):
@@ -56,12 +55,12 @@ class EditableSchedule:
             for value in self.around[index]:
                 self.events[value].append(run)
         self.own = [self._own(run) for run in range(count)]
-        """By run: what it holds besides values, temporaries and copies that are dropped."""
+        """By run: the bytes held in addition to values: temporaries, and second copies that are dropped."""
         self.saved = [self._saves(run) for run in range(count)]
-        """By run: what it does not hold, because it writes its output over an input."""
+        """By run: the bytes saved because its output overwrites an input."""
 
     def copy(self) -> EditableSchedule:
-        """Returns a schedule of its own, with the same runs."""
+        """Returns an independent copy with the same runs."""
         twin = copy.copy(self)
         twin.node, twin.runs, twin.events = [*self.node], [*self.runs], [*self.events]
         twin.own, twin.saved = [*self.own], [*self.saved]
@@ -70,7 +69,7 @@ class EditableSchedule:
 
     @property
     def places(self) -> list[int]:
-        """By run: the position, of one's own, where numbers are looked up one by one: twice as fast as an array."""
+        """`place` as a list: lookups of single numbers are twice as fast as in the array."""
         places = self._places
         if places is None:
             places = self._places = self.place.tolist()
@@ -90,13 +89,13 @@ class EditableSchedule:
         return self.nbytes[node.outputs[0]]
 
     def is_read_after(self, value: int, position: int) -> bool:
-        """Whether the copy of `value` that the computation at `position` makes or reads is read later."""
+        """Whether the copy of `value` that the run at `position` makes or reads is read later."""
         events = self.events[value]
         following = self.index(value, position) + 1
         return following < len(events) and not self.makes(events[following], value)
 
     def _save(self, runs: Iterable[int]) -> None:
-        """Takes up anew what `runs` save."""
+        """Recomputes the bytes that `runs` save by overwriting."""
         for run in runs:
             saved = self._saves(run)
             self.profile[self.place[run]] += self.saved[run] - saved
@@ -109,25 +108,25 @@ class EditableSchedule:
         return node.temporary_nbytes + copies
 
     def touched(self, nodes: Iterable[int]) -> list[int]:
-        """The values with events that `nodes` make or read, each once."""
+        """Returns the values with events that `nodes` make or read, without duplicates."""
         return list(dict.fromkeys(v for index in nodes for v in self.around[index]))
 
     def order(self) -> Order:
-        """Returns the sequence."""
+        """Returns the order of the remaining runs."""
         sequence = [self.node[r] for r in self.at.tolist()]
         forward = [i for i in sequence[: self.split] if i >= 0]
         return Order(forward, [i for i in sequence[self.split :] if i >= 0])
 
     def makes(self, run: int, value: int) -> bool:
-        """Whether `run` makes `value`, rather than reads it."""
+        """Whether `run` makes `value`, as opposed to reading it."""
         return self.node[run] == self.producer[value]
 
     def index(self, value: int, position: int) -> int:
-        """How many events of `value` lie before `position`."""
+        """Returns the number of events of `value` before `position`."""
         return bisect_left(self.events[value], position, key=self.places.__getitem__)
 
     def is_live(self, value: int, position: int) -> bool:
-        """Whether `value` can be read just before `position`."""
+        """Whether `value` can be read directly before `position`."""
         rules = self.rules
         events = self.events[value]
         if not events:
@@ -141,17 +140,17 @@ class EditableSchedule:
         return position >= self.split or value not in self.rules.graph.cotangents
 
     def end(self, value: int, position: int) -> int:
-        """Where the last copy of `value` before `position` is freed; -1 if there is none."""
+        """Returns the position at which the last copy of `value` before `position` is freed; -1 if there is none."""
         i = self.index(value, position)
         return self.places[self.events[value][i - 1]] if i else -1
 
     def lives(self, value: int, low: int = 0, high: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yields the first and last positions at which copies of `value` are held.
+        """Yields the first and the last position at which each copy of `value` is held.
 
         Args:
             value: the value.
-            low: only the last copy made before this position, and those made from there on;
-            high: and up to this position.
+            low: only copies made from this position on, and the last copy made before it.
+            high: only copies made up to this position.
         """
         events, place = self.events[value], self.places
         high = len(self.at) if high is None else high
@@ -175,7 +174,7 @@ class EditableSchedule:
             yield first, place[last]
 
     def _count(self, values: Iterable[int], sign: int, low: int, high: int) -> list[int]:
-        """Counts or discounts lives; returns the runs at which they end and an output may be written over them."""
+        """Adds or subtracts copies in the profile; returns the runs at whose ends an output may overwrite them."""
         ends = []
         for value in values:
             change = sign * self.nbytes[value]
@@ -189,7 +188,7 @@ class EditableSchedule:
         return ends
 
     def before(self, run: int) -> int:
-        """The bytes held just before `run`, counted or not as its profile stands."""
+        """Returns the bytes held directly before `run`, according to the current profile."""
         index = self.node[run]
         held = int(self.profile[self.place[run]]) - self.own[run] + self.saved[run]
         if index < 0:
@@ -199,9 +198,9 @@ class EditableSchedule:
         return held - sum(self.nbytes[v] for v in made if first or v not in self.rules.permanent)
 
     def insert(self, nodes: Sequence[int], run: int) -> list[int]:
-        """Runs `nodes` again, in this order, just before `run`; returns their runs.
+        """Runs `nodes` again, in this order, directly before `run`; returns the new runs.
 
-        None of them reads or makes what `run` makes.
+        None of the nodes may read or make an output of `run`.
         """
         touched = self.touched(nodes)
         position = self.places[run]
@@ -229,14 +228,14 @@ class EditableSchedule:
             self.events[value] = self._with(self.events[value], run)
 
     def _with(self, runs: list[int], run: int) -> list[int]:
-        # lists are replaced and not changed, because copies of the schedule share them
+        # lists are replaced, not modified, because copies of the schedule share them
         i = bisect_left(runs, self.places[run], key=self.places.__getitem__)
         return [*runs[:i], run, *runs[i:]]
 
     def remove(self, run: int) -> list[int]:
-        """Takes out `run` and what then has no use; returns the nodes, in the order in which they went.
+        """Removes `run` and all runs that become useless; returns their nodes, in the order of removal.
 
-        What read its results reads the copies made before, which live longer.
+        Readers of its outputs then read the copies made before, which live longer.
         """
         gone = []
         stack = [run]
@@ -261,10 +260,10 @@ class EditableSchedule:
         return [index for _, index in gone]
 
     def restore(self, gone: Sequence[tuple[int, int]]) -> None:
-        """Undoes `remove`, nothing else having happened since.
+        """Undoes `remove`, if nothing else was changed since.
 
         Args:
-            gone: the runs and nodes that were taken out, `self.gone` after it.
+            gone: the removed runs and their nodes: `self.gone` after `remove`.
         """
         for run, index in reversed(gone):
             touched = self.around[index]
@@ -277,7 +276,7 @@ class EditableSchedule:
             self._save({run, *ends})
 
     def useless(self, values: Iterable[int], position: int) -> list[int]:
-        """The last runs before `position` that make `values`, where nothing reads what they make."""
+        """Returns the last runs before `position` that make `values`, if nothing reads their outputs."""
         found = []
         for value in values:
             producer = self.producer[value]
@@ -304,5 +303,5 @@ class EditableSchedule:
         return False
 
     def crosses_boundary(self, value: int) -> bool:
-        """Whether a copy of `value` lives from the forward into the backward pass."""
+        """Whether a copy of `value` lives from the forward pass into the backward pass."""
         return any(first < self.split <= last for first, last in self.lives(value))

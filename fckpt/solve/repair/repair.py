@@ -1,15 +1,16 @@
-"""Local moves on a `EditableSchedule`: free a value where it lies idle and compute it again, or stop computing it again.
+"""Local moves on an editable schedule: free an idle value and recompute it later, or remove a recomputation.
 
-`Repair` is peak-driven as XLA's HloRematerialization is (https://github.com/openxla/xla,
-xla/hlo/transforms/simplifiers/hlo_rematerialization.h, `kPeakPriority`): it attacks the highest point of the profile.
-Unlike XLA it weighs seconds: a move is as good as the bytes times steps over budget that it removes per second. `prune`
-goes the other way. Both are heuristics, without a guarantee; every number they compare is exact.
+`Repair` is peak-driven, like XLA's HloRematerialization (https://github.com/openxla/xla,
+xla/hlo/transforms/simplifiers/hlo_rematerialization.h, `kPeakPriority`): it works on the highest position of the
+profile. Unlike XLA it considers time: the score of a move is its cost in seconds, divided by the excess that it removes
+(bytes over budget, summed over positions). `prune` does the opposite. Both are heuristics without a guarantee, but all
+numbers that they compare are exact.
 
-Complexity: a move costs a few slices of the profile. There are about as many moves as values to evict. Small moves come
-first, and wider ones when none of them helps: where a node has several inputs, all that can be computed again is many
-times as much as what is worth it.
+Complexity: a move costs a few slices of the profile, and there are about as many moves as values to free. Narrow moves
+come first, and wider moves if none of them helps: if nodes have several inputs, the set of everything that can be
+recomputed is many times larger than the useful part.
 
-Left out: moves of a computation without repeating it (the order comes from `seeds`), random restarts.
+Left out: moving a computation without recomputing it (the order comes from `starts`), and random restarts.
 """
 
 from __future__ import annotations
@@ -28,50 +29,52 @@ from fckpt.solve.repair.editable import EditableSchedule
 __all__ = ["Gaps", "Repair", "prune", "remove_if"]
 
 LEVELS = 10
-"""How many generations of missing ancestors a move computes again before it gives up."""
+"""The number of generations of missing ancestors that a move may recompute."""
 PASSES = 2
-"""How often `prune` looks at all repetitions: what did not fit may fit once others have gone."""
+"""The number of times `prune` examines all recomputations: one that was needed may become removable after others are
+removed."""
 TOLERANCE = 1.02
-"""A move this much worse than the best is as good, where another look at all of them would cost time."""
+"""A move whose score is at most this many times the best possible score is accepted without examining the other
+candidates."""
 FORGET = 0.75
-"""All scores are taken anew whenever the excess has fallen to this part of what it was."""
+"""All scores are computed again whenever the excess has fallen to this fraction of its earlier value."""
 PATIENCE = 50
-"""After so many moves that remove nothing over budget it gives up: gains are exact, but for overwritten inputs and for
-values that were to live longer before a further generation turned out to make them."""
+"""The repair is abandoned after this many moves that do not reduce the excess. Gains are exact, except for overwritten
+inputs, and for values that were to live longer before a further generation turned out to make them."""
 NODES = 8
-"""A move of so many nodes takes about twice as long to weigh as one of few."""
+"""A move of this many nodes takes about twice as long to weigh as a move of a few."""
 NARROW, WIDE = 32, 64
-"""Moves have up to so many nodes at first, and twice as many whenever no move helps, up to the second number."""
+"""The largest number of nodes of a move at first; it is doubled whenever no move helps, up to the second number."""
 PREFERENCE = {"prefer_save": 1.001, "prefer_recompute": 0.999}
-"""What the tie-breakers of a policy do to the price of computing a value again."""
+"""Factors on the price of recomputing a value, by the decision of a policy: tie-breakers."""
 
 
 class Move(NamedTuple):
-    """Computes `nodes` just before `run`."""
+    """Computes `nodes` directly before `run`."""
 
     nodes: list[int]
     run: int
 
 
 class MoveWeights:
-    """What moves are weighed by, of the graph alone."""
+    """Prices and sizes of nodes, by which moves are weighed. They depend on the graph only."""
 
     def __init__(self, rules: Rules):
         graph, seconds = rules.graph, rules.seconds
         self.least_price = 1e-9 * sum(seconds) / max(1, len(seconds)) or 1e-9
         self.prices = np.array([_preference(rules, n) * seconds[n.id] for n in graph.nodes]) + self.least_price
-        """By node: what it costs to run, as decisions go."""
+        """By node: the price of one run, with the preferences of the policy."""
         self.producer = np.array([-1 if v.producer is None else v.producer for v in graph.values], dtype=np.int64)
-        """By value: its node, or -1."""
+        """By value: the node that makes it, or -1."""
         self.taken = [sum(rules.nbytes[v] for v in n.outputs) for n in graph.nodes]
-        """By node: the bytes that its results take while it runs."""
+        """By node: the bytes of all its outputs, held while it runs."""
         made = [sum(rules.nbytes[v] for v in n.outputs if v not in rules.permanent) for n in graph.nodes]
         self.made = np.array(made, dtype=np.int64)
-        """By node: the bytes that its results take until they are freed."""
+        """By node: the bytes of its outputs that are not permanent, held until they are freed."""
 
 
 class Gaps:
-    """Where values lie idle: between an event and the next, a read. One row each; rows die when events change."""
+    """The gaps in which values are idle, from an event to the next read. A row is invalid once its events change."""
 
     def __init__(self, schedule: EditableSchedule):
         self.schedule = schedule
@@ -82,11 +85,12 @@ class Gaps:
         self.first = np.zeros(1024, dtype=np.int64)
         self.second = np.zeros(1024, dtype=np.int64)
         self.score = np.zeros(1024)
-        """Price per excess removed, times the steps over budget, when it was last taken; 0 where it never was."""
+        """The price per excess removed, times the number of positions over budget, when last computed; 0 if never
+        computed."""
         self.refresh(range(len(schedule.nbytes)))
 
     def copy(self, schedule: EditableSchedule) -> Gaps:
-        """Returns gaps of their own, for a copy of the schedule; all scores are to be taken again."""
+        """Returns an independent copy for a copy of the schedule; all scores are to be computed again."""
         twin = copy.copy(self)
         twin.schedule, twin.rows = schedule, [*self.rows]
         twin.value, twin.first, twin.second = self.value.copy(), self.first.copy(), self.second.copy()
@@ -94,7 +98,7 @@ class Gaps:
         return twin
 
     def refresh(self, values: Iterable[int]) -> None:
-        """Takes up the events of `values` anew; the scores of unchanged gaps stay."""
+        """Updates the rows of `values`; the scores of unchanged gaps stay."""
         rules = self.schedule.rules
         for value in values:
             producer = self.schedule.producer[value]
@@ -113,7 +117,7 @@ class Gaps:
                     row = old.pop((first, second), -1)
                     rows.append(self._add(value, first, second) if row < 0 else row)
             for row in old.values():
-                self.first[row] = self.second[row] = 0  # crosses nothing
+                self.first[row] = self.second[row] = 0  # contains no position
             self.rows[value] = rows
 
     def _add(self, value: int, first: int, second: int) -> int:
@@ -128,19 +132,19 @@ class Gaps:
         return row
 
     def rows_around(self, position: int) -> np.ndarray:
-        """The rows of the gaps around `position`."""
+        """Returns the rows of the gaps that contain `position`."""
         count, place = self.count, self.schedule.place
         return np.flatnonzero((place[self.first[:count]] < position) & (place[self.second[:count]] > position))
 
     def sums(self, rows: np.ndarray, amount: np.ndarray) -> np.ndarray:
-        """The sum over each of `rows` of an `amount` per position."""
+        """Returns, for each of `rows`, the sum of an `amount` per position over the gap."""
         total = np.concatenate([[0], np.cumsum(amount)])
         place = self.schedule.place
         return total[place[self.second[rows]]] - total[place[self.first[rows]] + 1]
 
 
 class Repair:
-    """Brings a schedule under a budget."""
+    """Reduces the peak of an editable schedule to a budget."""
 
     def __init__(
         self,
@@ -153,48 +157,49 @@ class Repair:
         """Prepares to edit `schedule`.
 
         Args:
-            schedule: the sequence.
+            schedule: the schedule.
             budget: bytes.
-            gaps: those of the schedule, if they are known.
-            factor: what the price of each node is multiplied by.
-            max_candidates: how many candidates are looked at for a move, unless none of them helps; None looks at all that
-                may be the best.
+            gaps: the gaps of the schedule, if they are known.
+            factor: by node: a factor on its price.
+            max_candidates: the number of candidates examined for a move, unless none of them helps; None examines every
+                candidate that may be the best.
         """
         self.schedule = schedule
         self.budget = budget
         self.max_candidates = max_candidates
         self.seconds = 0.0
-        """The time of the repetitions that have come, without those that have gone."""
+        """The time of added recomputations minus the time of removed ones."""
         self.width = NARROW
-        """The most nodes of a move."""
+        """The largest number of nodes of a move."""
         self.effort = 0
-        """Moves that have been weighed, more or less: one of many nodes counts more than once."""
+        """The approximate number of moves weighed; a move of many nodes counts more than once."""
         self.gaps = Gaps(schedule) if gaps is None else gaps
         self.weights = self.gaps.weights
         self.prices = self.weights.prices if factor is None else self.weights.prices * factor
-        """By node: what it costs to run here."""
+        """By node: the price of one run in this repair."""
         self.over_before: list[int] = []
-        """By position, and at the end: how many positions before it are over the budget, as `best` last counted."""
+        """By position, and at the end: the number of earlier positions over the budget, as of the last call of
+        `best`."""
         self._clear()
 
     def _clear(self) -> None:
-        """Drops what was looked up for one run."""
+        """Clears the caches that belong to one run."""
         self.ends: dict[int, int] = {}
-        """By value: where its last copy before the run is freed, -1 if there is none."""
+        """By value: the position at which its last copy before the run is freed; -1 if there is none."""
         self.free_from: dict[int, int | None] = {}
-        """By value: where its memory is free before the run, None where it is not live then."""
+        """By value: the position from which its memory is free before the run; None if it is not live at the run."""
         self.prices_here: dict[int, float] = {}
-        """By node: what it costs to run before the run."""
+        """By node: the price of running it before the run."""
 
     def run(self, limit: float = float("inf"), effort: float = float("inf")) -> bool:
-        """Moves until the peak is at most the budget.
+        """Applies moves until the peak is at most the budget.
 
         Args:
-            limit: gives up where all repetitions together take longer.
-            effort: and where so many moves have been weighed.
+            limit: abandon the repair if all recomputations together take more seconds than this.
+            effort: abandon the repair after weighing this many moves.
 
         Returns:
-            Whether it is; false also where no move helps.
+            Whether the peak is at most the budget; also False if no move helps.
         """
         if limit < float("inf"):
             schedule = self.schedule
@@ -221,7 +226,7 @@ class Repair:
         return False
 
     def best(self, position: int) -> Move | None:
-        """The move with the least price per byte and step over budget, of those that free a value at `position`."""
+        """Returns the move with the least price per excess removed, among the moves that free a value at `position`."""
         gaps = self.gaps
         rows = gaps.rows_around(position)
         if not len(rows):
@@ -230,8 +235,8 @@ class Repair:
         steps = gaps.sums(rows, over)
         self.over_before = [0, *np.cumsum(over).tolist()]
         if np.isinf(gaps.score[rows]).all():
-            gaps.score[rows] = 0.0  # they may help by now
-        # Old scores are scaled by how many steps over budget are left, and looked at again only at the front.
+            gaps.score[rows] = 0.0  # moves that did not help may help now
+        # Old scores are divided by the remaining positions over budget, and computed again only for the best rows.
         score = np.maximum(gaps.score[rows] / steps, self.least_score(rows, steps))
         exact = np.zeros(len(rows), dtype=bool)
         moves: dict[int, Move | None] = {}
@@ -254,7 +259,7 @@ class Repair:
                     return moves[k]
 
     def least_score(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """The least that the price per excess removed can be, for each of `rows`."""
+        """Returns, for each of `rows`, a lower bound on the price per excess removed."""
         gaps, schedule = self.gaps, self.schedule
         producer = self.weights.producer[gaps.value[rows]]
         excess = gaps.sums(rows, np.maximum(schedule.profile - self.budget, 0))
@@ -264,7 +269,7 @@ class Repair:
         return np.where(later, self.weights.least_price, self.prices[producer]) / gain
 
     def evaluate(self, value: int, run: int) -> tuple[float, Move | None]:
-        """The best move that computes `value` again before `run`, and its price per excess removed."""
+        """Returns the best move that recomputes `value` before `run`, and its price per excess removed."""
         self.effort += 1
         self._clear()
         best: tuple[float, Move | None] = (np.inf, None)
@@ -272,7 +277,7 @@ class Repair:
             self.effort += 1 + len(nodes) // NODES
             changes = self.changes(nodes, extended, run)
             most = self.most_gain(changes, run)
-            if most > 0:  # otherwise it cannot help, and the rest is not worth its time
+            if most > 0:  # otherwise the move cannot help
                 price = sum([self.price(index, run) for index in nodes])
                 if price / most < best[0]:
                     gain = self.gain(nodes, extended, changes, run)
@@ -281,7 +286,7 @@ class Repair:
         return best
 
     def closures(self, value: int, run: int) -> Iterator[tuple[list[int], list[int]]]:
-        """Yields nodes to run again to have `value` before `run`, and the values that must live longer for them."""
+        """Yields sets of nodes to run again to make `value` before `run`, and values that must live longer for them."""
         schedule, position = self.schedule, self.schedule.places[run]
         nodes: set[int] = set()
         extended: list[int] = []
@@ -308,7 +313,7 @@ class Repair:
                 return
 
     def must_extend(self, value: int, position: int) -> bool:
-        """Whether `value` cannot be made again, or can live on until `position` at no price."""
+        """Whether `value` cannot be recomputed, or can live on until `position` at no cost."""
         schedule = self.schedule
         producer = schedule.producer[value]
         if producer is None or schedule.rules.pinned[producer]:
@@ -324,32 +329,32 @@ class Repair:
         return end >= 0 and not (end < self.schedule.split <= position and value in self.schedule.rules.unsaved)
 
     def end(self, value: int, position: int) -> int:
-        """Where the last copy of `value` before `position` is freed, -1 if there is none: looked up once a run."""
+        """Returns the position at which the last copy of `value` before `position` is freed, or -1; cached per run."""
         end = self.ends.get(value)
         if end is None:
             end = self.ends[value] = self.schedule.end(value, position)
         return end
 
     def free_behind(self, value: int, position: int) -> int | None:
-        """`behind`, None unless `value` is live at `position`: looked up once a run."""
+        """Returns `behind`, or None if `value` is not live at `position`; cached per run."""
         if value not in self.free_from:
             self.free_from[value] = self.behind(value, position) if self.schedule.is_live(value, position) else None
         return self.free_from[value]
 
     def behind(self, value: int, position: int) -> int:
-        """Where the memory of the last copy of `value` before `position` is free: at its end, if it is overwritten."""
+        """Returns where the memory of the last copy of `value` is free: at its end if it is overwritten there."""
         end = self.end(value, position)
         index = self.schedule.node[self.schedule.at[end]] if end >= 0 else -1
         return end + (index < 0 or value not in self.schedule.rules.graph.nodes[index].overwrites)
 
     def price(self, index: int, run: int) -> float:
-        """What it costs to run node `index` before `run`: looked up once a run."""
+        """Returns the price of running node `index` before `run`; cached per run."""
         if index not in self.prices_here:
             self.prices_here[index] = self._price(index, run)
         return self.prices_here[index]
 
     def _price(self, index: int, run: int) -> float:
-        """What it costs to run node `index` before `run`: next to nothing if a later run becomes useless by it."""
+        """Returns the price of running node `index` before `run`: nearly 0 if a later run becomes useless."""
         schedule = self.schedule
         position = schedule.places[run]
         later = next((r for r in schedule.runs[index] if schedule.places[r] > position), None)
@@ -360,7 +365,7 @@ class Repair:
         return float(self.prices[index])
 
     def changes(self, nodes: list[int], extended: list[int], run: int) -> dict[int, tuple[int, int]]:
-        """By value: from where on it holds how many bytes more, up to `run`, when `nodes` run before that."""
+        """Returns, by value, from which position its bytes held change if `nodes` run before `run`, and the change."""
         schedule = self.schedule
         position = schedule.places[run]
         found: dict[int, tuple[int, int]] = {}
@@ -373,15 +378,15 @@ class Repair:
         return found
 
     def most_gain(self, changes: dict[int, tuple[int, int]], run: int) -> int:
-        """The most by which `changes` can lower the excess: by what they do where the profile is over the budget."""
+        """Returns an upper bound on the excess that `changes` remove: their effect at positions over the budget."""
         before = self.over_before
         all_before = before[self.schedule.places[run]]
         return sum([change * (before[start] - all_before) for start, change in changes.values()])
 
     def gain(self, nodes: list[int], extended: list[int], changes: dict[int, tuple[int, int]], run: int) -> int:
-        """By how much the excess, bytes times steps over budget, falls when `nodes` run before `run`.
+        """Returns the reduction of the excess if `nodes` run before `run`.
 
-        If it does not fall, what is returned is at most 0, and no less than the gain.
+        If the excess is not reduced, the result is at most 0 and at least the exact gain.
         """
         schedule = self.schedule
         first = min([start for start, _ in changes.values()])
@@ -396,7 +401,7 @@ class Repair:
         return gain - self._transient_excess(nodes, {*extended}, {*changes}.difference(extended), held)
 
     def _transient_excess(self, nodes: list[int], extended: set[int], stays: set[int], held: int) -> int:
-        """The excess while `nodes` run, `held` bytes being held before; `extended` go with their last use."""
+        """Returns the excess while `nodes` run beside `held` bytes; `extended` values die at their last use."""
         graph, permanent, nbytes, excess = (
             self.schedule.rules.graph,
             self.schedule.rules.permanent,
@@ -420,7 +425,7 @@ class Repair:
         return excess
 
     def apply(self, move: Move) -> None:
-        """Makes `move`, and takes out what it makes superfluous."""
+        """Applies `move`, and removes runs that become useless."""
         schedule = self.schedule
         graph = schedule.rules.graph
         new = schedule.insert(move.nodes, move.run)
@@ -438,7 +443,7 @@ class Repair:
         self.seconds += sum(seconds[index] for index in move.nodes) - sum(seconds[index] for index in gone)
 
     def excess(self) -> int:
-        """Bytes times steps over budget."""
+        """Returns the bytes over the budget, summed over positions."""
         return int(np.maximum(self.schedule.profile - self.budget, 0).sum())
 
 
@@ -447,12 +452,12 @@ def _preference(rules: Rules, node: Node) -> float:
 
 
 def remove_if(schedule: EditableSchedule, run: int, accepts: Callable[[], bool]) -> list[int]:
-    """Takes out a repetition, if nothing speaks against it, and returns the nodes that went: none if it stays.
+    """Removes a recomputation if that is allowed and accepted, and returns the removed nodes; none if it stays.
 
     Args:
-        schedule: the sequence.
-        run: not the first run of its node.
-        accepts: asked afterwards, whether the schedule may stay like this.
+        schedule: the schedule.
+        run: a run that is not the first run of its node.
+        accepts: called after the removal; whether the schedule may stay like this.
     """
     outputs = schedule.rules.graph.nodes[schedule.node[run]].outputs
     gone = schedule.remove(run)
@@ -464,26 +469,26 @@ def remove_if(schedule: EditableSchedule, run: int, accepts: Callable[[], bool])
 
 
 def prune(schedule: EditableSchedule, budget: int, parent: EditableSchedule | None = None) -> list[int]:
-    """Takes out repetitions, the dearest first, as long as the peak stays at most `budget` bytes.
+    """Removes recomputations, the most expensive first, as long as the peak stays at most `budget` bytes.
 
     Args:
-        schedule: the sequence.
+        schedule: the schedule.
         budget: bytes.
-        parent: a pruned schedule that this one was copied from. What had to stay there is looked at again only where less
-            memory is held now.
+        parent: a pruned schedule from which this one was copied. Recomputations that were needed there are examined
+            again only where less memory is held now.
 
     Returns:
-        The nodes that went.
+        The removed nodes.
     """
     found: list[int] = []
     seconds = schedule.rules.seconds
     for _ in range(PASSES):
-        repeated = [r for runs in schedule.runs for r in runs[1:]]
+        recomputed = [r for runs in schedule.runs for r in runs[1:]]
         if parent is not None:
-            repeated = _worth_another_look(schedule, parent, repeated)
-        repeated.sort(key=lambda r: (-seconds[schedule.node[r]], r))
+            recomputed = _worth_another_look(schedule, parent, recomputed)
+        recomputed.sort(key=lambda r: (-seconds[schedule.node[r]], r))
         before = len(found)
-        for run in repeated:
+        for run in recomputed:
             index = schedule.node[run]
             if index >= 0 and schedule.runs[index][0] != run and _may_remove(schedule, run, budget):
                 found += remove_if(schedule, run, lambda: bool(schedule.profile.max() <= budget))
@@ -493,7 +498,7 @@ def prune(schedule: EditableSchedule, budget: int, parent: EditableSchedule | No
 
 
 def _may_remove(schedule: EditableSchedule, run: int, budget: int) -> bool:
-    """Whether the copies that would live on without a repetition may have room: no edit, and seldom wrongly no."""
+    """Whether the copies that live on without the recomputation may fit; no edit is made, and a wrong no is rare."""
     nodes, permanent, nbytes, place = (
         schedule.rules.graph.nodes,
         schedule.rules.permanent,
@@ -523,26 +528,26 @@ def _may_remove(schedule: EditableSchedule, run: int, budget: int) -> bool:
             events = schedule.events[value]
             before = schedule.index(value, place[last]) - 1
             if before < 0 or (before + 2 < len(events) and not schedule.makes(events[before + 2], value)):
-                continue  # not made before, or read after
+                continue  # not made before, or read later
             maker = events[before]
             changes.append((place[maker] + 1, -nbytes[value]))
             if schedule.makes(maker, value) and schedule.runs[schedule.node[maker]][0] != maker:
                 stack.append(maker)
     if held[highest] + sum([change for start, change in changes if start <= first + highest]) > budget:
-        return False  # one run is enough to say no, and mostly it does
+        return False  # one position is enough to decide no, and usually does
     held = held.copy()
     for start, change in changes:
         held[max(start - first, 0) :] += change
     return int(held.max(initial=0)) <= budget
 
 
-def _worth_another_look(schedule: EditableSchedule, parent: EditableSchedule, repeated: Sequence[int]) -> list[int]:
-    """Those of `repeated` that are new, or for which copies would have to live on where memory has become free."""
+def _worth_another_look(schedule: EditableSchedule, parent: EditableSchedule, recomputed: Sequence[int]) -> list[int]:
+    """Returns the recomputations that are new, or without which copies would live where memory has become free."""
     old = len(parent.place)
     held = parent.profile[parent.place[np.minimum(schedule.at, old - 1)]]
     less = np.concatenate([[0], np.cumsum((schedule.at >= old) | (schedule.profile < held))])
     found = []
-    for run in repeated:
+    for run in recomputed:
         position = schedule.places[run]
         outputs = schedule.rules.graph.nodes[schedule.node[run]].outputs
         ends = [schedule.end(v, position) for v in outputs if v not in schedule.rules.permanent]

@@ -1,13 +1,14 @@
-"""Local search: takes some repetitions out of a plan that fits, repairs it by other means, and keeps what is better.
+"""Local search: removes some recomputations of a feasible plan, repairs it in another way, and keeps better plans.
 
 A large neighbourhood search (P. Shaw, "Using Constraint Programming and Local Search Methods to Solve Vehicle Routing
-Problems", 1998, https://doi.org/10.1007/3-540-49481-2_30) on a `EditableSchedule`. Some neighbouring repetitions are taken out, so
-that values live on and the profile overflows. `repair` brings it down again, with prices that are off by a random
-factor, so that it finds other ways than before, and `prune` takes out what is then not needed. A little worse is
-accepted as well, to leave valleys. Every number that is compared is exact.
+Problems", 1998, https://doi.org/10.1007/3-540-49481-2_30) on an `EditableSchedule`. A trial removes some neighbouring
+recomputations, so that values live longer and the profile exceeds the budget. `Repair` reduces the profile again, with
+prices multiplied by random factors, so that it finds other moves than before, and `prune` removes recomputations that
+are then not needed. Slightly worse plans are accepted as well, to leave local optima. All numbers that are compared are
+exact.
 
-Complexity: a trial costs one copy of the schedule and a few moves. Random numbers come from a seed, and effort is counted
-in moves weighed, not in seconds, so that a search can be repeated.
+Complexity: a trial costs one copy of the schedule and a few moves. Random numbers come from a seed, and effort is
+counted in moves weighed, not in seconds, so a search is reproducible.
 """
 
 from __future__ import annotations
@@ -24,40 +25,40 @@ from fckpt.solve.repair.repair import Gaps, Repair, prune, remove_if
 __all__ = ["Search"]
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
-"""How many neighbouring repetitions are taken out at once."""
+"""The numbers of neighbouring recomputations that a trial removes."""
 NOISE = (0.0, 0.1, 0.3, 0.6)
-"""Standard deviations of the logarithm of what prices are multiplied by."""
+"""Standard deviations of the logarithm of the random price factors."""
 HEAT = 5e-4
-"""A part of the whole time: what is worse by this is accepted in one of e trials."""
+"""A fraction of the step's time: a plan that is worse by this much is accepted with probability 1/e."""
 CANDIDATES = 16
-"""How many candidates a repair looks at for a move."""
+"""The number of candidates that a repair examines for a move."""
 LONG = 5000
-"""Of sequences beyond it, copying takes as long as weighing a move for every 30 computations."""
+"""For computations beyond this number, copying 30 of them takes as long as weighing one move."""
 PATIENCE = 150
-"""After so many trials in vain the search goes on from another start."""
+"""After this many trials without improvement, the search continues from another start."""
 
 
 class Search:
-    """The best plan so far, and where the search stands."""
+    """The best plan found so far, and the state of the search."""
 
     def __init__(self, rules: Rules, starts: Sequence[Order], budget: int, seed: int = 0):
-        """Prepares to search from plans that fit, the fastest first."""
+        """Prepares to search from feasible plans, the fastest first."""
         self.rules, self.starts, self.budget = rules, starts, budget
         self.random, self.noise = random.Random(seed), np.random.default_rng(seed)
         self.found = [starts[0]]
-        """The best plan so far, as a list, and its predecessors before it."""
+        """The best plan so far, last in a list after its predecessors."""
         self.least = seconds_of(rules, starts[0])
         self.heat = HEAT * self.least
         self.moves = 0
-        """How many moves have been weighed: the effort so far."""
+        """The number of moves weighed: the effort so far."""
 
     def run(self, moves: int, enough: float, watch: Callable[[int, int], object] | None = None) -> None:
-        """Searches until so many moves have been weighed, or a plan takes no more than `enough` seconds.
+        """Searches until the given number of moves have been weighed, or a plan takes at most `enough` seconds.
 
         Args:
-            moves: how many.
+            moves: the largest number of moves.
             enough: seconds.
-            watch: is told, after each trial, how many moves of how many have been weighed.
+            watch: called after each trial with the number of moves weighed, and with `moves`.
         """
         for start in self.starts:
             self._set_current(start)
@@ -88,7 +89,7 @@ class Search:
         return sum(seconds[i] for i in schedule.node if i >= 0)
 
     def _trial(self) -> bool:
-        """Changes the plan at random, and keeps the change if it is good. Returns whether it is the best so far."""
+        """Changes the plan at random, and keeps an accepted change. Returns whether it is the best plan so far."""
         schedule = self.schedule.copy()
         gaps = self.gaps.copy(schedule)
         self.moves += 1 + len(schedule.at) // 200 + max(0, len(schedule.at) - LONG) // 30
@@ -112,13 +113,13 @@ class Search:
         return better
 
     def _remove_some(self, schedule: EditableSchedule) -> list[int]:
-        """Takes some neighbouring repetitions out of `schedule`, whatever it comes to; returns the nodes that went."""
-        repeated = sorted((r for runs in schedule.runs for r in runs[1:]), key=schedule.places.__getitem__)
-        if not repeated:
+        """Removes some neighbouring recomputations from `schedule`, whatever its peak; returns the removed nodes."""
+        recomputed = sorted((r for runs in schedule.runs for r in runs[1:]), key=schedule.places.__getitem__)
+        if not recomputed:
             return []
         width = self.random.choice(WIDTHS)
-        start = self.random.randrange(len(repeated)) - width // 2
-        chosen = repeated[max(0, start) : start + width]
+        start = self.random.randrange(len(recomputed)) - width // 2
+        chosen = recomputed[max(0, start) : start + width]
         if self.random.random() < 0.3:
             chosen = [r for r in chosen if self.random.random() < 0.5]
         gone: list[int] = []

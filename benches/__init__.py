@@ -1,0 +1,1 @@
+"""Measurements of fckpt, one script a table. `python -m benches` lists them."""

@@ -1,0 +1,55 @@
+"""Lists the benches, or runs one: `python -m benches`, `python -m benches NAME --help`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+BENCHES = {
+    "demo": ("Hugging Face models: peak, time and bits, within a budget and without", "3 minutes"),
+    "overhead": ("time of a call of remat and grad, and steps with a region per block", "4 minutes"),
+    "planning": ("seconds to trace and to plan, for steps of 90 to 9,000 operations", "2 minutes"),
+    "budgets": ("eleven networks: predicted and measured peaks, and times, for ten budgets", "half an hour"),
+    "equal_memory": ("eleven networks: time in the memory of PyTorch's checkpoint or torch.compile", "an hour"),
+    "networks": ("eighteen networks: plans in the memory, or time, of published checkpoints", "an hour"),
+    "networks_picture": ("pictures of the results of networks", "a minute"),
+    "graphs": ("sizes of the graphs of solvers, which it traces and stores", "3 minutes"),
+    "solvers": ("all solvers on the same graphs: extra time, least peak and seconds", "3 hours"),
+    "solvers_picture": ("a picture of the results of solvers", "seconds"),
+    "multi_gpu": ("data parallel training of DenseNet: memory and time, PyTorch's methods and fckpt", "4 minutes"),
+}
+"""For each script, in the order of the list: its table, and how long it takes on two cores."""
+
+
+def listing() -> str:
+    """Returns a line per script: name, table, duration, command."""
+    name_width = max(map(len, BENCHES))
+    what_width = max(len(what) for what, _ in BENCHES.values())
+    time_width = max(len(time) for _, time in BENCHES.values())
+    return "\n".join(
+        f"{name:{name_width}}  {what:{what_width}}  {time:{time_width}}  python -m benches {name}"
+        for name, (what, time) in BENCHES.items()
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Lists the scripts, or runs the one that is named, with the other arguments."""
+    name, *options = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in BENCHES:
+        sys.argv = [str(Path(__file__).with_name(f"{name}.py")), *options]
+        return importlib.import_module(f"benches.{name}").main()
+    if name not in ("-h", "--help"):
+        print(f"there is no bench {name!r}; these are the benches:\n\n{listing()}", file=sys.stderr)
+        return 2
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(
+        f"{listing()}\n\nEach explains its table and its options with --help; most have smaller sizes as well."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

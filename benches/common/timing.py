@@ -1,0 +1,144 @@
+"""Times several steps in one process, alternately, and compares them round by round.
+
+A shared machine, or one that changes its clock, slows down all steps of a round alike. So no time is compared with one
+that was measured minutes before: each round runs every step once, in an order that changes from round to round, and
+`paired_ratio` divides within a round before it takes the median. Absolute seconds only mean something beside
+`results.describe_machine`.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = [
+    "Spread",
+    "alternate",
+    "paired_ratio",
+    "pick_device",
+    "set_up",
+    "sign_test",
+    "spread",
+]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median, the quartiles and the minimum of a sample."""
+
+    median: float
+    low: float
+    """First quartile."""
+    high: float
+    """Third quartile."""
+    least: float
+    """The minimum: of times, the one that other load disturbed least."""
+    rounds: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Returns the median, the quartiles and the minimum of `values`."""
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0], values[0], 1)
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, low, high, min(values), len(values))
+
+
+def alternate(
+    steps: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    calls: int = 1,
+    warm_up: int = 1,
+    device: torch.device,
+    before_sample: Callable[[], object] = lambda: None,
+    on_sample: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Times the steps alternately. Returns the seconds per call of each, by round.
+
+    Args:
+        steps: functions without arguments, by name.
+        rounds: samples per step.
+        calls: calls per sample; more than one where a call is too short for the clock.
+        warm_up: samples per step that are run first and discarded.
+        device: synchronised before and after each sample.
+        before_sample: called before each sample, and not timed: several processes wait for each other there.
+        on_sample: called after each sample, and not timed.
+    """
+    names = list(steps)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(warm_up + rounds):
+        gc.collect()
+        turn = index % len(names)
+        order = names[turn:] + names[:turn]
+        # Reversed every other time: a step finds the caches as the one before left them, which alone is some percent
+        # of the time of a tiny region.
+        for name in order if index % 2 else reversed(order):
+            before_sample()
+            elapsed = _sample(steps[name], calls, device)
+            if index >= warm_up:
+                seconds[name].append(elapsed)
+            on_sample()
+    return seconds
+
+
+def _sample(fn: Callable[[], object], calls: int, device: torch.device) -> float:
+    _synchronise(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        fn()
+    _synchronise(device)
+    return (time.perf_counter() - start) / calls
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def paired_ratio(seconds: Mapping[str, Sequence[float]], of: str, to: str) -> Spread:
+    """Returns the spread of the ratios `of / to` of all rounds."""
+    return spread([a / b for a, b in zip(seconds[of], seconds[to], strict=True)])
+
+
+def sign_test(seconds: Mapping[str, Sequence[float]], of: str, to: str) -> float:
+    """Returns the probability that `of` is slower than `to` in as many rounds or more, if both are equally fast.
+
+    The one-sided sign test, which assumes nothing about the distribution of the noise: on a shared machine that has a
+    long tail. Seven rounds of seven have p = 0.008.
+    """
+    pairs = list(zip(seconds[of], seconds[to], strict=True))
+    lost = sum(a > b for a, b in pairs)
+    return sum(math.comb(len(pairs), k) for k in range(lost, len(pairs) + 1)) / 2 ** len(pairs)
+
+
+def set_up(name: str | None) -> torch.device:
+    """Prepares the process for measurements, and returns the device.
+
+    On CUDA, kernels are made deterministic, as they are on CPU. Otherwise not even two plain steps are bitwise equal.
+    """
+    # torch.profiler, which counts the CPU's bytes, otherwise prints two lines per measurement.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    device = pick_device(name)
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+        # Filling what `empty` returns is for debugging; it would add a kernel to every allocation.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    return device
+
+
+def pick_device(name: str | None) -> torch.device:
+    """Returns the named device; without a name the first GPU, or the CPU where there is none."""
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,0 +1,243 @@
+"""A training step of a network: its sizes and data, its plan, and the bitwise comparison of two steps."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fckpt
+from benches.models.wrapping import wrap_blocks
+from fckpt._planned.making import make_plan
+from fckpt.cost import CostSource, Measured, OpCost
+from fckpt.errors import BudgetError
+
+__all__ = [
+    "Network",
+    "Outcome",
+    "Prepared",
+    "Sizes",
+    "Task",
+    "TrainingLoss",
+    "buffers_of",
+    "different",
+    "labelled_images",
+    "outcome_of",
+    "prepare",
+    "size_of",
+    "sizes_from",
+    "step_of",
+    "unequal",
+]
+
+SEED = 0
+Sizes = Mapping[str, int]
+
+
+# ---- networks and batches ------------------------------------------------------------------------
+
+
+class TrainingLoss(nn.Module):
+    """The mean cross-entropy of a model, as a module of inputs and labels."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        logits = self.model(inputs)
+        if labels.ndim == 2:  # a label per token
+            logits, labels = logits.flatten(0, 1), labels.flatten()
+        return F.cross_entropy(logits, labels)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network with its loss, and a batch to train it on."""
+
+    name: str
+    what: str
+    """Its sizes, in words."""
+    loss: TrainingLoss
+    inputs: Tensor
+    labels: Tensor
+
+    def in_blocks(self, wrap: Callable[[nn.Module], nn.Module]) -> TrainingLoss:
+        """Returns the loss with every block of the network replaced by `wrap(block)`; parameters are shared."""
+        shared: dict[int, Any] = {id(p): p for p in self.loss.parameters()}
+        return wrap_blocks(copy.deepcopy(self.loss, shared), wrap, kind=self.loss.model.block)  # type: ignore[arg-type]
+
+    def plan(self, costs: CostSource) -> fckpt.Plan:
+        """Traces and prices a step. The plan recomputes nothing; on the meta device nothing is allocated or run."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # operations whose costs are estimated
+            return fckpt.plan(self.loss, self.inputs, self.labels, budget=1.0, costs=costs)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network and its data, in several sizes."""
+
+    title: str
+    model: Callable[..., nn.Module]
+    """Takes those of the sizes that its parameters name, and `positions`, the number of tokens."""
+    data: Callable[[Sizes], tuple[Tensor, Tensor]]
+    sizes: Mapping[str, Sizes]
+    """By "cuda", "cpu", "quick" and "tiny"; `published_networks` has "paper", "cpu" and "tiny"."""
+
+    def build(self, sizes: Sizes) -> nn.Module:
+        """Makes the network."""
+        known = {"positions": sizes.get("tokens"), **sizes}
+        parameters = inspect.signature(self.model).parameters
+        return self.model(**{name: known[name] for name in parameters if known.get(name) is not None})
+
+    def task(self, size: str, device: torch.device, *, seed: int = SEED) -> Task:
+        """Makes the network and its batch on `device`, the same for the same seed."""
+        torch.manual_seed(seed)
+        sizes = self.sizes[size]
+        with device:
+            loss = TrainingLoss(self.build(sizes))
+            inputs, labels = self.data(sizes)
+        what = ", ".join(f"{key} {value}" for key, value in sizes.items())
+        return Task(self.title, what, loss, inputs, labels)
+
+
+def sizes_from(text: str) -> Sizes:
+    """Reads sizes such as `"batch=64 side=224"`."""
+    return {name: int(number) for name, number in (pair.split("=") for pair in text.split())}
+
+
+def labelled_images(classes: int) -> Callable[[Sizes], tuple[Tensor, Tensor]]:
+    """Returns the `data` of a network that classifies images."""
+
+    def data(sizes: Sizes) -> tuple[Tensor, Tensor]:
+        batch, side = sizes["batch"], sizes["side"]
+        return torch.randn(batch, 3, side, side), torch.randint(classes, (batch,))
+
+    return data
+
+
+def size_of(device: torch.device, *, quick: bool = False, tiny: bool = False) -> str:
+    """Returns the name of the sizes to use: the device's, unless a smaller one is asked for."""
+    return "tiny" if tiny else "quick" if quick else "cpu" if device.type == "cpu" else "cuda"
+
+
+# ---- a step, and its results ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of a step, to be compared bitwise."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    generator: Tensor
+
+
+def step_of(loss: nn.Module, task: Task) -> Callable[[], None]:
+    """Returns a training step without an optimizer: forward and backward; the gradients are dropped."""
+
+    def step() -> None:
+        loss(task.inputs, task.labels).backward()
+        # Dropped at once: gradients that outlive the step would not be the step's own memory.
+        loss.zero_grad(set_to_none=True)
+
+    return step
+
+
+def buffers_of(loss: nn.Module) -> list[Tensor]:
+    """Returns copies of the buffers."""
+    return [buffer.clone() for buffer in loss.buffers()]
+
+
+def outcome_of(loss: nn.Module, task: Task, buffers: Sequence[Tensor]) -> Outcome:
+    """Runs one step from a fixed seed, and from buffers with the values of `buffers`."""
+    for buffer, start in zip(loss.buffers(), buffers, strict=True):
+        buffer.copy_(start)
+    torch.manual_seed(SEED)
+    value = loss(task.inputs, task.labels)
+    value.backward()
+    device = task.inputs.device
+    state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    gradients = {name: p.grad for name, p in loss.named_parameters()}
+    loss.zero_grad(set_to_none=True)
+    after = {name: buffer.clone() for name, buffer in loss.named_buffers()}
+    return Outcome(value.detach(), gradients, after, state)
+
+
+def unequal(expected: Outcome, actual: Outcome) -> list[str]:
+    """Names everything in which two outcomes differ by at least one bit. Parameters are matched by position."""
+    found = [] if torch.equal(expected.loss, actual.loss) else ["loss"]
+    for what in ("gradients", "buffers"):
+        one, other = getattr(expected, what), list(getattr(actual, what).values())
+        if len(one) != len(other):
+            found.append(f"number of {what}")
+            continue
+        pairs = zip(one.items(), other, strict=True)
+        found += [f"{what[:-1]} {name}" for (name, a), b in pairs if not _same(a, b)]
+    return found if torch.equal(expected.generator, actual.generator) else [*found, "generator"]
+
+
+def different(names: Sequence[str]) -> str:
+    """Returns a complaint about the result of `unequal`."""
+    more = ", ..." if len(names) > 4 else ""
+    return f"{len(names)} results not bitwise equal: {', '.join(names[:4])}{more}"
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+# ---- planning ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A traced and priced step, from which plans are made."""
+
+    plain: fckpt.Plan
+    """The plan that recomputes nothing."""
+    trace_seconds: float
+    price_seconds: float
+    estimated: dict[str, str]
+    """Operations that could not be measured, and the reasons."""
+
+    def plan(self, budget: float, solver: str = "auto") -> fckpt.Plan:
+        """Plans for a number of bytes, or for a fraction of the plain peak."""
+        return make_plan(self.plain.graph, budget, solver, self.plain.torch_version)
+
+    def least_bytes(self) -> int:
+        """Returns the least budget that is said to be feasible."""
+        try:
+            return self.plan(1).peak_bytes
+        except BudgetError as error:
+            return error.least_bytes
+
+
+def prepare(task: Task) -> Prepared:
+    """Traces and prices a step, and measures each operation anew."""
+    source = Measured(cache=False)
+    pricing = 0.0
+
+    def timed(call: Any, specs: Sequence[Any]) -> OpCost:
+        nonlocal pricing
+        start = time.perf_counter()
+        cost = source(call, specs)
+        pricing += time.perf_counter() - start
+        return cost
+
+    start = time.perf_counter()
+    plan = task.plan(timed)
+    seconds = time.perf_counter() - start - pricing
+    return Prepared(plan, seconds, pricing, dict(source.failures))

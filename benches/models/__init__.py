@@ -1,0 +1,1 @@
+"""The networks that the benches train, and two tables of them with sizes and data."""

@@ -1,0 +1,592 @@
+"""Convolutional networks: DenseNet, ResNet, AlexNet, VGG, Inception, GoogLeNet and U-Net.
+
+Written as in the papers, so that no model library and no download is needed; weights are random. A network names the
+class of its blocks in `block`, for `wrapping.wrap_blocks`.
+
+References:
+    Huang, Liu, van der Maaten, Weinberger (2017), Densely Connected Convolutional Networks,
+    https://arxiv.org/abs/1608.06993
+    He, Zhang, Ren, Sun (2016), Deep Residual Learning for Image Recognition, https://arxiv.org/abs/1512.03385
+    Krizhevsky (2014), One weird trick for parallelizing convolutional neural networks, https://arxiv.org/abs/1404.5997
+    Simonyan, Zisserman (2015), Very Deep Convolutional Networks for Large-Scale Image Recognition,
+    https://arxiv.org/abs/1409.1556
+    Szegedy et al. (2015), Going Deeper with Convolutions, https://arxiv.org/abs/1409.4842, with BatchNorm after its
+    convolutions, as in Ioffe, Szegedy (2015), https://arxiv.org/abs/1502.03167, without auxiliary classifiers
+    Szegedy, Vanhoucke, Ioffe, Shlens, Wojna (2016), Rethinking the Inception Architecture for Computer Vision,
+    https://arxiv.org/abs/1512.00567, without the auxiliary classifier
+    Ronneberger, Fischer, Brox (2015), U-Net: Convolutional Networks for Biomedical Image Segmentation,
+    https://arxiv.org/abs/1505.04597, with padded convolutions and BatchNorm
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = [
+    "VGG",
+    "AlexNet",
+    "BasicBlock",
+    "Bottleneck",
+    "ChainedBlock",
+    "ChainedLayer",
+    "DenseBlock",
+    "DenseLayer",
+    "DenseNet",
+    "GoogLeNet",
+    "InceptionV3",
+    "NormalisedVGG",
+    "ResNet",
+    "UNet",
+    "densenet121",
+    "resnet50",
+]
+
+
+# ---- DenseNet-BC --------------------------------------------------------------------------------
+
+
+class _Grown(nn.Module):
+    """BN-ReLU-conv1x1-BN-ReLU-conv3x3, to `growth` channels."""
+
+    def __init__(self, channels: int, growth: int) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv1 = nn.Conv2d(channels, 4 * growth, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(4 * growth)
+        self.conv2 = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+
+    def narrow(self, x: Tensor) -> Tensor:
+        """The bottleneck, to 4 x `growth` channels."""
+        return self.conv1(F.relu(self.norm1(x)))
+
+    def grow_from(self, narrow: Tensor) -> Tensor:
+        return self.conv2(F.relu(self.norm2(narrow)))
+
+    def grow(self, x: Tensor) -> Tensor:
+        return self.grow_from(self.narrow(x))
+
+
+class DenseLayer(_Grown):
+    """From all feature maps before it to `growth` new ones.
+
+    It takes the earlier maps one by one and concatenates them itself, so that a region around it saves `growth`
+    channels per layer. With the concatenation outside, a region would save a copy of all channels so far, and a block
+    of n layers O(n^2) channels.
+    """
+
+    def forward(self, *features: Tensor) -> Tensor:
+        return self.grow(torch.cat(features, 1))
+
+
+class DenseBlock(nn.Module):
+    """`layers` dense layers; the output is the input and every layer's maps, concatenated."""
+
+    layer: ClassVar[type[nn.Module]] = DenseLayer
+
+    def __init__(self, channels: int, growth: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DenseLayer(channels + i * growth, growth) for i in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for layer in self.layers:
+            features.append(layer(*features))
+        return torch.cat(features, 1)
+
+
+class ChainedLayer(_Grown):
+    """Returns its input with `growth` more channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.grow(x)], 1)
+
+
+class ChainedBlock(nn.Sequential):
+    """`layers` dense layers, each of which returns all channels so far.
+
+    It computes the same as `DenseBlock`, by another graph: the concatenations are between the layers, and may be saved.
+    """
+
+    layer: ClassVar[type[nn.Module]] = ChainedLayer
+
+    def __init__(self, channels: int, growth: int, layers: int) -> None:
+        super().__init__(*(ChainedLayer(channels + i * growth, growth) for i in range(layers)))
+
+
+class DenseNet(nn.Module):
+    """DenseNet-BC: bottleneck layers of 4 x growth channels, and transitions that halve the channels.
+
+    Args:
+        growth: channels that a dense layer adds (the paper's k).
+        layers: dense layers in each block.
+        classes: outputs.
+        small: a 3x3 stem for 32x32 images; otherwise the 7x7 stem with pooling for 224x224 ones.
+        dense: the class of the blocks.
+    """
+
+    def __init__(
+        self,
+        growth: int,
+        layers: tuple[int, ...],
+        *,
+        classes: int,
+        small: bool,
+        dense: type[DenseBlock | ChainedBlock] = DenseBlock,
+    ) -> None:
+        super().__init__()
+        self.block = dense.layer
+        channels = 2 * growth
+        stages: list[nn.Module] = [_stem(channels, small=small, normalise=not small)]
+        for i, count in enumerate(layers):
+            stages.append(dense(channels, growth, count))
+            channels += count * growth
+            if i < len(layers) - 1:
+                stages.append(_transition(channels))
+                channels //= 2
+        self.features = nn.Sequential(*stages, nn.BatchNorm2d(channels), nn.ReLU())
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).mean((2, 3)))
+
+
+def _transition(channels: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.Conv2d(channels, channels // 2, 1, bias=False),
+        nn.AvgPool2d(2),
+    )
+
+
+def _stem(channels: int, *, small: bool, normalise: bool) -> nn.Sequential:
+    conv = (
+        nn.Conv2d(3, channels, 3, padding=1, bias=False)
+        if small
+        else nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False)
+    )
+    norm = [nn.BatchNorm2d(channels), nn.ReLU()] if normalise else []
+    pool = [] if small else [nn.MaxPool2d(3, stride=2, padding=1)]
+    return nn.Sequential(conv, *norm, *pool)
+
+
+def densenet121(classes: int = 1000) -> DenseNet:
+    """DenseNet-121, k=32, for images from 3x64x64 up, 3x224x224 in the paper (8.0 million parameters)."""
+    return DenseNet(32, (6, 12, 24, 16), classes=classes, small=False)
+
+
+# ---- ResNet -------------------------------------------------------------------------------------
+
+
+class Bottleneck(nn.Module):
+    """conv1x1-conv3x3-conv1x1 with BatchNorm, and a shortcut (a 1x1 convolution where shapes differ)."""
+
+    expansion: ClassVar[int] = 4
+    """Channels of its output over its width."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        out = self.expansion * width
+        self.conv1, self.norm1 = nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.conv3, self.norm3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
+        self.shortcut = _shortcut(channels, out, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.norm1(self.conv1(x)))
+        h = F.relu(self.norm2(self.conv2(h)))
+        return F.relu(self.norm3(self.conv3(h)) + self.shortcut(x))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions with BatchNorm, and a shortcut (a 1x1 convolution where shapes differ)."""
+
+    expansion: ClassVar[int] = 1
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.shortcut = _shortcut(channels, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(h)) + self.shortcut(x))
+
+
+def _shortcut(channels: int, out: int, stride: int) -> nn.Module:
+    if stride == 1 and channels == out:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(channels, out, 1, stride=stride, bias=False), nn.BatchNorm2d(out))
+
+
+class ResNet(nn.Module):
+    """A ResNet, the stride of bottlenecks in the 3x3 convolution.
+
+    Args:
+        layers: blocks in each of the stages.
+        classes: outputs.
+        small: a 3x3 stem for 32x32 images; otherwise the 7x7 stem with pooling for 224x224 ones.
+        block: the class of the blocks.
+        width: of the blocks of the first stage, doubled in each of the others.
+    """
+
+    def __init__(
+        self,
+        layers: tuple[int, ...],
+        *,
+        classes: int,
+        small: bool,
+        block: type[Bottleneck | BasicBlock] = Bottleneck,
+        width: int = 64,
+    ) -> None:
+        super().__init__()
+        self.block = block
+        channels = width
+        stages: list[nn.Module] = [_stem(width, small=small, normalise=True)]
+        for stage, count in enumerate(layers):
+            for i in range(count):
+                stages.append(block(channels, width << stage, stride=2 if stage and not i else 1))
+                channels = block.expansion * (width << stage)
+        self.features = nn.Sequential(*stages)
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).mean((2, 3)))
+
+
+def resnet50(classes: int = 1000, *, small: bool = False) -> ResNet:
+    """ResNet-50 (25.6 million parameters with 1000 classes)."""
+    return ResNet((3, 4, 6, 3), classes=classes, small=small)
+
+
+# ---- AlexNet and VGG ----------------------------------------------------------------------------
+
+
+class Stage(nn.Sequential):
+    """Convolutions with ReLU, and what pools after them."""
+
+
+class _Classified(nn.Module):
+    """Stages of convolutions, and a classifier of two hidden layers on `side` x `side` features."""
+
+    block: ClassVar[type[nn.Module]] = Stage
+
+    def __init__(self, stages: list[Stage], channels: int, side: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(*stages)
+        self.pool = nn.AdaptiveAvgPool2d(side)
+        self.classifier = nn.Sequential(
+            nn.Linear(channels * side * side, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, classes),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.pool(self.features(x)).flatten(1))
+
+
+class AlexNet(_Classified):
+    """AlexNet in one tower, for images from 3x63x63 up; `hidden` is the classifier's width."""
+
+    def __init__(self, *, hidden: int = 4096, classes: int = 1000) -> None:
+        stages = [
+            Stage(nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+            Stage(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+            Stage(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU()),
+            Stage(nn.Conv2d(384, 256, 3, padding=1), nn.ReLU()),
+            Stage(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        ]
+        super().__init__(stages, 256, 6, hidden, classes)
+
+
+class VGG(_Classified):
+    """VGG without BatchNorm, for images from 3x32x32 up.
+
+    Args:
+        layers: convolutions in each of the five stages.
+        hidden: the classifier's width.
+        classes: outputs.
+    """
+
+    def __init__(self, layers: tuple[int, ...], *, hidden: int = 4096, classes: int = 1000) -> None:
+        widths = (3, 64, 128, 256, 512, 512)
+        stages = [_vgg_stage(*sizes) for sizes in zip(widths, widths[1:], layers, strict=False)]
+        super().__init__(stages, widths[-1], 7, hidden, classes)
+
+
+def _vgg_stage(channels: int, width: int, layers: int) -> Stage:
+    convolutions = [nn.Conv2d(width if i else channels, width, 3, padding=1) for i in range(layers)]
+    return Stage(*(module for conv in convolutions for module in (conv, nn.ReLU())), nn.MaxPool2d(2))
+
+
+class ConvNorm(nn.Sequential):
+    """Convolution, BatchNorm, ReLU."""
+
+    def __init__(self, channels: int, out: int, kernel: int, *, stride: int = 1) -> None:
+        conv = nn.Conv2d(channels, out, kernel, stride=stride, padding=kernel // 2, bias=False)
+        super().__init__(conv, nn.BatchNorm2d(out), nn.ReLU())
+
+
+class VGGStage(nn.Sequential):
+    """Convolutions of one width, and the pooling after them."""
+
+    def __init__(self, channels: int, out: int, layers: int) -> None:
+        convolutions = [ConvNorm(channels if i == 0 else out, out, 3) for i in range(layers)]
+        super().__init__(*convolutions, nn.MaxPool2d(2))
+
+
+class NormalisedVGG(nn.Module):
+    """VGG-16 with BatchNorm (configuration D), with dropout in the classifier.
+
+    Args:
+        width: channels of the first stage; later stages have up to eight times as many.
+        hidden: width of the classifier.
+        side: height and width of the images.
+        classes: outputs.
+    """
+
+    block: ClassVar[type[nn.Module]] = VGGStage
+
+    def __init__(self, *, width: int = 64, hidden: int = 4096, side: int = 224, classes: int = 10) -> None:
+        super().__init__()
+        widths = [3, width, 2 * width, 4 * width, 8 * width, 8 * width]
+        self.features = nn.Sequential(
+            *(VGGStage(a, b, n) for a, b, n in zip(widths, widths[1:], (2, 2, 3, 3, 3), strict=False))
+        )
+        self.classifier = nn.Sequential(
+            nn.Linear(widths[-1] * (side // 32) ** 2, hidden),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Linear(hidden, classes),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x).flatten(1))
+
+
+# ---- Inception ----------------------------------------------------------------------------------
+
+
+class Branches(nn.ModuleList):
+    """Modules side by side on the same input, their results concatenated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([branch(x) for branch in self], 1)
+
+
+class Inception(Branches):
+    """Four branches: 1x1, 3x3 and 5x5 convolutions, and a pooling.
+
+    Args:
+        channels: of the input.
+        widths: 1x1; 1x1 before 3x3, 3x3; 1x1 before 5x5, 5x5; 1x1 after the pooling.
+    """
+
+    def __init__(self, channels: int, widths: tuple[int, int, int, int, int, int]) -> None:
+        one, before_three, three, before_five, five, pool = widths
+        super().__init__(
+            [
+                ConvNorm(channels, one, 1),
+                nn.Sequential(ConvNorm(channels, before_three, 1), ConvNorm(before_three, three, 3)),
+                nn.Sequential(ConvNorm(channels, before_five, 1), ConvNorm(before_five, five, 5)),
+                nn.Sequential(nn.MaxPool2d(3, stride=1, padding=1), ConvNorm(channels, pool, 1)),
+            ]
+        )
+
+
+class GoogLeNet(nn.Module):
+    """GoogLeNet with BatchNorm: nine inception modules; `divisor` narrows all of it."""
+
+    block: ClassVar[type[nn.Module]] = Inception
+
+    TABLE: ClassVar[list[list[tuple[int, int, int, int, int, int]]]] = [
+        [(64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64)],
+        [
+            (192, 96, 208, 16, 48, 64),
+            (160, 112, 224, 24, 64, 64),
+            (128, 128, 256, 24, 64, 64),
+            (112, 144, 288, 32, 64, 64),
+            (256, 160, 320, 32, 128, 128),
+        ],
+        [(256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128)],
+    ]
+    """Table 1 of the paper, by stage."""
+
+    def __init__(self, *, divisor: int = 1, classes: int = 10) -> None:
+        super().__init__()
+        channels = 192 // divisor
+        stages: list[nn.Module] = [
+            ConvNorm(3, 64 // divisor, 7, stride=2),
+            nn.MaxPool2d(3, stride=2, padding=1),
+            ConvNorm(64 // divisor, 64 // divisor, 1),
+            ConvNorm(64 // divisor, channels, 3),
+        ]
+        for stage in self.TABLE:
+            stages.append(nn.MaxPool2d(3, stride=2, padding=1))
+            for row in stage:
+                a, b, c, d, e, f = (max(1, width // divisor) for width in row)
+                stages.append(Inception(channels, (a, b, c, d, e, f)))
+                channels = a + c + e + f
+        self.features = nn.Sequential(*stages)
+        self.dropout = nn.Dropout(0.4)
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.dropout(self.features(x).mean((2, 3))))
+
+
+Kernel = int | tuple[int, int]
+
+
+def _conv(channels: int, out: int, kernel: Kernel, *, stride: int = 1, valid: bool = False) -> nn.Sequential:
+    """Convolution, BatchNorm, ReLU; padded to the size of its input unless `valid`."""
+    high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
+    padding = 0 if valid else (high // 2, wide // 2)
+    conv = nn.Conv2d(channels, out, (high, wide), stride=stride, padding=padding, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(out, eps=1e-3), nn.ReLU())
+
+
+def _convs(channels: int, *layers: tuple[int, Kernel]) -> nn.Sequential:
+    """Several `_conv`, one after the other, of these widths and kernels."""
+    widths = [channels, *(width for width, _ in layers)]
+    return nn.Sequential(*(_conv(a, b, kernel) for a, b, (_, kernel) in zip(widths, widths[1:], layers, strict=False)))
+
+
+def _pooled(channels: int, out: int) -> nn.Sequential:
+    return nn.Sequential(nn.AvgPool2d(3, 1, 1), _conv(channels, out, 1))
+
+
+def _fine(channels: int, pool: int) -> Branches:
+    """The module of the 35x35 grid: 3x3 and 5x5 convolutions."""
+    return Branches(
+        [
+            _conv(channels, 64, 1),
+            _convs(channels, (48, 1), (64, 5)),
+            _convs(channels, (64, 1), (96, 3), (96, 3)),
+            _pooled(channels, pool),
+        ]
+    )
+
+
+def _factorised(channels: int, width: int) -> Branches:
+    """The module of the 17x17 grid: 7x7 convolutions as products of 1x7 and 7x1."""
+    row, column = (1, 7), (7, 1)
+    twice = [(width, 1), (width, column), (width, row), (width, column), (192, row)]
+    return Branches(
+        [
+            _conv(channels, 192, 1),
+            _convs(channels, (width, 1), (width, row), (192, column)),
+            _convs(channels, *twice),
+            _pooled(channels, 192),
+        ]
+    )
+
+
+def _expanded(channels: int) -> Branches:
+    """The module of the 8x8 grid: 3x3 convolutions split into a row and a column side by side."""
+
+    def split(width: int) -> Branches:
+        return Branches([_conv(width, 384, (1, 3)), _conv(width, 384, (3, 1))])
+
+    return Branches(
+        [
+            _conv(channels, 320, 1),
+            nn.Sequential(_conv(channels, 384, 1), split(384)),
+            nn.Sequential(_convs(channels, (448, 1), (384, 3)), split(384)),
+            _pooled(channels, 192),
+        ]
+    )
+
+
+def _shrunk(channels: int) -> Branches:
+    """From the 35x35 grid to the 17x17 one."""
+    three = _conv(channels, 384, 3, stride=2, valid=True)
+    double = nn.Sequential(_convs(channels, (64, 1), (96, 3)), _conv(96, 96, 3, stride=2, valid=True))
+    return Branches([three, double, nn.MaxPool2d(3, 2)])
+
+
+def _shrunk_again(channels: int) -> Branches:
+    """From the 17x17 grid to the 8x8 one."""
+    three = nn.Sequential(_conv(channels, 192, 1), _conv(192, 320, 3, stride=2, valid=True))
+    seven = _convs(channels, (192, 1), (192, (1, 7)), (192, (7, 1)))
+    return Branches([three, nn.Sequential(seven, _conv(192, 192, 3, stride=2, valid=True)), nn.MaxPool2d(3, 2)])
+
+
+class InceptionV3(nn.Module):
+    """Inception-v3 without auxiliary classifier, for images from 3x75x75 up, 3x299x299 in its paper."""
+
+    block: ClassVar[type[nn.Module]] = Branches
+
+    def __init__(self, *, classes: int = 1000) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            _conv(3, 32, 3, stride=2, valid=True),
+            _conv(32, 32, 3, valid=True),
+            _conv(32, 64, 3),
+            nn.MaxPool2d(3, 2),
+            _conv(64, 80, 1),
+            _conv(80, 192, 3, valid=True),
+            nn.MaxPool2d(3, 2),
+            *(_fine(channels, pool) for channels, pool in ((192, 32), (256, 64), (288, 64))),
+            _shrunk(288),
+            *(_factorised(768, width) for width in (128, 160, 160, 192)),
+            _shrunk_again(768),
+            *(_expanded(channels) for channels in (1280, 2048)),
+        )
+        self.head = nn.Linear(2048, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).mean((2, 3)))
+
+
+# ---- U-Net --------------------------------------------------------------------------------------
+
+
+class DoubleConv(nn.Sequential):
+    """Two 3x3 convolutions with BatchNorm and ReLU."""
+
+    def __init__(self, channels: int, out: int) -> None:
+        super().__init__(ConvNorm(channels, out, 3), ConvNorm(out, out, 3))
+
+
+class UNet(nn.Module):
+    """U-Net: `depth` times down and up again, with a skip connection at each resolution.
+
+    Args:
+        width: channels at the full resolution, 64 in the paper.
+        depth: poolings, 4 in the paper.
+        classes: outputs per pixel.
+    """
+
+    block: ClassVar[type[nn.Module]] = DoubleConv
+
+    def __init__(self, *, width: int = 64, depth: int = 4, classes: int = 2) -> None:
+        super().__init__()
+        widths = [width << i for i in range(depth + 1)]
+        self.down = nn.ModuleList(DoubleConv(a, b) for a, b in zip([3, *widths], widths, strict=False))
+        pairs = list(zip(widths[1:], widths, strict=False))[::-1]
+        self.widen = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, stride=2) for a, b in pairs)
+        self.up = nn.ModuleList(DoubleConv(2 * b, b) for _, b in pairs)
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for i, stage in enumerate(self.down):
+            x = stage(F.max_pool2d(x, 2) if i else x)
+            skips.append(x)
+        skips.pop()
+        for widen, stage in zip(self.widen, self.up, strict=True):
+            x = stage(torch.cat([skips.pop(), widen(x)], 1))
+        return self.head(x)

@@ -1,0 +1,151 @@
+"""Facts: what can be told of a value besides the tensors in it, so that two times can be compared."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import copyreg
+import decimal
+import enum
+import io
+import sys
+import types
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+
+from fckpt._call.places import ARRAYS, PLAIN
+
+__all__ = ["LARGE", "SCRIPT", "Unguarded", "attribute", "fact", "is_library", "is_small", "is_user_class"]
+
+LARGE = 1000
+"""Entries of a container that is data rather than state."""
+SCRIPT = "TorchScript, which differentiates by formulas of its own"
+
+
+class Unguarded:
+    """A value of which nothing can be told that decides whether a plan made with it is valid still."""
+
+    __slots__ = ("what",)
+
+    def __init__(self, what: str):
+        self.what = what
+
+
+def fact(value: Any) -> Any:
+    """What can be told of a value without the tensors in it: hashable, and equal for what a function treats alike.
+
+    `Unguarded` where nothing can be told that would do.
+    """
+    kind = type(value)
+    if kind in PLAIN:
+        return (kind, repr(value)) if kind in (float, complex) else (kind, value)  # NaN equals itself here
+    if kind is types.FunctionType:
+        return value.__code__
+    if isinstance(value, (enum.Enum, torch.dtype, torch.device, torch.Size, type, range, decimal.Decimal, Fraction)):
+        return (kind, value.name) if isinstance(value, enum.Enum) else (kind, value)
+    if isinstance(value, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        return Unguarded(SCRIPT)
+    if kind is slice:
+        return (kind, fact(value.start), fact(value.stop), fact(value.step))
+    if isinstance(value, (list, tuple, dict, set, frozenset, collections.deque)):
+        return _fact_of_container(value, kind)
+    if isinstance(value, (torch.Generator, types.BuiltinFunctionType)):
+        return (kind, id(value))
+    if isinstance(value, contextvars.ContextVar):
+        return (kind, fact(value.get(None)))
+    if isinstance(value, (Iterator, io.IOBase)) and not is_user_class(kind):
+        return Unguarded(f"a {kind.__name__}, which changes when it is read")
+    if isinstance(value, np.generic):
+        return (kind, value.tobytes())
+    if isinstance(value, np.ndarray):
+        if value.dtype == object or value.nbytes > _BYTES:
+            return Unguarded(f"a NumPy array of {value.nbytes} bytes")
+        return (kind, value.shape, str(value.dtype), value.tobytes())
+    for base in (int, float, complex, str, bytes):
+        if isinstance(value, base):  # an instance of a user's subclass
+            return (kind, _converted(value, base))
+    if isinstance(value, types.MappingProxyType):
+        return _fact_of_container(dict(value), kind)
+    if kind is memoryview:
+        return (kind, value.tobytes()) if value.nbytes <= _BYTES else Unguarded(f"a memoryview of {value.nbytes} bytes")
+    return _fact_of_pythons(value, kind)
+
+
+def _fact_of_pythons(value: Any, kind: type) -> Any:
+    """What can be told of an object: its class, and what pickle would write of it if its data lie in C.
+
+    So `datetime`, `Path`, `re.Pattern`, `bytearray` and their like tell all they hold. What is no data (a lock, a
+    thread) cannot be pickled; what lies in a `__dict__` is looked at by the walk.
+    """
+    if kind.__module__.partition(".")[0] not in sys.stdlib_module_names or type(attribute(value, "__dict__")) is dict:
+        return kind
+    if isinstance(value, ARRAYS) and not is_small(value):
+        return Unguarded(f"a {kind.__name__} of {len(value)} entries")
+    try:
+        reduce = copyreg.dispatch_table.get(kind)
+        parts = value.__reduce_ex__(4) if reduce is None else reduce(value)
+    except Exception:
+        return kind
+    return (kind, *map(_fact_within, parts)) if isinstance(parts, tuple) else kind
+
+
+def _fact_within(value: Any) -> Any:
+    """The fact of what pickle would write, with what its containers hold."""
+    if isinstance(value, (tuple, list)):
+        return (type(value), *map(_fact_within, value))
+    if isinstance(value, dict):
+        return (dict, *[(_fact_within(k), _fact_within(v)) for k, v in value.items()])
+    return fact(value)
+
+
+def _converted(value: Any, base: Any) -> Any:
+    """Returns the number or text that an instance of a subclass is."""
+    plain = base(value)
+    return repr(plain) if base in (float, complex) else plain
+
+
+def _fact_of_container(value: Any, kind: type) -> Any:
+    if len(value) > LARGE:
+        return Unguarded(f"a {kind.__name__} of {len(value)} entries")
+    if isinstance(value, tuple):
+        return (kind, tuple(map(fact, value)))
+    if isinstance(value, (set, frozenset)):
+        return (kind, frozenset(map(fact, value)))
+    if isinstance(value, dict) and all(type(k) in PLAIN for k in value):
+        return (kind, tuple(value))
+    return (kind, len(value))
+
+
+_BYTES = 1 << 16
+
+
+def is_small(value: Any) -> bool:
+    """Whether an array holds few numbers, and no objects."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes <= _BYTES and not value.dtype.hasobject
+    return len(value) * getattr(value, "itemsize", 1) <= _BYTES
+
+
+def is_user_class(kind: type) -> bool:
+    """Whether a class is neither Python's nor torch's."""
+    return not is_library(getattr(kind, "__module__", None) or "")
+
+
+def is_library(module: str) -> bool:
+    """Whether a module is part of Python, of torch or of what fckpt is built on."""
+    return module.partition(".")[0] in _LIBRARIES
+
+
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "optree", "fckpt"}) - {"__main__"}
+
+
+def attribute(value: Any, name: str, default: Any = None) -> Any:
+    """An attribute of any object, or the default."""
+    try:
+        return getattr(value, name, default)
+    except Exception:  # a lazy proxy, say, that cannot be resolved
+        return default
