@@ -11,6 +11,10 @@ from rich.console import Console
 BENCHES = {
     "demo": ("Hugging Face models: peak, time and bits, within a budget and without", "3 minutes"),
     "overhead": ("time of a call of remat and grad, and steps with a region per block", "4 minutes"),
+    "step_picture": (
+        "a picture of a training step of BERT: memory, plain and planned, with recomputations",
+        "a minute",
+    ),
     "planning": ("seconds to trace and to plan, for steps of 90 to 9,000 operations", "2 minutes"),
     "budgets": ("eleven networks: predicted and measured peaks, and times, for ten budgets", "half an hour"),
     "equal_memory": ("eleven networks: time in the memory of PyTorch's checkpoint or torch.compile", "an hour"),

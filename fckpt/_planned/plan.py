@@ -126,11 +126,23 @@ class Plan:
         line = summary_line(self.timeline, self.baseline, solver=self.solver, budget=self.budget_bytes, gap=known)
         return f"<Plan: {line}>"
 
-    def _repr_html_(self) -> str:
-        """Returns a picture of the memory over time, plain and planned, which notebooks show."""
+    def svg(self) -> str:
+        """Returns a picture of the memory over the steps, plain and planned, as an `<svg>` element.
+
+        A strip below the curves marks the steps in which the plan recomputes.
+
+        Example:
+            >>> import torch, fckpt
+            >>> plan = fckpt.plan(lambda w: w.sin().exp().sum(), torch.ones(8, requires_grad=True), budget=1.0)
+            >>> plan.svg().startswith("<svg ")
+            True
+        """
         steps = (len(plain_schedule(self.graph).forward), len(self.schedule.forward))
-        svg = memory_svg(self.baseline, self.timeline, self.budget_bytes, forward_steps=steps)
-        return f"{svg}<pre>{html.escape(str(self))}</pre>"
+        return memory_svg(self.baseline, self.timeline, self.budget_bytes, forward_steps=steps)
+
+    def _repr_html_(self) -> str:
+        """Returns the picture and the summary, which notebooks show."""
+        return f"{self.svg()}<pre>{html.escape(str(self))}</pre>"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as plain data, which `from_json` reads."""

@@ -33,6 +33,8 @@ class Timeline:
     """The part of `seconds` spent on nodes that had been computed before."""
     recomputed_nodes: int
     """The number of recomputations."""
+    recomputed_steps: tuple[int, ...] = ()
+    """The steps that recompute a node, as positions in `live_nbytes`."""
 
     @property
     def overhead(self) -> float:
@@ -68,7 +70,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
         forward_nbytes=forward_nbytes,
         seconds=run.seconds,
         recomputed_seconds=run.recomputed_seconds,
-        recomputed_nodes=run.recomputed_nodes,
+        recomputed_nodes=len(run.recomputed_steps),
+        recomputed_steps=tuple(run.recomputed_steps),
     )
 
 
@@ -87,7 +90,7 @@ class _Run:
         self.last_random = -1
         self.seconds = 0.0
         self.recomputed_seconds = 0.0
-        self.recomputed_nodes = 0
+        self.recomputed_steps: list[int] = []
         self.permanent = graph.held.union(graph.outputs, graph.gradients)
         self.gone: dict[int, int] = {}
         """By value that a node has overwritten for good: that node."""
@@ -134,7 +137,7 @@ class _Run:
             if node.once:
                 raise ScheduleError(f"node {index} ({node.op}) runs twice, but must run once.")
             self.recomputed_seconds += node.seconds
-            self.recomputed_nodes += 1
+            self.recomputed_steps.append(len(self.profile) - 1)
         elif node.random:
             if index < self.last_random:
                 raise ScheduleError(f"random node {index} ({node.op}) runs after random node {self.last_random}.")

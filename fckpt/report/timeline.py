@@ -55,6 +55,8 @@ def memory_svg(
         budget: the budget in bytes, drawn as a dashed line; None if there was none.
         forward_steps: the number of steps of each forward pass. If given, the starts of the backward passes are marked.
 
+    A strip below the axis marks the steps in which the plan recomputes.
+
     Returns:
         An `<svg>` element, for a page or a file. Peaks are exact for any number of steps.
 
@@ -73,6 +75,7 @@ def memory_svg(
     if forward_steps is not None:
         parts += _boundaries(axes, forward_steps)
     parts += [_curve(axes, before.live_nbytes, BEFORE), _curve(axes, after.live_nbytes, AFTER)]
+    parts += _recomputed(axes, after.recomputed_steps)
     if budget is not None:
         parts.append(_line(LEFT, axes.y(budget), WIDTH - RIGHT, axes.y(budget), BUDGET, 'stroke-dasharray="6 4"'))
     parts += _legend(before, after, budget)
@@ -115,6 +118,20 @@ def _thinned(live: Sequence[int]) -> list[tuple[int, int]]:
     return [(i, max(live[i : i + stride])) for i in range(0, len(live), stride)]
 
 
+def _recomputed(axes: _Axes, steps: Sequence[int]) -> list[str]:
+    """Returns a strip below the axis, filled where the plan recomputes; neighbouring steps share a rectangle."""
+    gap = axes.steps / POINTS
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step - runs[-1][1] <= gap:
+            runs[-1][1] = step + 1
+        else:
+            runs.append([step, step + 1])
+    y = HEIGHT - BOTTOM + 2
+    path = "".join(f"M{axes.x(start)} {y}H{axes.x(end)}v5H{axes.x(start)}z" for start, end in runs)
+    return [f'<path d="{path}" fill="{AFTER}"/>'] if path else []
+
+
 def _y_axis(axes: _Axes, tick: float, unit: str, factor: int) -> list[str]:
     parts = []
     for i in range(round(axes.nbytes / tick) + 1):
@@ -147,9 +164,11 @@ def _legend(before: Timeline, after: Timeline, budget: int | None) -> list[str]:
     ]
     if budget is not None:
         entries.append((BUDGET, f"budget: {format_bytes(budget)}"))
+    if after.recomputed_steps:
+        entries.append((AFTER, "recomputed: strip below"))
     parts = []
     for i, (colour, text) in enumerate(entries):
-        x = LEFT + 200 * i
+        x = LEFT - 40 + 170 * i
         parts += [_line(x, 16, x + 18, 16, colour, 'stroke-width="3"'), _text(x + 24, 20, text, "start")]
     return parts
 
