@@ -22,6 +22,9 @@ import fckpt
 from benches.common.command import script_parser
 from fckpt.cost import Analytic, profile_of
 
+sys.path.append(str(Path(__file__).parent.parent / "docs" / "examples"))
+import repair_torchvision  # noqa: F401  transformers imports torchvision, if it is there
+
 __all__ = ["main", "plan_of"]
 
 

@@ -821,6 +821,17 @@ class SignOfZeroInTuple(Attribute):
         self.number = (-0.0, 1)
 
 
+class KindOfNumberInTuple(Attribute):
+    def __init__(self) -> None:
+        self.number = (1.0, 1)
+
+    def read(self) -> Any:
+        return 3 if self.number[0] is True else 2
+
+    def write(self, number: int) -> None:
+        self.number = (True, 1)
+
+
 # Of Python's own, with data that lie in C.
 
 

@@ -1,7 +1,7 @@
 """Guards that Dynamo omits: on built-in names, on the sign of zero, and on environment variables read through `os`.
 
 * Python looks up a built-in name in the globals first, where a later assignment (`max = my_max`) hides the built-in.
-* 0.0 equals -0.0, but the two can give different results.
+* 0.0 equals -0.0, but the two can give different results; (1.0, 0.0) equals (True, False).
 * Dynamo does not guard the globals of Python's own modules, and `os.getenv` reads the environment through one of them.
 
 Seen on torch 2.11 and 2.13.
@@ -61,12 +61,25 @@ def _noting(names: BuiltinNames) -> Callable[[Callable[..., Any]], Callable[...,
     return wrapped
 
 
-def _is_zero(value: Any) -> bool:
+def _may_equal_another(value: Any) -> bool:
+    """Whether something may equal a value and be another one: -0.0 a zero, or 1.0 and True each other in a container.
+
+    Containers of nothing but ints, strides and sizes for the most part, are left alone: there are hundreds.
+    """
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return any(isinstance(v, (bool, float, complex)) or _may_equal_another(v) for v in value)
     return isinstance(value, (float, complex)) and 0.0 in (value.real, value.imag)
 
 
-def _signs(value: Any) -> tuple[float, float]:
-    return math.copysign(1.0, value.real), math.copysign(1.0, value.imag)
+def _exactly(value: Any) -> Any:
+    """A value with the kinds and the signs of the numbers in it."""
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(map(_exactly, value))
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_exactly, value))
+    if isinstance(value, (float, complex)):
+        return type(value), math.copysign(1.0, value.real), math.copysign(1.0, value.imag), repr(value)
+    return type(value), value
 
 
 def _guarding_sign(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,10 +87,13 @@ def _guarding_sign(original: Callable[..., Any]) -> Callable[..., Any]:
     def match(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
         original(self, guard, *args, **kwargs)
         value = self.get(guard)
-        if _is_zero(value):
-            then = _signs(value)
-            add, same = self.get_guard_manager(guard).add_lambda_guard, lambda now: _signs(now) == then
-            parts = [f"the sign of a zero, which was {value}"]
+        if _may_equal_another(value):
+            then = _exactly(value)
+            # The tuple itself is kept, so that no other one takes its address; lists and sets may change.
+            known = value if isinstance(value, (tuple, frozenset)) else None
+            same = lambda now: (now is known and known is not None) or _exactly(now) == then
+            add = self.get_guard_manager(guard).add_lambda_guard
+            parts = [f"the signs and kinds of the numbers in {value!r}"]
             try:
                 add(same, parts, guard.user_stack)
             except TypeError:  # torch 2.11
