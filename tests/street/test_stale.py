@@ -196,7 +196,7 @@ def test_traced_python_that_reads_what_changes_at_every_call_is_said() -> None:
     generator = torch.Generator()
     region = fckpt.remat(lambda x: (x * torch.rand(4, generator=generator) * SCALE["now"]).sin(), budget=1.0)
     x = torch.ones(4, requires_grad=True)
-    with pytest.warns(fckpt.PlanWarning, match="third time in a row.*closes over"):
+    with pytest.warns(fckpt.PlanWarning, match="third time in a row.*closure"):
         for _ in range(4):
             SCALE["now"] += 1
             region(x).sum().backward()
