@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read_json(tmp_path / "x.json") == {**document, "pair": [1, 2]}
     write_json(tmp_path / "x.json", {"third": 1 / 3, "bytes": 123_456_789})
     assert read_json(tmp_path / "x.json") == {"third": 0.3333333, "bytes": 123_456_789}
+
+
+def test_the_picture_of_a_step_says_what_the_command_finds(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert main(["step_picture", "--svg", str(tmp_path / "step.svg")]) == 0
+    for path in (tmp_path / "step.svg", ROOT / "docs" / "pictures" / "step.svg"):
+        assert {"plain: peak 373 MiB", "plan: peak 149 MiB"} <= {*re.findall(r">([^<>]+)</text>", path.read_text())}

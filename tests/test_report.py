@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fckpt.graph import Graph, Node, Schedule, Timeline, Value, schedule_of, simulate
+from fckpt.graph import Compute, Graph, Node, Schedule, Timeline, Value, schedule_of, simulate
 from fckpt.report import summary, timeline
 from fckpt.report.summary import summary_line, summary_table
 from fckpt.report.table import Residual, aligned, format_residuals, held_between, residuals, shortened
@@ -344,3 +344,15 @@ def test_long_curves_keep_their_peak(live: list[int], shift: int) -> None:
 def test_pictures_do_not_share_ids() -> None:
     first, second = memory_svg(of(3), of(2)), memory_svg(of(3), of(1))
     assert not set(re.findall('id="([^"]+)"', first)) & set(re.findall('id="([^"]+)"', second))
+
+
+def test_the_strip_marks_the_steps_that_recompute() -> None:
+    graph = layers(3)
+    forward, backward = [*range(graph.boundary)], [*range(graph.boundary, len(graph.nodes))]
+    plain = simulate(graph, schedule_of(graph, forward, backward))
+    assert plain.recomputed_steps == () and plain.recomputed_nodes == 0
+    schedule = schedule_of(graph, forward, [1, *backward])
+    again = simulate(graph, schedule)
+    steps = (*schedule.forward, *schedule.backward)
+    assert [steps[i] for i in again.recomputed_steps] == [Compute(1)] and again.recomputed_nodes == 1
+    assert "recomputed" in memory_svg(plain, again) and "recomputed" not in memory_svg(again, plain)

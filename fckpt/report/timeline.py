@@ -128,7 +128,7 @@ def _recomputed(axes: _Axes, steps: Sequence[int]) -> list[str]:
         else:
             runs.append([step, step + 1])
     y = HEIGHT - BOTTOM + 2
-    path = "".join(f"M{axes.x(start)} {y}H{axes.x(end)}v5H{axes.x(start)}z" for start, end in runs)
+    path = "".join(f"M{axes.x(start)} {y}H{axes.x(end)}v7H{axes.x(start)}z" for start, end in runs)
     return [f'<path d="{path}" fill="{AFTER}"/>'] if path else []
 
 
@@ -143,7 +143,7 @@ def _y_axis(axes: _Axes, tick: float, unit: str, factor: int) -> list[str]:
 
 def _x_axis(axes: _Axes) -> list[str]:
     tick = max(round(_round_up(axes.steps / 8)), 1)
-    y = HEIGHT - BOTTOM + 18
+    y = HEIGHT - BOTTOM + 22
     parts = [_text(axes.x(step), y, str(step), "middle") for step in range(0, axes.steps + 1, tick)]
     return [*parts, _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "steps", "middle")]
 

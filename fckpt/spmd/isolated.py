@@ -57,7 +57,7 @@ class Isolated:
     """A program for each rank."""
 
     def __init__(self, program: Callable[..., Any], args: Any, kwargs: Any, ranks: int):
-        reached = _Reached([program, [*args], dict(kwargs)])
+        reached = _Writable([program, [*args], dict(kwargs)])
         self.containers = reached.containers
         self.before = [_noted(held) for held in self.containers]
         self.programs: list[Callable[[], Any]] = [functools.partial(program, *args, **kwargs)]
@@ -101,7 +101,7 @@ class Rehearsal:
     """A function to be run without a trace, on other tensors."""
 
     def __init__(self, fn: Callable[..., Any], stand_in: Callable[[torch.Tensor], torch.Tensor]):
-        reached = _Reached([fn])
+        reached = _Writable([fn])
         self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By id: the tensors that it closes over, and those in their places."""
 
@@ -128,7 +128,7 @@ class Rehearsal:
 # ---- what a program finds --------------------------------------------------------------------------
 
 
-class _Reached:
+class _Writable:
     """What can be reached from some roots, and could be written to."""
 
     def __init__(self, roots: list[Any]):
