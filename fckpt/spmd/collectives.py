@@ -1,24 +1,7 @@
-"""Collectives: functions of pytrees that are differentiable, batched and traced like any other.
+"""Collectives: functions of pytrees that can be differentiated, batched and traced.
 
-Below are linear maps on whole tensors, each the transpose of one of them, and what has no derivative. As
-operations of torch they are nodes of a traced graph that name a mesh and its axes, or groups along them, and so are
-the same on every rank. All else (dimensions, tiles, pytrees in one message) is reshaping around them.
-
-    forward                         pulls back          seen as
-    all_reduce "sum", replicated    the same            psum
-    all_reduce "sum", invariant     identity            psum(out="invariant"); Megatron's g
-    identity                        all_reduce, inv.    pvary; Megatron's f
-    all_gather                      reduce_scatter      all_gather
-    reduce_scatter                  all_gather          psum_scatter
-    all_to_all                      all_to_all          all_to_all
-    permute                         permute, inverse    ppermute
-
-The conventions are those of JAX's `pmap`: `grad` is taken inside, of what this rank computes, and a psum pulls back to
-a psum. R. Frostig, M. Johnson, D. Maclaurin, A. Paszke, A. Radul, "Decomposing reverse-mode automatic differentiation",
-2021, https://arxiv.org/abs/2105.09469; "Efficient transposition of replication-inducing collectives", JAX enhancement
-proposal 17111, https://docs.jax.dev/en/latest/jep/17111-shmap-transpose.html.
-
-Private in torch 2.11 and 2.13: nothing here; see `c10d.py`.
+Each collective reshapes the tensors of a pytree into messages and applies a linear map of `linear.py`, which has the
+table of the maps and their transposes.
 """
 
 from __future__ import annotations
@@ -27,14 +10,14 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fckpt import _tree as trees
-from fckpt._call.messages import reuse_message
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
-from fckpt.spmd.mesh import Along, Axes, Mesh, current_mesh, transport_of
+from fckpt.spmd.linear import Linear, apply, extreme, rank_number
+from fckpt.spmd.mesh import Along, Axes, Mesh, current_mesh
 from fckpt.spmd.packing import divided, joined, packed, with_padding, without_padding
 
 __all__ = [
@@ -53,178 +36,6 @@ __all__ = [
     "received",
     "sums_watched",
 ]
-
-# ---- operations of torch ---------------------------------------------------------------------------
-
-_library = torch.library.Library("fckpt", "DEF")
-"""Lives as long as the operations are to be known."""
-
-
-def _operation(schema: str, shape: Callable[..., torch.Tensor]) -> Callable[[Callable[..., Any]], Any]:
-    """Registers an operation; `shape` makes its result without data."""
-
-    def register(compute: Callable[..., torch.Tensor]) -> Any:
-        name = schema.partition("(")[0]
-        _library.define(schema)
-        _library.impl(name, compute, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"fckpt::{name}", shape, lib=_library)
-        return getattr(torch.ops.fckpt, name)
-
-    return register
-
-
-def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _stacked(x: torch.Tensor, along: str, size: int, mesh: str) -> torch.Tensor:
-    return x.new_empty((size, *x.shape))
-
-
-def _first(x: torch.Tensor, along: str, mesh: str) -> torch.Tensor:
-    return x.new_empty(x.shape[1:])
-
-
-@_operation("all_reduce(Tensor x, str reduction, str along, str mesh) -> Tensor", _same)
-def _all_reduce(x: torch.Tensor, reduction: str, along: str, mesh: str) -> torch.Tensor:
-    return transport_of(mesh).all_reduce(x.contiguous(), reduction, Along.of(along))
-
-
-@_operation("all_gather(Tensor x, str along, int size, str mesh) -> Tensor", _stacked)
-def _all_gather(x: torch.Tensor, along: str, size: int, mesh: str) -> torch.Tensor:
-    return transport_of(mesh).all_gather(x.contiguous(), Along.of(along))
-
-
-@_operation("reduce_scatter(Tensor x, str along, str mesh) -> Tensor", _first)
-def _reduce_scatter(x: torch.Tensor, along: str, mesh: str) -> torch.Tensor:
-    return transport_of(mesh).reduce_scatter(x.contiguous(), Along.of(along))
-
-
-@_operation("all_to_all(Tensor x, str along, str mesh) -> Tensor", _same)
-def _all_to_all(x: torch.Tensor, along: str, mesh: str) -> torch.Tensor:
-    return transport_of(mesh).all_to_all(x.contiguous(), Along.of(along))
-
-
-@_operation("permute(Tensor x, int[] sources, str along, str mesh) -> Tensor", _same)
-def _permute(x: torch.Tensor, sources: Sequence[int], along: str, mesh: str) -> torch.Tensor:
-    return transport_of(mesh).permute(x.contiguous(), sources, Along.of(along))
-
-
-def _number(axes: str, device: torch.device, mesh: str) -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64, device=device)
-
-
-@_operation("axis_index(str axes, Device device, str mesh) -> Tensor", _number)
-def _axis_index(axes: str, device: torch.device, mesh: str) -> torch.Tensor:
-    return torch.tensor(Mesh.of_key(mesh).index(transport_of(mesh).rank, axes.split(",")), device=device)
-
-
-# ---- linear maps -----------------------------------------------------------------------------------
-
-
-class Linear(NamedTuple):
-    """A linear map on tensors of any shape, and what it pulls back to."""
-
-    kind: str
-    """sum: of all ranks, everywhere. total: the same, where the cotangents are alike. alike: the identity that pulls
-    back to total. shared: the identity of what all ranks have computed, whose cotangent each gets a part of: part,
-    which pulls back to mean. gather, scatter, exchange, permute."""
-    along: Along
-    mesh: Mesh
-    sources: tuple[int, ...] = ()
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Sends `x`. What adds up over ranks, or is exchanged, is not sent again where a function is rematerialised."""
-        if self.kind in ("sum", "total", "mean", "scatter", "exchange"):
-            return reuse_message((self, x.shape, x.dtype), lambda: self._sent(x))
-        return self._sent(x)
-
-    def _sent(self, x: torch.Tensor) -> torch.Tensor:
-        along, key = str(self.along), self.mesh.key
-        match self.kind:
-            case "sum" | "total":
-                return _all_reduce(x, "sum", along, key)
-            case "alike" | "shared":
-                return x.view_as(x)
-            case "part":
-                return x / self.mesh.reach(self.along)
-            case "mean":
-                return _all_reduce(x, "sum", along, key) / self.mesh.reach(self.along)
-            case "gather":
-                return _all_gather(x, along, self.mesh.reach(self.along), key)
-            case "scatter":
-                return _reduce_scatter(x, along, key)
-            case "exchange":
-                return _all_to_all(x, along, key)
-            case _:
-                return _permute(x, self.sources, along, key)
-
-    @property
-    def transpose(self) -> Linear:
-        """The map that cotangents take."""
-        kinds = {"total": "alike", "alike": "total", "gather": "scatter", "scatter": "gather"}
-        kinds |= {"shared": "part", "part": "mean", "mean": "part"}
-        inverse = [-1] * len(self.sources)
-        for target, source in enumerate(self.sources):
-            if source >= 0:
-                inverse[source] = target
-        return self._replace(kind=kinds.get(self.kind, self.kind), sources=tuple(inverse))
-
-
-class _Apply(torch.autograd.Function):
-    """A `Linear` map under autograd and all of torch.func."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        return linear(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.linear = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        return _Apply.apply(cotangents[0], ctx.linear.transpose), None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *operands: Any) -> Any:
-        x, linear = operands
-        return _Apply.apply(x.movedim(in_dims[0], -1), linear), -1
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _Apply.apply(tangents[0], ctx.linear)
-
-
-class _Extreme(torch.autograd.Function):
-    """The largest or smallest over the ranks, which has no derivative."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, reduction: str, along: str, mesh: str) -> torch.Tensor:
-        key = (reduction, along, mesh, x.shape, x.dtype)
-        return reuse_message(key, lambda: _all_reduce(x, reduction, along, mesh))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.reduction = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        raise _no_derivative(ctx.reduction)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *operands: Any) -> Any:
-        return _Extreme.apply(*operands), in_dims[0]
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _no_derivative(ctx.reduction)
-
-
-def _no_derivative(reduction: str) -> ArgumentValueError:
-    name = f"p{reduction}"
-    return ArgumentValueError(f"{name} has no derivative. Call it on x.detach(), or take it apart: psum has one.")
-
 
 # ---- functions of pytrees --------------------------------------------------------------------------
 
@@ -279,7 +90,7 @@ def _summed(function: str, tree: Any, axis: Axes, out: str, groups: Groups) -> A
     mesh, along = _where(function, axis, groups)
     if out not in ("replicated", "invariant"):
         raise ArgumentValueError(f"{function}: out is 'replicated' or 'invariant', not {out!r}.")
-    linear = Linear("sum" if out == "replicated" else "total", along, mesh)
+    linear = Linear("psum" if out == "replicated" else "psum_invariant", along, mesh)
 
     def multiplied(number: Any) -> Any:
         if along.uneven:
@@ -293,7 +104,7 @@ def _summed(function: str, tree: Any, axis: Axes, out: str, groups: Groups) -> A
         for leaf in trees.leaves(tree):
             if isinstance(leaf, torch.Tensor):
                 summing(leaf, along.axes)
-    send = lambda x: _Apply.apply(x, linear)
+    send = lambda x: apply(x, linear)
     return packed(function, tree, send, 0, begin=lambda x: _countable(function, x), scalar=multiplied)
 
 
@@ -368,14 +179,14 @@ def pmin(tree: Any, axis: Axes, *, axis_index_groups: Groups = None) -> Any:
 
 def _extreme(name: str, reduction: str, tree: Any, axis: Axes, groups: Groups) -> Any:
     mesh, along = _where(name, axis, groups)
-    extreme = lambda x: _Extreme.apply(x, reduction, str(along), mesh.key)
+    send = lambda x: extreme(x, reduction, str(along), mesh.key)
 
     def ordered(x: torch.Tensor) -> torch.Tensor:
         if x.is_complex():
             raise ArgumentTypeError(f"{name}: complex numbers have no order. Take it of x.abs(), or of x.real.")
         return x if x.dtype == torch.bool else _countable(name, x)
 
-    return packed(name, tree, extreme, 0, begin=ordered, scalar=lambda number: number)
+    return packed(name, tree, send, 0, begin=ordered, scalar=lambda number: number)
 
 
 def all_gather(
@@ -409,7 +220,7 @@ def all_gather(
         tensor([ 0,  1, 10, 11])
     """
     mesh, along = _where("all_gather", axis, axis_index_groups, even=True)
-    linear = Linear("gather", along, mesh)
+    linear = Linear("all_gather", along, mesh)
     if size is not None and not tiled:
         raise ArgumentValueError("all_gather: size is about a dimension that tiled=True puts together. Pass both.")
 
@@ -417,7 +228,7 @@ def all_gather(
         whole = joined("all_gather", x, dim, len(shape) + (not tiled), tiled)
         return whole if size is None else without_padding("all_gather", whole, dim, size, mesh.reach(along))
 
-    return packed("all_gather", tree, lambda x: _Apply.apply(x, linear), 0, finish=finish)
+    return packed("all_gather", tree, lambda x: apply(x, linear), 0, finish=finish)
 
 
 def psum_scatter(
@@ -443,7 +254,7 @@ def psum_scatter(
         [tensor([0, 2]), tensor([4, 0])]
     """
     mesh, along = _where("psum_scatter", axis, axis_index_groups, even=True)
-    linear, ranks = Linear("scatter", along, mesh), mesh.reach(along)
+    linear, ranks = Linear("psum_scatter", along, mesh), mesh.reach(along)
     if pad and not tiled:
         raise ArgumentValueError("psum_scatter: pad is about a dimension that tiled=True divides. Pass both.")
 
@@ -452,7 +263,7 @@ def psum_scatter(
         x = with_padding("psum_scatter", x, dim, ranks) if pad else x
         return divided("psum_scatter", x, dim, ranks, along, tiled)
 
-    return packed("psum_scatter", tree, lambda x: _Apply.apply(x, linear), 1, begin=begin)
+    return packed("psum_scatter", tree, lambda x: apply(x, linear), 1, begin=begin)
 
 
 def all_to_all(
@@ -480,11 +291,11 @@ def all_to_all(
         [tensor([ 0, 10]), tensor([ 1, 11])]
     """
     mesh, along = _where("all_to_all", axis, axis_index_groups, even=True)
-    linear, ranks = Linear("exchange", along, mesh), mesh.reach(along)
+    linear, ranks = Linear("all_to_all", along, mesh), mesh.reach(along)
 
     finish = lambda x, shape: joined("all_to_all", x, concat, len(shape) + (not tiled), tiled)
     begin = lambda x: divided("all_to_all", x, split, ranks, along, tiled)
-    return packed("all_to_all", tree, lambda x: _Apply.apply(x, linear), 1, begin=begin, finish=finish)
+    return packed("all_to_all", tree, lambda x: apply(x, linear), 1, begin=begin, finish=finish)
 
 
 def ppermute(tree: Any, axis: Axes, pairs: Sequence[tuple[int, int]]) -> Any:
@@ -523,18 +334,18 @@ def ppermute(tree: Any, axis: Axes, pairs: Sequence[tuple[int, int]]) -> Any:
         if sources[target] >= 0 or source in sources:
             raise ArgumentValueError(f"ppermute: {list(pairs)} names a source or a destination twice.")
         sources[target] = source
-    linear = Linear("permute", along, mesh, tuple(sources))
-    return packed("ppermute", tree, lambda x: _Apply.apply(x, linear), 0)
+    linear = Linear("ppermute", along, mesh, tuple(sources))
+    return packed("ppermute", tree, lambda x: apply(x, linear), 0)
 
 
 def received(x: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
     """Returns an argument that all ranks along `axes` have been given alike: its cotangents are summed over them."""
-    return _Apply.apply(x, Linear("alike", Along(axes), mesh))
+    return apply(x, Linear("pvary", Along(axes), mesh))
 
 
 def handed_on(x: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
     """Returns a result that all ranks along `axes` have alike: each gets its part of the cotangent."""
-    return _Apply.apply(x, Linear("shared", Along(axes), mesh))
+    return apply(x, Linear("replicated", Along(axes), mesh))
 
 
 def pvary(tree: Any, axis: Axes) -> Any:
@@ -553,8 +364,8 @@ def pvary(tree: Any, axis: Axes) -> Any:
         [tensor(3.), tensor(3.)]
     """
     mesh, along = _where("pvary", axis)
-    linear = Linear("alike", along, mesh)
-    return packed("pvary", tree, lambda x: _Apply.apply(x, linear), 0, scalar=lambda number: number)
+    linear = Linear("pvary", along, mesh)
+    return packed("pvary", tree, lambda x: apply(x, linear), 0, scalar=lambda number: number)
 
 
 def axis_size(axis: Axes) -> int:
@@ -580,7 +391,7 @@ def axis_index(axis: Axes, *, device: torch.device | str | None = None) -> torch
         [tensor(0), tensor(1)]
     """
     mesh, along = _where("axis_index", axis)
-    return _axis_index(str(along), torch.device(device or torch.get_default_device()), mesh.key)
+    return rank_number(str(along), torch.device(device or torch.get_default_device()), mesh.key)
 
 
 # ---- the mesh in use --------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def _apart_from_pvary(outputs: Sequence[torch.Tensor], alike: dict[int, Axes]) -
             continue
         seen.add((node, summed))
         linear = getattr(node, "linear", None)
-        if linear is not None and linear.kind == "alike":
+        if linear is not None and linear.kind == "pvary":
             summed |= frozenset(linear.along.axes)
         x = getattr(node, "variable", None)
         if x is not None and x.grad is None and alike.get(id(x), frozenset()) - summed:
