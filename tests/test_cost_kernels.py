@@ -300,3 +300,22 @@ def test_what_the_cache_says_is_checked(folder: Path, edit: dict[str, Any]) -> N
     again = fckpt.plan(fn, x, budget=1.0)
     assert [n.temporary_nbytes for n in again.graph.nodes] == [n.temporary_nbytes for n in first.graph.nodes]
     assert all(json.loads(line).keys() == lines[0].keys() for line in file.read_text().splitlines() if line)
+
+
+LAZY = {
+    "conjugate": lambda c: (c.conj() @ c.T).abs(),
+    "adjoint": lambda c: (c.mH @ c).abs(),
+    "negative": lambda c: (c.conj().imag.t() @ c.real).abs(),
+    "both sides": lambda c: (c.conj() @ c.mH.mH.T).real,
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_operands_that_a_kernel_must_copy_are_measured_so(name: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        h = x
+        for _ in range(4):
+            h = (h.sin() * 1.1).tanh()
+        return LAZY[name](torch.complex(h, x)).exp().sum() * 1e-3
+
+    check_peaks(fn, torch.randn(64, 32, requires_grad=True))

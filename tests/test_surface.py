@@ -38,7 +38,7 @@ PRIVATE = {
     "torch.serialization": ("spmd/files.py",),
     "torch.autograd": ("_recompute/", "_trace/", "cost/measured.py"),
     "torch.overrides": ("_recompute/closed_over.py", "_capture/"),
-    "torch.ops.aten": ("_trace/", "_capture/", "_planned/"),
+    "torch.ops.aten": ("_trace/", "_capture/", "_planned/", "cost/synthetic.py"),
     "torch": ("_recompute/", "_trace/", "_capture/"),
 }
 """Private parts of torch, and where alone they may be used; the longest prefix counts."""

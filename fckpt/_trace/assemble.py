@@ -180,6 +180,8 @@ class Assembly:
             tensor.device,
             self.known.get(storage, -1),
             int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
         )
 
     def _needed(self) -> set[int]:

@@ -52,6 +52,10 @@ class TensorSpec:
     """The storage of the tensor, as an index of `Graph.values`; -1 if the graph does not contain the storage."""
     offset: int = 0
     """The position of the first element in the storage, in elements."""
+    conj: bool = False
+    """Whether the tensor is a lazy conjugate: kernels that cannot read one copy it first, which takes memory."""
+    neg: bool = False
+    """Whether the tensor is a lazy negative, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +261,7 @@ def text_of(
         stride = "" if spec.value in cotangents else f"({stride})"
         layout = f"{str(spec.dtype).removeprefix('torch.')}[{shape}]{stride}"
         shared = "" if base is None else f" in %{base}"
+        shared += " conj" * spec.conj + " neg" * spec.neg
         return f"%{number}={layout}{spec.device if devices else ''}{shared}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(again, value))}]"

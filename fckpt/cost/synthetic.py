@@ -53,7 +53,11 @@ def _is_shared(specs: Sequence[TensorSpec], indices: Sequence[int], index: int) 
     """Whether a tensor shares memory with another one. A kernel may detect that, and copy one of the two."""
     spec = specs[index]
     kin = [specs[i] for i in indices if specs[i].value == spec.value >= 0]
-    return len(kin) > 1 and spec.dtype.is_floating_point and {s.dtype for s in kin} == {spec.dtype}
+    return (
+        len(kin) > 1
+        and (spec.dtype.is_floating_point or spec.dtype.is_complex)
+        and {s.dtype for s in kin} == {spec.dtype}
+    )
 
 
 def _views(specs: Sequence[TensorSpec], indices: Sequence[int], fill: str) -> dict[int, torch.Tensor]:
@@ -63,8 +67,9 @@ def _views(specs: Sequence[TensorSpec], indices: Sequence[int], fill: str) -> di
         kin = [i for i in indices if specs[i].value == value]
         first = min(specs[i].offset for i in kin)
         count = max(specs[i].offset - first + extent(specs[i]) for i in kin)
-        whole = _tensor(dataclasses.replace(specs[kin[0]], shape=(count,), stride=(1,)), 0, fill)
-        made |= {i: whole.as_strided(specs[i].shape, specs[i].stride, specs[i].offset - first) for i in kin}
+        whole = _tensor(dataclasses.replace(specs[kin[0]], shape=(count,), stride=(1,), conj=False, neg=False), 0, fill)
+        for i in kin:
+            made[i] = _lazy(whole.as_strided(specs[i].shape, specs[i].stride, specs[i].offset - first), specs[i])
     return made
 
 
@@ -134,7 +139,13 @@ def _tensor(spec: TensorSpec, bound: int, fill: str) -> torch.Tensor:
     rows, columns = (0, 0, *spec.shape)[-2:]
     if fill == "zeros" and rows == columns > 1 and spec.dtype.is_floating_point and 0 not in spec.stride:
         tensor.diagonal(dim1=-2, dim2=-1).add_(rows)
-    return tensor
+    return _lazy(tensor, spec)
+
+
+def _lazy(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Returns a tensor as the lazy conjugate or negative that `spec` describes."""
+    tensor = tensor.conj() if spec.conj else tensor
+    return torch.ops.aten._neg_view(tensor) if spec.neg else tensor
 
 
 def _numbers(dtype: torch.dtype, count: int, bound: int, fill: str) -> torch.Tensor:
