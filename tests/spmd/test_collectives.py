@@ -242,8 +242,8 @@ def test_errors_name_what_was_called():
         "pmax: complex": lambda: pmax(z, "i"),
         "pmin: complex": lambda: pmin(z, "i"),
         "pmean takes tensors": lambda: pmean("text", "i"),
-        "ppermute: pairs are": lambda: ppermute(x, "i", [0, 1]),  # type: ignore[list-item]
-        "ppermute: pairs are a list": lambda: ppermute(x, "i", 5),  # type: ignore[arg-type]
+        "ppermute: each pair must be": lambda: ppermute(x, "i", [0, 1]),  # type: ignore[list-item]
+        "ppermute: pairs must be a list": lambda: ppermute(x, "i", 5),  # type: ignore[arg-type]
         "all_gather: a dimension is a number": lambda: all_gather(x, "i", dim=None),  # type: ignore[arg-type]
         "all_to_all: a dimension is a number": lambda: all_to_all(x, "i", split="0", concat=0),  # type: ignore[arg-type]
         "psum takes dense tensors": lambda: psum({"w": torch.eye(2).to_sparse()}, "i"),
@@ -337,7 +337,7 @@ def test_remat_repeats_a_collective(monkeypatch: pytest.MonkeyPatch):
         (lambda x: psum(x, "j"), ArgumentValueError, r"psum: the mesh has no axis 'j'. It has 'i'."),
         (lambda x: psum(x, 3), ArgumentTypeError, r"psum: an axis is a str, or a tuple of them, not 3."),
         (lambda x: psum(x, ("i", "i")), ArgumentValueError, r"must be one or more different ones of 'i'"),
-        (lambda x: psum(x, "i", out="R"), ArgumentValueError, r"out is 'replicated' or 'invariant', not 'R'"),
+        (lambda x: psum(x, "i", out="R"), ArgumentValueError, r"out must be 'replicated' or 'invariant', not 'R'"),
         (lambda x: psum({"a": ["b"]}, "i"), ArgumentTypeError, r"psum takes tensors, but tree\['a'\]\[0\] is str: 'b'"),
         (
             lambda x: psum_scatter(x[:3], "i", tiled=True),
@@ -346,15 +346,15 @@ def test_remat_repeats_a_collective(monkeypatch: pytest.MonkeyPatch):
         ),
         (lambda x: psum_scatter(x, "i"), ArgumentValueError, r"is 4 long, but there are 2 ranks .* Pass tiled=True"),
         (lambda x: all_gather(x, "i", dim=3), ArgumentValueError, r"there is no dimension 3 among 2"),
-        (lambda x: ppermute(x, "i", [(0, 2)]), ArgumentValueError, r"\(0, 2\) is no pair of numbers below 2"),
-        (lambda x: ppermute(x, "i", [(0, 1), (1, 1)]), ArgumentValueError, r"names a source or a destination twice"),
+        (lambda x: ppermute(x, "i", [(0, 2)]), ArgumentValueError, r"\(0, 2\) must be two indices from 0 to 1 along i"),
+        (lambda x: ppermute(x, "i", [(0, 1), (1, 1)]), ArgumentValueError, r"contains a source or a destination twice"),
         (
             lambda x: psum(x, "i", axis_index_groups=[[0]]),
             ArgumentValueError,
-            r"must have each number below 2, along i, once, unlike \[\[0\]\]",
+            r"must contain every index from 0 to 1 along i exactly once, .*, unlike \[\[0\]\]",
         ),
-        (lambda x: psum(x, "i", axis_index_groups=[[0, 1], []]), ArgumentValueError, r"must have each number"),
-        (lambda x: psum(x, "i", axis_index_groups=[0, 1]), ArgumentTypeError, r"has lists of numbers, such as"),
+        (lambda x: psum(x, "i", axis_index_groups=[[0, 1], []]), ArgumentValueError, r"must contain every index"),
+        (lambda x: psum(x, "i", axis_index_groups=[0, 1]), ArgumentTypeError, r"must be lists of indices, such as"),
         (lambda x: psum(x.to(torch.uint16), "i"), ArgumentTypeError, r"psum: torch cannot reduce .*uint16.*x.long\(\)"),
         (lambda x: fckpt.pmin(x.to(torch.float8_e5m2), "i"), ArgumentTypeError, r"pmin: .*float8_e5m2.* x.float\(\)"),
         (lambda x: fckpt.fake_mesh({"a:b": 2}), ArgumentValueError, r"without commas, colons or '=', not 'a:b'"),
@@ -370,9 +370,9 @@ def test_groups_of_different_sizes_sum_and_do_not_gather():
     x = torch.arange(2.0)
     sums = on_ranks({"i": 3}, lambda: psum(x + axis_index("i"), "i", axis_index_groups=groups))
     assert [s.tolist() for s in sums] == [[0, 1], [3, 5], [3, 5]]
-    with pytest.raises(ArgumentValueError, match="all_gather: all groups must be of one size"):
+    with pytest.raises(ArgumentValueError, match="all_gather: all groups must have the same size"):
         on_ranks({"i": 3}, lambda: all_gather(x, "i", axis_index_groups=groups))
-    with pytest.raises(ArgumentTypeError, match="takes tensors where groups have different sizes, not the number 1"):
+    with pytest.raises(ArgumentTypeError, match="groups of different sizes, leaves must be tensors, not the number 1"):
         on_ranks({"i": 3}, lambda: psum(1, "i", axis_index_groups=groups))
 
 

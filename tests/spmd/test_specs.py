@@ -111,7 +111,9 @@ def test_a_sum_of_what_is_alike_is_a_warning():
         twice = lambda x: fckpt.pmean(fckpt.pmean(x, "data"), "data")
         return fckpt.shard_map(twice, mesh, in_specs=P("data"), out_specs=P())(torch.ones(2))
 
-    with pytest.warns(MeshWarning, match=r"over 'data' sums what is the same on all ranks along it: .* by 2"):
+    with pytest.warns(
+        MeshWarning, match=r"over 'data' sums a value that is the same on all ranks along that axis: .* by 2"
+    ):
         fckpt.sim({"data": 2}).run(program)
 
 
@@ -125,7 +127,7 @@ def test_what_is_summed_in_a_region_is_looked_at_as_outside_of_one(wrap: Any):
 
     total = lambda w, x: fckpt.psum((x * w).sin().sum(), "data")
     assert [g.shape for g in fckpt.sim({"data": 2}).run(program, total, P("data"))] == [(2,)] * 2
-    with pytest.raises(MeshWarning, match="'data' sums what is the same"):
+    with pytest.raises(MeshWarning, match="'data' sums a value that is the same"):
         fckpt.sim({"data": 2}).run(program, total, P())
     with pytest.raises(ArgumentValueError, match="varies over 'data'"):
         fckpt.sim({"data": 2}).run(program, lambda w, x: (x * w).sin().sum(), P("data"))
@@ -146,7 +148,7 @@ def test_what_depends_on_data_cannot_be_checked_and_may_be_run_unchecked():
         fn = lambda x: x if x.sum() > 0 else -x
         return fckpt.shard_map(fn, mesh, in_specs=P("data"), out_specs=P("data"), check=check)(torch.ones(2))
 
-    with pytest.raises(TraceError, match=r'course depends on the data of tensors.* Pass check="off"'):
+    with pytest.raises(TraceError, match=r'control flow depends on the data of tensors.* Pass check="off"'):
         fckpt.sim({"data": 2}).run(program, "static")
     assert torch.equal(fckpt.sim({"data": 2}).run(program, "off")[0], torch.ones(2))
 

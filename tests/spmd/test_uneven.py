@@ -212,8 +212,12 @@ def test_parts_of_fsdp_may_be_uneven(tmp_path: Path) -> None:
             ArgumentValueError,
             r"all_gather: 2 parts of 2 each are no parts of a dimension of length 5: they would have 3 each",
         ),
-        (lambda: fckpt.all_gather(torch.ones(2), "a", size=2), ArgumentValueError, r"size is about .* tiled=True"),
-        (lambda: fckpt.psum_scatter(torch.ones(2), "a", pad=True), ArgumentValueError, r"pad is about .* tiled=True"),
+        (
+            lambda: fckpt.all_gather(torch.ones(2), "a", size=2),
+            ArgumentValueError,
+            r"size is the length of .* tiled=True",
+        ),
+        (lambda: fckpt.psum_scatter(torch.ones(2), "a", pad=True), ArgumentValueError, r"pad applies to .* tiled=True"),
         (lambda: fckpt.psum_scatter(torch.ones(3), "a", tiled=True), ArgumentValueError, r"multiple \(pad=True\)"),
     ],
 )
