@@ -15,23 +15,25 @@ from fckpt.errors import ArgumentTypeError, ArgumentValueError, MeshWarning, Tra
 def test_specs_are_equal_where_they_mean_the_same():
     assert P("data") == P("data", None) == P(("data",)) != P(None, "data")
     assert hash(P()) == hash(P(None, None)) and P(("a", "b")).axes == ("a", "b")
-    with pytest.raises(
-        ArgumentTypeError, match=r"P: a dimension is divided by an axis, a tuple of them, or None, not 3"
-    ):
+    with pytest.raises(ArgumentTypeError, match=r"P: each dimension takes an axis, a tuple of axes, or None, not 3"):
         P(3)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
     ("in_specs", "args", "text"),
     [
-        ((P("model"),), (torch.ones(2),), r"P\('model'\) of args\[0\] names 'model'; the axes are 'data'"),
+        (
+            (P("model"),),
+            (torch.ones(2),),
+            r"P\('model'\) of args\[0\] names 'model', but the axes of the mesh are 'data'",
+        ),
         ((P("data", "data"),), (torch.ones(2, 2),), r"names an axis twice"),
-        ((P(None, "data"),), (torch.ones(2),), r"is about 2 dimensions, but args\[0\] is float32\[2\]"),
-        (({"w": P()},), ({"v": torch.ones(2)},), r"ends where args goes on.*keys at key path tree\[0\]"),
+        ((P(None, "data"),), (torch.ones(2),), r"has 2 dimensions, but args\[0\] is float32\[2\]"),
+        (({"w": P()},), ({"v": torch.ones(2)},), r"must be a tree prefix of args.*keys at key path tree\[0\]"),
         (
             ({"w": 0},),
             ({"w": torch.ones(2)},),
-            r"the spec of args\[0\]\['w'\] is a P, P\(\) for all ranks alike, not 0",
+            r"the spec of args\[0\]\['w'\] must be a P \(P\(\) if it is replicated\), not 0",
         ),
         ((P(), P()), (torch.ones(2),), r"in_specs has 2 entries for 1 positional arguments"),
     ],

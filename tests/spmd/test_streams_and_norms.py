@@ -56,7 +56,7 @@ def test_what_no_seed_is_made_of(bad: Any):
 def test_axes_that_are_not_there():
     with pytest.raises(ArgumentValueError, match=r"fold_in: the mesh has no axis 'rows'"):
         seeds(GRID, "rows")
-    with pytest.raises(ArgumentValueError, match=r"fold_in: there is no mesh here"):
+    with pytest.raises(ArgumentValueError, match=r"fold_in: no mesh is in use"):
         fckpt.fold_in(1, "data")
 
 
