@@ -105,7 +105,7 @@ class Guard:
         self.calls.append(what)
         self.waiting = True
         try:
-            if compare is None or self.foreseen or self.size == 1 or _alike(compare, [what]):
+            if compare is None or self.foreseen or self.size == 1 or _equal_on_all(compare, [what]):
                 return run()
         except RuntimeError as error:
             raise self._failure(error) from error
@@ -131,7 +131,7 @@ class Guard:
             raise
         finally:
             self.foreseen = before
-        if self.size > 1 and not _alike(compare, self.calls):
+        if self.size > 1 and not _equal_on_all(compare, self.calls):
             raise self._failure(None)
 
     def agree(self, about: str, calls: list[str]) -> None:
@@ -397,7 +397,7 @@ _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _SAME = "All ranks must call the same collectives in the same order."
 
 
-def _alike(compare: Compare, lines: list[str]) -> bool:
+def _equal_on_all(compare: Compare, lines: list[str]) -> bool:
     """Whether the lines are equal on all ranks that `compare` reaches. All of these ranks call this together."""
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     return len(set(compare(torch.tensor(int.from_bytes(digest[:7], "big"))).tolist())) == 1

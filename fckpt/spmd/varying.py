@@ -104,19 +104,19 @@ def varying(
             *differing_numbers, _ = _differing(f"{about}, outputs", mesh, [follower.made_of(x) for _, x in tensors])
         paths = [path for path, _ in tensors]
         axes = [follower.of(x) | other for (_, x), other in zip(tensors, differing_numbers, strict=True)]
-        alike = {
+        replicated = {
             id(fake): frozenset(name for name in mesh.names if mesh.shape[name] > 1 and name not in axes)
             for (_, fake), axes in zip(captured, differing, strict=True)
         }
-        closed_over = [trees.describe(x) for x in _apart_from_pvary([x for _, x in tensors], alike)]
+        closed_over = [trees.describe(x) for x in _apart_from_pvary([x for _, x in tensors], replicated)]
         return Varying(paths, axes, follower.redundant, follower.collectives, output, closed_over)
 
 
-def _apart_from_pvary(outputs: Sequence[torch.Tensor], alike: dict[int, Axes]) -> Iterator[torch.Tensor]:
+def _apart_from_pvary(outputs: Sequence[torch.Tensor], replicated: dict[int, Axes]) -> Iterator[torch.Tensor]:
     """Yields the captured tensors whose cotangents reach them without being summed over their replicated axes.
 
-    `alike` has the replicated axes of each captured tensor, by id. A pvary sums the cotangents. A tensor that already
-    has a gradient was differentiated within the function, and is left out.
+    `replicated` has the replicated axes of each captured tensor, by id. A pvary sums the cotangents. A tensor that
+    already has a gradient was differentiated within the function, and is left out.
     """
     todo: list[tuple[Any, Axes]] = [(x.grad_fn, frozenset()) for x in outputs if x.grad_fn is not None]
     todo += [
@@ -135,7 +135,7 @@ def _apart_from_pvary(outputs: Sequence[torch.Tensor], alike: dict[int, Axes]) -
         if linear is not None and linear.kind == "pvary":
             summed |= frozenset(linear.along.axes)
         x = getattr(node, "variable", None)
-        if x is not None and x.grad is None and alike.get(id(x), frozenset()) - summed:
+        if x is not None and x.grad is None and replicated.get(id(x), frozenset()) - summed:
             found[id(x)] = x
         todo += [(below, summed) for below, _ in node.next_functions]
     yield from found.values()
@@ -171,9 +171,9 @@ def _differing(about: str, mesh: Mesh, digests: Sequence[str]) -> list[Axes]:
     if len({len(row) for row in rows}) > 1:  # the ranks captured different tensors
         return [frozenset(mesh.names)] * (len(digests) + 1)
     chains = {name: {mesh.peers(rank, Along((name,))) for rank in range(len(rows))} for name in mesh.names}
-    alike = lambda ranks, column: len({column[rank] for rank in ranks if rank < len(rows)}) == 1
+    equal = lambda ranks, column: len({column[rank] for rank in ranks if rank < len(rows)}) == 1
     return [
-        frozenset(name for name in mesh.names if not all(alike(ranks, column) for ranks in chains[name]))
+        frozenset(name for name in mesh.names if not all(equal(ranks, column) for ranks in chains[name]))
         for column in zip(*rows, strict=True)
     ]
 

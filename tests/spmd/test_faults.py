@@ -114,7 +114,7 @@ def stuck_before_a_mapped_function() -> Any:
 @pytest.mark.parametrize("program", [stuck, stuck_before_a_mapped_function])
 def test_a_simulated_rank_that_lives_and_does_not_come_is_named(program: Callable[[], Any]):
     with pytest.raises(
-        RankFailure, match=r"rank 1 did not come within 0.2 s, .* It is at test_faults.py:\d+"
+        RankFailure, match=r"rank 1 did not arrive within 0.2 s, .* Rank 1 is at test_faults.py:\d+"
     ) as caught:
         fckpt.sim({"data": 3}, timeout_seconds=0.2).run(program)
     assert caught.value.rank == 1
@@ -133,5 +133,5 @@ def test_simulated_ranks_that_wait_for_one_another_are_told():
         axis = "data" if int(fckpt.axis_index(("data", "model"))) in (0, 3) else "model"
         return fckpt.psum(torch.ones(1), axis)
 
-    with pytest.raises(RankFailure, match=r"did not come within 0\.3 s"):
+    with pytest.raises(RankFailure, match=r"did not arrive within 0\.3 s"):
         fckpt.sim({"data": 2, "model": 2}, timeout_seconds=0.3).run(program)
