@@ -253,9 +253,9 @@ class Guard:
         """Reports the missing rank or, if most ranks are missing, the rank that waits alone."""
         assert self.store is not None
         known = self.store.check([f"about/{rank}"])
-        there = self.store.get(f"about/{rank}").decode() if known else "the start of its program"
+        there = self.store.get(f"about/{rank}").decode() if known else ""
         place, _ = self._place(rank)
-        there = f"{there} ({place})" if place else there
+        there = f"{there} ({place})" if there and place else there or place or "an unknown line"
         came = [r for r in range(self.size) if self.store.check([f"{key}/{r}"])]
         if 2 * len(came) < self.size:
             text = f"rank {came[0]} waits at {about}, but most ranks do not arrive there. Rank {rank} is at {there}."
@@ -312,7 +312,7 @@ class Guard:
                         f"rank {silent[0]} has ended its program, while others wait for it in step {self.step}.",
                         silent[0],
                     )
-                rest = f" (and so do ranks {silent[1:]})" if len(silent) > 1 else ""
+                rest = f" (nor do ranks {silent[1:]})" if len(silent) > 1 else ""
                 return RankFailure(
                     f"rank {silent[0]} gives no sign of life{rest} in step {self.step}: its process was killed or is "
                     "frozen.",

@@ -73,7 +73,9 @@ def test_a_failure_on_one_rank_is_seen_on_all_and_a_caught_one_forgotten(tmp_pat
     seen = lambda name, rank: json.loads((tmp_path / f"{name} {rank}").read_text())
     for rank in range(2):
         kind, said, _ = seen("tree", rank)
-        assert kind == "RankFailure" and re.match(r"save: rank 1 has tree\['x'\] of float32\[6\] with P\('data'\)", said)
+        assert kind == "RankFailure" and re.match(
+            r"save: rank 1 has tree\['x'\] of float32\[6\] with P\('data'\)", said
+        )
         kind, said, _ = seen("leaf", rank)
         assert kind == "ArgumentValueError" and said.startswith("load: tree['params']['left'] is not in")
     kind, said, seconds = seen("death", 0)
