@@ -1,4 +1,4 @@
-"""Functions on many devices: meshes, collectives, `shard_map` and `pmap`."""
+"""Functions on many devices: meshes, collectives, `shard_map`, `pmap`, and checkpoint files."""
 
 from fckpt.spmd.collectives import all_gather as all_gather
 from fckpt.spmd.collectives import all_to_all as all_to_all

@@ -1,7 +1,8 @@
-"""The transport of real processes: `torch.distributed`, with a process group for each set of axes.
+"""The transport between processes: `torch.distributed`, with a process group for each set of axes.
 
-Private in torch 2.11 and 2.13: `torch.ops._c10d_functional`, whose operations torch keeps stable under the names that
-come and go above them. They are waited for at once, so that nothing asynchronous escapes.
+Private in torch 2.11 and 2.13: `torch.ops._c10d_functional`. Its operations are more stable than torch's public
+functions above them, which change between versions. Every message is waited for at once, so no asynchronous result
+leaves this file.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ T = TypeVar("T")
 
 
 class Processes:
-    """Messages between processes, of which each is a rank of `mesh`.
+    """The transport of a process that is a rank of `mesh`.
 
-    The groups of single axes are made at once, by all ranks in the same order; others when they are first used, which
-    all ranks do at the same time, too.
+    All ranks make the process groups of the single axes here, in the same order, and other groups when a collective
+    first uses them, which is at the same point of the program on all ranks.
     """
 
     def __init__(self, mesh: Mesh, timeout_seconds: float, links: Mapping[str, Link]):
@@ -54,7 +55,7 @@ class Processes:
         return self.groups[along]
 
     def _order(self, along: Along) -> torch.Tensor | None:
-        """By number among the ranks `along`, that in the group, which keeps its ranks sorted; None if they agree."""
+        """Returns the index in the process group, whose ranks are sorted, of each rank `along`; None if in order."""
         ranks = self.mesh.peers(self.rank, along)
         order = [sorted(ranks).index(rank) for rank in ranks]
         return None if order == sorted(order) else torch.tensor(order)
@@ -85,20 +86,24 @@ class Processes:
         self.guard.agree(about, calls)
 
     def run(self, what: str, work: Callable[[], T]) -> T:
-        """Runs what sends messages of its own, between all ranks. See `Guard.call`."""
+        """Runs a function that sends messages between all ranks. See `Guard.call`."""
         return self.guard.call(what, work)
 
     def _gathered(self, x: torch.Tensor, along: Along) -> torch.Tensor:
-        """Returns those of all ranks `along`, one after another, in the order of the group."""
+        """Returns the flattened tensors of all ranks `along`, concatenated in the order of the process group."""
         gather = torch.ops._c10d_functional.all_gather_into_tensor
         return self._sent(gather, x.reshape(-1), along, len(self.mesh.peers(self.rank, along)))
 
     def _sent(self, operation: Callable[..., torch.Tensor], x: torch.Tensor, along: Along, *rest: Any) -> Any:
-        """Returns what comes of a message, when it has come."""
+        """Starts a message, waits for it, and returns its result."""
         return torch.ops._c10d_functional.wait_tensor(operation(x, *rest, self.group(along).group_name))
 
     def _called(self, what: str, x: torch.Tensor, along: Along, run: Callable[[], torch.Tensor]) -> Any:
-        """Runs a collective of `x`. See `Guard.call`: NCCL does not die of what differs, and would have to wait."""
+        """Runs a collective of `x`, see `Guard.call`.
+
+        NCCL does not compare the calls beforehand: mismatched calls do not abort its process, and comparing would
+        synchronise with the GPU.
+        """
         compare = None if dist.get_backend() == "nccl" else lambda digest: self._gathered(digest, along)
         return self.guard.call(_said(what, x, along), run, compare)
 
@@ -113,16 +118,16 @@ class Processes:
         return _as_real(x, reduced) if reduction == "sum" else _with_nans(x, reduction, reduced)
 
     def adds(self, dtype: torch.dtype, along: Along) -> bool:
-        """Whether ranks add up what they get themselves, in the order of ranks, as those of a simulation do.
+        """Whether to exchange the tensors and add them here in rank order, as in a simulation.
 
-        Gloo adds along a ring, for each rank from another one on: the sum of three numbers depends on that. The ranks
-        send as many bytes this way.
+        Gloo adds along a ring that starts at a different rank for each part, and the rounding of a sum of three numbers
+        or more depends on the start. Exchanging the tensors sends the same number of bytes.
         """
         rounds = dtype.is_floating_point or dtype.is_complex
         return rounds and self.mesh.reach(along) > 2 and dist.get_backend() == "gloo"
 
     def _summed(self, x: torch.Tensor, along: Along) -> torch.Tensor:
-        """Returns the sum over the ranks `along`: each adds up one part of it."""
+        """Returns the sum over the ranks `along`, of which each adds one part."""
         size = len(self.mesh.peers(self.rank, along))
         parts = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % size)).view(size, -1)
         mine = _added(self._exchanged(parts, along))
@@ -132,7 +137,7 @@ class Processes:
         return _as_sent(x, lambda x: self._called("all_gather", x, along, lambda: self._collected(x, along)))
 
     def _collected(self, x: torch.Tensor, along: Along) -> torch.Tensor:
-        """Returns those of all ranks `along`, stacked."""
+        """Returns the tensors of all ranks `along`, stacked in their order."""
         found = self._gathered(x, along).view(len(self.mesh.peers(self.rank, along)), *x.shape)
         order = self._order(along)
         return found if order is None else found[order.to(x.device)]
@@ -152,7 +157,7 @@ class Processes:
         return _as_sent(x, lambda x: self._called("all_to_all", x, along, lambda: self._exchanged(x, along)))
 
     def _exchanged(self, x: torch.Tensor, along: Along) -> torch.Tensor:
-        """Returns what each rank `along` has for this one, stacked."""
+        """Returns the parts that all ranks `along` send to this rank, stacked."""
         size, order = len(x), self._order(along)
         parts = [x[0].numel()] * size
         exchange = torch.ops._c10d_functional.all_to_all_single
@@ -160,7 +165,7 @@ class Processes:
         return found if order is None else found[order.to(x.device)]
 
     def _sorted(self, x: torch.Tensor, along: Along) -> torch.Tensor:
-        """Returns what is meant for each rank, in the order of the group."""
+        """Returns the parts of `x`, one for each rank, in the order of the process group."""
         order = self._order(along)
         return x if order is None else x[torch.argsort(order).to(x.device)]
 
@@ -188,7 +193,7 @@ class Processes:
 
 
 def _added(parts: torch.Tensor) -> torch.Tensor:
-    """Returns their sum, added one after another."""
+    """Returns the sum of the parts, added in order."""
     result = parts[0].clone()
     for part in parts[1:]:
         result = result + part
@@ -196,14 +201,14 @@ def _added(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _as_real(x: torch.Tensor, send: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Sends complex numbers as pairs of real ones, which all backends take."""
+    """Sends complex numbers as pairs of real numbers, which all backends support."""
     if not x.is_complex():
         return send(x)
     return torch.view_as_complex(send(torch.view_as_real(x.resolve_conj()).contiguous()))
 
 
 def _as_sent(x: torch.Tensor, send: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Sends what only changes its place: as bytes, where backends do not know the dtype."""
+    """Sends a tensor that is moved but not reduced: as bytes, if backends do not support its dtype."""
     if x.is_complex() or x.dtype in _KNOWN:
         return _as_real(x, send)
     return send(x.contiguous().unsqueeze(-1).view(torch.uint8)).view(x.dtype).squeeze(-1)
@@ -213,16 +218,19 @@ _KNOWN = {
     *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
-"""The real dtypes that gloo and NCCL take."""
+"""The real dtypes that gloo and NCCL support."""
 
 
 def _widened(x: torch.Tensor, send: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Reduces 16-bit integers, which backends do not take, as 32-bit ones: sums wrap around alike."""
+    """Reduces 16-bit integers, which backends do not support, as 32-bit integers. Overflow wraps around equally."""
     return send(x.to(torch.int32)).to(x.dtype) if x.dtype is torch.int16 else send(x)
 
 
 def _with_nans(x: torch.Tensor, reduction: str, send: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The largest or smallest, NaN where a rank has NaN, which backends lose: sends beside them where those are."""
+    """Returns the elementwise "max" or "min" over the ranks, and NaN where any rank has NaN.
+
+    Backends ignore NaN, so a mask of the NaNs is reduced in the same message.
+    """
     if not x.is_floating_point():
         return send(x)
     worst, sign = (-math.inf, 1) if reduction == "max" else (math.inf, -1)
@@ -233,11 +241,11 @@ def _with_nans(x: torch.Tensor, reduction: str, send: Callable[[torch.Tensor], t
 
 @functools.cache
 def _guard(rank: int, size: int) -> Guard:
-    """One for all meshes of a process: what it has told the others, it must not tell again under the same name."""
+    """Returns the guard of this process, shared by all its meshes so that its keys in the store are not reused."""
     return Guard(rank, size)
 
 
 def _said(what: str, x: torch.Tensor, along: Along) -> str:
-    """Describes a call: what, over which ranks, of what, and from where in the user's program."""
+    """Describes a call: the collective, the ranks, the tensor, and the line of the user's program."""
     dtype = str(x.dtype).removeprefix("torch.")
     return f"{what} over {along.said} of {tuple(x.shape)} {dtype} at {place_of(sys._getframe(1))}"

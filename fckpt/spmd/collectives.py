@@ -25,7 +25,6 @@ __all__ = [
     "all_to_all",
     "axis_index",
     "axis_size",
-    "handed_on",
     "pmax",
     "pmean",
     "pmin",
@@ -33,11 +32,10 @@ __all__ = [
     "psum",
     "psum_scatter",
     "pvary",
-    "received",
+    "replicated_argument",
+    "replicated_output",
     "sums_watched",
 ]
-
-# ---- functions of pytrees --------------------------------------------------------------------------
 
 Summing = Callable[[torch.Tensor, tuple[str, ...]], None]
 _summings: ContextVar[tuple[Summing, ...]] = ContextVar("summings", default=())
@@ -45,7 +43,7 @@ _summings: ContextVar[tuple[Summing, ...]] = ContextVar("summings", default=())
 
 @contextlib.contextmanager
 def sums_watched(summing: Summing) -> Iterator[None]:
-    """Calls `summing(x, axes)` for every tensor that a psum or pmean in the body sums, pullbacks not among them."""
+    """Calls `summing(x, axes)` for every tensor that a psum or pmean in the body sums, except in backward passes."""
     token = _summings.set((*_summings.get(), summing))
     try:
         yield
@@ -57,23 +55,23 @@ Groups = Sequence[Sequence[int]] | None
 
 
 def psum(tree: Any, axis: Axes, *, out: str = "replicated", axis_index_groups: Groups = None) -> Any:
-    """Returns the sum over the ranks along an axis, on every one of them.
+    """Returns, on every rank, the sum over the ranks along an axis.
 
     Args:
-        tree: a pytree of tensors; numbers count as the same on every rank. Booleans are summed as integers (int64).
-        axis: an axis of the mesh, or several.
-        out: what the result is to later differentiation. "replicated": every rank goes on with it on its own, and it
-            pulls back to a psum of their cotangents. "invariant": all compute the same from it, so that their
-            cotangents are alike, and are passed on as they are.
-        axis_index_groups: numbers of ranks along the axis, by group, each of them in one: ranks exchange with those
-            of their group alone. `[[0, 1], [2, 3]]` sums the first two of four ranks, and the last two. Groups may
-            be of different sizes here, and in `pmean`, `pmax` and `pmin`. Default: one group of all.
+        tree: a pytree of tensors. Numbers must be equal on all ranks. Booleans are summed as integers (int64).
+        axis: an axis of the mesh, or a tuple of several.
+        out: how the result is differentiated. "replicated": each rank may use the result differently, and the
+            gradient is a psum of the cotangents of all ranks. "invariant": all ranks compute the same from the result,
+            so their cotangents are equal, and the cotangent is passed on unchanged.
+        axis_index_groups: groups of indices along the axis; every index is in exactly one group. The sum is taken
+            within each group: `[[0, 1], [2, 3]]` sums over the first two of four ranks, and over the last two. Groups
+            may have different sizes here, and in `pmean`, `pmax` and `pmin`. Default: all ranks are one group.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: there is no such axis, or no mesh; a leaf is no tensor, or of a dtype
-            that torch does not add; the groups do not have each rank once, or sizes that do not suit.
+        ArgumentTypeError, ArgumentValueError: the axis does not exist, or no mesh is in use; a leaf is not a tensor,
+            or torch cannot add its dtype; the groups do not contain every index once, or have unsuitable sizes.
 
-    Leaves of one dtype travel in one message.
+    Leaves of the same dtype are sent in one message.
 
     Example:
         >>> import torch, fckpt
@@ -89,13 +87,13 @@ def psum(tree: Any, axis: Axes, *, out: str = "replicated", axis_index_groups: G
 def _summed(function: str, tree: Any, axis: Axes, out: str, groups: Groups) -> Any:
     mesh, along = _where(function, axis, groups)
     if out not in ("replicated", "invariant"):
-        raise ArgumentValueError(f"{function}: out is 'replicated' or 'invariant', not {out!r}.")
+        raise ArgumentValueError(f"{function}: out must be 'replicated' or 'invariant', not {out!r}.")
     linear = Linear("psum" if out == "replicated" else "psum_invariant", along, mesh)
 
     def multiplied(number: Any) -> Any:
         if along.uneven:
             raise ArgumentTypeError(
-                f"{function} takes tensors where groups have different sizes, not the number {number!r}: pass "
+                f"{function}: with groups of different sizes, leaves must be tensors, not the number {number!r}. Pass "
                 f"torch.tensor({number!r})."
             )
         return number * mesh.reach(along)
@@ -109,7 +107,7 @@ def _summed(function: str, tree: Any, axis: Axes, out: str, groups: Groups) -> A
 
 
 def _countable(function: str, x: torch.Tensor) -> torch.Tensor:
-    """What sums count: booleans as integers, as in `torch.sum`.
+    """Converts booleans to integers, as `torch.sum` does; returns other tensors unchanged.
 
     Raises:
         ArgumentTypeError: torch cannot add or compare numbers of this dtype.
@@ -125,13 +123,13 @@ _STORED = {
     for name, dtype in vars(torch).items()
     if isinstance(dtype, torch.dtype) and name.startswith(("float8", "float4", "uint16", "uint32", "uint64"))
 }
-"""Dtypes in which torch stores numbers, and does not add them."""
+"""Dtypes that torch can store, but not add."""
 
 
 def pmean(tree: Any, axis: Axes, *, out: str = "replicated", axis_index_groups: Groups = None) -> Any:
-    """Returns the mean over the ranks along an axis: `psum` by their number. Arguments and errors are those of `psum`.
+    """Returns, on every rank, the mean over the ranks along an axis: `psum` divided by the number of ranks.
 
-    Integers become floats, as with `/`.
+    Takes the arguments and raises the errors of `psum`. Integers become floats, as with `/`.
 
     Example:
         >>> import torch, fckpt
@@ -152,9 +150,9 @@ def pmean(tree: Any, axis: Axes, *, out: str = "replicated", axis_index_groups: 
 
 
 def pmax(tree: Any, axis: Axes, *, axis_index_groups: Groups = None) -> Any:
-    """Returns the largest of each element over the ranks along an axis. It has no derivative: an error says so.
+    """Returns, on every rank, the elementwise maximum over the ranks along an axis. Differentiating it is an error.
 
-    Arguments and errors are those of `psum`.
+    Takes the arguments and raises the errors of `psum`.
 
     Example:
         >>> import torch, fckpt
@@ -165,9 +163,9 @@ def pmax(tree: Any, axis: Axes, *, axis_index_groups: Groups = None) -> Any:
 
 
 def pmin(tree: Any, axis: Axes, *, axis_index_groups: Groups = None) -> Any:
-    """Returns the smallest of each element over the ranks along an axis. It has no derivative: an error says so.
+    """Returns, on every rank, the elementwise minimum over the ranks along an axis. Differentiating it is an error.
 
-    Arguments and errors are those of `psum`.
+    Takes the arguments and raises the errors of `psum`.
 
     Example:
         >>> import torch, fckpt
@@ -183,7 +181,7 @@ def _extreme(name: str, reduction: str, tree: Any, axis: Axes, groups: Groups) -
 
     def ordered(x: torch.Tensor) -> torch.Tensor:
         if x.is_complex():
-            raise ArgumentTypeError(f"{name}: complex numbers have no order. Take it of x.abs(), or of x.real.")
+            raise ArgumentTypeError(f"{name}: complex numbers have no order. Pass x.abs() or x.real.")
         return x if x.dtype == torch.bool else _countable(name, x)
 
     return packed(name, tree, send, 0, begin=ordered, scalar=lambda number: number)
@@ -198,20 +196,20 @@ def all_gather(
     size: int | None = None,
     axis_index_groups: Groups = None,
 ) -> Any:
-    """Returns what all ranks along an axis hold, on every one of them. It pulls back to `psum_scatter`.
+    """Returns, on every rank, the tensors of all ranks along an axis. Its transpose is `psum_scatter`.
 
     Args:
-        tree: a pytree of tensors, of the same shapes on all ranks.
-        axis: an axis of the mesh, or several.
-        dim: where the ranks stand in the result: a new dimension, or with `tiled` the one along which they are
-            concatenated.
-        tiled: whether they are concatenated, and not stacked.
-        size: how long the result is along `dim`, with `tiled`, where parts are filled up to one length (see
-            `P(shape=...)`): what lies beyond is left out, and its gradient is zero. Default: all.
-        axis_index_groups: see `psum`. All groups are of one size, and the order in a group is that of the result.
+        tree: a pytree of tensors, with the same shapes on all ranks.
+        axis: an axis of the mesh, or a tuple of several.
+        dim: the dimension of the result that runs over the ranks: a new dimension, or with `tiled` the dimension along
+            which the tensors are concatenated.
+        tiled: whether to concatenate the tensors instead of stacking them.
+        size: with `tiled`, the length of `dim` in the result, if the parts are padded (see `P(shape=...)`): the padding
+            is removed, and its gradient is zero. Default: the sum of all parts.
+        axis_index_groups: see `psum`. All groups must have the same size. The result has the order of the group.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: as in `psum`; there is no such dimension; it is not so long.
+        ArgumentTypeError, ArgumentValueError: as in `psum`; `dim` does not exist; `size` does not fit the parts.
 
     Example:
         >>> import torch, fckpt
@@ -222,7 +220,7 @@ def all_gather(
     mesh, along = _where("all_gather", axis, axis_index_groups, even=True)
     linear = Linear("all_gather", along, mesh)
     if size is not None and not tiled:
-        raise ArgumentValueError("all_gather: size is about a dimension that tiled=True puts together. Pass both.")
+        raise ArgumentValueError("all_gather: size is the length of a dimension concatenated by tiled=True. Pass both.")
 
     def finish(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         whole = joined("all_gather", x, dim, len(shape) + (not tiled), tiled)
@@ -234,19 +232,20 @@ def all_gather(
 def psum_scatter(
     tree: Any, axis: Axes, *, dim: int = 0, tiled: bool = False, pad: bool = False, axis_index_groups: Groups = None
 ) -> Any:
-    """Returns this rank's part of the sum over the ranks along an axis. It pulls back to `all_gather`.
+    """Returns this rank's part of the sum over the ranks along an axis. Its transpose is `all_gather`.
 
     Args:
         tree: a pytree of tensors.
-        axis: an axis of the mesh, or several.
-        dim: the dimension that is divided among the ranks.
-        tiled: whether it stays, divided by their number. If not, it must be their number, and goes.
-        pad: whether, with `tiled`, zeros are put at its end where it cannot be divided evenly: all parts are of one
-            size, as those of `P(shape=...)`. `all_gather(..., size=...)` leaves them out again.
-        axis_index_groups: see `psum`. All groups are of one size, and the order in a group is that of the parts.
+        axis: an axis of the mesh, or a tuple of several.
+        dim: the dimension to divide among the ranks.
+        tiled: whether the result keeps `dim`, with its length divided by the number of ranks. If not, the length of
+            `dim` must be the number of ranks, and the result does not have `dim`.
+        pad: with `tiled`, whether to pad `dim` with zeros at its end if it cannot be divided evenly. All parts then
+            have the same size, as with `P(shape=...)`. `all_gather(..., size=...)` removes the padding.
+        axis_index_groups: see `psum`. All groups must have the same size. The parts go to the ranks in group order.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: as in `psum`; the dimension cannot be divided so.
+        ArgumentTypeError, ArgumentValueError: as in `psum`; the dimension cannot be divided among the ranks.
 
     Example:
         >>> import torch, fckpt
@@ -256,7 +255,7 @@ def psum_scatter(
     mesh, along = _where("psum_scatter", axis, axis_index_groups, even=True)
     linear, ranks = Linear("psum_scatter", along, mesh), mesh.reach(along)
     if pad and not tiled:
-        raise ArgumentValueError("psum_scatter: pad is about a dimension that tiled=True divides. Pass both.")
+        raise ArgumentValueError("psum_scatter: pad applies to a dimension divided by tiled=True. Pass both.")
 
     def begin(x: torch.Tensor) -> torch.Tensor:
         x = _countable("psum_scatter", x)
@@ -269,17 +268,17 @@ def psum_scatter(
 def all_to_all(
     tree: Any, axis: Axes, *, split: int, concat: int, tiled: bool = False, axis_index_groups: Groups = None
 ) -> Any:
-    """Divides each tensor among the ranks along an axis; returns the parts that are meant for this one.
+    """Divides each tensor among the ranks along an axis; returns the parts that all ranks send to this rank.
 
     Args:
-        tree: a pytree of tensors, of the same shapes on all ranks.
-        axis: an axis of the mesh, or several.
-        split: the dimension that is divided.
-        concat: where the parts stand in the result: a new dimension, or with `tiled` the one along which they are
-            concatenated.
-        tiled: whether `split` stays, divided by the number of ranks, and the parts are concatenated. If not, `split`
-            must be that number, and goes.
-        axis_index_groups: see `psum`. All groups are of one size, and the order in a group is that of the parts.
+        tree: a pytree of tensors, with the same shapes on all ranks.
+        axis: an axis of the mesh, or a tuple of several.
+        split: the dimension to divide.
+        concat: the dimension of the result that runs over the received parts: a new dimension, or with `tiled` the
+            dimension along which the parts are concatenated.
+        tiled: whether to keep `split`, with its length divided by the number of ranks, and to concatenate the parts. If
+            not, the length of `split` must be the number of ranks, and the parts do not have `split`.
+        axis_index_groups: see `psum`. All groups must have the same size. The parts go to the ranks in group order.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: as in `psum_scatter`.
@@ -299,16 +298,16 @@ def all_to_all(
 
 
 def ppermute(tree: Any, axis: Axes, pairs: Sequence[tuple[int, int]]) -> Any:
-    """Sends from rank to rank along an axis. It pulls back to the inverse permutation.
+    """Sends tensors from rank to rank along an axis. Its transpose is the inverse permutation.
 
     Args:
-        tree: a pytree of tensors, of the same shapes on all ranks.
-        axis: an axis of the mesh, or several.
-        pairs: (source, destination) by their numbers along the axis, each source and each destination once. Who gets
-            nothing gets zeros.
+        tree: a pytree of tensors, with the same shapes on all ranks.
+        axis: an axis of the mesh, or a tuple of several.
+        pairs: (source, destination) indices along the axis; each source and each destination occurs at most once. A
+            rank that is not a destination receives zeros.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: as in `psum`; `pairs` is no such thing.
+        ArgumentTypeError, ArgumentValueError: as in `psum`; `pairs` is not a list of such pairs.
 
     Example:
         >>> import torch, fckpt
@@ -319,41 +318,40 @@ def ppermute(tree: Any, axis: Axes, pairs: Sequence[tuple[int, int]]) -> Any:
     size = mesh.reach(along)
     sources = [-1] * size
     if not isinstance(pairs, (list, tuple)):
-        raise ArgumentTypeError(f"ppermute: pairs are a list, such as [(0, 1), (1, 0)], not {pairs!r}.")
+        raise ArgumentTypeError(f"ppermute: pairs must be a list, such as [(0, 1), (1, 0)], not {pairs!r}.")
     for pair in pairs:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(n, int) for n in pair)):
             raise ArgumentTypeError(
-                f"ppermute: pairs are (source, destination), two numbers along {along.said}, not {pair!r}: [(0, 1), "
-                "(1, 0)] swaps two ranks."
+                f"ppermute: each pair must be (source, destination), two indices along {along.said}, not {pair!r}. For "
+                "example, [(0, 1), (1, 0)] swaps two ranks."
             )
         source, target = pair
         if not (0 <= source < size and 0 <= target < size):
             raise ArgumentValueError(
-                f"ppermute: ({source}, {target}) is no pair of numbers below {size}, along {along.said}."
+                f"ppermute: ({source}, {target}) must be two indices from 0 to {size - 1} along {along.said}."
             )
         if sources[target] >= 0 or source in sources:
-            raise ArgumentValueError(f"ppermute: {list(pairs)} names a source or a destination twice.")
+            raise ArgumentValueError(f"ppermute: {list(pairs)} contains a source or a destination twice.")
         sources[target] = source
     linear = Linear("ppermute", along, mesh, tuple(sources))
     return packed("ppermute", tree, lambda x: apply(x, linear), 0)
 
 
-def received(x: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
-    """Returns an argument that all ranks along `axes` have been given alike: its cotangents are summed over them."""
+def replicated_argument(x: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
+    """Returns an argument that is replicated along `axes`. Backward: sums the cotangents over the ranks."""
     return apply(x, Linear("pvary", Along(axes), mesh))
 
 
-def handed_on(x: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
-    """Returns a result that all ranks along `axes` have alike: each gets its part of the cotangent."""
+def replicated_output(x: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
+    """Returns an output that is replicated along `axes`. Backward: divides the cotangent among the ranks."""
     return apply(x, Linear("replicated", Along(axes), mesh))
 
 
 def pvary(tree: Any, axis: Axes) -> Any:
-    """Returns `tree`, as something with which every rank along an axis goes on in its own way.
+    """Marks a replicated value as varying along an axis: identity forward, psum backward.
 
-    The identity, whose cotangents are summed over the ranks: what all ranks hold alike, such as a parameter, gets its
-    whole gradient so, if what is differentiated is one value for all of them (a `psum` with `out="invariant"`).
-    Arguments and errors are those of `psum`.
+    With `pvary`, a replicated tensor such as a parameter gets its whole gradient, if the differentiated value is the
+    same on all ranks (a `psum` with `out="invariant"`). Takes the arguments and raises the errors of `psum`.
 
     Example:
         >>> import torch, fckpt
@@ -369,7 +367,7 @@ def pvary(tree: Any, axis: Axes) -> Any:
 
 
 def axis_size(axis: Axes) -> int:
-    """Returns how many ranks there are along an axis, or several.
+    """Returns the number of ranks along an axis, or along several.
 
     Example:
         >>> import fckpt
@@ -381,9 +379,9 @@ def axis_size(axis: Axes) -> int:
 
 
 def axis_index(axis: Axes, *, device: torch.device | str | None = None) -> torch.Tensor:
-    """Returns the number of this rank along an axis, or several, as a tensor of no dimensions (int64).
+    """Returns the index of this rank along an axis, or along several, as a scalar tensor (int64).
 
-    A tensor, so that a traced function is the same on every rank. `int()` makes a number of it where nothing is traced.
+    The index is a tensor so that a traced function is the same on every rank. Outside of tracing, `int()` converts it.
 
     Example:
         >>> import fckpt
@@ -398,7 +396,7 @@ def axis_index(axis: Axes, *, device: torch.device | str | None = None) -> torch
 
 
 def _where(function: str, axis: Axes, groups: Groups = None, *, even: bool = False) -> tuple[Mesh, Along]:
-    """Returns the mesh in use, and the ranks of it that are meant; `even` if groups must be of one size."""
+    """Returns the mesh in use and the ranks that a collective reaches. `even`: all groups must have the same size."""
     mesh = current_mesh(function)
     axes = mesh.axes(function, axis)
     if groups is None:
@@ -407,18 +405,18 @@ def _where(function: str, axis: Axes, groups: Groups = None, *, even: bool = Fal
         found = tuple(tuple(map(operator.index, group)) for group in groups)
     except TypeError:
         raise ArgumentTypeError(
-            f"{function}: axis_index_groups has lists of numbers, such as [[0, 1], [2, 3]], not {groups!r}."
+            f"{function}: axis_index_groups must be lists of indices, such as [[0, 1], [2, 3]], not {groups!r}."
         ) from None
     count = mesh.count(axes)
     along = Along(axes, found) if found != (tuple(range(count)),) else Along(axes)
     if sorted(number for group in found for number in group) != [*range(count)] or () in found:
         raise ArgumentValueError(
-            f"{function}: axis_index_groups must have each number below {count}, along {Along(axes).said}, once, "
-            f"unlike {groups!r}."
+            f"{function}: axis_index_groups must contain every index from 0 to {count - 1} along {Along(axes).said} "
+            f"exactly once, in groups that are not empty, unlike {groups!r}."
         )
     if even and along.uneven:
         raise ArgumentValueError(
-            f"{function}: all groups must be of one size, unlike {groups!r}. Only sums, means and extremes may be over "
+            f"{function}: all groups must have the same size, unlike {groups!r}. Only psum, pmean, pmax and pmin take "
             "groups of different sizes."
         )
     return mesh, along

@@ -1,12 +1,13 @@
-"""Files of checkpoints: a checksum for every part, and nothing that is executed when they are read.
+"""The files of a checkpoint, with a checksum for every part. Reading them never executes code in the files.
 
-The format is that of `torch.distributed.checkpoint`: a file of each rank with the parts that it wrote, one after
-another, and `.metadata`, a pickle that says where each part is. Two things are added, which torch's own functions do
-not look at: where a part is, there is its CRC-32; and after the end of the pickle follows that of `.metadata` itself.
-A file is unpickled with a list of the classes that torch writes; a part is read as plain data.
+The format is that of `torch.distributed.checkpoint`: one file per rank with the parts that the rank wrote, and
+`.metadata`, a pickle with the position of every part. fckpt adds two things, which torch ignores: the CRC-32 of every
+part, next to its position, and the CRC-32 of `.metadata`, after the end of the pickle. Unpickling `.metadata` allows
+only the classes that torch writes. Leaves that are not tensors are read with `weights_only=True`.
 
 CRC-32: W. Peterson, D. Brown, "Cyclic codes for error detection", 1961, https://doi.org/10.1109/JRPROC.1961.287814.
-It finds every flipped bit, and all but one in four billion of other damages. It is no signature.
+It detects every single flipped bit, and misses other damage with a probability of one in four billion. It is not a
+signature: it does not protect against deliberate changes.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ TRAILER = re.compile(rb"fckpt crc32 ([0-9a-f]{8})\n\Z")
 
 
 def writer(path: str | os.PathLike[str]) -> FileSystemWriter:
-    """Returns what writes parts of tensors into a folder, or to an address that fsspec knows."""
+    """Returns a writer of parts for a folder or an fsspec URL."""
     found = _made(path, FileSystemWriter, "FsspecWriter")
     found.transforms = _Sums()
     return found
 
 
 def reader(path: str | os.PathLike[str]) -> FileSystemReader:
-    """Returns what reads parts of tensors."""
+    """Returns a reader of parts for a folder or an fsspec URL."""
     return _made(path, FileSystemReader, "FsspecReader")
 
 
@@ -56,7 +57,7 @@ def _made(path: str | os.PathLike[str], local: Callable[..., Any], remote: str) 
 
 
 def exists(files: FileSystemWriter | FileSystemReader) -> bool:
-    """Whether there is a whole checkpoint: `.metadata` is written last."""
+    """Whether there is a complete checkpoint: `.metadata` is written last."""
     return files.fs.exists(files.fs.concat_path(files.path, METADATA))
 
 
@@ -64,7 +65,7 @@ def exists(files: FileSystemWriter | FileSystemReader) -> bool:
 
 
 class _Sums(_StorageWriterTransforms):
-    """Has the parts summed while they are written."""
+    """Computes the checksums of the parts while they are written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class _Sums(_StorageWriterTransforms):
 
 
 class _Summed(io.RawIOBase):
-    """A stream of one part, which keeps its sum under `index`."""
+    """The stream of one part, which writes its checksum to `sums[index]`."""
 
     def __init__(self, stream: Any, sums: dict[Any, int], index: Any):
         self.stream, self.sums, self.index = stream, sums, index
@@ -93,7 +94,7 @@ class _Summed(io.RawIOBase):
 
 
 def summed(files: FileSystemWriter, results: Sequence[Any]) -> list[list[Any]]:
-    """Returns where the parts that have been written are, and their checksums, to be told to other ranks."""
+    """Returns the positions and checksums of the parts that this rank has written, as lists that fit into JSON."""
     sums = files.transforms.crc32  # type: ignore[attr-defined]  # `writer` made it
     found = [(result.index, result.storage_data, sums[result.index]) for result in results]
     return [
@@ -102,7 +103,7 @@ def summed(files: FileSystemWriter, results: Sequence[Any]) -> list[list[Any]]:
 
 
 def parts_of(summed: Sequence[Sequence[Any]]) -> dict[torchs.MetadataIndex, _StorageInfo]:
-    """Returns what `summed` did, as metadata have it."""
+    """Converts the lists of `summed` to the form that metadata has."""
     found = {}
     for name, where, file, offset, length, crc32 in summed:
         info = _StorageInfo(file, offset, length)
@@ -112,14 +113,14 @@ def parts_of(summed: Sequence[Sequence[Any]]) -> dict[torchs.MetadataIndex, _Sto
 
 
 def verify(files: FileSystemReader, wanted: dict[Any, str]) -> None:
-    """Compares parts with their checksums. Files that torch wrote have none.
+    """Compares parts with their checksums. Checkpoints that torch wrote contain no checksums.
 
     Args:
-        files: where they are.
-        wanted: the parts, by index; what each is to the user.
+        files: the reader of the checkpoint.
+        wanted: for the index of each part, its path in the user's tree.
 
     Raises:
-        CheckpointError: one differs, or is not there.
+        CheckpointError: a checksum differs, or a file is missing.
     """
     for index, where in wanted.items():
         info = files.storage_data[index]
@@ -128,15 +129,14 @@ def verify(files: FileSystemReader, wanted: dict[Any, str]) -> None:
             continue
         file = files.fs.concat_path(files.path, info.relative_path)
         if not files.fs.exists(file):
-            raise CheckpointError(f"load: {file}, with {where}, is not there. {_OTHER}")
+            raise CheckpointError(f"load: {file}, which contains {where}, is missing. {_OTHER}")
         with files.fs.create_stream(file, "rb") as stream:
             found = 0
             for data in _chunks(stream, info.offset, info.length):
                 found = zlib.crc32(data, found)
         if found != crc32:
             raise CheckpointError(
-                f"load: {where} is damaged in {file}: what is there does not have the checksum that was saved with it. "
-                f"{_OTHER}"
+                f"load: {where} is damaged in {file}: its data does not have the checksum that was saved. {_OTHER}"
             )
 
 
@@ -155,7 +155,7 @@ def _chunks(stream: Any, offset: int, length: int) -> Iterator[bytes]:
 
 
 def write_metadata(files: FileSystemWriter, metadata: torchs.Metadata) -> None:
-    """Writes `.metadata`, which makes a whole checkpoint of the files in a folder: it is there at once, or not."""
+    """Writes `.metadata` atomically, which completes the checkpoint."""
     metadata.storage_meta = files.storage_meta()
     data = pickle.dumps(metadata)
     final = files.fs.concat_path(files.path, METADATA)
@@ -169,10 +169,10 @@ def write_metadata(files: FileSystemWriter, metadata: torchs.Metadata) -> None:
 
 
 def read_metadata(files: FileSystemReader) -> torchs.Metadata:
-    """Returns what is in a checkpoint, and where, and tells `files`.
+    """Reads `.metadata`: the contents of a checkpoint and the position of each part. Stores the positions in `files`.
 
     Raises:
-        CheckpointError: `.metadata` is damaged, or has in it what nobody writes there.
+        CheckpointError: `.metadata` is damaged, or contains data that is never part of a checkpoint.
     """
     place = files.fs.concat_path(files.path, METADATA)
     with files.fs.create_stream(place, "rb") as stream:
@@ -181,9 +181,7 @@ def read_metadata(files: FileSystemReader) -> torchs.Metadata:
     if trailer is not None:
         data = data[: trailer.start()]
         if zlib.crc32(data) != int(trailer[1], 16):
-            raise CheckpointError(
-                f"load: {place} is damaged: it does not have the checksum that was saved with it. {_OTHER}"
-            )
+            raise CheckpointError(f"load: {place} is damaged: it does not have the checksum that was saved. {_OTHER}")
     try:
         found = _Unpickler(io.BytesIO(data)).load()
         _look_through(found, trailer is not None)
@@ -191,41 +189,46 @@ def read_metadata(files: FileSystemReader) -> torchs.Metadata:
         raise CheckpointError(f"load: {place} {error}") from None
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"load: {place} is damaged, or is no metadata ({said}). {_OTHER}") from error
+        raise CheckpointError(
+            f"load: {place} is damaged, or is not the metadata of a checkpoint ({said}). {_OTHER}"
+        ) from error
     files.storage_data = found.storage_data
     return found
 
 
 def _checked(found: bool, what: str) -> None:
-    """Raises a CheckpointError where something is not so."""
+    """Raises a CheckpointError that says `what`, unless `found`."""
     if not found:
-        raise CheckpointError(f"is damaged, or is no metadata ({what}). {_OTHER}")
+        raise CheckpointError(f"is damaged, or is not the metadata of a checkpoint ({what}). {_OTHER}")
 
 
 def _look_through(found: Any, ours: bool) -> None:
-    """Makes sure that metadata is of the kind that is written, and names files in its own folder only."""
+    """Checks that metadata has the types that are written, and names only files in its folder."""
     _checked(type(found) is torchs.Metadata and type(found.state_dict_metadata) is dict, "it describes no tensors")
-    _checked(type(found.storage_data) is dict, "it does not say where its parts are")
+    _checked(type(found.storage_data) is dict, "it has no positions of parts")
     for name, entry in found.state_dict_metadata.items():
-        _checked(type(name) is str, f"{name!r} is no name")
+        _checked(type(name) is str, f"{name!r} is not a name")
         if type(entry) is not torchs.BytesStorageMetadata:
             _checked(type(entry) is torchs.TensorStorageMetadata, f"{name!r} is {type(entry).__name__}")
             _checked(isinstance(entry.properties.dtype, torch.dtype), f"{name!r} has no dtype")
             for chunk in entry.chunks:
                 within = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
-                _checked(all(0 <= a <= a + n <= size for a, n, size in within), f"a part of {name!r} is not within it")
+                _checked(
+                    all(0 <= a <= a + n <= size for a, n, size in within),
+                    f"a part of {name!r} is outside of the tensor",
+                )
     for index, info in found.storage_data.items():
-        _checked(type(index) is torchs.MetadataIndex and type(info) is _StorageInfo, "a part is nowhere")
+        _checked(type(index) is torchs.MetadataIndex and type(info) is _StorageInfo, "a part has no position")
         file = pathlib.PurePath(info.relative_path)
         inside = not file.is_absolute() and ".." not in file.parts and "://" not in info.relative_path
-        _checked(inside, f"{info.relative_path!r} is not in its folder")
-        _checked(info.offset >= 0 and info.length >= 0, f"{index.fqn!r} is nowhere in a file")
+        _checked(inside, f"{info.relative_path!r} is outside of its folder")
+        _checked(info.offset >= 0 and info.length >= 0, f"{index.fqn!r} has a negative position")
         _checked(not ours or type(getattr(info, "crc32", None)) is int, f"{index.fqn!r} has no checksum")
-        _checked(ours or not hasattr(info, "crc32"), "it was cut short")
+        _checked(ours or not hasattr(info, "crc32"), "it is truncated")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes nothing but what torch writes into metadata."""
+    """An unpickler that allows only the classes that torch writes into metadata."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         if module == torchs.__name__ and name in _OF_METADATA:
@@ -235,7 +238,8 @@ class _Unpickler(pickle.Unpickler):
         found = _OTHERS.get((module.partition("._")[0] if module.startswith("pathlib") else module, name))
         if found is None:
             raise CheckpointError(
-                f"would have {module}.{name} run, which is no part of a checkpoint. It was not. Do not use this file."
+                f"would execute {module}.{name}, which is not part of a checkpoint, so it was not loaded. Do not use "
+                "this file."
             )
         return found
 
@@ -258,13 +262,13 @@ _OTHERS: dict[tuple[str, str], Any] = {
 }
 
 
-# ---- leaves that are no tensors --------------------------------------------------------------------
+# ---- leaves that are not tensors -------------------------------------------------------------------
 
 
 def as_plain(data: BinaryIO) -> Any:
-    """Returns the numbers, strings, lists and so on that `torch.save` wrote, and nothing else.
+    """Reads plain data (numbers, strings, lists and so on) that `torch.save` wrote.
 
     Raises:
-        pickle.UnpicklingError: it wrote something else.
+        pickle.UnpicklingError: the data contains other objects.
     """
     return torch.load(data, weights_only=True)

@@ -1,14 +1,16 @@
-"""Never a hang, and no wrong numbers without an error: what every rank tells the others about itself.
+"""Failure detection: a rank that dies, stalls or diverges becomes an error on every rank.
 
-A rank that fails, or ends, says so in the store that all processes share, before it goes; while it lives it counts up a
-number there, and says on which line of the program it is. A collective that fails, or is not over in time, makes a rank
-look: who has failed, whose number stands still, who called something else, and who is elsewhere.
+All processes share a key-value store. In it, every rank increments a heartbeat counter and records the line of the
+program on which it is; a rank that fails or ends records that too. When a collective fails or times out, a rank reads
+the store to find the cause: a rank that failed, a heartbeat that has stopped, a rank that called another collective, or
+a rank that is elsewhere in the program.
 
-Ranks that call collectives of equal shapes in another order would exchange wrong numbers without any error. So before
-a mapped function runs for the first time, they compare what it will call and of what that is made (`agree`), and at the
-end of every call what they have called, and where in the program, before anyone sees a result (`watch`). That is one
-small message per call. Where it cannot be known what a function will call, they compare each collective before they
-call it. Everything else happens once, after a failure, or in a thread that sleeps.
+If ranks called collectives of equal shapes in different orders, they would exchange wrong numbers without an error.
+Therefore, before the first call of a mapped function, the ranks compare the collectives that it will call and how their
+inputs are computed (`agree`). At the end of every call, before any rank returns a result, they compare the collectives
+that were called and the lines that called them (`watch`), which is one small message per call. If the collectives of a
+function are not known beforehand, the ranks compare every collective before they call it. All other work is done after
+a failure, or in a thread that mostly sleeps.
 """
 
 from __future__ import annotations
@@ -40,22 +42,22 @@ T = TypeVar("T")
 Compare = Callable[[torch.Tensor], torch.Tensor]
 
 BEAT_SECONDS = 0.5
-"""How often a rank shows that it lives."""
+"""Interval of the heartbeat."""
 PATIENCE_SECONDS = 4.0
-"""For how long a rank that has seen a failure waits to hear whose it was."""
+"""How long a rank that sees a failure waits for the ranks to report its cause."""
 
 
 class Guard:
-    """Watches over this rank's collectives."""
+    """Runs the collectives of this rank, and turns their failures into `RankFailure`s."""
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self.timeout_seconds = rank, size, 60.0
         self.step, self.foreseen = 0, False
         self.counts: dict[tuple[str, str], int] = {}
         self.calls: list[str] = []
-        """What this rank called in this step."""
+        """The collectives that this rank has called in this step."""
         self.waiting = False
-        """Whether it is in a collective."""
+        """Whether this rank is in a collective."""
         self.store = self._connect() if size > 1 and "MASTER_PORT" in os.environ else None
         self.ended = threading.Event()
         if self.store is not None:
@@ -64,7 +66,7 @@ class Guard:
             atexit.register(self._end, beating)
 
     def _connect(self) -> dist.Store:
-        # a connection of its own: one is blocked while the process waits for another rank
+        # a separate connection for this guard: torch's is blocked while the process waits for another rank
         host, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ["MASTER_PORT"])
         timeout = datetime.timedelta(seconds=PATIENCE_SECONDS)
         return dist.PrefixStore("fckpt", dist.TCPStore(host, port, is_master=False, timeout=timeout))
@@ -76,34 +78,34 @@ class Guard:
                 store.set(f"where/{self.rank}", json.dumps([place_of(_main_frame()), self.waiting]))
                 store.add(f"beat/{self.rank}", 1)
             except RuntimeError:
-                return  # the store has gone, and with it the job
+                return  # the store is gone, so the job has ended
             self.ended.wait(BEAT_SECONDS)
         with contextlib.suppress(RuntimeError):
             store.set(f"ended/{self.rank}", "")
 
     def _end(self, beating: threading.Thread) -> None:
-        """Python takes its end for that of all threads, and one that comes back from C++ then aborts the process."""
+        """Joins the heartbeat thread. A thread that returns from C++ after the interpreter exits aborts the process."""
         self.ended.set()
         beating.join(PATIENCE_SECONDS)
 
-    # ---- while all is well -------------------------------------------------------------------------
+    # ---- without a failure -------------------------------------------------------------------------
 
     def call(self, what: str, run: Callable[[], T], compare: Compare | None = None) -> T:
         """Runs one collective.
 
         Args:
-            what: it is.
-            run: calls it.
-            compare: returns the tensors of the ranks that call it, stacked. It is used where they have not compared
-                their calls before: one that brings another dtype would kill a process of gloo's that receives it.
+            what: describes the collective.
+            run: calls the collective.
+            compare: gathers a tensor from the ranks that call the collective, stacked. Used if the ranks have not
+                compared their collectives beforehand: gloo aborts a process that receives a tensor of another dtype.
 
         Raises:
-            RankFailure: it failed, was not over in time, or another rank calls something else.
+            RankFailure: the collective failed or timed out, or another rank calls a different one.
         """
         self.calls.append(what)
         self.waiting = True
         try:
-            if compare is None or self.foreseen or self.size == 1 or _alike(compare, [what]):
+            if compare is None or self.foreseen or self.size == 1 or _equal_on_all(compare, [what]):
                 return run()
         except RuntimeError as error:
             raise self._failure(error) from error
@@ -113,11 +115,11 @@ class Guard:
 
     @contextlib.contextmanager
     def watch(self, compare: Compare, foreseen: bool) -> Iterator[None]:
-        """One step: what is raised in it is told to the other ranks, and in the end all compare what they called.
+        """Context manager for one step: reports an error to the other ranks, and finally compares the calls.
 
         Args:
-            compare: returns the tensors of all ranks, stacked.
-            foreseen: whether they have compared, or will with `agree`, what they are going to call.
+            compare: gathers a tensor from all ranks, stacked.
+            foreseen: whether the ranks compare their collectives beforehand, with `agree`.
         """
         before, self.foreseen = self.foreseen, foreseen
         self.step += 1
@@ -129,18 +131,18 @@ class Guard:
             raise
         finally:
             self.foreseen = before
-        if self.size > 1 and not _alike(compare, self.calls):
+        if self.size > 1 and not _equal_on_all(compare, self.calls):
             raise self._failure(None)
 
     def agree(self, about: str, calls: list[str]) -> None:
-        """Waits until all ranks have come here, and compares what they will call.
+        """Waits for all ranks, and compares the collectives that they will call.
 
         Args:
-            about: what is called, and with what.
+            about: names the mapped function and its arguments.
             calls: one line for each collective.
 
         Raises:
-            RankFailure: one of them will call something else, has failed, or does not come.
+            RankFailure: a rank will call different collectives, has failed, or does not arrive.
         """
         if self.store is None:
             return
@@ -150,24 +152,25 @@ class Guard:
         if odd is not None:
             rank, number, mine, usual = odd
             raise RankFailure(
-                f"rank {rank} will call {mine} as collective number {number}, where others call {usual}. {_SAME}", rank
+                f"rank {rank} will call {mine} as collective number {number}, where others call {usual}. {_SAME}",
+                rank,
             )
 
     def exchange(self, about: str, mine: str) -> list[str]:
-        """Waits until all ranks have come here, and returns what each of them says.
+        """Waits for the texts of all ranks, and returns them in the order of the ranks.
 
         Raises:
-            RankFailure: one of them has failed, or does not come.
+            RankFailure: a rank has failed, or does not arrive.
         """
         return [mine] if self.store is None else self._all(self._say("exchange", about, mine), about)
 
     def later(self, about: str) -> Callable[[str], list[str]]:
-        """Returns an exchange for later, in any thread.
+        """Returns an exchange that can be called later, in any thread.
 
-        Others may need long for what they have to say, such as a file that they write, while they live.
+        The exchange waits without a time limit for ranks that are alive, for example while they write a file.
 
         Raises:
-            RankFailure: one of them has ended, or gives no sign of life.
+            RankFailure: a rank has ended, or its heartbeat has stopped.
         """
         if self.store is None:
             return lambda mine: [mine]
@@ -180,7 +183,7 @@ class Guard:
         return exchange
 
     def _outlived(self, store: dist.Store, key: str, rank: int, about: str) -> str:
-        """Waits for what a rank has to say, as long as it lives."""
+        """Waits for the text of a rank for as long as that rank is alive."""
         before, looked = self._beats(), time.monotonic()
         while not store.check([key]):
             if store.check([f"ended/{rank}"]) and not store.check([key]):
@@ -193,10 +196,10 @@ class Guard:
         return store.get(key).decode()
 
     def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
-        """Returns what rank 0 makes of what all ranks say about something, however long it takes.
+        """Returns `make(texts of all ranks)`, which rank 0 computes. There is no time limit for `make`.
 
         Raises:
-            RankFailure: one of them has failed, or does not come.
+            RankFailure: a rank has failed, or does not arrive.
         """
         if self.store is None:
             return make([mine])
@@ -205,11 +208,11 @@ class Guard:
             answer = make(self._all(key, about))
             self.store.set(f"{key}/answer", answer)
             return answer
-        self._waited(f"{key}/0", 0, about, time.monotonic() + self.timeout_seconds)  # it comes in time, or is named
+        self._waited(f"{key}/0", 0, about, time.monotonic() + self.timeout_seconds)  # rank 0 must arrive in time
         return self._waited(f"{key}/answer", 0, about, math.inf)
 
     def _say(self, kind: str, about: str, what: str) -> str:
-        """Leaves what this rank has to say about something, and returns where ranks do."""
+        """Stores the text of this rank, and returns the key under which all ranks store theirs."""
         assert self.store is not None
         key = self._reserved(kind, about)
         self.store.set(f"{key}/{self.rank}", what)
@@ -217,19 +220,19 @@ class Guard:
         return key
 
     def _reserved(self, kind: str, about: str) -> str:
-        """Returns where ranks leave what they have to say about something, this time."""
+        """Returns the key under which ranks store their texts for this exchange."""
         self.counts[kind, about] = number = self.counts.get((kind, about), 0) + 1
         return f"{kind}/{hashlib.sha256(about.encode()).hexdigest()[:16]}/{number}"
 
     def _all(self, key: str, about: str) -> list[str]:
-        """Waits for what all ranks have to say."""
+        """Waits for the texts of all ranks."""
         deadline = time.monotonic() + self.timeout_seconds
         return [self._waited(f"{key}/{rank}", rank, about, deadline) for rank in range(self.size)]
 
     def _waited(self, key: str, rank: int, about: str, deadline: float) -> str:
-        """Waits for what a rank has to say."""
+        """Waits for the text of one rank."""
         assert self.store is not None
-        # Who plans may be busy for long, and its heartbeat wait for Python's lock.
+        # A planning rank may hold the GIL long enough to delay its heartbeat.
         before, looked = self._beats(), time.monotonic()
         while not self.store.check([key]):
             failure = self._told(self.step)
@@ -247,22 +250,22 @@ class Guard:
         return self.store.get(key).decode()
 
     def _absent(self, key: str, rank: int, about: str) -> RankFailure:
-        """Says that a rank does not come, or, where most do not, that of those who wait for them."""
+        """Reports the missing rank or, if most ranks are missing, the rank that waits alone."""
         assert self.store is not None
         known = self.store.check([f"about/{rank}"])
-        there = self.store.get(f"about/{rank}").decode() if known else "nowhere yet"
+        there = self.store.get(f"about/{rank}").decode() if known else ""
         place, _ = self._place(rank)
-        there = f"{there} ({place})" if place else there
+        there = f"{there} ({place})" if there and place else there or place or "an unknown line"
         came = [r for r in range(self.size) if self.store.check([f"{key}/{r}"])]
         if 2 * len(came) < self.size:
-            text = f"rank {came[0]} waits at {about}, where most others do not come. Rank {rank} is at {there}."
+            text = f"rank {came[0]} waits at {about}, but most ranks do not arrive there. Rank {rank} is at {there}."
             return RankFailure(text, came[0])
         return RankFailure(
-            f"rank {rank} does not come, while rank {self.rank} waits at {about}. It is at {there}.", rank
+            f"rank {rank} does not arrive at {about}, where rank {self.rank} waits. Rank {rank} is at {there}.", rank
         )
 
     def publish(self, error: BaseException) -> None:
-        """Tells the other ranks what happened to this one."""
+        """Reports an error of this rank to the other ranks."""
         if self.store is None:
             return
         if isinstance(error, RankFailure):
@@ -272,21 +275,21 @@ class Guard:
         with contextlib.suppress(RuntimeError):
             self.store.set(f"failed/{self.rank}", json.dumps({"step": self.step, "rank": rank, "said": said}))
 
-    # ---- when it is not ----------------------------------------------------------------------------
+    # ---- after a failure ---------------------------------------------------------------------------
 
     def _failure(self, error: Exception | None) -> RankFailure:
-        """Finds out whose fault it is."""
+        """Returns the error to raise, which names the rank at fault, and reports it to the other ranks."""
         try:
             found = self._diagnosed()
         except RuntimeError:
             found = RankFailure(
-                f"in step {self.step} the store that all ranks share has gone: {_first_line(error)}", -1
+                f"in step {self.step} the store that all ranks share is not reachable: {_first_line(error)}", -1
             )
         if found is None:
             where = self.calls[-1] if self.calls else "a call"
             found = RankFailure(
-                f"in step {self.step} rank {self.rank} waited in vain in {where}, and no other rank says why: "
-                f"{_first_line(error)}",
+                f"in step {self.step} rank {self.rank} timed out or failed in {where}, and no other rank reports a "
+                f"cause: {_first_line(error)}",
                 -1,
             )
         self.publish(found)
@@ -309,16 +312,16 @@ class Guard:
                         f"rank {silent[0]} has ended its program, while others wait for it in step {self.step}.",
                         silent[0],
                     )
-                rest = f", {silent[1:]} neither" if len(silent) > 1 else ""
+                rest = f" (nor do ranks {silent[1:]})" if len(silent) > 1 else ""
                 return RankFailure(
-                    f"rank {silent[0]} gives no sign of life{rest}, in step {self.step}: its process was killed or is "
+                    f"rank {silent[0]} gives no sign of life{rest} in step {self.step}: its process was killed or is "
                     "frozen.",
                     silent[0],
                 )
             time.sleep(BEAT_SECONDS / 5)
 
     def _elsewhere(self) -> RankFailure | None:
-        """Names a rank that lives and is in no collective, and where it is."""
+        """Reports a rank that is alive but not in a collective, and the line of the program that it runs."""
         assert self.store is not None
         for rank in range(self.size):
             if rank != self.rank and not self.store.check([f"calls/{self.step}/{rank}"]):
@@ -326,14 +329,14 @@ class Guard:
                 if place and not waiting:
                     called = self.calls[-1] if self.calls else "a call"
                     return RankFailure(
-                        f"rank {rank} does not come to {called}, where rank {self.rank} waits in step {self.step}. It "
-                        f"lives, and is at {place}.",
+                        f"rank {rank} does not arrive at {called}, where rank {self.rank} waits in step {self.step}. "
+                        f"Rank {rank} is alive, at {place}.",
                         rank,
                     )
         return None
 
     def _place(self, rank: int) -> tuple[str, bool]:
-        """On which line of the program a rank was when it last said so, and whether in a collective."""
+        """Returns the line of the program that a rank last recorded, and whether the rank was in a collective."""
         assert self.store is not None
         if not self.store.check([f"where/{rank}"]):
             return "", False
@@ -341,9 +344,9 @@ class Guard:
         return place, waiting
 
     def _told(self, since: int) -> RankFailure | None:
-        """What another rank said of its own failure, or of whose failure it has seen, in this step or a later one.
+        """Returns a failure that another rank has reported, its own or one that it saw, in step `since` or later.
 
-        Errors of steps before may have been caught, as that of a checkpoint which is not there, on all ranks alike.
+        Errors of earlier steps may have been caught on all ranks, for example that a checkpoint does not exist.
         """
         assert self.store is not None
         for rank in range(self.size):
@@ -354,9 +357,9 @@ class Guard:
         return None
 
     def _compared(self, least: int) -> RankFailure | None:
-        """Who called something else than most, if the calls of so many ranks are known.
+        """Reports a rank whose calls differ from most ranks' calls, if the calls of `least` ranks are known.
 
-        Those of all may never be: ranks along another axis do not see what goes wrong along this one.
+        The calls of all ranks may never be known: ranks along another axis do not notice a failure along this axis.
         """
         assert self.store is not None
         calls = {self.rank: self.calls}
@@ -384,7 +387,7 @@ def _main_frame() -> types.FrameType | None:
 
 
 def place_of(frame: types.FrameType | None) -> str:
-    """The user's line that a frame is on, or was called from: `train.py:12`; empty outside of a user's code."""
+    """Returns the innermost line of user code in a frame's stack, such as `train.py:12`; "" if there is none."""
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -394,8 +397,8 @@ _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _SAME = "All ranks must call the same collectives in the same order."
 
 
-def _alike(compare: Compare, lines: list[str]) -> bool:
-    """Whether those ranks have the same lines, of which each calls this at the same time."""
+def _equal_on_all(compare: Compare, lines: list[str]) -> bool:
+    """Whether the lines are equal on all ranks that `compare` reaches. All of these ranks call this together."""
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     return len(set(compare(torch.tensor(int.from_bytes(digest[:7], "big"))).tolist())) == 1
 

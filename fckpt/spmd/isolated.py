@@ -1,13 +1,14 @@
-"""Simulated ranks that do not see each other's Python state: each runs on copies of what a program finds.
+"""Isolation of simulated ranks: each rank runs on copies of the Python state that a program can reach.
 
-A process has its own globals, modules, tensors and caches; a thread has not. So a simulation copies, for each rank but
-the first, what the program closes over and is passed, as far as it could change: tensors, modules, containers, objects,
-generators, iterators, locks, variables, globals, and functions with a cache. Where no copy can be found (attributes of
-classes, globals that methods name, what a compiled module holds), each rank finds what it left there at its last turn,
-as one runs at a time. When the run is over, what ranks have added to the caller's containers is there, as if they had
-run one after another.
+Processes have separate globals, modules, tensors and caches; threads do not. So for each rank except the first, a
+simulation copies what the program closes over and what it is passed, if it can change: tensors, modules, containers,
+objects, generators, iterators, locks, variables, globals, and functions with a cache. Some places exist only once
+(attributes of classes, globals that methods name, the contents of compiled modules). One rank runs at a time, so at the
+start of each turn of a rank these places get the values that the rank left there at the end of its previous turn. At
+the end of the run, the items that ranks have added to copies of the caller's containers are added to these containers,
+as if the ranks had run one after another.
 
-The check of a mapped function runs on such copies, too, so that it leaves no trace (`Rehearsal`).
+The static check of a mapped function also runs on such copies, so that it has no side effects (`Rehearsal`).
 """
 
 from __future__ import annotations
@@ -50,39 +51,39 @@ from fckpt.errors import ArgumentTypeError
 __all__ = ["Isolated", "Rehearsal"]
 
 StandIn = Callable[[torch.Tensor, dict[int, Any]], torch.Tensor | None]
-"""What is to lie in the place of a tensor, if not that itself. The dict is `copy.deepcopy`'s memory."""
+"""Returns the tensor that replaces a tensor, or None to share the original. The dict is the memo of `copy.deepcopy`."""
 
 
 class Isolated:
-    """A program for each rank."""
+    """One copy of a program for each rank."""
 
     def __init__(self, program: Callable[..., Any], args: Any, kwargs: Any, ranks: int):
         reached = _Writable([program, [*args], dict(kwargs)])
         self.containers = reached.containers
         self.before = [_noted(held) for held in self.containers]
         self.programs: list[Callable[[], Any]] = [functools.partial(program, *args, **kwargs)]
-        """By rank: what it runs. The first one runs on what the caller has."""
+        """By rank: its program. Rank 0 runs on the caller's objects."""
         self.copies: list[dict[int, Any]] = []
-        """By rank but the first: its copies, by the id of what they are of."""
+        """For each rank except rank 0: its copies, by the id of the original."""
         twins = [reached.twin(_own_tensor, refuses=True) for _ in range(1, ranks)]
         for [own, mine, words], made, _ in twins:
             self.programs.append(functools.partial(own, *mine, **words))
             self.copies.append(made)
         self.places = _Places(reached.kinds, twins[0][2] if twins else [])
         self.values = [self.places.now(), *(self.places.filled(left, made) for _, made, left in twins)]
-        """By rank: what it left, at its last turn, in the places of which there is one."""
+        """By rank: the values that it left in the places that exist once, at the end of its last turn."""
         self.starts = [[_noted(held) for held in self._own_containers(rank)] for rank in range(1, ranks)]
 
     def enter(self, rank: int) -> None:
-        """Begins a turn of a rank's."""
+        """Begins a turn of a rank."""
         self.places.put(self.values[rank])
 
     def leave(self, rank: int) -> None:
-        """Ends it."""
+        """Ends a turn of a rank."""
         self.values[rank] = self.places.now()
 
     def collect(self) -> None:
-        """Ends the run: adds to the caller's containers what ranks have added to theirs."""
+        """Ends the run: adds the items that ranks have added to their containers to the caller's containers."""
         self.enter(0)
         for rank, starts in enumerate(self.starts, 1):
             own_containers = self._own_containers(rank)
@@ -91,19 +92,19 @@ class Isolated:
                     _add(held, before, own, start)
 
     def _own_containers(self, rank: int) -> list[Any]:
-        """The containers of a rank, or what it left in them; those of the caller where they are all ranks'."""
+        """Returns the containers of a rank, or their contents at its last turn; the caller's if they are shared."""
         left = self.places.contents(self.values[rank])
         made = self.copies[rank - 1]
         return [left.get(id(held), made.get(id(held), held)) for held in self.containers]
 
 
 class Rehearsal:
-    """A function to be run without a trace, on other tensors."""
+    """A copy of a function that runs on other tensors without side effects."""
 
     def __init__(self, fn: Callable[..., Any], stand_in: Callable[[torch.Tensor], torch.Tensor]):
         reached = _Writable([fn])
         self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By id: the tensors that it closes over, and those in their places."""
+        """By id: the captured tensors, and the tensors that replace them."""
 
         def noted(x: torch.Tensor, memory: dict[int, Any]) -> torch.Tensor:
             memory[id(x)] = new = stand_in(x)
@@ -116,7 +117,7 @@ class Rehearsal:
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[Callable[..., Any]]:
-        """Returns the function, which may be called in the body."""
+        """Context manager: yields the function, which may be called in the body only."""
         before = self._places.now()
         self._places.put(self._values)
         try:
@@ -125,11 +126,11 @@ class Rehearsal:
             self._places.put(before)
 
 
-# ---- what a program finds --------------------------------------------------------------------------
+# ---- the state that a program can reach ------------------------------------------------------------
 
 
 class _Writable:
-    """What can be reached from some roots, and could be written to."""
+    """The objects that can be reached from some roots, and the places that could be written to."""
 
     def __init__(self, roots: list[Any]):
         self.roots = roots
@@ -154,15 +155,15 @@ class _Writable:
         self.containers = [*{id(container): container for container in held}.values()]
 
     def twin(self, stand_in: StandIn, *, refuses: bool) -> tuple[list[Any], dict[int, Any], list[Slot]]:
-        """Returns copies of the roots that find other tensors, and copies of all that they could write to.
+        """Copies the roots and everything that they could write to, with other tensors.
 
         Args:
             stand_in: returns the other tensors.
-            refuses: whether an object that cannot be copied, and holds such a tensor, is an error.
+            refuses: whether an object that holds a replaced tensor, and cannot be copied, is an error.
 
         Returns:
-            The copies; by the id of what they are of, all that were made; and what they are to find in places of which
-            there is one.
+            The copies of the roots; all copies, by the id of the original; and the values for the places that exist
+            once.
         """
         made: dict[int, Any] = {}
         slots = _own(self.slots, self.found, stand_in, refuses)
@@ -171,7 +172,7 @@ class _Writable:
 
 
 def _slots(found: Closure) -> list[Slot]:
-    """The places that a program could write to."""
+    """Returns the places that a program could write to."""
     slots = list(found.slots)
     for state in (found.own, found.given):
         slots += state.lists
@@ -192,36 +193,36 @@ def _slots_of_modules(parts: list[dict[str, Any]]) -> Iterator[Slot]:
 
 
 class _Whole:
-    """A key that no dict has: that all of it is a program's own."""
+    """A key that occurs in no dict. It marks a dict whose entries are all copied for each rank."""
 
 
 _WHOLE = _Whole()
 
 
 def _is_there(slot: Slot) -> bool:
-    """Whether something lies in a place: a name of Python's own does not lie among the globals of a program."""
+    """Whether a place exists. The name of a Python builtin, for example, is not in the globals of a program."""
     holder, name, _ = slot
     return not isinstance(holder, (type, dict)) or (isinstance(holder, dict) and name in holder)
 
 
 def _own_tensor(x: torch.Tensor, memory: dict[int, Any]) -> torch.Tensor | None:
-    """A copy of a tensor; not of one that hangs on a graph, which is nobody's own.
+    """Returns a copy of a leaf tensor. Returns None for a tensor with a grad_fn, which all ranks share.
 
     Raises:
-        ArgumentTypeError: it has hooks, which may write to anything that all ranks see.
+        ArgumentTypeError: the tensor has hooks, which could write to objects that all ranks share.
     """
     if not x.is_leaf:
         return None
     if x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None):
         raise ArgumentTypeError(
-            f"sim: the program uses {trees.describe(x)}, made outside of it, which has hooks: they would not be those "
-            "of each rank's copy. Make the tensor and its hooks in the program, as processes do."
+            f"sim: the program uses {trees.describe(x)}, made outside of it, which has hooks. Each rank gets a copy of "
+            "the tensor, and hooks cannot be copied. Make the tensor and its hooks in the program, as processes do."
         )
     return copy.deepcopy(x, memory)
 
 
 def _own(slots: list[Slot], found: Closure, stand_in: StandIn, refuses: bool) -> list[Slot]:
-    """The same places, with copies in them."""
+    """Returns the same places with copies as their values."""
     memory: dict[int, Any] = {}
     new = {id(g): g.clone_state() if isinstance(g, torch.Generator) else copy.deepcopy(g) for g in found.generators}
     values = [part for _, _, value in slots for part in (value if isinstance(value, tuple) else (value,))]
@@ -239,37 +240,38 @@ def _own(slots: list[Slot], found: Closure, stand_in: StandIn, refuses: bool) ->
                 new[id(value)] = copy.deepcopy(value, memory)
             elif refuses:
                 raise ArgumentTypeError(
-                    f"sim: the program uses {type(value).__name__}, made outside of it, which holds tensors that each "
-                    "rank has a copy of, and cannot be copied itself. Make it in the program, as processes do."
+                    f"sim: the program uses {type(value).__name__}, made outside of it, which cannot be copied for "
+                    "each rank, but holds tensors that are copied. Make it in the program, as processes do."
                 )
     return [(holder, key, replaced(value, new)) for holder, key, value in slots]
 
 
 def _moving(value: Any, memory: dict[int, Any], refuses: bool) -> Any:
-    """A copy of an iterator, a lock or weak references, which change without a place written to; None of all else.
+    """Returns a copy of an iterator, a lock or a weak dict, which have hidden state; None for all other objects.
 
     Raises:
-        ArgumentTypeError: there can be no copy. Unless `refuses`, whoever uses what is returned raises it.
+        ArgumentTypeError: an iterator cannot be copied. Unless `refuses`, the error is raised later, by the first
+            `next` on the returned iterator.
     """
     if isinstance(value, _LOCKS):
         return threading.RLock() if isinstance(value, _LOCKS[1]) else threading.Lock()
     if isinstance(value, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
         return copy.copy(value)
-    shared = isinstance(value, io.IOBase) or is_user_class(type(value))  # files are one for processes, too
+    shared = isinstance(value, io.IOBase) or is_user_class(type(value))  # processes share files as well
     if shared or not isinstance(value, collections.abc.Iterator):
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.14 on itertools cannot be copied
+            warnings.simplefilter("ignore", DeprecationWarning)  # itertools cannot be copied from Python 3.14 on
             return copy.deepcopy(value, memory)
     except Exception:
         what = f"{type(value).__name__} {getattr(value, '__qualname__', '')}".strip()
         error = ArgumentTypeError(
-            f"sim: the program uses {what}, made outside of it, which each rank would have for itself, and which "
-            "cannot be copied. Make it in the program, as processes do."
+            f"sim: the program uses {what}, made outside of it, of which each rank needs a copy, but which cannot be "
+            "copied. Make it in the program, as processes do."
             if refuses
-            else f"shard_map: the mapped function takes the next of {what}, which the check would move on. Take it "
-            'before, and pass what comes as an argument, or pass check="off".'
+            else f"shard_map: the mapped function takes the next item of {what}, which the static check would consume, "
+            'and which cannot be copied. Take the item before the call and pass it as an argument, or pass check="off".'
         )
     if refuses:
         raise error
@@ -285,7 +287,7 @@ _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
 def _is_closed(value: Any) -> bool:
-    """Whether something is an object of a library's: an optimizer, say."""
+    """Whether a value is an object of a library class, such as an optimizer."""
     kind = type(value)
     return (
         kind not in INERT
@@ -302,7 +304,7 @@ _MOST = 10_000
 
 
 def _reaches(value: Any, new: dict[int, Any]) -> bool:
-    """Whether an object holds something that is copied."""
+    """Whether an object holds an object that is copied."""
     todo, seen = [value], {id(value)}
     while todo and len(seen) < _MOST:
         held = todo.pop()
@@ -317,7 +319,7 @@ def _reaches(value: Any, new: dict[int, Any]) -> bool:
 
 
 def _with_cache(fn: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
-    """Returns a function that remembers its results from its first call on."""
+    """Returns `fn` with a new cache, which is made at the first call."""
     remembering: Callable[..., Any] | None = None
 
     @functools.wraps(fn)
@@ -330,11 +332,11 @@ def _with_cache(fn: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
     return call
 
 
-# ---- places of which there is one ------------------------------------------------------------------
+# ---- places that exist once ------------------------------------------------------------------------
 
 
 class _Places:
-    """Places that no copy has: attributes of classes, and others. Who runs finds there what is its own."""
+    """Places that exist once, such as attributes of classes. The values of a rank are put there for its turn."""
 
     def __init__(self, kinds: Iterable[type], left: Sequence[Slot]):
         self.kinds = [*kinds]
@@ -344,12 +346,12 @@ class _Places:
         self.single = [*single.values()]
 
     def now(self) -> tuple[list[dict[str, Any]], list[dict[Any, Any]], list[Any]]:
-        """What lies in them."""
+        """Returns the current values."""
         held = [content(holder, key) for holder, key in self.single]
         return [_data(kind) for kind in self.kinds], [entries(holder) for holder in self.dicts], held
 
     def put(self, values: tuple[list[dict[str, Any]], list[dict[Any, Any]], list[Any]]) -> None:
-        """Puts something else there."""
+        """Puts other values there."""
         attributes, dicts, held = values
         for kind, wanted in zip(self.kinds, attributes, strict=True):
             now = _data(kind)
@@ -369,7 +371,7 @@ class _Places:
                 put(holder, key, value)
 
     def filled(self, left: Sequence[Slot], made: dict[int, Any]) -> Any:
-        """What lies in them, with copies in the places of what is copied."""
+        """Returns the current values, with copies in place of the originals."""
         attributes, dicts, held = self.now()
         memory = dict(made)
         attributes = [{name: _copied(value, memory) for name, value in own.items()} for own in attributes]
@@ -383,14 +385,14 @@ class _Places:
         return attributes, dicts, held
 
     def contents(self, values: Any) -> dict[int, Any]:
-        """By the id of a container: what `values` hold of it."""
+        """Returns the contents of containers in `values`, by the id of the container."""
         found = {id(holder): own for holder, own in zip(self.dicts, values[1], strict=True)}
         pairs = zip(self.single, values[2], strict=True)
         return found | {id(holder): own for (holder, key), own in pairs if key is None}
 
 
 def _data(kind: type) -> dict[str, Any]:
-    """The attributes of a class that are data: functions and properties are not."""
+    """Returns the attributes of a class that are data, without functions and properties."""
     return {
         name: value
         for name, value in vars(kind).items()
@@ -399,7 +401,7 @@ def _data(kind: type) -> dict[str, Any]:
 
 
 def _copied(value: Any, memory: dict[int, Any]) -> Any:
-    """A copy of what is an attribute of a class; where there can be none, that itself."""
+    """Returns a copy of the value of a class attribute, or the value itself if it cannot be copied."""
     if not isinstance(value, (*_LOOKED_INTO, torch.Tensor)):
         return memory.get(id(value), value)
     try:
@@ -408,7 +410,7 @@ def _copied(value: Any, memory: dict[int, Any]) -> Any:
         return value
 
 
-# ---- what ranks leave ------------------------------------------------------------------------------
+# ---- the items that ranks add to containers --------------------------------------------------------
 
 
 def _containers(state: Snapshot) -> Iterator[Any]:
@@ -422,7 +424,7 @@ def _noted(held: Any) -> Any:
 
 
 def _add(held: Any, before: Any, own: Any, start: Any) -> None:
-    """Adds to a container what a rank has added to its copy."""
+    """Adds the items that a rank has added to its copy of a container to the container."""
     if isinstance(held, dict):
         held.update({key: value for key, value in own.items() if key not in start and key not in held})
     elif isinstance(held, SEQUENCES):

@@ -1,4 +1,4 @@
-"""`launch`: a program on several processes of this machine, for notebooks, tests and tries."""
+"""`launch`: runs a program in several processes of this machine, for notebooks, tests and experiments."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from fckpt.spmd.saving import finished
 __all__ = ["launch"]
 
 GRACE_SECONDS = 5.0
-"""How long the other ranks have to end by themselves once one has failed, beyond their own timeout."""
+"""After one rank has failed, how long the other ranks may take to end, in addition to their timeout."""
 
 
 def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
-    """Runs `fn(*args)` in new processes, one for each rank, and returns what they return.
+    """Runs `fn(*args)` in new processes, one for each rank, and returns the list of their results.
 
-    The same program runs under `torchrun --nproc-per-node=RANKS script.py`, on machines of any number: launch sets the
-    same variables. `init_mesh` in it makes the mesh.
+    The same program also runs under `torchrun --nproc-per-node=RANKS script.py`, on any number of machines, because
+    `launch` sets the same environment variables. The program calls `init_mesh` to make the mesh.
 
     Args:
-        fn: a function of a module: processes import it by name. A cell of a notebook has none; put it in a file, or
-            simulate it with `fckpt.sim`.
-        ranks: how many.
-        args: can be pickled.
-        timeout_seconds: how long the others have to end after one has failed.
+        fn: a function defined in a module, because the processes import it by name. A function in a notebook cell
+            cannot be imported: put it in a file, or run it with `fckpt.sim`.
+        ranks: the number of processes.
+        args: passed to `fn`; must be picklable.
+        timeout_seconds: how long the other ranks may take to end after one has failed.
 
     Raises:
-        Exception: what the first rank to fail raised, with its traceback as a note.
+        Exception: the exception of the first rank that failed, with its traceback as a note.
         RankFailure: a process was killed.
-        ArgumentTypeError, ArgumentValueError: `fn` cannot be imported by name; `ranks` is no number of ranks.
+        ArgumentTypeError, ArgumentValueError: `fn` cannot be imported by name, or `ranks` is not a positive int.
 
     Example:
         >>> import os, fckpt
@@ -49,13 +49,13 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_seconds: floa
         ['0', '1']
     """
     if not isinstance(ranks, int) or ranks < 1:
-        raise ArgumentValueError(f"launch: the number of ranks is 1 or more, not {ranks!r}.")
+        raise ArgumentValueError(f"launch: ranks must be an int of 1 or more, not {ranks!r}.")
     try:
         work = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ArgumentTypeError(
-            f"launch: processes cannot import the function or an argument by name ({error}). Define it at the top of a "
-            "file, or run it with fckpt.sim."
+            f"launch: processes cannot import the function or an argument by name ({error}). Define it at the top "
+            "level of a file, or run it with fckpt.sim."
         ) from error
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
@@ -78,7 +78,7 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_seconds: floa
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    # the store lives here, so that it outlives any rank
+    # the store is in this process, so that it outlives the ranks
     fixed = {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return {**{name: str(value) for name, value in found.items()}, **fixed}
 
@@ -89,7 +89,7 @@ def _work(pipe: Connection, environment: dict[str, str], work: bytes) -> None:
         fn, args = pickle.loads(work)
         buffer = io.BytesIO()
         with finished():
-            torch.save(fn(*args), buffer)  # shared memory would go with the process
+            torch.save(fn(*args), buffer)  # shared memory would be freed with the process
         pipe.send(("returned", buffer.getvalue(), ""))
     except BaseException as error:
         text = traceback.format_exc()
@@ -105,7 +105,7 @@ def _work(pipe: Connection, environment: dict[str, str], work: bytes) -> None:
 
 
 def _collected(pipes: list[Connection], processes: list[Any], timeout_seconds: float) -> list[Any]:
-    """Returns the results; after the first failure the others have so many seconds to tell theirs."""
+    """Returns the results. After the first failure, waits `timeout_seconds` and some more for the other ranks."""
     results: dict[int, Any] = {}
     failures: list[tuple[int, BaseException]] = []
     deadline: float | None = None

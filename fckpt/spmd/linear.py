@@ -16,14 +16,15 @@ is the same on every rank. The public functions in `collectives.py` add dimensio
     all_to_all          all_to_all              all_to_all          `all_to_all`
     ppermute            permute                 ppermute, inverse   `ppermute`
 
-The torch operations have the names of torch.distributed, the kinds have the names of JAX.
+The torch operations are named as in torch.distributed, and the kinds as in JAX. `pmax` and `pmin` are not linear, and
+have no derivative.
 
 The conventions are those of JAX's `pmap`: each rank calls `grad` on what it computes itself, and the transpose of a
 psum is a psum. R. Frostig, M. Johnson, D. Maclaurin, A. Paszke, A. Radul, "Decomposing reverse-mode automatic
 differentiation", 2021, https://arxiv.org/abs/2105.09469; "Efficient transposition of replication-inducing collectives",
 JAX enhancement proposal 17111, https://docs.jax.dev/en/latest/jep/17111-shmap-transpose.html.
 
-Private in torch 2.11 and 2.13: nothing here; see `c10d.py`.
+This file uses no private parts of torch; see `c10d.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from fckpt.spmd.mesh import Along, Mesh, transport_of
 
 __all__ = ["Linear", "apply", "extreme", "rank_number"]
 
-# ---- operations of torch ---------------------------------------------------------------------------
+# ---- torch operations ------------------------------------------------------------------------------
 
 _library = torch.library.Library("fckpt", "DEF")
 """The operations are registered while this object lives."""

@@ -1,7 +1,7 @@
-"""What messages cost: the alpha-beta model, by axis of the mesh.
+"""The cost of messages: the alpha-beta model, for each axis of the mesh.
 
-A message of B bytes takes alpha + B / beta seconds over a link; n ranks in a ring send n - 1 of them, of B / n bytes
-each, to gather or to scatter B bytes, and twice that to reduce them everywhere. R. Thakur, R. Rabenseifner, W. Gropp,
+A message of B bytes takes alpha + B / beta seconds over a link. To gather or scatter B bytes, n ranks in a ring each
+send n - 1 messages of B / n bytes; an all-reduce sends twice as many. R. Thakur, R. Rabenseifner, W. Gropp,
 "Optimization of collective communication operations in MPICH", 2005, https://doi.org/10.1177/1094342005051521.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["Link"]
 
 @dataclass(frozen=True)
 class Link:
-    """How fast neighbouring ranks along an axis exchange messages.
+    """The latency and bandwidth of messages between neighbouring ranks along an axis.
 
     Example:
         >>> import fckpt
@@ -33,11 +33,11 @@ class Link:
 
 
 GLOO = Link(1e-4, 1e9)
-"""Processes of one machine, roughly."""
+"""A rough value for processes on one machine."""
 NVLINK = Link(1e-5, 2e11)
-"""GPUs of one machine, roughly."""
+"""A rough value for GPUs in one machine."""
 ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-"""How often a ring goes round."""
+"""How often the data travels around the ring."""
 
 
 def _cost(call: Call, specs: Sequence[TensorSpec]) -> OpCost:
@@ -60,9 +60,9 @@ def _cost(call: Call, specs: Sequence[TensorSpec]) -> OpCost:
 
 
 def _rings(along: Along, mesh: Mesh, links: Sequence[Link]) -> list[tuple[int, Link]]:
-    """Returns the rings that a message goes round, one axis after another: how many ranks, and their links.
+    """Returns the size and the link of each ring around which the data travels, one ring per axis.
 
-    A group is one ring, whose slowest link is that of the slowest axis.
+    A group is one ring, with the link of the slowest axis.
     """
     if along.groups:
         return [(mesh.reach(along), min(links, key=lambda link: link.bytes_per_second))]
@@ -73,6 +73,6 @@ def _first(outputs: Sequence[int | None]) -> int:
     return next(i for i in outputs if i is not None)
 
 
-register_cost("fckpt::axis_index", lambda call, specs: OpCost(1e-6, 0, 0))  # a number that is known
+register_cost("fckpt::axis_index", lambda call, specs: OpCost(1e-6, 0, 0))  # the rank is known, so nothing is computed
 for _name in (*ROUNDS, "permute"):
     register_cost(f"fckpt::{_name}", _cost)

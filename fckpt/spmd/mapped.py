@@ -1,4 +1,4 @@
-"""`shard_map` and `pmap`: functions of local parts, which every rank of a mesh calls with its own."""
+"""`shard_map` and `pmap`: functions of local parts, which every rank of a mesh calls with its own parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fckpt import _tree as trees
 from fckpt._call.levels import transforms_active
 from fckpt._trace.trace import is_tracing
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, MeshWarning, users_stacklevel
-from fckpt.spmd.collectives import handed_on, received
+from fckpt.spmd.collectives import replicated_argument, replicated_output
 from fckpt.spmd.mesh import Mesh, transport_of, use_mesh
 from fckpt.spmd.setup import init_mesh
 from fckpt.spmd.specs import P, local, specs_of
@@ -36,34 +36,35 @@ def shard_map(
 
 
 def shard_map(fn: Any, mesh: Mesh | None = None, /, *, in_specs: Any, out_specs: Any, check: str = "static") -> Any:
-    """Returns a function of local parts: every rank calls it with its own, and collectives in it reach the others.
+    """Returns a function of local parts. Every rank calls it with its own parts; collectives in `fn` reach other ranks.
 
     Args:
-        fn: a function of pytrees. The axes of the mesh have their names in it: `psum(x, "data")`.
-        mesh: of `init_mesh`, `sim` or `fake_mesh`. `@shard_map(mesh, ...)` decorates.
-        in_specs: how the arguments lie on the mesh: a tuple with a `P`, or a tree of them, for each positional
-            argument. A tree may end before its argument does. Keyword arguments must be the same on all ranks.
-        out_specs: the same for what is returned.
-        check: "static" looks, at the first call with such arguments, what varies over which axis ("off" does not). A
-            plan around the mapped function is compared between ranks instead.
+        fn: a function of pytrees. In it, collectives name the axes of the mesh: `psum(x, "data")`.
+        mesh: made by `init_mesh`, `sim` or `fake_mesh`. `@shard_map(mesh, ...)` is a decorator.
+        in_specs: how the arguments are divided over the mesh: a tuple with one `P`, or one tree of `P`s, for each
+            positional argument. A tree may be a tree prefix of its argument. Keyword arguments must be the same on all
+            ranks.
+        out_specs: how the output is divided: a `P`, or a tree prefix of the output.
+        check: "static" determines, at the first call with arguments of the same shapes, over which axes each value
+            varies; "off" does not. While a surrounding function is planned, the ranks compare the plans instead.
 
     Returns:
-        A function of local tensors, or of DTensors that are placed as `in_specs` says, which returns local tensors.
-        `fckpt.shard` and `fckpt.unshard` make them of global ones, and the other way round.
+        A function of local tensors, or of DTensors with the placements of `in_specs`, which returns local tensors.
+        `fckpt.shard` makes local tensors of global ones, and `fckpt.unshard` the reverse.
 
         Differentiated from outside (`.backward()`, `fckpt.grad`, `torch.func.vjp`), it is one function of global
         tensors, as in JAX: the gradient of an argument is summed over the axes that its spec does not name, and the
-        cotangent of a result counts once, however many ranks have the result. What the function closes over is each
-        rank's own: pass parameters as arguments.
+        cotangent of an output counts once, no matter how many ranks have the output. The gradient of a captured tensor
+        is not summed: pass parameters as arguments.
 
     Raises (when called):
-        ArgumentTypeError, ArgumentValueError: specs do not fit the mesh, an argument or an output. An output varies
-            over an axis over which its spec says that it does not: a psum, a pmean or a pvary is missing.
+        ArgumentTypeError, ArgumentValueError: specs do not fit the mesh, an argument or an output; or an output varies
+            over an axis along which its spec says that it is replicated, so a psum, a pmean or a pvary is missing.
         TraceError: the static check cannot follow the function.
 
     Warns:
-        MeshWarning: a psum or pmean sums what is the same on all ranks; or a `.backward()` outside reaches parameters
-            that the function closes over, whose gradients differ by rank.
+        MeshWarning: a psum or pmean sums replicated values; or a `.backward()` outside of the function reaches captured
+            parameters, whose gradients then differ by rank.
 
     Example:
         >>> import torch, fckpt
@@ -97,22 +98,22 @@ def pmap(
     mesh: Mesh | None = None,
     check: str = "static",
 ) -> Function:
-    """Returns a function that all ranks call with their parts of the batch: `shard_map` on a mesh of one axis.
+    """Returns a function that every rank calls with its part of the batch: `shard_map` on a mesh with one axis.
 
     Args:
         fn: a function of pytrees, in which collectives over `axis_name` reach the other ranks.
-        axis_name: what the axis is called.
-        in_axes: the dimension along which an argument is divided among the ranks, or None for what is the same on all:
-            an int, None, or a tuple of trees of them, by positional argument. Trees may end before the arguments do.
-        out_axes: the same for what is returned. None is checked, not believed: JAX's pmap returns what the first
-            device has.
-        static_broadcasted_argnums: positions of arguments that are no tensors and the same on all ranks.
+        axis_name: the name of the axis.
+        in_axes: the dimension along which each argument is divided among the ranks, or None for a replicated argument:
+            an int, None, or a tuple with a tree of these for each positional argument, which may be a tree prefix.
+        out_axes: the same for the output. None is checked: an output that varies is an error, whereas JAX's pmap
+            returns the output of the first device.
+        static_broadcasted_argnums: positions of arguments that are not tensors and are the same on all ranks.
         mesh: default: all ranks, along `axis_name`.
         check: see `shard_map`.
 
     Returns:
-        A function of local tensors. Unlike JAX's, it leaves the divided dimension where it is: a rank's part of a
-        batch is a batch. Errors and warnings are those of `shard_map`.
+        A function of local tensors. Unlike JAX's pmap, it keeps the divided dimension: a rank's part of a batch is a
+        batch. It raises the errors and warnings of `shard_map`.
 
     Example:
         >>> import torch, fckpt
@@ -150,14 +151,14 @@ def pmap(
 
 
 def _spec_of(what: str, axes: Any, *, axis_name: str) -> Any:
-    """Returns the tree of specs that a tree of dimensions stands for."""
+    """Converts a tree of dimensions to a tree of specs."""
     if axes is None:
         return P()
     if isinstance(axes, bool) or not isinstance(axes, (int, dict, tuple, list)):
-        raise ArgumentTypeError(f"pmap: {what} holds dimensions, None, and trees of them, not {axes!r}.")
+        raise ArgumentTypeError(f"pmap: {what} must be an int, None, or a tree of these, not {axes!r}.")
     if isinstance(axes, int):
         if axes < 0:
-            raise ArgumentValueError(f"pmap: {what} counts dimensions from 0, not {axes}.")
+            raise ArgumentValueError(f"pmap: {what} counts dimensions from 0, so {axes} is not allowed.")
         return P(*[None] * axes, axis_name)
     if isinstance(axes, dict):
         return {key: _spec_of(what, value, axis_name=axis_name) for key, value in axes.items()}
@@ -169,13 +170,13 @@ def _spec_of(what: str, axes: Any, *, axis_name: str) -> Any:
 
 def _mapped(fn: Function, *, mesh: Mesh | None, in_specs: Any, out_specs: Any, check: str) -> Function:
     if not callable(fn):
-        raise ArgumentTypeError(f"shard_map maps a function, not {type(fn).__name__}: {fn!r}.")
+        raise ArgumentTypeError(f"shard_map: the first argument must be a function, not {type(fn).__name__}: {fn!r}.")
     if not isinstance(mesh, Mesh):
-        raise ArgumentTypeError(f"shard_map needs a mesh, of fckpt.init_mesh for one, not {mesh!r}.")
+        raise ArgumentTypeError(f"shard_map: mesh must be a mesh, for example from fckpt.init_mesh, not {mesh!r}.")
     if check not in CHECKS:
-        raise ArgumentValueError(f"shard_map: check is 'static' or 'off', not {check!r}.")
+        raise ArgumentValueError(f"shard_map: check must be 'static' or 'off', not {check!r}.")
     checked: dict[Any, Sequence[str]] = {}
-    """By signature: the tensors that are closed over, if gradients of them are a rank's own."""
+    """By signature: the captured tensors whose gradients would differ by rank."""
 
     @functools.wraps(fn)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -194,12 +195,14 @@ def _mapped(fn: Function, *, mesh: Mesh | None, in_specs: Any, out_specs: Any, c
                 transport_of(mesh.key).agree(_named(fn, args), found.collectives)
                 checked[key] = found.closed_over
             closed_over = checked[key]
-        args, kwargs = _differentiable(received, (args, kwargs), specs, mesh)
+        args, kwargs = _differentiable(replicated_argument, (args, kwargs), specs, mesh)
         with use_mesh(mesh):
             output = fn(*args, **kwargs)
         if closed_over:
-            _tell_of(closed_over, output)
-        return _differentiable(handed_on, output, specs_of("shard_map", "output", out_specs, output, mesh), mesh)
+            _warn_of_captured(closed_over, output)
+        return _differentiable(
+            replicated_output, output, specs_of("shard_map", "output", out_specs, output, mesh), mesh
+        )
 
     return mapped
 
@@ -207,10 +210,11 @@ def _mapped(fn: Function, *, mesh: Mesh | None, in_specs: Any, out_specs: Any, c
 def _differentiable(
     convey: Callable[[torch.Tensor, tuple[str, ...], Mesh], torch.Tensor], tree: Any, specs: Sequence[P], mesh: Mesh
 ) -> Any:
-    """Sends what is replicated along axes, and may be differentiated from outside, through `received` or `handed_on`.
+    """Applies `convey` to tensors that are replicated along axes and may be differentiated from outside.
 
-    So gradients that are taken outside are those of the whole function, the same on all ranks, as in JAX: the transpose
-    of what all ranks are given is a sum over them.
+    `convey` is `replicated_argument` or `replicated_output`. With it, gradients taken outside of the mapped function
+    are gradients of the whole function, the same on all ranks, as in JAX: the transpose of replicating an argument is a
+    sum over the ranks.
     """
     levels = transforms_active()
     leaves, spec = trees.flatten(tree)
@@ -223,16 +227,17 @@ def _differentiable(
     return trees.unflatten(spec, leaves)
 
 
-def _tell_of(closed_over: Sequence[str], output: Any) -> None:
-    """Has a gradient that comes from outside warn of tensors that it reaches past the arguments."""
+def _warn_of_captured(closed_over: Sequence[str], output: Any) -> None:
+    """Makes a backward pass from outside warn of the captured tensors that it reaches."""
     more = ", ..." if len(closed_over) > 3 else ""
     text = (
-        f"a gradient that is taken outside of the mapped function reaches {', '.join(closed_over[:3])}{more}, which it "
-        "closes over, and all ranks have alike: each rank gets its own part of that gradient. Pass such a tensor as an "
-        "argument, whose gradient is summed over the ranks, or let it in through fckpt.pvary."
+        f"a backward pass outside of the mapped function reaches {', '.join(closed_over[:3])}{more}, which the mapped "
+        "function closes over and which is replicated. Its gradient is not summed over the ranks, so each rank has "
+        "another one. Pass the tensor as an argument, whose gradient is summed, or use fckpt.pvary(tensor) in the "
+        "function."
     )
     if transforms_active():
-        return  # hooks are not called there
+        return  # torch.func does not call tensor hooks
     for leaf in trees.leaves(output):
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
             leaf.register_hook(lambda _: warnings.warn(text, MeshWarning, stacklevel=users_stacklevel()))
@@ -242,7 +247,9 @@ def _by_argument(in_specs: Any, args: tuple[Any, ...]) -> Any:
     if isinstance(in_specs, P):
         return in_specs
     if not isinstance(in_specs, (tuple, list)):
-        raise ArgumentTypeError(f"shard_map: in_specs is a P or a tuple of trees of them, not {in_specs!r}.")
+        raise ArgumentTypeError(
+            f"shard_map: in_specs must be a P, or a tuple with a tree of Ps for each argument, not {in_specs!r}."
+        )
     if len(in_specs) != len(args):
         raise ArgumentValueError(
             f"shard_map: in_specs has {len(in_specs)} entries for {len(args)} positional arguments."
@@ -251,7 +258,7 @@ def _by_argument(in_specs: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _named(fn: Function, args: Any) -> str:
-    """Names a call, for errors; the end of a long list of arguments is left out."""
+    """Describes a call for error messages, with the first arguments."""
     shown = [trees.describe(x) for x in trees.leaves(args) if isinstance(x, torch.Tensor)]
     more = [f"and {len(shown) - 8} more"] if len(shown) > 8 else []
     return f"{getattr(fn, '__qualname__', fn)}({', '.join([*shown[:8], *more])})"
@@ -264,7 +271,7 @@ def _signature(args: Any, kwargs: Any) -> Any:
 
 
 def _check(fn: Function, mesh: Mesh, args: Any, kwargs: Any, specs: Sequence[P], out_specs: Any) -> Varying:
-    """Returns what varies, and the collectives that will be called; see `shard_map` for errors."""
+    """Returns which values vary and the collectives that `fn` will call. Raises the errors of `shard_map`."""
     found = varying(fn, mesh, args, kwargs, specs, _named(fn, args))
     outputs = specs_of("shard_map", "output", out_specs, found.output, mesh)
     leaves = trees.leaves(found.output)
@@ -272,13 +279,13 @@ def _check(fn: Function, mesh: Mesh, args: Any, kwargs: Any, specs: Sequence[P],
     wrong = violations(found, tensors)
     if wrong:
         raise ArgumentValueError(
-            f"shard_map: {'; '.join(wrong)}. Reduce it (fckpt.pmean, fckpt.psum), let parameters into what differs by "
-            "rank through fckpt.pvary, or name the axis in out_specs."
+            f"shard_map: {'; '.join(wrong)}. Reduce the output (fckpt.pmean, fckpt.psum), use fckpt.pvary on "
+            "parameters whose gradient is the output, or name the axis in out_specs."
         )
     for name in sorted(set(found.redundant)):
         warnings.warn(
-            f"a psum or pmean over {name!r} sums what is the same on all ranks along it: a psum multiplies it by "
-            f"{mesh.shape[name]}, a pmean does nothing.",
+            f"a psum or pmean over {name!r} sums a value that is the same on all ranks along that axis: a psum "
+            f"multiplies the value by {mesh.shape[name]}, a pmean does not change it.",
             MeshWarning,
             stacklevel=users_stacklevel(),
         )

@@ -1,7 +1,8 @@
-"""Meshes: names for the dimensions of a grid of ranks, and who carries messages between them.
+"""Meshes, which name the dimensions of a grid of ranks, and transports, which carry messages between ranks.
 
-A mesh is the same on all ranks; what differs is the `Transport`. It belongs to the process, or, in a simulation, to the
-thread: an operation in a graph knows its mesh by a key that is the same on every rank, and finds the transport here.
+A mesh is the same on all ranks, but each rank has its own `Transport`: one per process or, in a simulation, one per
+thread. An operation in a graph has the key of its mesh, which is the same on every rank, and looks up the transport
+here.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ __all__ = [
 ]
 
 Axes = str | Sequence[str]
-"""One axis of a mesh or several; several count as one, the first of them varying slowest."""
+"""One axis of a mesh, or several. Several axes are treated as one axis, in which the first axis varies slowest."""
 
 
 class Along(NamedTuple):
-    """The ranks that a collective reaches: all along some axes, or groups of them.
+    """The ranks that a collective reaches: all ranks along some axes, or groups of these ranks.
 
-    As a str, in a graph, the axes with commas between them and the groups after a colon: "data", "data:0 2|1 3".
+    In a graph it is a str, with the axes separated by commas and the groups after a colon: "data", "data:0 2|1 3".
     """
 
     axes: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...] = ()
-    """Numbers along the axes, each of them in one group; empty where all ranks are one group."""
+    """Indices along the axes, each in exactly one group. Empty if all ranks are one group."""
 
     def __str__(self) -> str:
         groups = "|".join(" ".join(map(str, group)) for group in self.groups)
@@ -57,7 +58,7 @@ class Along(NamedTuple):
 
     @staticmethod
     def of(text: str) -> Along:
-        """Returns what `str` has written."""
+        """Parses the result of `str`."""
         axes, _, groups = text.partition(":")
         numbers = [tuple(map(int, group.split())) for group in groups.split("|")] if groups else ()
         return Along(tuple(axes.split(",")), tuple(numbers))
@@ -69,7 +70,7 @@ class Along(NamedTuple):
 
     @property
     def said(self) -> str:
-        """For messages."""
+        """The axes and groups as text for error messages."""
         groups = f" in groups {[[*group] for group in self.groups]}" if self.groups else ""
         return ", ".join(self.axes) + groups
 
@@ -79,7 +80,7 @@ class Transport(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank: the number of its place in the mesh, the last axis varying fastest."""
+        """The number of this rank in the mesh, in which the last axis varies fastest."""
         ...
 
     def all_reduce(self, x: torch.Tensor, reduction: str, along: Along) -> torch.Tensor:
@@ -87,50 +88,50 @@ class Transport(Protocol):
         ...
 
     def all_gather(self, x: torch.Tensor, along: Along) -> torch.Tensor:
-        """Returns those of all ranks `along`, stacked in front, in their order."""
+        """Returns the tensors of all ranks `along`, stacked along a new first dimension, in rank order."""
         ...
 
     def reduce_scatter(self, x: torch.Tensor, along: Along) -> torch.Tensor:
-        """Returns the sum over the ranks of their x[i], i being the number of this rank among them."""
+        """Returns the sum of x[i] over the ranks `along`, where i is the index of this rank."""
         ...
 
     def all_to_all(self, x: torch.Tensor, along: Along) -> torch.Tensor:
-        """Returns y, where y[i] is x[j] of rank i, j being the number of this rank among them."""
+        """Returns y, where y[i] is x[j] of rank i, and j is the index of this rank."""
         ...
 
     def permute(self, x: torch.Tensor, sources: Sequence[int], along: Along) -> torch.Tensor:
-        """Returns x of the rank that is named for this one in `sources`; zeros where that is -1."""
+        """Returns x of the rank whose index is `sources[i]`, where i is the index of this rank; zeros if it is -1."""
         ...
 
     def link(self, axis: str) -> Any:
-        """Returns the `Link` between neighbours along an axis."""
+        """Returns the `Link` between neighbouring ranks along an axis."""
         ...
 
     def adds(self, dtype: torch.dtype, along: Along) -> bool:
-        """Whether a sum over the ranks `along` holds what all have brought, to add it up."""
+        """Whether this rank receives the tensors of all ranks `along` to compute a sum, which takes memory."""
         ...
 
     def exchange(self, about: str, mine: str) -> list[str]:
-        """Waits for all ranks of the mesh, and returns what each of them says, in the order of ranks."""
+        """Waits for the texts of all ranks of the mesh, and returns them in rank order."""
         ...
 
     def share(self, about: str, mine: str, make: Callable[[Sequence[str]], str]) -> str:
-        """Returns what rank 0 makes of what all ranks have to say about something."""
+        """Returns `make(texts of all ranks)`, computed by rank 0."""
         ...
 
     def later(self, about: str) -> Callable[[str], list[str]]:
-        """Returns an `exchange` for later, in any thread, that waits for others as long as they live."""
+        """Returns an `exchange` that can be called later, in any thread, and waits for all ranks that are alive."""
         ...
 
     def watch(self, foreseen: bool) -> contextlib.AbstractContextManager[None]:
-        """What to run a step in, so that a failure on one rank is told to the others.
+        """Context manager for one step: a failure inside it is reported to the other ranks.
 
-        `foreseen`: its collectives are those that all ranks agree upon before it calls the first of them.
+        `foreseen`: whether all ranks agree on the collectives of the step (`agree`) before the first of them.
         """
         ...
 
     def agree(self, about: str, calls: list[str]) -> None:
-        """Makes sure that all ranks will call the same collectives."""
+        """Checks that all ranks will call the same collectives."""
         ...
 
 
@@ -144,28 +145,30 @@ class Mesh:
     def __init__(self, shape: Mapping[str, int]):
         for name in shape:
             if not isinstance(name, str) or not name or set(name) & set(",:="):
-                raise ArgumentValueError(f"a mesh has axes with names, without commas, colons or '=', not {name!r}.")
+                raise ArgumentValueError(
+                    f"the name of a mesh axis must be a str without commas, colons or '=', not {name!r}."
+                )
         self.shape: dict[str, int] = dict(shape)
-        """By name: how many ranks there are along an axis."""
+        """The number of ranks along each axis, by name."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes, the slowest first."""
+        """The axes, of which the first varies slowest."""
         return tuple(self.shape)
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return math.prod(self.shape.values())
 
     @property
     def key(self) -> str:
-        """What names the mesh in a graph."""
+        """The text that identifies the mesh in a graph."""
         return ",".join(f"{name}={size}" for name, size in self.shape.items())
 
     @staticmethod
     def of_key(key: str) -> Mesh:
-        """Returns the mesh that `key` names."""
+        """Returns the mesh with this key."""
         return Mesh({name: int(size) for name, _, size in (part.partition("=") for part in key.split(","))})
 
     def __eq__(self, other: object) -> bool:
@@ -181,49 +184,49 @@ class Mesh:
         """Returns `axes` as a tuple of names.
 
         Raises:
-            ArgumentTypeError, ArgumentValueError: they are none of this mesh, or one is there twice; `function` is
-                who was asked.
+            ArgumentTypeError, ArgumentValueError: an axis is not in this mesh, or occurs twice. The error names
+                `function`.
         """
         names = (axes,) if isinstance(axes, str) else axes
         if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
-            raise ArgumentTypeError(f"{function}: an axis is a str, or a tuple of them, not {axes!r}.")
+            raise ArgumentTypeError(f"{function}: an axis must be a str or a tuple of strs, not {axes!r}.")
         known = ", ".join(repr(name) for name in self.names)
         for name in names:
             if name not in self.shape:
                 raise ArgumentValueError(f"{function}: the mesh has no axis {name!r}. It has {known}.")
         if not names or len(set(names)) < len(names):
             raise ArgumentValueError(
-                f"{function}: axes {tuple(names)!r} must be one or more different ones of {known}."
+                f"{function}: axes {tuple(names)!r} must be one or more of {known}, each at most once."
             )
         return tuple(names)
 
     def count(self, axes: Sequence[str]) -> int:
-        """Returns how many ranks there are along `axes`."""
+        """Returns the number of ranks along `axes`."""
         return math.prod(self.shape[name] for name in axes)
 
     def place(self, rank: int) -> dict[str, int]:
-        """Returns where a rank is: by axis, its number."""
+        """Returns the coordinates of a rank: its index along each axis."""
         found: dict[str, int] = {}
         for name in reversed(self.names):
             rank, found[name] = divmod(rank, self.shape[name])
         return {name: found[name] for name in self.names}
 
     def index(self, rank: int, axes: Sequence[str]) -> int:
-        """Returns the number of a rank along `axes`."""
+        """Returns the index of a rank along `axes`."""
         place, number = self.place(rank), 0
         for name in axes:
             number = number * self.shape[name] + place[name]
         return number
 
     def reach(self, along: Along) -> int:
-        """Returns how many ranks a collective reaches: the most of a group."""
+        """Returns the number of ranks that a collective reaches; with groups, the size of the largest group."""
         return max(map(len, along.groups)) if along.groups else self.count(along.axes)
 
-    @functools.cache  # noqa: B019  # every message asks, and a process has few meshes, which are equal by key
+    @functools.cache  # noqa: B019  # called for every message, and a process has few meshes
     def peers(self, rank: int, along: Along) -> tuple[int, ...]:
-        """Returns the ranks that a collective of `rank` reaches, by their numbers along its axes, or as in its group.
+        """Returns the ranks that a collective of `rank` reaches, in the order of the axes or of its group.
 
-        They differ from `rank` along these axes at most.
+        Along all other axes, these ranks have the coordinates of `rank`.
         """
         place = self.place(rank)
         rest = [name for name in self.names if name not in along.axes]
@@ -234,28 +237,30 @@ class Mesh:
 
 
 def check_shape(function: str, shape: Any) -> None:
-    """Makes sure that a shape gives the size of each axis by name.
+    """Checks that a shape is a dict from the name to the size of each axis.
 
     Raises:
-        ArgumentTypeError: it does not. `function` is who asks.
+        ArgumentTypeError: it is not. The error names `function`.
     """
     sizes = [*shape.values()] if isinstance(shape, Mapping) else [None]
     if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
-        raise ArgumentTypeError(f'{function}: shape gives the size of each axis by name, {{"data": 2}}, not {shape!r}.')
+        raise ArgumentTypeError(
+            f'{function}: shape must be a dict with the size of each axis, such as {{"data": 2}}, not {shape!r}.'
+        )
 
 
 T = TypeVar("T", bound=Hashable)
 
 
 def odd_one(said: Mapping[int, T]) -> tuple[int, T] | None:
-    """Returns the first rank that says something else than most, and what they say; None if all say the same."""
+    """Returns the first rank whose entry differs from the most common one, and the latter; None if all are equal."""
     known = [*said.values()]
     usual = max(known, key=known.count)
     return next(((rank, usual) for rank, mine in sorted(said.items()) if mine != usual), None)
 
 
 def first_difference(said: Mapping[int, Sequence[str]]) -> tuple[int, int, str, str] | None:
-    """Returns a rank that differs from most, the number of the line where it does, its line, and theirs."""
+    """Returns a rank that differs from most, the number of the first differing line, its line, and the usual line."""
     odd = odd_one({rank: tuple(lines) for rank, lines in said.items()})
     if odd is None:
         return None
@@ -267,7 +272,7 @@ def first_difference(said: Mapping[int, Sequence[str]]) -> tuple[int, int, str, 
     return rank, at + 1, one, other
 
 
-# ---- who carries the messages ----------------------------------------------------------------------
+# ---- transports and the mesh in use ----------------------------------------------------------------
 
 _carriers: dict[str, Transport] = {}
 _local = threading.local()
@@ -275,18 +280,18 @@ _current: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 
 
 def carry(mesh: Mesh, transport: Transport) -> None:
-    """Makes `transport` carry what is sent over `mesh`, for this process."""
+    """Registers the transport of this process for `mesh`."""
     _carriers[mesh.key] = transport
 
 
 def dismiss(mesh: Mesh) -> None:
-    """Lets go of what carries messages over `mesh` for this process."""
+    """Removes the transport of this process for `mesh`."""
     _carriers.pop(mesh.key, None)
 
 
 @contextlib.contextmanager
 def carried(mesh: Mesh, transport: Transport) -> Iterator[None]:
-    """Makes `transport` carry what is sent over `mesh` in this thread, which is a rank of it, in the body."""
+    """Context manager: this thread is a rank of the simulated `mesh`, with this transport."""
     _local.mesh, _local.transport = mesh, transport
     try:
         yield
@@ -295,28 +300,28 @@ def carried(mesh: Mesh, transport: Transport) -> Iterator[None]:
 
 
 def simulated() -> Mesh | None:
-    """Returns the mesh of which this thread is a rank, if it is one."""
+    """Returns the simulated mesh of which this thread is a rank, or None."""
     return getattr(_local, "mesh", None)
 
 
 def transport_of(key: str) -> Transport:
-    """Returns who carries what is sent over the mesh with this key.
+    """Returns the transport for the mesh with this key.
 
     Raises:
-        ArgumentValueError: nobody does.
+        ArgumentValueError: there is none.
     """
     mesh = simulated()
     found = _local.transport if mesh is not None and mesh.key == key else _carriers.get(key)
     if found is None:
         raise ArgumentValueError(
-            f"this process belongs to no mesh ({key}). Make it with fckpt.init_mesh, or simulate it with fckpt.sim."
+            f"this process does not belong to the mesh ({key}). Call fckpt.init_mesh, or simulate it with fckpt.sim."
         )
     return found
 
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """Makes `mesh` the one whose axes collectives name, in the body.
+    """Puts `mesh` in use in the body: collectives in the body name its axes.
 
     Example:
         >>> import torch, fckpt
@@ -332,12 +337,12 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
 
 
 def put_in_use(mesh: Mesh) -> None:
-    """Makes `mesh` the one whose axes collectives name from here on."""
+    """Puts `mesh` in use from here on: collectives name its axes."""
     _current.set(mesh)
 
 
 def mesh_in_use() -> Mesh | None:
-    """Returns the mesh in use, if there is one."""
+    """Returns the mesh in use, or None."""
     return _current.get()
 
 
@@ -345,12 +350,12 @@ def current_mesh(function: str) -> Mesh:
     """Returns the mesh in use.
 
     Raises:
-        ArgumentValueError: there is none; `function` is who asks.
+        ArgumentValueError: there is none. The error names `function`.
     """
     mesh = mesh_in_use()
     if mesh is None:
         raise ArgumentValueError(
-            f"{function}: there is no mesh here. Call it in a function that fckpt.shard_map or fckpt.pmap maps, or "
+            f"{function}: no mesh is in use. Call it in a function that fckpt.shard_map or fckpt.pmap maps, or inside "
             "`with fckpt.use_mesh(mesh):`."
         )
     return mesh

@@ -1,4 +1,4 @@
-"""The norm of a tree of parts, and gradients clipped by it."""
+"""`clip_grad_norm`: clips gradients, of which each rank has a part, by their global norm."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ __all__ = ["clip_grad_norm"]
 def clip_grad_norm(
     grads: Any, max_norm: float, specs: Any, mesh: Mesh | None = None, *, norm_type: float = 2.0
 ) -> tuple[Any, torch.Tensor]:
-    """Returns gradients that are together no longer than `max_norm`, and their norm before.
+    """Scales gradients so that their total norm is at most `max_norm`; returns them and the norm before scaling.
 
-    The norm is that of the whole tensors, of which each rank has a part: what `torch.nn.utils.clip_grad_norm_` computes
-    of them in one process. Ranks call it together, within a mapped function or outside; nothing is changed in place.
+    The norm is the norm of the whole tensors, of which each rank has a part. It equals the result of
+    `torch.nn.utils.clip_grad_norm_` on the whole tensors in one process. All ranks call `clip_grad_norm`, inside or
+    outside of a mapped function. Nothing is changed in place.
 
     Args:
-        grads: a pytree of tensors, this rank's parts. None and other leaves are passed on.
-        max_norm: the most that the norm may be.
-        specs: as for `shard`: how each lies on the mesh. Along axes that are not named all ranks have the same.
-        mesh: default: the one in use.
-        norm_type: p of the p-norm; `math.inf` for the largest number.
+        grads: a pytree of tensors, this rank's parts. None and other leaves are returned unchanged.
+        max_norm: the largest allowed norm.
+        specs: as for `shard`: how each gradient is divided. Along axes that a spec does not name, it is replicated.
+        mesh: default: the mesh in use.
+        norm_type: p of the p-norm; `math.inf` for the maximum norm.
 
     Returns:
-        The tree, and a tensor of no dimensions that is the same on all ranks.
+        The scaled tree, and the norm as a scalar tensor that is the same on all ranks.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: the specs do not fit; there is no tensor; a norm is not above 0.
+        ArgumentTypeError, ArgumentValueError: the specs do not fit; the tree has no tensor; `max_norm` or `norm_type`
+            is not above 0.
 
     Example:
         >>> import torch, fckpt
@@ -48,13 +50,15 @@ def clip_grad_norm(
         [(tensor(5.), tensor([0.6000])), (tensor(5.), tensor([0.8000]))]
     """
     if not (max_norm > 0 and norm_type > 0):
-        raise ArgumentValueError(f"clip_grad_norm: norms are above 0, not max_norm={max_norm}, norm_type={norm_type}.")
+        raise ArgumentValueError(
+            f"clip_grad_norm: max_norm and norm_type must be above 0, not {max_norm} and {norm_type}."
+        )
     mesh = mesh or current_mesh("clip_grad_norm")
     leaves, spec = trees.flatten(grads)
     for leaf, path in zip(leaves, spec.paths(), strict=True):
         if isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
             raise ArgumentTypeError(
-                f"clip_grad_norm: grads{path} is {trees.describe(leaf)}, no gradient: leave it out of the tree."
+                f"clip_grad_norm: grads{path} is {trees.describe(leaf)}, not a gradient. Remove it from the tree."
             )
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for leaf, p in zip(leaves, specs_of("clip_grad_norm", "grads", specs, grads, mesh), strict=True):
@@ -64,16 +68,16 @@ def clip_grad_norm(
                 leaf = leaf.where(part_mask(p, mesh, device=leaf.device), 0)
             by_axes.setdefault(axes, []).append(torch.linalg.vector_norm(leaf, norm_type))
     if not by_axes:
-        raise ArgumentValueError("clip_grad_norm: there is no tensor among the gradients.")
+        raise ArgumentValueError("clip_grad_norm: the tree of gradients contains no tensor.")
     with use_mesh(mesh):
         norm = _norm([_over_ranks(parts, axes, norm_type) for axes, parts in by_axes.items()], norm_type)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the formula of torch.nn.utils.clip_grad_norm_
     clipped = [leaf * factor.to(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return trees.unflatten(spec, clipped), norm
 
 
 def _over_ranks(parts: list[torch.Tensor], axes: tuple[str, ...], norm_type: float) -> torch.Tensor:
-    """Returns the norm of tensors of whose parts these are the norms."""
+    """Combines the norms of this rank's parts, and of the ranks along `axes`, to the norm of the whole tensors."""
     mine = _norm(parts, norm_type)
     if not axes:
         return mine

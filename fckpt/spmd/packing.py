@@ -1,4 +1,4 @@
-"""Pytrees in one message, and dimensions that are divided among ranks."""
+"""Packs pytrees into messages, and divides, concatenates and pads dimensions over ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["dimension", "divided", "filled_up", "joined", "packed", "with_paddin
 
 
 def dimension(function: str, dim: int, dims: int) -> int:
-    """Returns a dimension counted from the front.
+    """Returns the non-negative number of a dimension.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: there is none. `function` is who is asked.
+        ArgumentTypeError, ArgumentValueError: the dimension does not exist. The error names `function`.
     """
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise ArgumentTypeError(f"{function}: a dimension is a number, such as 0 or -1, not {dim!r}.")
+        raise ArgumentTypeError(f"{function}: a dimension must be an int, such as 0 or -1, not {dim!r}.")
     if not -dims <= dim < dims:
-        raise ArgumentValueError(f"{function}: there is no dimension {dim} among {dims}.")
+        raise ArgumentValueError(f"{function}: dimension {dim} does not exist in a tensor with {dims} dimensions.")
     return dim % dims
 
 
 def divided(function: str, x: torch.Tensor, dim: int, size: int, along: Along, tiled: bool) -> torch.Tensor:
-    """Returns `x` with the ranks in front, of whose parts dimension `dim` consists."""
+    """Splits dimension `dim` of `x` into one part per rank, stacked along a new first dimension."""
     at = dimension(function, dim, x.dim())
     length = x.shape[at]
     if tiled and length % size:
@@ -41,41 +41,41 @@ def divided(function: str, x: torch.Tensor, dim: int, size: int, along: Along, t
     if not tiled and length != size:
         raise ArgumentValueError(
             f"{function}: dimension {dim} is {length} long, but there are {size} ranks along {along.said}. Pass "
-            "tiled=True to give each a part of it."
+            "tiled=True to divide the dimension among the ranks."
         )
     return (x.unflatten(at, (size, length // size)) if tiled else x).movedim(at, 0)
 
 
 def joined(function: str, x: torch.Tensor, dim: int, dims: int, tiled: bool) -> torch.Tensor:
-    """Returns `x`, the ranks of which are in front, with them at dimension `dim` of `dims`."""
+    """Moves the first dimension of `x`, which runs over the ranks, to `dim`; with `tiled`, merges it into `dim`."""
     at = dimension(function, dim, dims)
     moved = x.movedim(0, at)
     return moved.flatten(at, at + 1) if tiled else moved
 
 
 def filled_up(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Returns `x` with zeros at the end of dimension `dim`, which is then so long."""
+    """Pads dimension `dim` of `x` with zeros at its end to `length`."""
     missing = length - x.shape[dim]
     return torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim) if missing else x
 
 
 def with_padding(function: str, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Returns `x` with zeros at the end of dimension `dim`, so that it can be divided into `size` equal parts."""
+    """Pads dimension `dim` of `x` with zeros at its end, so that it can be divided into `size` equal parts."""
     at = dimension(function, dim, x.dim())
     return filled_up(x, at, x.shape[at] + -x.shape[at] % size)
 
 
 def without_padding(function: str, x: torch.Tensor, dim: int, size: int, ranks: int) -> torch.Tensor:
-    """Returns what `with_padding` has made of a tensor with dimension `dim` of length `size`, as it was before.
+    """Undoes `with_padding`: removes the padding from dimension `dim`, whose length was `size` before.
 
     Raises:
-        ArgumentValueError: equal parts of so many ranks do not come of this size.
+        ArgumentValueError: a dimension of this size, padded for this number of ranks, has another length.
     """
     at = dimension(function, dim, x.dim())
     if x.shape[at] != size + -size % ranks:
         raise ArgumentValueError(
-            f"{function}: {ranks} parts of {x.shape[at] // ranks} each are no parts of a dimension of length {size}: "
-            f"they would have {-(-size // ranks)} each, the last ones filled up with zeros."
+            f"{function}: {ranks} parts of length {x.shape[at] // ranks} do not make a dimension of length {size}: its "
+            f"padded parts have length {-(-size // ranks)}."
         )
     return x.narrow(at, 0, size)
 
@@ -90,16 +90,16 @@ def packed(
     finish: Callable[[torch.Tensor, torch.Size], torch.Tensor] = lambda x, shape: x,
     scalar: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Sends the leaves of a tree, those of one dtype and device together, if all of them require grad or none does.
+    """Sends the leaves of a tree. Leaves with the same dtype, device and requires_grad are sent in one message.
 
     Args:
-        function: who is asked, for errors.
+        function: the name of the public function, for errors.
         tree: a pytree of tensors.
-        send: takes and returns a tensor; dimensions after the first are left alone.
-        ranks: how many dimensions in front of what `send` takes are ranks.
-        begin: what to do with a leaf before.
-        finish: what to do with what comes of a leaf, and the shape that was sent for one rank.
-        scalar: what becomes of a number; None if there must not be one.
+        send: sends a tensor and returns the result. Its last dimension may run over the elements of several leaves.
+        ranks: the number of leading dimensions of the argument of `send` that run over ranks.
+        begin: applied to a leaf before it is sent.
+        finish: applied to the result for a leaf, and the shape that was sent for one rank.
+        scalar: applied to a leaf that is a number. None if numbers are an error.
     """
     leaves, spec = trees.flatten(tree)
     results: list[Any] = [*leaves]

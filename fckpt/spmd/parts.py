@@ -1,6 +1,7 @@
-"""Leaves of a tree, in parts: which part of a whole tensor is on which rank.
+"""The leaves of a tree of parts: which part of a whole tensor is on which rank.
 
-Specs are the same on all ranks, so that each knows what all hold, and who writes what is not planned together.
+Specs are the same on all ranks, so each rank knows the parts of all ranks, and the ranks need no communication to
+decide which rank writes which part.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ __all__ = ["Box", "Leaf", "described", "leaves_of"]
 
 
 class Box(NamedTuple):
-    """A part of a tensor: by dimension, where it begins in the whole, and how long it is."""
+    """The position of a part in the whole tensor: its offset and size in each dimension."""
 
     offsets: torch.Size
     sizes: torch.Size
 
     def common(self, other: Box) -> Box | None:
-        """Returns what lies in both, if anything does."""
+        """Returns the intersection with another box; None if it is empty."""
         ends = [min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True)]
         starts = [max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True)]
         if any(start >= end for start, end in zip(starts, ends, strict=True)):
@@ -35,47 +36,48 @@ class Box(NamedTuple):
         return Box(torch.Size(starts), torch.Size(end - start for start, end in zip(starts, ends, strict=True)))
 
     def within(self, other: Box) -> torch.Size:
-        """Returns where it begins, counted from the beginning of another."""
+        """Returns the offsets of this box relative to the start of another."""
         return torch.Size(a - b for a, b in zip(self.offsets, other.offsets, strict=True))
 
 
 class Leaf(NamedTuple):
-    """A leaf of a tree: what it is to the user, this rank's part of it, and how the parts lie.
+    """A leaf of a tree: its path, this rank's part, and how the tensor is divided.
 
-    Where parts are uneven, `value` may be filled up, or be shorter on some ranks; only what is in `box` counts.
+    If a dimension is divided unevenly, `value` may be padded, or shorter on some ranks. Only the data in `box` is
+    saved and loaded.
     """
 
     where: str
     value: Any
     spec: P
     shape: torch.Size
-    """That of the whole tensor."""
+    """The shape of the whole tensor."""
 
     @property
     def is_tensor(self) -> bool:
         return isinstance(self.value, torch.Tensor)
 
     def box(self, mesh: Mesh, rank: int) -> Box:
-        """Returns the part that a rank has."""
+        """Returns the position of a rank's part."""
         dims = self.spec.over(self.shape)
         extents = [extent(length, mesh.count(axes), _numbers(mesh, axes)[rank]) for length, axes in dims]
         return Box(torch.Size(start for start, _ in extents), torch.Size(length for _, length in extents))
 
     def part(self, mesh: Mesh, rank: int) -> torch.Tensor:
-        """Returns the data that this rank has, without what fills it up."""
+        """Returns the data of this rank's part, without padding."""
         found = self.value.detach()
         for dim, length in enumerate(self.box(mesh, rank).sizes):
             found = found.narrow(dim, 0, length)
         return found
 
     def owners(self, mesh: Mesh, rank: int) -> list[int]:
-        """Returns the ranks that have what `rank` has."""
+        """Returns the ranks that have the same part as `rank`."""
         axes = self.spec.axes if self.is_tensor else ()
         numbers = _numbers(mesh, axes)
         return [other for other, number in enumerate(numbers) if number == numbers[rank]]
 
     def empty(self) -> Leaf:
-        """Returns one like it, to be read into."""
+        """Returns a leaf with a new tensor to load into."""
         if not self.is_tensor:
             return self
         device = torch.get_default_device() if self.value.is_meta else self.value.device
@@ -84,19 +86,19 @@ class Leaf(NamedTuple):
         return self._replace(value=new.requires_grad_(self.value.requires_grad))
 
     def copied(self) -> Leaf:
-        """Returns one whose tensor nobody else has, in the memory of the CPU."""
+        """Returns a leaf with a copy of the tensor in CPU memory."""
         return self._replace(value=self.value.detach().to("cpu", copy=True)) if self.is_tensor else self
 
     @property
     def said(self) -> str:
-        """Describes what must be the same on all ranks."""
+        """Describes the properties that must be the same on all ranks."""
         if self.is_tensor:
-            return f"{self.where} of {described(self.shape, self.value.dtype)} by {self.spec}"
+            return f"{self.where} of {described(self.shape, self.value.dtype)} with {self.spec}"
         plain = isinstance(self.value, (bool, int, float, complex, str))
         return f"{self.where} = {self.value!r}" if plain else f"{self.where}, {type(self.value).__name__}"
 
     def digest(self, mesh: Mesh, rank: int) -> int:
-        """Returns a number for the data of a tensor that other ranks have, too; else 0."""
+        """Returns a checksum of the data of a replicated tensor; 0 for other leaves."""
         if not self.is_tensor or mesh.count(self.spec.axes) == mesh.size:
             return 0
         data: Any = self.part(mesh, rank).cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -105,20 +107,21 @@ class Leaf(NamedTuple):
 
 @functools.lru_cache(1024)
 def _numbers(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Returns the number of each rank along `axes`."""
+    """Returns the index of each rank along `axes`."""
     return tuple(mesh.index(rank, axes) for rank in range(mesh.size))
 
 
 def described(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Returns a short description of a tensor."""
+    """Describes a tensor briefly."""
     return f"{str(dtype).removeprefix('torch.')}{[*shape]}"
 
 
 def leaves_of(function: str, tree: Any, specs: Any, mesh: Mesh) -> dict[str, Leaf]:
-    """Returns the leaves of a tree by name.
+    """Returns the leaves of a tree, by name.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: one cannot be in a file, or two have one name. `function` is who asks.
+        ArgumentTypeError, ArgumentValueError: a leaf cannot be saved, or two leaves have the same name. The error names
+            `function`.
     """
     specs = specs_of(function, "tree", P() if specs is None else specs, tree, mesh)
     given, spec = trees.flatten(tree)
@@ -135,7 +138,7 @@ def leaves_of(function: str, tree: Any, specs: Any, mesh: Mesh) -> dict[str, Lea
             raise ArgumentTypeError(f"{function}: {leaf.where} is sparse ({value.layout}): pass its to_dense().")
         if name in found:
             raise ArgumentValueError(
-                f"{function}: {leaf.where} and {found[name].where} would both be {name!r} in the file. Rename a key."
+                f"{function}: {leaf.where} and {found[name].where} would both be {name!r} in the file. Rename one key."
             )
         found[name] = leaf
     if "" in found:

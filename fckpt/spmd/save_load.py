@@ -1,8 +1,8 @@
-"""Trees of parts in files, and out of them again on another number of ranks: `fckpt.save` and `fckpt.load`.
+"""`fckpt.save` and `fckpt.load`: trees of parts to files, and back on any number of ranks.
 
-Every rank writes what it holds, and reads what it needs, of tensors that are whole in the file. A spec says where a
-part belongs, so that a file knows nothing of the mesh that wrote it. Leaves have the names that torch gives them in a
-nested state dict (`params.blocks.0.w`): `torch.distributed.checkpoint` reads and writes the same files.
+Every rank writes its parts, and reads the parts that it needs. A checkpoint describes whole tensors: specs give the
+position of each part, so a checkpoint does not depend on the mesh that wrote it. Leaves are named as in torch's
+nested state dicts (`params.blocks.0.w`), and `torch.distributed.checkpoint` reads and writes the same files.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ def save(path: Place, tree: Any, specs: Any = None, mesh: Mesh | None = None, *,
 
 
 def save(path: Place, tree: Any, specs: Any = None, mesh: Mesh | None = None, *, wait: bool = True) -> Saving | None:
-    """Writes a tree of parts, such as parameters and the state of an optimizer, that `load` reads on any mesh.
+    """Writes a tree of parts, such as parameters and optimizer state, to a checkpoint that `load` reads on any mesh.
 
-    All ranks call it, outside of mapped functions. A checkpoint is whole or it is none: one that was interrupted, or
-    that a rank could not write, leaves those before it as they are.
+    All ranks call `save`, outside of mapped functions. A checkpoint becomes visible only when it is complete. If saving
+    is interrupted, or a rank cannot write, there is no checkpoint in the folder, and earlier checkpoints are unchanged.
 
     Args:
-        path: a new folder, which all ranks see, or an address that fsspec knows.
-        tree: a pytree with this rank's part of each tensor. Other leaves (a count of steps, a learning rate) are plain
-            data, and the same on all ranks.
-        specs: as for `shard`: a `P` for each, or a tree that ends before. Without a mesh, none.
-        mesh: default: the one in use. Without one, a single process writes whole tensors.
-        wait: whether to return when the checkpoint is whole. Else tensors are copied to the memory of the CPU, and may
-            change as soon as save returns; the next save, and the end of the program, wait.
+        path: a new folder, which all ranks can reach, or an fsspec URL.
+        tree: a pytree with this rank's part of each tensor. Other leaves (a step count, a learning rate) must be plain
+            data, the same on all ranks.
+        specs: as for `shard`: a `P`, or a tree of `P`s that is a tree prefix of `tree`. None without a mesh.
+        mesh: default: the mesh in use. Without a mesh, a single process writes whole tensors.
+        wait: whether to return only when the checkpoint is complete. If False, `save` copies the tensors to CPU memory
+            and returns, and the tensors may be changed. The next save and the end of the program wait.
 
     Returns:
-        With `wait=False` a `Saving`, whose `wait()` returns when the checkpoint is whole.
+        With `wait=False` a `Saving`, whose `wait()` returns when the checkpoint is complete.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: the specs do not fit; two leaves have one name; a leaf is neither a
-            tensor nor plain data; there is a checkpoint in this folder; the mesh is missing.
-        RankFailure: a rank saves another tree, could not write, has failed, or does not come.
-        Exception: this rank could not write, or the saving before failed.
+        ArgumentTypeError, ArgumentValueError: the specs do not fit; two leaves have the same name; a leaf is neither a
+            tensor nor plain data; the folder already contains a checkpoint; the mesh is missing.
+        RankFailure: a rank saves another tree, could not write, has failed, or does not arrive.
+        Exception: this rank could not write, or the previous saving failed.
 
     Warns:
-        MeshWarning: ranks have different tensors, where the spec says that they have the same. One of them is saved.
+        MeshWarning: tensors that are replicated according to their specs differ between ranks. One of them is saved.
 
     Example:
         >>> import tempfile, torch, fckpt
@@ -75,9 +75,9 @@ def save(path: Place, tree: Any, specs: Any = None, mesh: Mesh | None = None, *,
         {'w': tensor([0., 1., 2., 3.]), 'step': 1}
 
     References:
-        `torch.distributed.checkpoint`, whose format it is, https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+        The format of `torch.distributed.checkpoint`, https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """
-    from fckpt.spmd import files, transfer  # they import much of torch.distributed
+    from fckpt.spmd import files, transfer  # importing these is slow: they import much of torch.distributed
 
     finish()
     mesh = _mesh("save", specs, mesh)
@@ -85,7 +85,9 @@ def save(path: Place, tree: Any, specs: Any = None, mesh: Mesh | None = None, *,
         leaves = leaves_of("save", tree, specs, mesh)
         folder = files.writer(path)
         if files.exists(folder):
-            raise ArgumentValueError(f"save: there is a checkpoint in {path}. Name a new folder, one for each step.")
+            raise ArgumentValueError(
+                f"save: there is a checkpoint in {path} already. Pass a new folder, one for each step."
+            )
         _agree("save", [str(path), *(leaf.said for leaf in leaves.values())], mesh)
         _warn_of_differences(leaves, mesh)
         if not wait:
@@ -97,26 +99,26 @@ def save(path: Place, tree: Any, specs: Any = None, mesh: Mesh | None = None, *,
 
 
 def load(path: Place, tree: Any, specs: Any = None, mesh: Mesh | None = None) -> Any:
-    """Returns what `save` wrote, this rank's part of each tensor.
+    """Reads this rank's part of each tensor from a checkpoint that `save` wrote.
 
-    The mesh and the specs need not be those of `save`, nor the number of ranks. All ranks call it. What is read is
-    compared with the checksums that were saved with it; files that torch wrote have none.
+    All ranks call `load`. The mesh, the specs and the number of ranks may differ from those at `save`. The data is
+    compared with the checksums in the checkpoint; checkpoints written by torch contain no checksums.
 
     Args:
-        path: where it is.
-        tree: a pytree like the one that is wanted, with tensors of the shapes, dtypes and devices of this rank's parts.
-            It may be a part of what was saved. A tensor without data (device="meta") comes to the default device.
-        specs: as for `shard`, where the parts belong. Without a mesh, none.
-        mesh: default: the one in use. Without one, a single process reads whole tensors.
+        path: the folder of the checkpoint.
+        tree: a pytree like the wanted one, with tensors that have the shapes, dtypes and devices of this rank's parts.
+            It may be a subset of the saved tree. A tensor without data (device="meta") is loaded to the default device.
+        specs: as for `shard`: how the parts are divided now. None without a mesh.
+        mesh: default: the mesh in use. Without a mesh, a single process reads whole tensors.
 
     Returns:
-        A new tree; that in `tree` is not changed. Nothing in a file is executed.
+        A new tree. The tensors in `tree` are not changed. No code in the files is executed.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: there is no checkpoint, or a leaf is not in it, or is something else
-            there; the specs do not fit, or the mesh is missing.
-        CheckpointError: a file is damaged, or is not what a checkpoint is made of. It names the file and the leaf.
-        RankFailure: a rank has failed, or does not come.
+        ArgumentTypeError, ArgumentValueError: there is no checkpoint; a leaf is not in it, or has another type, shape
+            or dtype there; the specs do not fit; the mesh is missing.
+        CheckpointError: a file is damaged, or is not part of a checkpoint. The error names the file and the leaf.
+        RankFailure: a rank has failed, or does not arrive.
 
     Example:
         >>> import tempfile, torch, fckpt
@@ -135,8 +137,7 @@ def load(path: Place, tree: Any, specs: Any = None, mesh: Mesh | None = None) ->
         folder = files.reader(path)
         if not files.exists(folder):
             raise ArgumentValueError(
-                f"load: there is no checkpoint in {path}. One that was not written to the end is none: load the last "
-                "before it."
+                f"load: there is no checkpoint in {path}, or writing it was interrupted. Load an earlier checkpoint."
             )
         _agree("load", [str(path), *leaves], mesh)
         there = files.read_metadata(folder).state_dict_metadata
@@ -146,30 +147,30 @@ def load(path: Place, tree: Any, specs: Any = None, mesh: Mesh | None = None) ->
     return trees.unflatten(trees.flatten(tree)[1], found)
 
 
-# ---- what is checked -------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------
 
 
 def _mesh(function: str, specs: Any, mesh: Mesh | None) -> Mesh:
-    """Returns the mesh; one without axes for a process on its own."""
+    """Returns the mesh to use; for a single process without a mesh, a mesh without axes."""
     mesh = mesh or mesh_in_use()
     if mesh is not None:
         if specs is None and mesh.size > 1:
             raise ArgumentTypeError(
-                f"{function}: on {mesh} each tensor has a spec: how its parts lie, or P() where all ranks agree."
+                f"{function}: on {mesh} each tensor needs a spec. Pass specs, with P() for replicated tensors."
             )
         return mesh
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if specs is not None or ranks > 1:
         what = "specs" if specs is not None else f"{ranks} processes"
-        raise ArgumentValueError(f"{function}: there are {what}, but no mesh. Pass it: mesh=fckpt.init_mesh(...).")
+        raise ArgumentValueError(f"{function}: there are {what}, but no mesh. Pass mesh=fckpt.init_mesh(...).")
     return Mesh({})
 
 
 def _agree(function: str, lines: list[str], mesh: Mesh) -> None:
-    """Makes sure that all ranks have the same to say.
+    """Checks that all ranks have the same lines.
 
     Raises:
-        RankFailure: one has not.
+        RankFailure: a rank has other lines.
     """
     if mesh.size == 1:
         return
@@ -180,11 +181,11 @@ def _agree(function: str, lines: list[str], mesh: Mesh) -> None:
     odd = json.loads(transport_of(mesh.key).share(f"{function} of a tree", json.dumps(lines), answer))
     if odd is not None:
         rank, _, mine, usual = odd
-        raise RankFailure(f"{function}: rank {rank} has {mine}, where others have {usual}.", rank)
+        raise RankFailure(f"{function}: rank {rank} has {mine}, where other ranks have {usual}.", rank)
 
 
 def _warn_of_differences(leaves: dict[str, Leaf], mesh: Mesh) -> None:
-    """Warns of tensors that differ between ranks where their specs say that they do not."""
+    """Warns of tensors that differ between ranks although their specs say that they are replicated."""
     if mesh.size == 1:
         return
 
@@ -194,7 +195,7 @@ def _warn_of_differences(leaves: dict[str, Leaf], mesh: Mesh) -> None:
         for i, leaf in enumerate(leaves.values()):
             known = {(mesh.index(rank, leaf.spec.axes), mine[i]) for rank, mine in enumerate(digests)}
             if leaf.is_tensor and len(known) > mesh.count(leaf.spec.axes):
-                differing.append(f"{leaf.where}, by {leaf.spec}")
+                differing.append(f"{leaf.where}, with {leaf.spec}")
         return json.dumps(differing)
 
     rank = transport_of(mesh.key).rank
@@ -202,24 +203,25 @@ def _warn_of_differences(leaves: dict[str, Leaf], mesh: Mesh) -> None:
     differing = json.loads(transport_of(mesh.key).share("data of a tree", mine, answer))
     if differing:
         warnings.warn(
-            f"save: ranks have different data, where the specs say that they have the same: {'; '.join(differing)}. "
-            "That of one of them is saved. Name the axes along which they differ, or reduce them (fckpt.pmean).",
+            f"save: tensors differ between ranks, but the specs say that they are replicated: {'; '.join(differing)}. "
+            "The data of one rank is saved. Name the axes along which a tensor varies in its spec, or reduce the "
+            "tensor (fckpt.pmean).",
             MeshWarning,
             stacklevel=users_stacklevel(),
         )
 
 
 def _check(path: Place, name: str, leaf: Leaf, there: dict[str, Any], mesh: Mesh) -> None:
-    """Makes sure that what is in a file under this name is what is wanted."""
+    """Checks that the entry with this name in a checkpoint has the type, shape and dtype of the leaf."""
     if name not in there:
         near = difflib.get_close_matches(name, there, n=3, cutoff=0.0)
         raise ArgumentValueError(
-            f"load: {leaf.where} is not in {path}: it has no {name!r}, but {', '.join(map(repr, near))}. Leave it out "
-            "of the tree, or call it what it is called there."
+            f"load: {leaf.where} is not in {path}: the checkpoint has no {name!r}, but {', '.join(map(repr, near))}. "
+            "Remove the leaf from the tree, or rename its keys to a name in the checkpoint."
         )
     size = getattr(there[name], "size", None)
     if (size is not None) != leaf.is_tensor:
-        what, other = ("a tensor", "none") if leaf.is_tensor else ("no tensor", "one")
+        what, other = ("a tensor", "plain data") if leaf.is_tensor else ("plain data", "a tensor")
         raise ArgumentTypeError(f"load: {leaf.where} is {what}, but {other} in {path}.")
     if size is None:
         return
@@ -230,14 +232,13 @@ def _check(path: Place, name: str, leaf: Leaf, there: dict[str, Any], mesh: Mesh
                 "load", f"{leaf.where} in {path}", torch.empty(size, dtype=dtype, device="meta"), dim, axes, mesh
             )
         raise ArgumentValueError(
-            f"load: {leaf.where} is {described(size, dtype)} in {path}, but {trees.describe(leaf.value)} by "
-            f"{leaf.spec} is a part of {described(shape, leaf.value.dtype)}. Pass parts of tensors of the shape that "
-            "was saved."
+            f"load: {leaf.where} is {described(size, dtype)} in {path}, but {trees.describe(leaf.value)} with "
+            f"{leaf.spec} is a part of {described(shape, leaf.value.dtype)}. Pass parts of tensors of the saved shape."
         )
     if dtype != leaf.value.dtype:
         raise ArgumentTypeError(
-            f"load: {leaf.where} is {dtype} in {path}, not {leaf.value.dtype}. Pass a tensor of that dtype, and "
-            "convert what comes."
+            f"load: {leaf.where} is {dtype} in {path}, not {leaf.value.dtype}. Pass a tensor of the saved dtype, and "
+            "convert the loaded tensor."
         )
 
 

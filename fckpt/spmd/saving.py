@@ -1,4 +1,4 @@
-"""Savings: checkpoints that are written while the program goes on."""
+"""`Saving`: a checkpoint that is written in the background."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["Saving", "finish", "finished"]
 
 
 class Saving:
-    """A checkpoint that is being written, which `fckpt.save(..., wait=False)` returns.
+    """A checkpoint that is being written in the background, returned by `fckpt.save(..., wait=False)`.
 
-    The program does not end before it is whole, and the next save waits for it.
+    The end of the program and the next save wait until the checkpoint is complete.
     """
 
     def __init__(self, path: str, write: Callable[[], None]):
         self.path = path
-        """Where it is written to."""
+        """The folder of the checkpoint."""
         self._write = write
         self._error: BaseException | None = None
         self._told = False
-        """Whether somebody has waited for it, and knows how it ended."""
+        """Whether `wait` has returned or raised the result of this saving."""
         self._thread = threading.Thread(target=self._run, name=f"fckpt save {path}")
         with _lock:
             _under_way[_rank()] = self
@@ -42,14 +42,14 @@ class Saving:
             self._error = error
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the saving has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Returns when the checkpoint is whole on all ranks.
+        """Returns when the checkpoint is complete on all ranks.
 
         Raises:
-            Exception: what kept this rank from writing.
+            Exception: this rank could not write.
             RankFailure: another rank could not write, or has died.
         """
         with _others_running():
@@ -60,13 +60,13 @@ class Saving:
 
 
 class _Process:
-    """Stands for the one rank of a process."""
+    """Represents the rank of a process that is not simulated."""
 
 
 _process = _Process()
 _lock = threading.Lock()
 _under_way: weakref.WeakKeyDictionary[Transport | _Process, Saving] = weakref.WeakKeyDictionary()
-"""By rank: what it began last."""
+"""The last saving of each rank."""
 
 
 def _rank() -> Transport | _Process:
@@ -75,16 +75,16 @@ def _rank() -> Transport | _Process:
 
 
 def _others_running() -> contextlib.AbstractContextManager[None]:
-    """What waits may need the other ranks of a simulation, which run one at a time."""
+    """Context manager for waiting: in a simulation, lets the other ranks run, because ranks run one at a time."""
     rank: Any = _rank()
     return contextlib.nullcontext() if rank is _process else rank.idle()
 
 
 def finish() -> None:
-    """Waits for the saving that this rank has begun, if there is one.
+    """Waits for the last saving of this rank, if there is one.
 
     Raises:
-        Exception: it failed, and nobody has been told.
+        Exception: the saving failed, and its `wait` has not raised the error yet.
     """
     with _lock:
         saving = _under_way.pop(_rank(), None)
@@ -94,11 +94,11 @@ def finish() -> None:
 
 @contextlib.contextmanager
 def finished() -> Iterator[None]:
-    """What to run a program in: it ends when its last saving does."""
+    """Context manager for a program: waits at its end for its last saving."""
     try:
         yield
     except BaseException:
-        with contextlib.suppress(Exception):  # what is under way tells more
+        with contextlib.suppress(Exception):  # the error of the body is more useful
             finish()
         raise
     finish()
@@ -106,5 +106,5 @@ def finished() -> Iterator[None]:
 
 @atexit.register
 def _tell_at_the_end() -> None:
-    """Tells of a failure that nobody has waited for: Python prints what is raised here."""
+    """Raises the error of a saving that was not waited for; Python prints exceptions raised at exit."""
     finish()

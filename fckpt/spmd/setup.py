@@ -1,4 +1,4 @@
-"""How a process comes to be a rank of a mesh."""
+"""`init_mesh` makes a process a rank of a mesh; `fake_mesh` makes a mesh for planning only."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ def init_mesh(
     backend: str | None = None,
     links: Mapping[str, Link] | None = None,
 ) -> Mesh:
-    """Returns the mesh of all ranks, makes this process one of them, and puts the mesh in use.
+    """Makes this process a rank of a mesh of all processes, puts the mesh in use, and returns it.
 
-    Under `torchrun`, or any launcher that sets its variables, ranks are processes. In a program that `fckpt.sim` runs,
-    ranks are its threads. In both, collectives may name the axes from here on, outside of mapped functions, too.
-    Without a launcher there is one rank, and `with fckpt.use_mesh(mesh):` puts its mesh in use.
+    Under `torchrun`, or another launcher that sets the same environment variables, the ranks are processes. In a
+    program that `fckpt.sim` runs, the ranks are threads. In both cases collectives may name the axes from here on, also
+    outside of mapped functions. Without a launcher there is one rank, and `with fckpt.use_mesh(mesh):` puts its mesh in
+    use.
 
     Args:
-        shape: the size of each axis by name, the slowest first. One may be -1: what is left.
-        timeout_seconds: after which a collective that not all ranks have come to is an error.
-        backend: of torch.distributed; default: "nccl" where every process has a GPU of its own, else "gloo".
-        links: by axis, what messages cost a plan; default: roughly what they do within a machine.
+        shape: the size of each axis, by name; the first axis varies slowest. One size may be -1: it is computed from
+            the number of ranks.
+        timeout_seconds: a collective that some ranks do not reach within this time is an error.
+        backend: the backend of torch.distributed. Default: "nccl" if there is a GPU for every process, else "gloo".
+        links: the cost of messages along each axis, for plans. Default: roughly the cost within one machine.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: `shape` is not a mesh; there are not so many ranks.
+        ArgumentTypeError, ArgumentValueError: `shape` is not a mesh, or does not fit the number of ranks.
 
     Example:
         >>> import fckpt
@@ -63,7 +65,7 @@ def init_mesh(
         else:
             dist.init_process_group(chosen, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(_leave)
-    from fckpt.spmd.c10d import Processes  # where torch has no distributed part, meshes can still be simulated
+    from fckpt.spmd.c10d import Processes  # a torch without distributed support can still simulate meshes
 
     mesh = Mesh(_filled(shape, dist.get_world_size()))
     wanted = (timeout_seconds, dict(links or {}))
@@ -76,14 +78,14 @@ def init_mesh(
 
 
 _made: dict[Mesh, Any] = {}
-"""The meshes of this process, and how they were made: groups of processes are made once."""
+"""The meshes of this process with their arguments: the process groups of a mesh are made once."""
 
 
 def _leave() -> None:
-    """Ends the groups that `init_mesh` began: a thread of gloo's aborts a process whose Python has ended before it.
+    """Destroys our process groups at exit: a gloo thread that outlives Python aborts the process.
 
-    It lets go of the last message's tensor a little after the message has come (seen with torch 2.13). After an error
-    nobody waits for messages that may be under way.
+    The gloo thread releases the tensor of the last message shortly after the message has arrived (seen with torch
+    2.13). After an error the groups are not destroyed, because that would wait for pending messages.
     """
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         for mesh in _made:
@@ -98,26 +100,26 @@ def _backend() -> str:
 
 
 def _filled(shape: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Returns the shape with a number for -1."""
+    """Replaces -1 in the shape by the size that gives `ranks` ranks."""
     sizes = dict(shape)
     open_ = [name for name, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
     if not sizes or len(open_) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
         raise ArgumentValueError(
-            f"init_mesh: a mesh has axes of one rank or more, one of them -1 at most, not {sizes}."
+            f"init_mesh: shape must have one axis or more, of sizes of 1 or more, of which one may be -1, not {sizes}."
         )
     if open_ and known and ranks % known == 0:
         sizes[open_[0]] = ranks // known
     if math.prod(sizes.values()) != ranks:
         raise ArgumentValueError(
-            f"init_mesh: {dict(shape)} does not come to the {ranks} ranks that there are. Start another number of "
-            "processes (torchrun --nproc-per-node=N), or let one axis be -1."
+            f"init_mesh: {dict(shape)} does not fit the number of ranks, {ranks}. Start another number of processes "
+            "(torchrun --nproc-per-node=N), or set the size of one axis to -1."
         )
     return sizes
 
 
-class _Nobody:
-    """The transport of a mesh that is thought of only."""
+class _NoTransport:
+    """The transport of a fake mesh, which cannot send messages."""
 
     def __init__(self, rank: int, links: Mapping[str, Link]):
         self.rank, self.links = rank, links
@@ -142,20 +144,20 @@ class _Nobody:
 
     def __getattr__(self, name: str) -> Any:
         raise ArgumentValueError(
-            f"a fake mesh carries no messages ({name}): plan for it, and run on that of fckpt.init_mesh."
+            f"a fake mesh carries no messages ({name}): use it for planning only, and run on a mesh of fckpt.init_mesh."
         )
 
 
 def fake_mesh(shape: Mapping[str, int], *, rank: int = 0, links: Mapping[str, Link] | None = None) -> Mesh:
-    """Returns a mesh to plan for, of any size, without devices. What would send anything is an error.
+    """Returns a mesh of any size for planning, without devices. Sending a message over it is an error.
 
     Args:
-        shape: the size of each axis by name.
-        rank: which one this process stands for.
-        links: by axis, what messages cost; default: roughly what they do between GPUs of a machine.
+        shape: the size of each axis, by name.
+        rank: the rank that this process represents.
+        links: the cost of messages along each axis. Default: roughly the cost between the GPUs of one machine.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: there is no such mesh, or no such rank of it.
+        ArgumentTypeError, ArgumentValueError: `shape` is not a mesh, or does not have this rank.
 
     Example:
         >>> import fckpt
@@ -165,8 +167,8 @@ def fake_mesh(shape: Mapping[str, int], *, rank: int = 0, links: Mapping[str, Li
     check_shape("fake_mesh", shape)
     sizes: Sequence[int] = [*shape.values()]
     if not sizes or min(sizes) < 1 or not 0 <= rank < math.prod(sizes):
-        raise ArgumentValueError(f"fake_mesh: {dict(shape)} is no mesh with a rank {rank}.")
+        raise ArgumentValueError(f"fake_mesh: {dict(shape)} is not the shape of a mesh that has a rank {rank}.")
     mesh = Mesh(shape)
-    nobody: Any = _Nobody(rank, links or {})
-    carry(mesh, nobody)
+    transport: Any = _NoTransport(rank, links or {})
+    carry(mesh, transport)
     return mesh

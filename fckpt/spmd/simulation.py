@@ -1,4 +1,4 @@
-"""`sim`: a program for many ranks, run in one process, a thread for each rank.
+"""`sim`: runs a program for many ranks in one process, with one thread per rank.
 
 Private in torch 2.11 and 2.13: `torch._functorch.eager_transforms.JVP_NESTING`, see `_one_level`.
 """
@@ -28,12 +28,12 @@ __all__ = ["Simulation", "sim"]
 def sim(
     shape: Mapping[str, int], *, timeout_seconds: float = 60.0, links: Mapping[str, Link] | None = None
 ) -> Simulation:
-    """Returns a mesh of simulated ranks, which runs programs.
+    """Returns a mesh of simulated ranks that can run programs.
 
     Args:
         shape: the size of each axis, by name.
-        timeout_seconds: after which a rank that does not come to a collective is a `RankFailure`.
-        links: by axis, what messages cost a plan.
+        timeout_seconds: a rank that does not reach a collective within this time is a `RankFailure`.
+        links: the cost of messages along each axis, for plans.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `shape` is not a mesh.
@@ -47,27 +47,30 @@ def sim(
     """
     check_shape("sim", shape)
     if not shape or min(shape.values()) < 1:
-        raise ArgumentValueError(f"sim: a mesh has axes of one rank or more, not {dict(shape)!r}.")
+        raise ArgumentValueError(f"sim: shape must have one axis or more, of sizes of 1 or more, not {dict(shape)!r}.")
     return Simulation(Mesh(shape), timeout_seconds, links or {})
 
 
 class Simulation:
-    """Ranks that are threads of this process. Sums are added in the order of ranks: results are exact and repeatable.
+    """Simulated ranks: threads of this process. Sums are added in rank order, so results are reproducible.
 
-    One runs at a time, until it waits for others. Each has random number generators of its own, which begin where those
-    of the caller are, as processes do that begin with one seed; and what the program closes over or is passed is each
-    rank's own, too, as far as it can be copied (see `isolated.py`). Rank 0 works on what the caller has.
+    One rank runs at a time, until it waits for other ranks. Each rank has separate random number generators, which
+    start in the state of the caller's generators, like processes that start with the same seed. Each rank has separate
+    copies of what the program closes over and is passed, if it can be copied (see `isolated.py`). Rank 0 works on the
+    originals.
     """
 
     def __init__(self, mesh: Mesh, timeout_seconds: float, links: Mapping[str, Link]):
         self.mesh, self.timeout_seconds, self.links = mesh, timeout_seconds, links
 
     def run(self, program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Returns what `program(*args, **kwargs)` returns on each rank. The mesh is in use; `init_mesh` returns it.
+        """Runs `program(*args, **kwargs)` on every rank, with the mesh in use, and returns the list of the results.
+
+        In the program, `init_mesh` returns this mesh.
 
         Raises:
-            Exception: what the first rank to fail raised. If ranks wait for one another in vain, that is a
-                `RankFailure` that names the rank.
+            Exception: the exception of the first rank that failed. If a rank waits for another rank that does not
+                arrive, a `RankFailure` that names the missing rank.
         """
         isolated = Isolated(program, args, kwargs, self.mesh.size)
         turns = Turns(isolated, self.mesh.size)
@@ -77,7 +80,7 @@ class Simulation:
 
         def rank(number: int) -> None:
             try:
-                # autograd's own threads know nothing of ranks
+                # autograd's threads do not belong to a rank
                 alone = torch.autograd.set_multithreading_enabled(False)
                 mine = carried(self.mesh, Thread(meeting, number))
                 with mine, use_mesh(self.mesh), alone, turns.taken(number), finished():
@@ -105,9 +108,10 @@ class Simulation:
 
 @contextlib.contextmanager
 def _one_level() -> Iterator[None]:
-    """Has all threads share one level of forward mode: torch counts levels by process, and the first to end ends all.
+    """Makes all threads share one level of forward mode.
 
-    Nested `jvp`s share the outermost one's level anyway.
+    torch has one level per process, and the first thread that ended it would end it for all threads. Nested `jvp`s
+    share the level of the outermost one anyway.
     """
     if eager_transforms.JVP_NESTING:
         yield

@@ -1,4 +1,4 @@
-"""Which axes of a mesh divide which dimensions of a tensor, and global tensors in and out of parts."""
+"""Specs: which axes of a mesh divide which dimensions of a tensor. Converts between global tensors and parts."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = [
 
 
 class P:
-    """How a tensor lies on a mesh: for each dimension, the axes that divide it.
+    """The spec of a tensor on a mesh: for each dimension, the axes that divide it.
 
     Args:
-        dims: by dimension an axis, several, or None for none. Dimensions that are not named are not divided; `P()` is
-            the same on all ranks.
-        shape: that of the whole tensor, where dimensions cannot be divided evenly. All parts have one shape then, too:
-            those of `torch.chunk`, filled up with zeros. `unshard`, `save` and `load` know of the whole tensor alone.
+        dims: for each dimension an axis, a tuple of several, or None. Further dimensions are not divided; a tensor
+            with the spec `P()` is replicated on all ranks.
+        shape: the shape of the whole tensor, needed if a dimension cannot be divided evenly. The parts are those of
+            `torch.chunk`, padded with zeros to equal shapes. `unshard`, `save` and `load` remove the padding.
 
     Example:
         >>> import fckpt
@@ -56,11 +56,11 @@ class P:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that divide something."""
+        """All axes that divide a dimension."""
         return tuple(name for dim in self.dims for name in dim)
 
     def over(self, shape: Sequence[int]) -> list[tuple[int, tuple[str, ...]]]:
-        """Returns how long each dimension of a tensor is, and the axes that divide it."""
+        """Returns the length of each dimension of a tensor, and the axes that divide it."""
         return [*zip(shape, [*self.dims, *[()] * len(shape)], strict=False)]
 
     def __eq__(self, other: object) -> bool:
@@ -82,7 +82,7 @@ class P:
 def _names(dim: Any) -> tuple[str, ...]:
     names = () if dim is None else (dim,) if isinstance(dim, str) else dim
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
-        raise ArgumentTypeError(f"P: a dimension is divided by an axis, a tuple of them, or None, not {dim!r}.")
+        raise ArgumentTypeError(f"P: each dimension takes an axis, a tuple of axes, or None, not {dim!r}.")
     return tuple(names)
 
 
@@ -90,40 +90,50 @@ def _sizes(shape: Any, dims: int) -> tuple[int, ...]:
     try:
         found = tuple(map(operator.index, shape))
     except TypeError:
-        raise ArgumentTypeError(f"P: shape has a number for each dimension, unlike {shape!r}.") from None
+        raise ArgumentTypeError(f"P: shape must have an int for each dimension, unlike {shape!r}.") from None
     if len(found) < dims or min(found, default=0) < 0:
-        raise ArgumentValueError(f"P: {found} is no shape of a tensor, of which {dims} dimensions are divided.")
+        raise ArgumentValueError(f"P: {found} is not the shape of a tensor whose first {dims} dimensions have specs.")
     return found
 
 
 def specs_of(function: str, what: str, specs: Any, tree: Any, mesh: Mesh, *, whole: bool = False) -> list[P]:
-    """Returns the spec of every leaf of `tree`, of whole tensors or of this rank's parts.
+    """Returns the spec of every leaf of `tree`.
+
+    Args:
+        function: the name of the public function, for errors.
+        what: the name of the tree, for errors.
+        specs: a `P`, or a tree of `P`s that is a tree prefix of `tree`.
+        tree: a pytree of whole tensors (`whole`) or of this rank's parts.
+        mesh: the mesh.
+        whole: whether the tensors are whole.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: `specs` is no prefix of the tree, or one of them does not fit the mesh or
-            the tensor. `what` says what the tree is.
+        ArgumentTypeError, ArgumentValueError: `specs` is not a tree prefix of `tree`, or a spec does not fit the mesh
+            or its tensor.
     """
     try:
         found = trees.spread(specs, tree)
     except ValueError as error:
-        raise ArgumentValueError(
-            f"{function}: the specs must be a tree that ends where {what} goes on, or with it: {error}"
-        ) from None
+        raise ArgumentValueError(f"{function}: the specs must be a tree prefix of {what}: {error}") from None
     leaves, spec = trees.flatten(tree)
     for path, leaf, p in zip(spec.paths(), leaves, found, strict=True):
         where = f"{what}{path}"
         if not isinstance(p, P):
-            raise ArgumentTypeError(f"{function}: the spec of {where} is a P, P() for all ranks alike, not {p!r}.")
+            raise ArgumentTypeError(
+                f"{function}: the spec of {where} must be a P (P() if it is replicated), not {p!r}."
+            )
         for name in p.axes:
             if name not in mesh.shape:
                 known = ", ".join(map(repr, mesh.names))
-                raise ArgumentValueError(f"{function}: {p} of {where} names {name!r}; the axes are {known}.")
+                raise ArgumentValueError(
+                    f"{function}: {p} of {where} names {name!r}, but the axes of the mesh are {known}."
+                )
         if len(set(p.axes)) < len(p.axes):
             raise ArgumentValueError(f"{function}: {p} of {where} names an axis twice.")
         dims = leaf.dim() if isinstance(leaf, torch.Tensor) else 0
         if len(p._bare) > dims:
             raise ArgumentValueError(
-                f"{function}: {p} is about {len(p._bare)} dimensions, but {where} is {trees.describe(leaf)}."
+                f"{function}: {p} has {len(p._bare)} dimensions, but {where} is {trees.describe(leaf)}."
             )
         if p.shape is not None and isinstance(leaf, torch.Tensor):
             _check_shape(function, where, leaf, p, mesh, whole or _is_dtensor(leaf))
@@ -139,7 +149,7 @@ def _check_shape(function: str, where: str, leaf: torch.Tensor, p: P, mesh: Mesh
 
 
 def extent(length: int, ranks: int, number: int) -> tuple[int, int]:
-    """Returns where the part of a rank begins in a dimension, and how long it is, as `torch.chunk` divides it."""
+    """Returns the start and the length of a rank's part of a dimension, divided as by `torch.chunk`."""
     part = -(-length // ranks)
     start = min(number * part, length)
     return start, min(part, length - start)
@@ -153,11 +163,11 @@ def whole_shape(x: torch.Tensor, spec: P, mesh: Mesh) -> torch.Size:
 
 
 def specs_for(tree: Any, specs: Any) -> Any:
-    """Returns a spec for each leaf of a tree of whole tensors, with its shape: no dimension must be a multiple.
+    """Returns specs with the shapes of whole tensors, so that dimensions may be divided unevenly.
 
     Args:
         tree: a pytree of whole tensors, with or without data.
-        specs: a `P` for each, or a tree that ends before.
+        specs: a `P`, or a tree of `P`s that is a tree prefix of `tree`.
 
     Raises:
         ArgumentValueError: the specs do not fit the tree.
@@ -173,9 +183,7 @@ def specs_for(tree: Any, specs: Any) -> Any:
     try:
         found = trees.spread(specs, tree)
     except ValueError as error:
-        raise ArgumentValueError(
-            f"specs_for: the specs must be a tree that ends where the tree goes on, or with it: {error}"
-        ) from None
+        raise ArgumentValueError(f"specs_for: the specs must be a tree prefix of the tree: {error}") from None
     leaves, spec = trees.flatten(tree)
     shaped = [
         P(*p.dims, shape=x.shape) if isinstance(x, torch.Tensor) and isinstance(p, P) else p
@@ -185,18 +193,18 @@ def specs_for(tree: Any, specs: Any) -> Any:
 
 
 def part_mask(spec: P, mesh: Mesh | None = None, *, device: torch.device | str | None = None) -> torch.Tensor:
-    """Returns what of this rank's part is not padding, as a tensor of booleans of the part's shape.
+    """Returns a boolean mask of this rank's part: False where the part is padding.
 
-    For what counts elements, such as the mean over a batch that was divided unevenly. In a traced function it is the
-    same operation on every rank.
+    Use it where elements are counted, as in the mean over a batch that was divided unevenly. In a traced function the
+    mask is computed by the same operations on every rank.
 
     Args:
-        spec: with the shape of the whole tensor.
-        mesh: default: the one in use.
-        device: default: torch's.
+        spec: a spec with the shape of the whole tensor.
+        mesh: default: the mesh in use.
+        device: default: torch's default device.
 
     Raises:
-        ArgumentValueError: the spec has no shape; there is no mesh.
+        ArgumentValueError: the spec has no shape, or no mesh is in use.
 
     Example:
         >>> import torch, fckpt
@@ -209,7 +217,9 @@ def part_mask(spec: P, mesh: Mesh | None = None, *, device: torch.device | str |
     """
     mesh = mesh or current_mesh("part_mask")
     if spec.shape is None:
-        raise ArgumentValueError(f"part_mask: {spec} has no shape: nothing tells what is padding. See P.")
+        raise ArgumentValueError(
+            f"part_mask: {spec} has no shape, so its padding is not known. Pass P(..., shape=...)."
+        )
     place = torch.device(device) if device is not None else torch.get_default_device()
     mask = torch.ones((), dtype=torch.bool, device=place)
     with use_mesh(mesh):
@@ -221,12 +231,13 @@ def part_mask(spec: P, mesh: Mesh | None = None, *, device: torch.device | str |
 
 
 def shard(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
-    """Returns this rank's part of global tensors.
+    """Returns this rank's parts of global tensors.
 
     Args:
-        tree: a pytree of tensors, the same on all ranks. Other leaves are passed on.
-        specs: a `P` for each, or a tree that ends before. With a shape (`specs_for`), parts may be uneven.
-        mesh: default: the one in use.
+        tree: a pytree of tensors, the same on all ranks. Other leaves are returned unchanged.
+        specs: a `P`, or a tree of `P`s that is a tree prefix of `tree`. If a spec has a shape (`specs_for`), its
+            dimensions may be divided unevenly.
+        mesh: default: the mesh in use.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: the specs do not fit, or a dimension cannot be divided evenly and its
@@ -241,9 +252,9 @@ def shard(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
 
 
 def unshard(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
-    """Returns global tensors, on all ranks, of which every rank has a part. The inverse of `shard`; see there.
+    """Returns, on all ranks, the global tensors of which every rank passes its part. The inverse of `shard`.
 
-    In a mapped function, gradients are scattered to the ranks that have the parts: what FSDP does around a layer.
+    In a mapped function, gradients are reduced and scattered to the ranks of the parts, as FSDP does around a layer.
 
     Example:
         >>> import torch, fckpt
@@ -279,17 +290,17 @@ def _part(x: torch.Tensor, spec: P, mesh: Mesh, where: str) -> torch.Tensor:
 
 
 def check_even(function: str, where: str, x: torch.Tensor, dim: int, axes: tuple[str, ...], mesh: Mesh) -> None:
-    """Makes sure that a dimension can be divided among the ranks along `axes`.
+    """Checks that a dimension can be divided evenly among the ranks along `axes`.
 
     Raises:
-        ArgumentValueError: it cannot. `where` says what `x` is.
+        ArgumentValueError: it cannot. The error calls `x` by the name `where`.
     """
     size = mesh.count(axes)
     if x.shape[dim] % size:
         named = ", ".join(f"{name!r} ({mesh.shape[name]})" for name in axes)
         raise ArgumentValueError(
-            f"{function}: dimension {dim} of {where}, {trees.describe(x)}, cannot be divided evenly by {named}. Name "
-            f"the shape of the whole tensor in its spec: P(..., shape={tuple(x.shape)}), or fckpt.specs_for."
+            f"{function}: dimension {dim} of {where}, {trees.describe(x)}, cannot be divided evenly by {named}. Pass "
+            f"the shape of the whole tensor in its spec: P(..., shape={tuple(x.shape)}), or use fckpt.specs_for."
         )
 
 
@@ -303,12 +314,13 @@ def _whole(x: torch.Tensor, spec: P, mesh: Mesh, where: str) -> torch.Tensor:
 
 
 def local(function: str, tree: Any, specs: Sequence[P], mesh: Mesh, what: str, *, fill_up: bool = False) -> Any:
-    """Returns `tree` with the local part of every DTensor in its place.
+    """Replaces every DTensor in `tree` by its local part.
 
-    DTensors have parts of different sizes where those of a spec are filled up, which `fill_up` does to them, too.
+    The parts of an unevenly divided DTensor have different sizes, whereas specs pad the parts to equal sizes.
+    `fill_up`: pad the local parts too.
 
     Raises:
-        ArgumentValueError: one is placed otherwise than its spec says.
+        ArgumentValueError: the placements of a DTensor differ from its spec.
     """
     leaves, spec = trees.flatten(tree)
     if not any(_is_dtensor(leaf) for leaf in leaves):
@@ -321,7 +333,7 @@ def local(function: str, tree: Any, specs: Sequence[P], mesh: Mesh, what: str, *
 
 
 def placements(spec: P, names: Sequence[str]) -> list[Any]:
-    """Returns what `spec` means to a DTensor on a mesh with these axes."""
+    """Returns the DTensor placements for `spec` on a mesh with these axes."""
     from torch.distributed.tensor import Replicate, Shard
 
     by_axis = {name: dim for dim, axes in enumerate(spec.dims) for name in axes}
@@ -329,7 +341,7 @@ def placements(spec: P, names: Sequence[str]) -> list[Any]:
 
 
 def in_order(axes: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether axes that divide one dimension come in the order of `names`, the only one that a DTensor has."""
+    """Whether the axes that divide a dimension are in the order of `names`, the only order possible for a DTensor."""
     return [*axes] == [name for name in names if name in axes]
 
 
@@ -343,14 +355,14 @@ def _local(function: str, x: Any, spec: P, mesh: Mesh, where: str, fill_up: bool
     sizes = {name: x.device_mesh.size(i) for i, name in enumerate(names)}
     if sizes != {name: mesh.shape[name] for name in mesh.names if name in sizes} or set(spec.axes) - set(names):
         raise ArgumentValueError(
-            f"{function}: {where} is a DTensor on {x.device_mesh}, whose axes are not those of {mesh} that {spec} "
-            "needs."
+            f"{function}: {where} is a DTensor on {x.device_mesh}, which does not have the axes of {mesh} that {spec} "
+            "names. Make both meshes with the same axes."
         )
     turned = next((axes for axes in spec.dims if not in_order(axes, names)), None)
     if turned is not None:
         raise ArgumentValueError(
-            f"{function}: {where} is a DTensor, whose parts lie in the order of its mesh, {names}, but {spec} has them "
-            f"in that of {turned}. Name the axes in the order of the mesh."
+            f"{function}: {where} is a DTensor, whose parts are in the order of its mesh, {names}, but {spec} has the "
+            f"order {turned}. Name the axes in the order of the mesh."
         )
     if list(x.placements) != wanted:
         raise ArgumentValueError(
@@ -361,9 +373,8 @@ def _local(function: str, x: Any, spec: P, mesh: Mesh, where: str, fill_up: bool
     for dim in uneven:
         if len([name for name in spec.dims[dim] if mesh.shape[name] > 1]) > 1:
             raise ArgumentValueError(
-                f"{function}: {where} is a DTensor, whose dimension {dim}, {x.shape[dim]} long, {spec.dims[dim]} "
-                "divide one after another, and not evenly: its parts are others than those of a spec. Divide it by one "
-                "axis."
+                f"{function}: {where} is a DTensor whose dimension {dim} of length {x.shape[dim]} is divided unevenly "
+                f"by several axes, {spec.dims[dim]}. Its parts differ from the parts of a spec. Divide it by one axis."
             )
     part = x.to_local()
     if not uneven or not fill_up:

@@ -1,7 +1,8 @@
-"""`fold_in`: a seed for each of many streams of random numbers, by axis of a mesh, by step, by layer.
+"""`fold_in`: derives the seeds of many random number streams, for example one per rank along an axis, step and layer.
 
-As `jax.random.fold_in` makes a key of a key and a number. A seed depends on numbers alone, and on none of the ranks or
-sizes of a mesh that are not named: training goes on with the same numbers on another mesh.
+It works like `jax.random.fold_in`, which derives a key from a key and a number. A seed depends only on its arguments
+and on the index of the rank along the axes among them, not on the sizes of the mesh or on other axes, so training can
+continue with the same random numbers on another mesh.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ __all__ = ["fold_in"]
 
 
 def fold_in(seed: int, *data: int | str | tuple[str, ...]) -> int:
-    """Returns a seed that `seed` and `data` make, far from those of other data.
+    """Derives a seed from a seed and further data. Different data give unrelated seeds.
 
     Args:
-        seed: a number, the same on all ranks as a rule.
-        data: numbers (of a step, a layer), and axes of the mesh in use: the number of this rank along an axis counts.
-            So ranks have the same seed along axes that are not named, and different ones along those that are.
+        seed: an int, usually the same on all ranks.
+        data: ints (a step, a layer) and axes of the mesh in use. An axis stands for the index of this rank along it, so
+            ranks get different seeds along the axes in `data`, and equal seeds along all other axes.
 
     Returns:
-        A number below 2**63, for `torch.manual_seed` or `torch.Generator().manual_seed`.
+        An int below 2**63, for `torch.manual_seed` or `torch.Generator().manual_seed`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: it is neither a number nor an axis; there is no mesh, or no such axis.
+        ArgumentTypeError, ArgumentValueError: an argument is neither an int nor an axis; no mesh is in use, or the
+            mesh does not have this axis.
 
     Example:
-        Dropout that is the same along "model", and different along "data" and from step to step:
+        Dropout that is equal on all ranks along "model", and different along "data" and in every step:
 
         >>> import fckpt
         >>> def program(step):
@@ -59,6 +61,6 @@ def fold_in(seed: int, *data: int | str | tuple[str, ...]) -> int:
 def _number(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentTypeError(
-            f"fold_in: a seed is made of numbers and names of axes, not of {value!r}. Pass int(x) of a tensor."
+            f"fold_in: takes ints and names of axes, not {value!r}. Convert a tensor x with int(x)."
         )
     return value

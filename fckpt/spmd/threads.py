@@ -1,7 +1,7 @@
-"""The transport of a simulation: ranks are threads of one process, and meet where they call the same collective.
+"""The transport of a simulation: ranks are threads of one process that meet in each collective.
 
-Exact: sums are added in the order of ranks, so that they are the same on all of them. What would hang or give wrong
-numbers on real devices is an error here: ranks that call different collectives, or stop calling them.
+Sums are added in rank order, so they are equal on all ranks. Programs that would hang or compute wrong numbers on real
+devices raise errors here: ranks that call different collectives, or that end while other ranks wait.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ __all__ = ["Meeting", "Thread", "Turns"]
 
 
 class Turns:
-    """Has one rank at a time run, on random generators and a state of its own: another's turn comes where it waits.
+    """Lets one rank run at a time, with its own random generators and Python state. When it waits, another rank runs.
 
-    So ranks draw as processes do that begin with the same seed, and no thread finds what another is about to put back.
+    So random numbers are those of processes that start with the same seed, and no thread sees state that another
+    thread has changed temporarily.
     """
 
     def __init__(self, isolated: Isolated, ranks: int):
@@ -38,13 +39,13 @@ class Turns:
         self.states = [_generators()] * ranks
         self.settings = [ambient.capture()] * ranks
         self.wanted = 0
-        """How many ranks run, or would if it were their turn."""
+        """The number of ranks that run or wait for their turn."""
         self.seconds = [0.0] * ranks
-        """By rank: how long it has run in the turns that are over."""
+        """By rank: the seconds that it has run in past turns."""
         self.threads: dict[int, int] = {}
-        """By rank: its thread."""
+        """By rank: the id of its thread."""
         self.running: tuple[int, float] | None = None
-        """The rank whose turn it is, and since when."""
+        """The rank whose turn it is, and the start of its turn."""
 
     @contextlib.contextmanager
     def taken(self, rank: int) -> Iterator[None]:
@@ -84,7 +85,7 @@ class Turns:
         self.lock.release()
 
     def ran(self, rank: int) -> float:
-        """Returns for how many seconds a rank has run: those in which it waited for its turn do not count."""
+        """Returns the seconds that a rank has run, without the time in which it waited for its turn."""
         running = self.running
         now = time.monotonic() - running[1] if running is not None and running[0] == rank else 0.0
         return self.seconds[rank] + now
@@ -96,7 +97,7 @@ def _generators() -> RandomState:
 
 
 class Meeting:
-    """Where the threads of a simulated mesh exchange what they bring."""
+    """Exchanges tensors and texts between the threads of a simulated mesh."""
 
     def __init__(self, mesh: Mesh, timeout_seconds: float, links: Mapping[str, Link], turns: Turns):
         self.mesh, self.timeout, self.links, self.turns = mesh, timeout_seconds, links, turns
@@ -105,15 +106,15 @@ class Meeting:
         self.rounds: dict[tuple[tuple[int, ...], int], dict[int, tuple[str, torch.Tensor]]] = {}
         self.taken: dict[tuple[tuple[int, ...], int], int] = {}
         self.gone: dict[int, str] = {}
-        """Ranks that have ended, and how."""
+        """The ranks that have ended, each with a description of how."""
 
     def say(
         self, about: str, rank: int, what: str | None, *, alone: bool = False, timeout: float | None = None
     ) -> list[str]:
-        """Returns what all ranks say about something, or, where others say None, what rank 0 says of it.
+        """Returns the texts of all ranks; only the text of rank 0 if `alone`, or if this rank passes None.
 
         Raises:
-            RankFailure: one of them has ended, or has not come after `timeout` seconds.
+            RankFailure: one of these ranks has ended, or has not arrived after `timeout` seconds.
         """
         with self.lock:
             said = self.said.setdefault(about, {})
@@ -126,13 +127,13 @@ class Meeting:
             return [said[r] for r in ranks]
 
     def _wait(self, rank: int, ranks: Sequence[int], came: Mapping[int, Any], what: str, timeout: float | None) -> None:
-        """Lets other ranks run until all of `ranks` have come. Threads that are no ranks wait, too.
+        """Lets other ranks run until all of `ranks` have arrived. Also called by threads that are not ranks.
 
-        Ranks run one at a time: one that has not had `timeout` seconds of turns yet is not late, unless no rank runs,
-        nor would.
+        Ranks run one at a time, so a rank is late only if it has run for `timeout` seconds, or if no rank runs or waits
+        for its turn.
 
         Raises:
-            RankFailure: one of them has ended, or is late.
+            RankFailure: one of `ranks` has ended, or is late.
         """
         missing = lambda: [r for r in ranks if r not in came]
         lost = lambda: [r for r in missing() if r in self.gone]
@@ -147,7 +148,7 @@ class Meeting:
                     assert timeout is not None
                     used = {r: self.turns.ran(r) - before[r] for r in missing()}
                     late = next((r for r in used if used[r] >= timeout), None)
-                    idle = 0 if self.turns.wanted else idle + 1  # once may be a rank that is about to go on
+                    idle = 0 if self.turns.wanted else idle + 1  # a rank may be about to continue
                     if late is not None or idle > 2:
                         raise self._late(missing()[0] if late is None else late, rank, what, timeout)
                     left = 0.02 if idle else max(timeout - max(used.values()), 0.02)
@@ -160,13 +161,13 @@ class Meeting:
     def _late(self, late: int, rank: int, what: str, timeout: float) -> RankFailure:
         thread = self.turns.threads.get(late)
         place = place_of(sys._current_frames().get(thread)) if thread is not None else ""
-        there = f" It is at {place}." if place else ""
+        there = f" Rank {late} is at {place}." if place else ""
         return RankFailure(
-            f"rank {late} did not come within {timeout:g} s, while rank {rank} waits {what}.{there}", late
+            f"rank {late} did not arrive within {timeout:g} s, while rank {rank} waits {what}.{there}", late
         )
 
     def leave(self, rank: int, how: str) -> None:
-        """Notes that a rank calls no more collectives."""
+        """Records that a rank has ended and calls no more collectives."""
         with self.lock:
             self.gone[rank] = how
             self.lock.notify_all()
@@ -174,10 +175,10 @@ class Meeting:
     def exchange(
         self, ranks: tuple[int, ...], number: int, rank: int, what: str, x: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Returns what each of `ranks` brought to their meeting number `number`.
+        """Returns the tensors of `ranks` in their collective number `number`.
 
         Raises:
-            RankFailure: one of them has ended, or called something else, or does not come.
+            RankFailure: one of `ranks` has ended, called another collective, or does not arrive.
         """
         key = (ranks, number)
         with self.lock:
@@ -216,14 +217,14 @@ class Thread:
         self.shares: dict[str, int] = {}
 
     def idle(self) -> contextlib.AbstractContextManager[None]:
-        """Lets other ranks run while the body waits for something else than them."""
+        """Lets other ranks run while the body waits for something other than a collective."""
         return self.meeting.turns.given(self.rank)
 
     def link(self, axis: str) -> Link:
         return self.meeting.links.get(axis, GLOO)
 
     def adds(self, dtype: torch.dtype, along: Along) -> bool:
-        return False  # ranks look at what others hold anyway
+        return False  # threads read the tensors of other threads directly
 
     def exchange(self, about: str, mine: str) -> list[str]:
         self.shares[about] = number = self.shares.get(about, 0) + 1
@@ -241,13 +242,13 @@ class Thread:
         return self.meeting.say(f"{about} {number} answer", self.rank, None)[0]
 
     def watch(self, foreseen: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # the meetings see everything
+        return contextlib.nullcontext()  # `Meeting` compares every collective
 
     def agree(self, about: str, calls: list[str]) -> None:
         pass
 
     def _meet(self, what: str, x: torch.Tensor, along: Along) -> tuple[int, list[torch.Tensor]]:
-        """Returns the number of this rank among those `along`, and what they brought."""
+        """Returns the index of this rank among the ranks `along`, and the tensors of these ranks."""
         ranks = self.meeting.mesh.peers(self.rank, along)
         # a copy, because this rank may write over its tensor while others still read it
         number = self.count.get(ranks, 0)

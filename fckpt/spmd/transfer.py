@@ -1,4 +1,4 @@
-"""Parts of tensors into files, and out of them."""
+"""Writes parts of tensors to the files of a checkpoint, and reads them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ __all__ = ["read", "written"]
 def written(
     path: str | os.PathLike[str], files: FileSystemWriter, leaves: dict[str, Leaf], mesh: Mesh
 ) -> Callable[[], None]:
-    """Returns what writes this rank's parts, and a whole checkpoint together with those of others.
+    """Returns a function that writes this rank's parts and, together with the other ranks, completes the checkpoint.
 
-    All ranks call this function, at the same place of their programs; what it returns runs in any thread.
+    All ranks call `written` at the same point of their programs. The function that it returns may run in any thread.
 
     Raises:
         ArgumentTypeError: a leaf is neither a tensor with data nor plain data.
@@ -50,7 +50,7 @@ def written(
     exchange, conclude = later(f"the files of {path}"), later(f"the end of {path}")
     for leaf in leaves.values():
         if leaf.is_tensor and leaf.value.is_meta:
-            raise ArgumentTypeError(f"save: {leaf.where} has no data (device='meta'): there is nothing to save.")
+            raise ArgumentTypeError(f"save: {leaf.where} has no data (device='meta'). Save a tensor with data.")
     plain = {name: _pickled(leaf) for name, leaf in leaves.items() if not leaf.is_tensor}
     todo = []
     for number, (name, leaf) in enumerate(leaves.items()):
@@ -96,10 +96,10 @@ def written(
 
 
 def _pickled(leaf: Leaf) -> bytes:
-    """Returns what is in a file for a leaf that is no tensor.
+    """Returns the bytes to write for a leaf that is not a tensor.
 
     Raises:
-        ArgumentTypeError: `load` would not take it.
+        ArgumentTypeError: `load` would refuse to read the bytes.
     """
     found = io.BytesIO()
     try:
@@ -108,14 +108,14 @@ def _pickled(leaf: Leaf) -> bytes:
     except Exception as error:
         raise ArgumentTypeError(
             f"save: {leaf.where} is {type(leaf.value).__name__}, which is neither a tensor nor plain data (numbers, "
-            "strings, bytes, None): to load it, code of the file would have to run. Pass the numbers that it is made "
-            "of, float(x) of a NumPy number, torch.from_numpy(x) of an array."
+            "strings, bytes, None): loading it would execute code in the file. Convert it: a NumPy number x to "
+            "float(x), an array x to torch.from_numpy(x), other objects to numbers and tensors."
         ) from error
     return found.getvalue()
 
 
 def _write_item(name: str, leaf: Leaf, mesh: Mesh, rank: int) -> items.WriteItem:
-    """Returns what tells torch to write this rank's part of a leaf."""
+    """Returns torch's instruction to write this rank's part of a leaf."""
     if not leaf.is_tensor:
         return items.WriteItem(torchs.MetadataIndex(name), items.WriteItemType.BYTE_IO)
     box = leaf.box(mesh, rank)
@@ -127,7 +127,7 @@ def _write_item(name: str, leaf: Leaf, mesh: Mesh, rank: int) -> items.WriteItem
 
 
 def _of_whole(leaf: Leaf, mesh: Mesh) -> Any:
-    """Returns what metadata says of a leaf: the whole tensor, and its parts."""
+    """Returns the metadata of a leaf: the whole tensor and its parts."""
     if not leaf.is_tensor:
         return torchs.BytesStorageMetadata()
     boxes = dict.fromkeys(leaf.box(mesh, rank) for rank in range(mesh.size))
@@ -139,10 +139,10 @@ def _of_whole(leaf: Leaf, mesh: Mesh) -> Any:
 
 
 def read(files: FileSystemReader, leaves: dict[str, Leaf], there: dict[str, Any], mesh: Mesh) -> list[Any]:
-    """Reads this rank's parts into the tensors of new leaves, and returns all their values.
+    """Reads this rank's parts into the tensors of new leaves, and returns the values of all leaves.
 
     Raises:
-        CheckpointError: a file is damaged, or has in it what nobody writes there.
+        CheckpointError: a file is damaged, or contains data that is never part of a checkpoint.
     """
     rank = transport_of(mesh.key).rank if mesh.names else 0
     todo: list[items.ReadItem] = []
@@ -153,7 +153,9 @@ def read(files: FileSystemReader, leaves: dict[str, Leaf], there: dict[str, Any]
         for item in found:
             wanted[item.storage_index] = leaf.where
             if item.storage_index not in files.storage_data:
-                raise CheckpointError(f"load: a part of {leaf.where} is nowhere in {files.path}.")
+                raise CheckpointError(
+                    f"load: a part of {leaf.where} is missing in {files.path}. Load another checkpoint."
+                )
     verify(files, wanted)
     plain: dict[str, Any] = {}
 
@@ -165,8 +167,8 @@ def read(files: FileSystemReader, leaves: dict[str, Leaf], there: dict[str, Any]
             except pickle.UnpicklingError as error:
                 said = str(error).partition(chr(10))[0]
                 raise CheckpointError(
-                    f"load: {leaves[name].where} is no plain data in {files.path}, and was not unpickled: that could "
-                    f"run code of the file ({said})."
+                    f"load: {leaves[name].where} is not plain data in {files.path}, and was not unpickled, because "
+                    f"that could execute code in the file ({said})."
                 ) from None
 
         def resolve_tensor(self, read_item: Any) -> torch.Tensor:
@@ -184,16 +186,16 @@ def read(files: FileSystemReader, leaves: dict[str, Leaf], there: dict[str, Any]
         raise
     except Exception as error:
         raise CheckpointError(
-            f"load: a file in {files.path} is damaged, or no file of a checkpoint ({type(error).__name__}: {error})."
+            f"load: a file in {files.path} is damaged or not part of a checkpoint ({type(error).__name__}: {error})."
         ) from error
     return [leaf.value if leaf.is_tensor else plain[name] for name, leaf in leaves.items()]
 
 
 def _read_items(name: str, leaf: Leaf, there: Any, mesh: Mesh, rank: int) -> list[items.ReadItem]:
-    """Returns what tells torch to read a leaf, piece by piece.
+    """Returns torch's instructions to read a leaf, one for each piece.
 
     Raises:
-        CheckpointError: the pieces are not all there.
+        CheckpointError: pieces are missing, or overlap.
     """
     if not leaf.is_tensor:
         index, none = torchs.MetadataIndex(name), torch.Size()
@@ -202,7 +204,7 @@ def _read_items(name: str, leaf: Leaf, there: Any, mesh: Mesh, rank: int) -> lis
     chunks = [Box(chunk.offsets, chunk.sizes) for chunk in there.chunks]
     pieces = [(chunk, piece) for chunk in chunks if (piece := mine.common(chunk)) is not None]
     if not _fill([piece for _, piece in pieces], mine):
-        raise CheckpointError(f"load: parts of {leaf.where} are not there, or there twice.")
+        raise CheckpointError(f"load: parts of {leaf.where} are missing or overlap. Load another checkpoint.")
     return [
         items.ReadItem(
             items.LoadItemType.TENSOR,
@@ -217,7 +219,7 @@ def _read_items(name: str, leaf: Leaf, there: Any, mesh: Mesh, rank: int) -> lis
 
 
 def _fill(pieces: Sequence[Box], box: Box) -> bool:
-    """Whether each element of a box is in one of its pieces, and in one only."""
+    """Whether each element of a box is in exactly one of the pieces."""
     if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(box.sizes):
         return False
     if len(pieces) < 2:
@@ -225,4 +227,4 @@ def _fill(pieces: Sequence[Box], box: Box) -> bool:
     starts = np.array([piece.offsets for piece in pieces])
     ends = starts + np.array([piece.sizes for piece in pieces])
     both = ((starts[:, None] < ends) & (starts < ends[:, None])).all(-1)
-    return int(both.sum()) == len(pieces)  # each meets itself
+    return int(both.sum()) == len(pieces)  # each piece overlaps itself only

@@ -1,10 +1,11 @@
-"""Which values differ between the ranks along which axes, found without running anything.
+"""The static check of `shard_map`: over which axes each value varies, found without computing anything.
 
-A function runs on fake tensors, and every operation passes on which axes its result may vary over: those of its inputs,
-less those over which it sums or gathers, plus those over which it scatters. What an output spec says is held against
-it. A result that varies where the spec says that all ranks are alike has lost its psum, its pmean, or a pvary; a sum
-over ranks that are alike is one too many. The axes are those of JAX's `check_vma`
-(https://docs.jax.dev/en/latest/notebooks/shard_map.html), found once and not carried by every tensor.
+The function runs on fake tensors. The result of every operation may vary over the axes of its inputs, minus the axes
+over which the operation sums or gathers, plus the axes over which it scatters. The axes of each output are compared
+with its spec. If an output varies over an axis along which its spec says that it is replicated, a psum, a pmean or a
+pvary is missing. A sum over an axis along which the value is replicated is redundant. JAX's `check_vma` computes the
+same axes (https://docs.jax.dev/en/latest/notebooks/shard_map.html), in the type of every value; here they are computed
+once per signature.
 
 Private in torch 2.11 and 2.13: `torch._subclasses.fake_tensor`.
 """
@@ -43,19 +44,19 @@ Axes = frozenset[str]
 
 
 class Varying(NamedTuple):
-    """What comes of a function on a mesh."""
+    """The result of the check of a function on a mesh."""
 
     paths: Sequence[str]
-    """Of the outputs that are tensors."""
+    """The paths of the outputs that are tensors."""
     axes: Sequence[Axes]
-    """Over which each of them varies."""
+    """For each of these outputs, the axes over which it varies."""
     redundant: Sequence[str]
-    """Axes that were summed over in vain."""
+    """Axes of sums over replicated values."""
     collectives: list[str]
-    """What it calls, in order, with a hash of what each is made of: the same on all ranks."""
+    """The collectives in order, each with a hash of the operations that compute its input: the same on all ranks."""
     output: Any
     closed_over: Sequence[str] = ()
-    """What the function closes over, the same on all ranks, whose gradient from outside would be a rank's part."""
+    """Captured tensors that are replicated, but whose gradient from outside would not be summed over the ranks."""
 
 
 def varying(
@@ -64,15 +65,15 @@ def varying(
     """Returns over which axes the outputs of a function vary.
 
     Args:
-        fn: a function of local parts, whose course does not depend on data.
-        mesh: on which it runs.
-        args: its arguments.
-        kwargs: those by keyword.
-        specs: one for each leaf of (args, kwargs).
-        about: names the call, for those who wait for a rank that does not come.
+        fn: a function of local parts. Its control flow must not depend on tensor values.
+        mesh: the mesh on which the function runs.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        specs: one spec for each leaf of (args, kwargs).
+        about: describes the call, for errors about ranks that do not arrive.
 
     Raises:
-        TraceError: its course depends on data.
+        TraceError: the control flow of the function depends on tensor values.
     """
     flat, spec = trees.flatten((tuple(args), kwargs))
     with _apart(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _Follower(mesh, about) as follower:
@@ -93,28 +94,29 @@ def varying(
                 output = prepared(*faked_args, **faked_kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TraceError(
-                "shard_map: the function's course depends on the data of tensors, so that what varies over which axis "
-                'cannot be told before it runs. Pass check="off" to run it unchecked.'
+                "shard_map: the function's control flow depends on the data of tensors, so the axes over which its "
+                'values vary are not known before it runs. Pass check="off" to run it unchecked.'
             ) from error
         leaves, out_spec = trees.flatten(output)
         tensors = [(path, x) for path, x in zip(out_spec.paths(), leaves, strict=True) if isinstance(x, torch.Tensor)]
-        # numbers of Python's are part of what a result is made of: where they differ, so does the result
+        # Python numbers are part of the hash of a result: where the numbers differ between ranks, the result does
         with without_modes():
             *differing_numbers, _ = _differing(f"{about}, outputs", mesh, [follower.made_of(x) for _, x in tensors])
         paths = [path for path, _ in tensors]
         axes = [follower.of(x) | other for (_, x), other in zip(tensors, differing_numbers, strict=True)]
-        alike = {
+        replicated = {
             id(fake): frozenset(name for name in mesh.names if mesh.shape[name] > 1 and name not in axes)
             for (_, fake), axes in zip(captured, differing, strict=True)
         }
-        closed_over = [trees.describe(x) for x in _apart_from_pvary([x for _, x in tensors], alike)]
+        closed_over = [trees.describe(x) for x in _apart_from_pvary([x for _, x in tensors], replicated)]
         return Varying(paths, axes, follower.redundant, follower.collectives, output, closed_over)
 
 
-def _apart_from_pvary(outputs: Sequence[torch.Tensor], alike: dict[int, Axes]) -> Iterator[torch.Tensor]:
-    """Returns the tensors, by id in `alike`, to which cotangents of outputs come without a sum over those axes.
+def _apart_from_pvary(outputs: Sequence[torch.Tensor], replicated: dict[int, Axes]) -> Iterator[torch.Tensor]:
+    """Yields the captured tensors whose cotangents reach them without being summed over their replicated axes.
 
-    A pvary is such a sum. What has a gradient by now was differentiated within the function, and is left out.
+    `replicated` has the replicated axes of each captured tensor, by id. A pvary sums the cotangents. A tensor that
+    already has a gradient was differentiated within the function, and is left out.
     """
     todo: list[tuple[Any, Axes]] = [(x.grad_fn, frozenset()) for x in outputs if x.grad_fn is not None]
     todo += [
@@ -133,7 +135,7 @@ def _apart_from_pvary(outputs: Sequence[torch.Tensor], alike: dict[int, Axes]) -
         if linear is not None and linear.kind == "pvary":
             summed |= frozenset(linear.along.axes)
         x = getattr(node, "variable", None)
-        if x is not None and x.grad is None and alike.get(id(x), frozenset()) - summed:
+        if x is not None and x.grad is None and replicated.get(id(x), frozenset()) - summed:
             found[id(x)] = x
         todo += [(below, summed) for below, _ in node.next_functions]
     yield from found.values()
@@ -141,15 +143,15 @@ def _apart_from_pvary(outputs: Sequence[torch.Tensor], alike: dict[int, Axes]) -
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """Takes the body out of all that surrounds it: transforms of torch.func, hooks for saved tensors, modes."""
+    """Runs the body without the surrounding state: transforms of torch.func, saved-tensor hooks, modes."""
     grad = torch.is_grad_enabled()
-    # A region around the mapped function must not keep what the body saves.
+    # A region around the mapped function must not record the tensors that the body saves.
     with recompute_mode(), torch.set_grad_enabled(grad), without_modes(), unwatched(), followed(), without_hooks():
         yield
 
 
 def _without_data(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A tensor like another as its function sees it, whatever wraps that."""
+    """Returns a fake tensor with the shape, strides, dtype and device that the function sees."""
     if nn.parameter.is_lazy(x) or type(x).__module__.startswith("torch.distributed"):
         return x
     if x.layout is not torch.strided or type(x) not in (torch.Tensor, nn.Parameter):
@@ -160,24 +162,24 @@ def _without_data(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def _differing(about: str, mesh: Mesh, digests: Sequence[str]) -> list[Axes]:
-    """Over which axes of the mesh ranks differ in each of these, and last in the states of their generators."""
+    """Returns, for each digest and finally for the random generators, the axes of the mesh along which ranks differ."""
     states = [torch.random.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     mine = json.dumps([*digests, "".join(map(_digest, states))])
     rows = [json.loads(said) for said in transport_of(mesh.key).exchange(about, mine)]
-    if len({len(row) for row in rows}) > 1:  # they close over different things
+    if len({len(row) for row in rows}) > 1:  # the ranks captured different tensors
         return [frozenset(mesh.names)] * (len(digests) + 1)
     chains = {name: {mesh.peers(rank, Along((name,))) for rank in range(len(rows))} for name in mesh.names}
-    alike = lambda ranks, column: len({column[rank] for rank in ranks if rank < len(rows)}) == 1
+    equal = lambda ranks, column: len({column[rank] for rank in ranks if rank < len(rows)}) == 1
     return [
-        frozenset(name for name in mesh.names if not all(alike(ranks, column) for ranks in chains[name]))
+        frozenset(name for name in mesh.names if not all(equal(ranks, column) for ranks in chains[name]))
         for column in zip(*rows, strict=True)
     ]
 
 
 def _digest(x: torch.Tensor) -> str:
-    """A hash of what lies in a tensor, computed where it lies."""
+    """Returns a hash of the data of a tensor, computed on its device."""
     x = unwrapped(x).detach()
     if x.layout is not torch.strided or type(x) is not torch.Tensor or x.device.type == "meta" or not x.numel():
         return ""
@@ -195,24 +197,24 @@ _CHUNK = 1 << 20
 
 
 class _Follower(TorchDispatchMode):
-    """Passes on, from operation to operation, what varies over which axes, by storage."""
+    """Propagates the axes over which values vary through operations, by storage."""
 
     def __init__(self, mesh: Mesh, about: str):
         super().__init__()
         self.mesh, self.about = mesh, about
         self.known: dict[int, tuple[Axes, str]] = {}
-        """By storage: over which axes it varies, and a hash of what it is made of."""
+        """By storage: the axes over which it varies, and a hash of the operations that made it."""
         self.alive: list[Any] = []
-        """The storages, whose numbers must not be used again."""
+        """The storages, held so that their addresses are not reused."""
         self.redundant: list[str] = []
         self.collectives: list[str] = []
         self.drawn: Axes = frozenset()
-        """Over which axes random numbers vary: those along which the ranks' generators differ."""
+        """The axes over which random numbers vary: the axes along which the ranks' default generators differ."""
         self.generators: dict[int, tuple[torch.Generator, Axes]] = {}
-        """Likewise for generators that operations are given, by id."""
+        """The same for generators that are passed to operations, by id."""
 
     def _drawn(self, given: Any) -> Axes:
-        """Over which axes the numbers vary that an operation draws."""
+        """Returns the axes over which the random numbers of an operation vary."""
         generators = [x for x in trees.leaves(given) if isinstance(x, torch.Generator)]
         for generator in generators:
             if id(generator) not in self.generators:
@@ -223,11 +225,11 @@ class _Follower(TorchDispatchMode):
         return frozenset().union(*(self.generators[id(g)][1] for g in generators)) if generators else self.drawn
 
     def of(self, x: torch.Tensor) -> Axes:
-        """Over which axes a tensor varies. Over one of a single rank nothing does."""
+        """Returns the axes over which a tensor varies, without axes of a single rank."""
         return frozenset(name for name in self._known(unwrapped(x))[0] if self.mesh.shape[name] > 1)
 
     def made_of(self, x: torch.Tensor) -> str:
-        """A hash of what a tensor is made of."""
+        """Returns a hash of the operations that made a tensor."""
         return self._known(unwrapped(x))[1]
 
     def _known(self, x: torch.Tensor) -> tuple[Axes, str]:
@@ -239,7 +241,7 @@ class _Follower(TorchDispatchMode):
         self.known[storage._cdata] = axes, made
 
     def sums(self, x: torch.Tensor, axes: tuple[str, ...]) -> None:
-        """Notes axes that a psum sums over, though all ranks along them have the same."""
+        """Records the axes of a psum along which its input is replicated."""
         self.redundant += [name for name in axes if self.mesh.shape[name] > 1 and name not in self.of(x)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -259,7 +261,7 @@ class _Follower(TorchDispatchMode):
                 call = f"{name} ({rest}) of {trees.describe(read[0])}"
                 self.collectives.append(f"{call}, computed by operations with hash {made}")
                 if not any(self.mesh.shape[name] > 1 for name in self._after(name, frozenset(self.mesh.names), args)):
-                    made = f"what comes of collective {len(self.collectives)}"  # of whatever it is, all have the same
+                    made = f"collective {len(self.collectives)}"  # the result is replicated, whatever the input
         of_each = self._of_each(func, args, kwargs)
         written = self._written(func, args, kwargs, axes, of_each)
         for i, x in enumerate(_tensors(result)):
@@ -270,7 +272,7 @@ class _Follower(TorchDispatchMode):
         return result
 
     def _of_each(self, func: Any, args: Any, kwargs: Any) -> list[Axes]:
-        """By number in the lists of tensors of a `_foreach_` operation: over which axes what comes of it varies."""
+        """Returns the axes over which each result of a `_foreach_` operation varies, by index in its tensor lists."""
         if not func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
             return []
         overwritten = _overwritten(func)
@@ -284,7 +286,7 @@ class _Follower(TorchDispatchMode):
     def _written(
         self, func: Any, args: Any, kwargs: Any, axes: Axes, of_each: list[Axes]
     ) -> dict[int, tuple[torch.Tensor, Axes]]:
-        """By storage: the tensors that an operation writes, and over which axes they vary then."""
+        """Returns, by storage, the tensors that an operation writes, and the axes over which they vary afterwards."""
         overwritten, found = _overwritten(func), {}
         named = [(name, x) for name, x in _arguments(func, args, kwargs) if name in _mutated(func)]
         named += [("", args[position]) for position in statistics_of(func, args)]
@@ -311,7 +313,7 @@ class _Follower(TorchDispatchMode):
 
 
 def _said(value: Any) -> str:
-    """Describes an argument that is no tensor, in the same words on all ranks, which have devices of their own."""
+    """Describes an argument that is not a tensor. The text is the same on all ranks, whatever their device index."""
     if isinstance(value, torch.device):
         return value.type
     return type(value).__name__ if isinstance(value, torch.Generator) else repr(value)
@@ -322,19 +324,19 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The arguments of an operation that are given, by name."""
+    """Returns the arguments that are passed to an operation, by name."""
     return [*zip((a.name for a in func._schema.arguments), args, strict=False), *kwargs.items()]
 
 
 @functools.cache
 def _mutated(func: Any) -> frozenset[str]:
-    """The arguments that an operation writes, by its schema."""
+    """Returns the arguments that an operation writes, according to its schema."""
     return frozenset(a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 @functools.cache
 def _overwritten(func: Any) -> frozenset[str]:
-    """The arguments whose data an operation does not read: it asks for their shape alone, or writes over them."""
+    """Returns the arguments whose data an operation does not read: it reads only their shape, or overwrites them."""
     name, overload = func._schema.name.removeprefix("aten::"), func._schema.overload_name
     found = frozenset(a.name for a in func._schema.arguments if a.is_out)
     return found if _SELF_UNREAD.isdisjoint((name, f"{name}.{overload}")) else found | {"self"}
@@ -349,13 +351,13 @@ _SELF_UNREAD = {
     *(name + in_place for name in (*_DRAWN, "zero", "fill", "copy") for in_place in ("", "_")),
     *("_foreach_zero_", "_foreach_zero", "_foreach_copy_", "_foreach_copy", "bernoulli_", "bernoulli.p"),
 } - {"normal"}  # torch.normal draws around its first argument
-"""Operations of ATen that do not read the data of `self`."""
+"""ATen operations that do not read the data of `self`."""
 
 
 def violations(found: Varying, specs: Iterable[P]) -> list[str]:
-    """Returns what is wrong with output specs: by path and axis."""
+    """Returns a message for each output that varies over an axis along which its spec says it is replicated."""
     return [
-        f"output{path} varies over {name!r}, but its spec {spec} says that all ranks along it are alike"
+        f"output{path} varies over {name!r}, but its spec {spec} says that it is replicated along this axis"
         for path, axes, spec in zip(found.paths, found.axes, specs, strict=True)
         for name in sorted(axes - {*spec.axes})
     ]

@@ -73,7 +73,9 @@ def test_a_failure_on_one_rank_is_seen_on_all_and_a_caught_one_forgotten(tmp_pat
     seen = lambda name, rank: json.loads((tmp_path / f"{name} {rank}").read_text())
     for rank in range(2):
         kind, said, _ = seen("tree", rank)
-        assert kind == "RankFailure" and re.match(r"save: rank 1 has tree\['x'\] of float32\[6\] by P\('data'\)", said)
+        assert kind == "RankFailure" and re.match(
+            r"save: rank 1 has tree\['x'\] of float32\[6\] with P\('data'\)", said
+        )
         kind, said, _ = seen("leaf", rank)
         assert kind == "ArgumentValueError" and said.startswith("load: tree['params']['left'] is not in")
     kind, said, seconds = seen("death", 0)
@@ -141,7 +143,7 @@ def test_data_that_differ_where_the_spec_says_that_they_do_not_are_a_warning(tmp
             mine = torch.ones(2) * fckpt.axis_index("a")
             fckpt.save(tmp_path / str(spec), {"x": mine, "y": torch.ones(3)}, {"x": spec, "y": P()})
 
-    with pytest.warns(MeshWarning, match=r"say that they have the same: tree\['x'\], by P\('b'\)\. That of one"):
+    with pytest.warns(MeshWarning, match=r"say that they are replicated: tree\['x'\], with P\('b'\)\. The data of one"):
         fckpt.sim({"a": 2, "b": 2}).run(program, P("b"))
     fckpt.sim({"a": 2, "b": 2}).run(program, P("a"))
 
@@ -153,11 +155,11 @@ def test_data_that_differ_where_the_spec_says_that_they_do_not_are_a_warning(tmp
         (
             {"x": {"w": torch.ones(5)}},
             ArgumentValueError,
-            r"is float32\[6\] in .*, but float32\[5\] by P\(\) is a part",
+            r"is float32\[6\] in .*, but float32\[5\] with P\(\) is a part",
         ),
         ({"x": {"w": torch.ones(6, dtype=torch.float64)}}, ArgumentTypeError, r"is torch.float32 in .* not .*float64"),
-        ({"step": torch.ones(())}, ArgumentTypeError, r"tree\['step'\] is a tensor, but none in"),
-        ({"x": {"w": 0}}, ArgumentTypeError, r"tree\['x'\]\['w'\] is no tensor, but one in"),
+        ({"step": torch.ones(())}, ArgumentTypeError, r"tree\['step'\] is a tensor, but plain data in"),
+        ({"x": {"w": 0}}, ArgumentTypeError, r"tree\['x'\]\['w'\] is plain data, but a tensor in"),
     ],
 )
 def test_what_is_not_there(like: Any, error: Any, text: str, tmp_path: Path):
@@ -195,9 +197,9 @@ def test_a_checkpoint_is_not_written_over(tmp_path: Path):
 
 
 def test_specs_and_meshes_belong_together(tmp_path: Path):
-    with pytest.raises(ArgumentValueError, match=r"save: there are specs, but no mesh. Pass it"):
+    with pytest.raises(ArgumentValueError, match=r"save: there are specs, but no mesh. Pass mesh="):
         fckpt.save(tmp_path / "x", torch.ones(1), P())
-    with pytest.raises(ArgumentTypeError, match=r"save: on Mesh\(\{'i': 2\}\) each tensor has a spec"):
+    with pytest.raises(ArgumentTypeError, match=r"save: on Mesh\(\{'i': 2\}\) each tensor needs a spec"):
         fckpt.sim({"i": 2}).run(lambda: fckpt.save(tmp_path / "x", torch.ones(1)))
     with pytest.raises(ArgumentValueError, match=r"a fake mesh carries no messages"):
         fckpt.save(tmp_path / "x", torch.ones(1), P(), fckpt.fake_mesh({"i": 512}))

@@ -434,7 +434,9 @@ def test_the_check_moves_no_iterator_on():
         )
         return mapped(torch.ones(1))
 
-    with pytest.raises(fckpt.ArgumentTypeError, match=r"takes the next of generator .*genexpr.* pass what comes"):
+    with pytest.raises(
+        fckpt.ArgumentTypeError, match=r"takes the next item of generator .*genexpr.* pass it as an argument"
+    ):
         fckpt.sim({"data": 2}).run(mapped_generator)
 
 

@@ -195,7 +195,9 @@ def differentiated_within(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_parameters_that_are_closed_over_are_told():
-    with pytest.warns(fckpt.MeshWarning, match=r"reaches float32\[1, 1\], which it closes over.* as an argument"):
+    with pytest.warns(
+        fckpt.MeshWarning, match=r"reaches float32\[1, 1\], which the mapped function closes over.* as an argument"
+    ):
         assert closed_over(lambda model, x: fckpt.psum(model(x).sum(), "a")) == [1.0, 2.0]
     with pytest.warns(fckpt.MeshWarning, match="closes over"):
         closed_over(lambda model, x: fckpt.psum(fckpt.remat(model)(x).sum(), "a"))

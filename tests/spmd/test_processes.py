@@ -51,10 +51,10 @@ def test_gradients_are_those_of_one_process_simulated(name: str, ranks: int):
 
 FAULTS = {
     "raise": r"rank 1 raised in step 1: ValueError: user bug",
-    "kill": r"rank 1 gives no sign of life, in step 1: its process was killed or is frozen",
-    "freeze": r"rank 1 gives no sign of life, in step 1: its process was killed or is frozen",
+    "kill": r"rank 1 gives no sign of life in step 1: its process was killed or is frozen",
+    "freeze": r"rank 1 gives no sign of life in step 1: its process was killed or is frozen",
     "shape": r"in step 1 rank 1 calls all_reduce sum over data of \(1,\) .* where others call all_reduce .* of \(3,\)",
-    "sleep": r"rank 1 does not come to all_reduce .* It lives, and is at spmd_programs.py:\d+",
+    "sleep": r"rank 1 does not arrive at all_reduce .* Rank 1 is alive, at spmd_programs.py:\d+",
     "end": r"rank 1 has ended its program, while others wait for it in step 1",
     "skip": r"in step 1 rank 1 calls .* as collective number 2, where others call all_reduce",
     "swap": r"rank 1 will call .*, computed by operations with hash .* where others call all_reduce .*, computed by",

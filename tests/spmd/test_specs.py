@@ -15,23 +15,25 @@ from fckpt.errors import ArgumentTypeError, ArgumentValueError, MeshWarning, Tra
 def test_specs_are_equal_where_they_mean_the_same():
     assert P("data") == P("data", None) == P(("data",)) != P(None, "data")
     assert hash(P()) == hash(P(None, None)) and P(("a", "b")).axes == ("a", "b")
-    with pytest.raises(
-        ArgumentTypeError, match=r"P: a dimension is divided by an axis, a tuple of them, or None, not 3"
-    ):
+    with pytest.raises(ArgumentTypeError, match=r"P: each dimension takes an axis, a tuple of axes, or None, not 3"):
         P(3)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
     ("in_specs", "args", "text"),
     [
-        ((P("model"),), (torch.ones(2),), r"P\('model'\) of args\[0\] names 'model'; the axes are 'data'"),
+        (
+            (P("model"),),
+            (torch.ones(2),),
+            r"P\('model'\) of args\[0\] names 'model', but the axes of the mesh are 'data'",
+        ),
         ((P("data", "data"),), (torch.ones(2, 2),), r"names an axis twice"),
-        ((P(None, "data"),), (torch.ones(2),), r"is about 2 dimensions, but args\[0\] is float32\[2\]"),
-        (({"w": P()},), ({"v": torch.ones(2)},), r"ends where args goes on.*keys at key path tree\[0\]"),
+        ((P(None, "data"),), (torch.ones(2),), r"has 2 dimensions, but args\[0\] is float32\[2\]"),
+        (({"w": P()},), ({"v": torch.ones(2)},), r"must be a tree prefix of args.*keys at key path tree\[0\]"),
         (
             ({"w": 0},),
             ({"w": torch.ones(2)},),
-            r"the spec of args\[0\]\['w'\] is a P, P\(\) for all ranks alike, not 0",
+            r"the spec of args\[0\]\['w'\] must be a P \(P\(\) if it is replicated\), not 0",
         ),
         ((P(), P()), (torch.ones(2),), r"in_specs has 2 entries for 1 positional arguments"),
     ],
@@ -111,7 +113,9 @@ def test_a_sum_of_what_is_alike_is_a_warning():
         twice = lambda x: fckpt.pmean(fckpt.pmean(x, "data"), "data")
         return fckpt.shard_map(twice, mesh, in_specs=P("data"), out_specs=P())(torch.ones(2))
 
-    with pytest.warns(MeshWarning, match=r"over 'data' sums what is the same on all ranks along it: .* by 2"):
+    with pytest.warns(
+        MeshWarning, match=r"over 'data' sums a value that is the same on all ranks along that axis: .* by 2"
+    ):
         fckpt.sim({"data": 2}).run(program)
 
 
@@ -125,7 +129,7 @@ def test_what_is_summed_in_a_region_is_looked_at_as_outside_of_one(wrap: Any):
 
     total = lambda w, x: fckpt.psum((x * w).sin().sum(), "data")
     assert [g.shape for g in fckpt.sim({"data": 2}).run(program, total, P("data"))] == [(2,)] * 2
-    with pytest.raises(MeshWarning, match="'data' sums what is the same"):
+    with pytest.raises(MeshWarning, match="'data' sums a value that is the same"):
         fckpt.sim({"data": 2}).run(program, total, P())
     with pytest.raises(ArgumentValueError, match="varies over 'data'"):
         fckpt.sim({"data": 2}).run(program, lambda w, x: (x * w).sin().sum(), P("data"))
@@ -146,7 +150,7 @@ def test_what_depends_on_data_cannot_be_checked_and_may_be_run_unchecked():
         fn = lambda x: x if x.sum() > 0 else -x
         return fckpt.shard_map(fn, mesh, in_specs=P("data"), out_specs=P("data"), check=check)(torch.ones(2))
 
-    with pytest.raises(TraceError, match=r'course depends on the data of tensors.* Pass check="off"'):
+    with pytest.raises(TraceError, match=r'control flow depends on the data of tensors.* Pass check="off"'):
         fckpt.sim({"data": 2}).run(program, "static")
     assert torch.equal(fckpt.sim({"data": 2}).run(program, "off")[0], torch.ones(2))
 
@@ -168,9 +172,9 @@ def test_pmap_takes_trees_of_dimensions():
 
 
 def test_the_mesh_must_be_that_of_the_ranks():
-    with pytest.raises(ArgumentValueError, match=r"\{'data': 3\} does not come to the 2 ranks"):
+    with pytest.raises(ArgumentValueError, match=r"\{'data': 3\} does not fit the number of ranks, 2"):
         fckpt.sim({"data": 2}).run(lambda: fckpt.init_mesh({"data": 3}))
-    with pytest.raises(ArgumentValueError, match=r"one of them -1 at most"):
+    with pytest.raises(ArgumentValueError, match=r"of which one may be -1"):
         fckpt.sim({"data": 2}).run(lambda: fckpt.init_mesh({"a": -1, "b": -1}))
-    with pytest.raises(ArgumentValueError, match=r"sim: a mesh has axes of one rank or more"):
+    with pytest.raises(ArgumentValueError, match=r"sim: shape must have one axis or more, of sizes of 1 or more"):
         fckpt.sim({"data": 0})

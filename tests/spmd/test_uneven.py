@@ -188,9 +188,17 @@ def test_parts_of_fsdp_may_be_uneven(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "error", "text"),
     [
-        (lambda: P("a", shape=3), ArgumentTypeError, r"P: shape has a number for each dimension, unlike 3"),
-        (lambda: P(None, "a", shape=(3,)), ArgumentValueError, r"\(3,\) is no shape of a tensor, of which 2 dimens"),
-        (lambda: fckpt.shard(torch.ones(3), P("a")), ArgumentValueError, r"P\(\.\.\., shape=\(3,\)\), or fckpt.specs_"),
+        (lambda: P("a", shape=3), ArgumentTypeError, r"P: shape must have an int for each dimension, unlike 3"),
+        (
+            lambda: P(None, "a", shape=(3,)),
+            ArgumentValueError,
+            r"\(3,\) is not the shape of a tensor whose first 2 dimens",
+        ),
+        (
+            lambda: fckpt.shard(torch.ones(3), P("a")),
+            ArgumentValueError,
+            r"P\(\.\.\., shape=\(3,\)\), or use fckpt.specs_",
+        ),
         (
             lambda: fckpt.shard(torch.ones(4), P("a", shape=(3,))),
             ArgumentValueError,
@@ -205,15 +213,19 @@ def test_parts_of_fsdp_may_be_uneven(tmp_path: Path) -> None:
         (
             lambda: fckpt.specs_for({"w": torch.ones(3)}, {"v": P("a")}),
             ArgumentValueError,
-            r"specs_for: the specs must be a tree that ends where the tree goes on",
+            r"specs_for: the specs must be a tree prefix of the tree",
         ),
         (
             lambda: fckpt.all_gather(torch.ones(2), "a", tiled=True, size=5),
             ArgumentValueError,
-            r"all_gather: 2 parts of 2 each are no parts of a dimension of length 5: they would have 3 each",
+            r"all_gather: 2 parts of length 2 do not make a dimension of length 5: its padded parts have length 3",
         ),
-        (lambda: fckpt.all_gather(torch.ones(2), "a", size=2), ArgumentValueError, r"size is about .* tiled=True"),
-        (lambda: fckpt.psum_scatter(torch.ones(2), "a", pad=True), ArgumentValueError, r"pad is about .* tiled=True"),
+        (
+            lambda: fckpt.all_gather(torch.ones(2), "a", size=2),
+            ArgumentValueError,
+            r"size is the length of .* tiled=True",
+        ),
+        (lambda: fckpt.psum_scatter(torch.ones(2), "a", pad=True), ArgumentValueError, r"pad applies to .* tiled=True"),
         (lambda: fckpt.psum_scatter(torch.ones(3), "a", tiled=True), ArgumentValueError, r"multiple \(pad=True\)"),
     ],
 )
