@@ -42,7 +42,7 @@ from fckpt._call.levels import below_all
 from fckpt._capture import marks
 from fckpt._capture.absences import absences_guarded
 from fckpt._capture.certain import certain_comparisons
-from fckpt._capture.classes import ClassFacts, classes_of, patched_methods
+from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.graphs import FlatGraph
 from fckpt._capture.shadows import BuiltinNames, shadows_guarded
@@ -151,7 +151,7 @@ class Captured:
         self._guards = guards
         graph_guards = output.graph_capture_output.output_graph
         classes = [cls for guard in graph_guards.guards for cls in classes_of(guard)]
-        if torch.jit.ScriptFunction in classes:
+        if any(map(guards_script, graph_guards.guards)):
             raise CaptureError("the function calls TorchScript, which differentiates by formulas of its own")
         self._classes = ClassFacts(classes, output.graph_capture_output.traced_code)
         self.builtins = BuiltinNames()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as nn_module
 
-__all__ = ["ClassFacts", "classes_of", "patched_methods"]
+__all__ = ["ClassFacts", "classes_of", "guards_script", "patched_methods"]
 
 _ABSENT = object()
 _HOOKS = [value for name, value in vars(nn_module).items() if name.startswith("_global_") and isinstance(value, dict)]
@@ -91,6 +91,12 @@ def classes_of(guard: Any) -> list[type]:
         elif attribute == "obj_weakref" and value is not None and not isinstance(value, types.ModuleType):
             found.append(type(value))
     return found
+
+
+def guards_script(guard: Any) -> bool:
+    """Whether one of Dynamo's guards is on a TorchScript function. (Code that names the class guards the class.)"""
+    reference = getattr(guard, "obj_weakref", None)
+    return callable(reference) and isinstance(reference(), torch.jit.ScriptFunction)
 
 
 def _names_in(codes: Iterable[types.CodeType]) -> list[str]:
