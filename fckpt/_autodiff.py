@@ -1,4 +1,4 @@
-"""`grad`, `grad_and_value` and `vjp`: the transforms of torch.func, in a third of the memory.
+"""`grad`, `grad_and_value` and `vjp`: the transforms of torch.func, in the memory of `.backward()`.
 
 torch.func records every backward pass so that it can be differentiated again (`create_graph=True`). It therefore holds
 everything that the forward saved and everything that the backward pass computes until the end. The functions here run

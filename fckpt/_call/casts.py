@@ -1,9 +1,9 @@
 """Tensors whose casts autocast caches, and the regions that share such a cast.
 
-Within its block, autocast casts a leaf that requires grad only once, for all operations that read it, and autograd
-accumulates their gradients in the lower precision, before the cast. A plan does its own casts: within one region it
-does what plain PyTorch does, but the gradients of two regions that read the same leaf are accumulated in the higher
-precision.
+Within one autocast context, autocast casts a leaf that requires grad only once, for all operations that read it, and
+autograd accumulates their gradients in the lower precision, before the cast. A plan does its own casts: within one
+region it does what plain PyTorch does, but the gradients of two regions that read the same leaf are accumulated in the
+higher precision.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The conditions of a call: everything besides its arguments that determines its result.
 
 These are generator states, ambient settings, module buffers and captured tensors. They are observed before and after
-the forward. A recompute runs on copies that hold them (see `shadow`), so it sees what the forward saw and has no side
-effects: generators and buffers end where the plain function leaves them.
+the forward. A recompute runs on copies that hold them (see `shadow`), so it sees what the forward saw, and generators
+and buffers end where the plain function leaves them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ __all__ = ["LARGE", "SCRIPT", "Unguarded", "attribute", "fact", "is_library", "i
 
 LARGE = 1000
 """The most entries of a container that counts as state; a larger container is data."""
-SCRIPT = "TorchScript, which differentiates by formulas of its own"
+SCRIPT = "TorchScript, which has its own derivative formulas"
 
 
 class Unguarded:

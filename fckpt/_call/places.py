@@ -1,6 +1,6 @@
 """Places that hold values (cells, dicts, lists, attributes): reading them, and replacing their values temporarily.
 
-A recompute finds its tensors in the places where the forward found them. A trace finds fake tensors there.
+A recompute finds its tensors in the places where the forward found them. A trace finds its stand-ins there.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ classes, hooks) becomes a guard, and guards are checked at every call in microse
 replayed by bytecode that Dynamo generates; the bytecode also collects the graph's inputs and builds the function's
 result. Nothing is compiled, no frame is intercepted, and the user's code never sees a fake tensor.
 
-Only this folder uses `torch._dynamo`. It relies on `fullgraph_capture`, `build_guards` and `forward_callable` (seen on
-torch 2.11 and 2.13), which `torch.export` also uses.
+Only this folder uses `torch._dynamo`. This file relies on `fullgraph_capture`, and on `build_guards` and the bytecode
+in its result (seen on torch 2.11 and 2.13).
 
 Reference: J. Ansel et al., "PyTorch 2: Faster machine learning through dynamic Python bytecode transformation and graph
 compilation" (2024), https://doi.org/10.1145/3620665.3640366.
@@ -152,7 +152,7 @@ class Captured:
         graph_guards = output.graph_capture_output.output_graph
         classes = [cls for guard in graph_guards.guards for cls in classes_of(guard)]
         if any(map(guards_script, graph_guards.guards)):
-            raise CaptureError("the function calls TorchScript, which differentiates by formulas of its own")
+            raise CaptureError("the function calls TorchScript, which has its own derivative formulas")
         self._classes = ClassFacts(classes, output.graph_capture_output.traced_code)
         self.builtins = BuiltinNames()
         """The built-in names that the function's code looked up."""

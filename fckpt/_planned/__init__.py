@@ -1,1 +1,1 @@
-"""The planned engine: traces a function once, schedules the trace, and runs the schedule as two Python functions."""
+"""Engine 2: traces a function once, schedules the trace, and runs the schedule as two Python functions."""

@@ -335,7 +335,7 @@ class Execution:
         return self._batched(grads, [self.program.trace.grad_dims[i] for i in self._gradients()])
 
     def give_up(self, reason: str) -> None:
-        """Lets go of what the forward pass kept, as no backward pass by the plan will come, and says why."""
+        """Frees the residuals of a forward pass whose planned backward pass will not run, and says why."""
         self.residuals = None
         self.gives_up(reason)
 

@@ -100,7 +100,7 @@ class Plan:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of the graph's structure: plans with equal fingerprints fit the same calls."""
+        """A hash of the graph: plans with equal fingerprints are plans for the same computation."""
         return fingerprint(self.graph)
 
     @functools.cached_property

@@ -6,7 +6,7 @@ The first number that the backward pass unpacks starts a replay: the function ru
 collects the intermediates, and it stops as soon as it has the last one.
 
 PyTorch introduced this use of hooks (`torch.utils.checkpoint`, use_reentrant=False). The differences here: an input
-that the backward pass does not need is not saved; a segment that saved only inputs and parameters is never replayed; a
+that the backward pass does not need is not saved; a region that saved only inputs and parameters is never replayed; a
 replay is compared with the forward (see `replay`); a saved value that the function overwrites is an error, as in plain
 autograd; generators and buffers are restored.
 """

@@ -1,6 +1,7 @@
 """Identity of graphs: a fingerprint of the computation, and the first difference between two graphs.
 
-A plan is used only for calls whose graph has the fingerprint of the plan's graph.
+`difference` decides whether a given plan may run a call. The fingerprint is part of the key under which plans are
+cached. It also shows whether a file is damaged, and whether all ranks have traced the same graph.
 """
 
 from __future__ import annotations

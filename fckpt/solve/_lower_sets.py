@@ -33,8 +33,8 @@ counts the values of a block once, while the paper and this file count them twic
 graph (`tensors`), in which an operation whose result is read only by the next operation is not a separate vertex. The
 exact family is used if it has at most `FEW` sets. If there are more than `MANY` ancestor sets, the sets that cache
 least are used, spread evenly; blocks then cannot be small, and there may be no plan between the plans that save little
-and the plan that saves everything. Left out: nothing else. Recomputation is lazy: a value is recomputed when it is
-read, not a whole block at once.
+and the plan that saves everything. Apart from this choice of sets, nothing is left out. Recomputation is lazy: a value
+is recomputed when it is read, not a whole block at once.
 """
 
 from __future__ import annotations

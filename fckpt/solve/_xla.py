@@ -1,13 +1,13 @@
 """XLA's rematerialisation: a greedy heuristic that considers bytes only.
 
 HloRematerialization, https://github.com/openxla/xla, xla/hlo/transforms/simplifiers/hlo_rematerialization.cc (read in
-2026; there is no paper about it as JAX's rematerialisation). Where more bytes than the limit are live, run something
-again: of all blocks of at most `BLOCK` consecutive computations before that position, the block with the least
+2026; no paper describes it). Where more bytes than the limit are live, one block of computations before that position
+runs again later. Of all blocks of at most `BLOCK` consecutive computations, the one with the least cost is chosen:
 
     cost = memory limit / bytes reduced         in integers, the first of equals; 0 if the block is only moved
 
-whose results are then recomputed before their next use, for all later uses. Time has no influence on the choice.
-Nothing is optimal, and a limit that could be met may be missed: "Can't reduce memory use below".
+Its results are recomputed before their next use; the new results serve all later uses. Time has no influence on the
+choice. Nothing is optimal, and a limit that could be met may be missed: "Can't reduce memory use below".
 
     bytes reduced       `_Pass.reduced`: results that are live and not in use at the position, minus inputs that are not
                         live, and would have to be held for it

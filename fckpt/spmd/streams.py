@@ -1,8 +1,8 @@
 """`fold_in`: derives the seeds of many random number streams, for example one per rank along an axis, step and layer.
 
-It works like `jax.random.fold_in`, which derives a key from a key and a number. A seed depends only on its arguments
-and on the index of the rank along the axes among them, not on the sizes of the mesh or on other axes, so training can
-continue with the same random numbers on another mesh.
+It works like `jax.random.fold_in`, which derives a key from a key and a number. A seed depends only on its arguments,
+in which an axis stands for the rank's index along it. It does not depend on the sizes of the mesh or on other axes, so
+training can continue with the same random numbers on another mesh.
 """
 
 from __future__ import annotations

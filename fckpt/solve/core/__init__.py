@@ -1,1 +1,1 @@
-"""Shared by all solvers: rules of a graph, memory profiles, starts, cuts, minimum cuts and bisection."""
+"""Shared by solvers: rules of a graph, profiles, starts, cuts, minimum cuts, stages of exact programs, bisection."""
