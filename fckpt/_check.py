@@ -19,7 +19,7 @@ from fckpt._planned.tracing import CapturedTensors
 from fckpt._remat import plain_of, remat
 from fckpt._units import format_bytes
 from fckpt.errors import ArgumentValueError
-from fckpt.policies.named import PolicyLike
+from fckpt.policies.decisions import PolicyLike
 
 __all__ = ["Check", "check"]
 

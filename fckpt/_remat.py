@@ -47,7 +47,8 @@ from fckpt._trace.trace import inlined, is_followed, is_tracing
 from fckpt._trace.untraceable import HigherOrderError
 from fckpt._trace.vmap_of_grad import batch_dim
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError, name_of
-from fckpt.policies.named import PolicyLike, reductions_saveable
+from fckpt.policies.decisions import PolicyLike
+from fckpt.policies.named import reductions_saveable
 
 __all__ = ["remat"]
 

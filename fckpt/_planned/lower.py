@@ -396,9 +396,6 @@ def indices_first(call: Call) -> int:
     return next(iter(indices_of(call.args)))
 
 
-_RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-
-
 def _var(tensor: int) -> str:
     return f"t{tensor}_"
 

@@ -47,34 +47,24 @@ from typing import Any
 
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, PolicyWarning, users_stacklevel
 from fckpt.graph.graph import Graph
-from fckpt.policies.decisions import Answer as Answer
-from fckpt.policies.decisions import Decision as Decision
-from fckpt.policies.decisions import Frozen, nested_decision
-from fckpt.policies.decisions import Policy as Policy
-from fckpt.policies.decisions import PolicyLike as PolicyLike
-from fckpt.policies.decisions import PolicyNode as PolicyNode
-from fckpt.policies.decisions import as_policy as as_policy
-from fckpt.policies.decisions import combine_nested as combine_nested
+from fckpt.policies.decisions import (
+    Decision,
+    Frozen,
+    Policy,
+    PolicyLike,
+    PolicyNode,
+    as_policy,
+    nested_decision,
+)
 from fckpt.policies.names import check_name
-from fckpt.policies.names import checkpoint_name as checkpoint_name
-from fckpt.policies.names import names_recorded as names_recorded
 
 __all__ = [
-    "Answer",
-    "Decision",
-    "Policy",
-    "PolicyLike",
-    "PolicyNode",
     "apply_policy",
-    "as_policy",
     "checkpoint_dots",
     "checkpoint_dots_with_no_batch_dims",
-    "checkpoint_name",
-    "combine_nested",
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
     "everything_saveable",
-    "names_recorded",
     "nothing_saveable",
     "reductions_saveable",
     "register_dot",
