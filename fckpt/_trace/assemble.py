@@ -99,6 +99,10 @@ class Assembly:
         held = {*inputs, *cotangents}
         outputs = dict.fromkeys(v for t in interface.outputs if (v := self.known[recorder.values[t]]) not in held)
         gradients = dict.fromkeys(self.known[recorder.values[t]] for t in interface.gradients if t is not None)
+        if not cotangents:
+            boundary = self._split()
+            gradients |= dict.fromkeys(v for v in outputs if (self.values[v].producer or 0) >= boundary)
+            outputs = dict.fromkeys(v for v in outputs if v not in gradients)
         specs = tuple(self._spec(t, value) for t, value in zip(recorder.tensors, recorder.values, strict=True))
         plain = {self.known[recorder.values[t]] for t in late if self._is_plain(t)}
         written = {call.node: arguments_of(call, specs, plain) for call in self.calls}
@@ -123,6 +127,22 @@ class Assembly:
             grad_dims=interface.grad_dims,
             regions=tuple((self._inside(calls, returned), policy) for calls, returned, policy in recorder.regions),
         )
+
+    def _split(self) -> int:
+        """Divides a call that has no backward pass of its own into two halves; returns the boundary between them.
+
+        The second half begins with the first backward pass inside of the function or, if there is none, with the first
+        node, because schedules may recompute anything in their second half. Nodes with an effect stay in the first half.
+        """
+        effects = [node.id for node in self.nodes if node.once or node.writes]
+        inner = [node for position, node in self.node_of.items() if self.recorded[position].differentiates]
+        boundary = max(min(inner, default=0), max(effects, default=-1) + 1)
+        mine = {node for node in inner if node >= boundary}
+        for node in self.nodes[boundary:]:
+            if node.id in mine or not self.late.isdisjoint(node.inputs):
+                self.late.update(node.outputs)
+                self.nodes[node.id] = dataclasses.replace(node, backward=True)
+        return boundary
 
     def _inputs(self, kept: set[int]) -> tuple[int, ...]:
         """Returns the values of operands and constants that operations or results use, in the order of their first use.

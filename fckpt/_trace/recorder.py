@@ -389,7 +389,8 @@ class Recorder(TorchDispatchMode):
             func, args = aten.empty_strided.default, (list(fake.shape), list(fake.stride()))
             kwargs = {"dtype": fake.dtype, "device": fake.device}
         module, line = self._source()
-        call = Recorded(func, args, kwargs, outputs, is_view, line, replaced, module, self.sums.is_one(func))
+        inner = torch._C._current_autograd_node() is not None
+        call = Recorded(func, args, kwargs, outputs, is_view, line, replaced, module, self.sums.is_one(func), inner)
         if is_view:
             self._record_view(call)
         else:

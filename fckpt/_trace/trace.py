@@ -108,7 +108,8 @@ def _traced(
     recorder: Recorder,
 ) -> Trace:
     tensors = [*arguments.tensors, *closure]
-    with _active.set_to(recorder), _tracing(recorder), errors_located(), contextlib.ExitStack() as stack:
+    enabled = torch.is_grad_enabled() or any(layout.requires_grad for layout in layouts)
+    with _active.set_to(recorder), _tracing(recorder, enabled), errors_located(), contextlib.ExitStack() as stack:
         stand_ins = [recorder.stand_in(_untracked(layout) if batch else layout) for layout in layouts]
         numbers = [recorder.number(t) for t in stand_ins]
         count = len(arguments.tensors)
@@ -199,8 +200,10 @@ def inlined(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @contextlib.contextmanager
-def _tracing(recorder: Recorder) -> Iterator[None]:
-    with below_all(), seeding_refused(), recorder, torch.enable_grad(), DataReadsRefused(recorder):
+def _tracing(recorder: Recorder, enabled: bool) -> Iterator[None]:
+    """Records the body, with grad mode on or off as in the plain call."""
+    grad = torch.set_grad_enabled(enabled)
+    with torch.inference_mode(False), below_all(), seeding_refused(), recorder, grad, DataReadsRefused(recorder):
         yield
 
 

@@ -64,7 +64,8 @@ class Node:
     outputs: tuple[int, ...]
     """The values that the node makes."""
     backward: bool = False
-    """Whether the node depends on a cotangent, directly or indirectly, and so cannot run before the backward pass."""
+    """Whether the node depends on a cotangent, directly or indirectly, and so cannot run before the backward pass. In a
+    call without cotangents: whether the node depends on a backward pass inside of the call."""
     random: bool = False
     """Whether the node draws random numbers. Random nodes keep their order, and are replayed from a saved generator
     state."""
@@ -113,7 +114,8 @@ class Graph:
     inputs: tuple[int, ...]
     """Values that the caller holds throughout: arguments and constants. Their bytes are not counted."""
     cotangents: tuple[int, ...]
-    """Values that arrive with the backward pass and are held until its end."""
+    """Values that arrive with the backward pass and are held until its end. Without any, the graph is that of a call
+    that nothing differentiates from outside, and its two passes run one directly after the other."""
     outputs: tuple[int, ...]
     """Values that the forward pass makes and that are held until the end of the backward pass."""
     gradients: tuple[int, ...]
@@ -139,7 +141,9 @@ class Graph:
                 set(node.accumulates).issubset(node.inputs),
                 f"{name} accumulates into a value that it does not read",
             )
-            _require(node.backward == (not late.isdisjoint(node.inputs)), f"node {i}: the flag `backward` is wrong")
+            depends = not late.isdisjoint(node.inputs)
+            starts = node.backward and not self.cotangents  # with a backward pass inside of the call
+            _require(node.backward == (depends or starts), f"node {i}: the flag `backward` is wrong")
             _require(
                 gone.isdisjoint((*node.inputs, *node.writes)),
                 f"{name} reads a value that was overwritten",
