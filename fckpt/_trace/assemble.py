@@ -23,6 +23,7 @@ from fckpt._trace.operations import (
     strides_of,
 )
 from fckpt._trace.recorder import Recorder
+from fckpt._trace.updates import CARRIED
 from fckpt.graph.graph import Graph, Node, Value
 
 __all__ = ["Assembly", "Interface"]
@@ -66,8 +67,9 @@ class Assembly:
         """By version of a storage: the operand that it belongs to."""
         for before, after in recorder.written.items():
             self.operand[after] = self.operand[before]
-        self.rewritten = {*recorder.written, *recorder.written.values()}
-        """The versions of operands that the function writes over."""
+        written = {old: new for old, new in recorder.written.items() if old not in recorder.updated}
+        self.rewritten = {*written, *written.values()}
+        """The versions of operands that the function writes over; updates after the backward pass do not count."""
         self.versions: list[tuple[int, int]] = []
         self.empty: dict[int, Recorded] = {}  # by uninitialised tensor that only a write reads: its allocation
         self.values: list[Value] = []
@@ -143,6 +145,10 @@ class Assembly:
                 self.late.update(node.outputs)
                 self.nodes[node.id] = dataclasses.replace(node, backward=True)
         return boundary
+
+    def nodes_before(self, position: int) -> int:
+        """Returns the number of nodes before a recorded call; call `trace` first."""
+        return [*self.before, len(self.nodes)][position]
 
     def _inputs(self, kept: set[int]) -> tuple[int, ...]:
         """Returns the values of operands and constants that operations or results use, in the order of their first use.
@@ -292,7 +298,7 @@ class Assembly:
         if backward:
             self.late.update(new)
         writes = tuple(self.known[old] for old, _ in versions if old in recorder.written)
-        once = any(recorder.values[t] in self.rewritten for t in sent) or not new
+        once = any(recorder.values[t] in self.rewritten for t in sent) or not new or op is CARRIED
         # An operation with several results can run again if it only writes statistics: those are small enough to copy.
         once |= len(new) > 1 and any(recorder.values[t] not in self.operand for _, t in replaced if t not in statistics)
         overwrites = () if once or len(new) > 1 else self._overwrites(recorded, replaced)

@@ -87,7 +87,8 @@ class Node:
     to a copy."""
     writes: tuple[int, ...] = ()
     """Values whose memory the node's first run overwrites, visibly to the caller; nothing may read these values
-    afterwards. Each is an input of the graph, or was made from such an input by an earlier node in the same way."""
+    afterwards. Each is an input of the graph, or was made from such an input by an earlier node in the same way. A node
+    of the backward pass (the update of a parameter) writes only to inputs of the graph, and runs once."""
     arguments: str = ""
     """Everything else on which the node's memory use depends: `self=%0=float32[2,3](3,1), dim=[1]`."""
     accumulates: tuple[int, ...] = ()
@@ -122,6 +123,8 @@ class Graph:
     """Values that the backward pass makes and that are held at its end."""
     boundary: int
     """`nodes[:boundary]` is the forward pass as recorded; the other nodes are the backward pass."""
+    plain_order: tuple[int, ...] = ()
+    """The nodes in the order in which the plain function runs them, if that is not the order of `nodes`."""
 
     def __post_init__(self) -> None:
         made = set(self.inputs) | set(self.cotangents)
@@ -150,7 +153,7 @@ class Graph:
             )
             if node.writes:
                 _require(
-                    made.issuperset(node.writes) and not node.backward,
+                    made.issuperset(node.writes) and (not node.backward or self.held.issuperset(node.writes)),
                     f"{name} writes to a value that it may not write",
                 )
                 gone.update(node.writes)
@@ -179,6 +182,14 @@ class Graph:
     def held(self) -> frozenset[int]:
         """Inputs and cotangents: values that are never freed by a schedule."""
         return frozenset(self.inputs) | frozenset(self.cotangents)
+
+    @functools.cached_property
+    def plain_places(self) -> tuple[int, ...]:
+        """By node: its position in the order in which the plain function runs the nodes."""
+        found = list(range(len(self.nodes)))
+        for place, index in enumerate(self.plain_order):
+            found[index] = place
+        return tuple(found)
 
     @functools.cached_property
     def plain(self) -> Graph:
@@ -217,7 +228,8 @@ class Graph:
             nodes = tuple(_part(Node, node, _NODE) for node in read["nodes"])
             values = tuple(_part(Value, value, _VALUE) for value in read["values"])
             ends = [_ints(read[k], k) for k in ("inputs", "cotangents", "outputs", "gradients")]
-            graph = Graph(nodes, values, *ends, boundary=checked(read["boundary"], "boundary", int))
+            boundary, order = checked(read["boundary"], "boundary", int), read.get("plain_order", ())
+            graph = Graph(nodes, values, *ends, boundary=boundary, plain_order=_ints(order, "plain_order"))
             graph.check_ends()
         except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
             raise ArgumentValueError(f"the data is not a graph written by fckpt: {error!r}.") from error
@@ -239,10 +251,15 @@ class Graph:
             _require(len(set(node.inputs)) == len(node.inputs), f"node {node.id} reads a value twice")
             over = [*node.overwrites, *node.accumulates]
             _require(self.held.isdisjoint(over), f"node {node.id} overwrites a value that the caller holds")
+        _require(
+            not self.plain_order or sorted(self.plain_order) == list(range(count)),
+            "`plain_order` is not an order of the nodes",
+        )
+        places = self.plain_places
         for value in self.values:
-            last = max((value.producer or 0, *self.consumers[value.id][-1:]))
+            last = max([places[n] for n in (value.producer or 0, *self.consumers[value.id])], default=0) if count else 0
             _require(
-                value.held_to is None or not count or last <= value.held_to < count,
+                value.held_to is None or not count or (value.held_to < count and last <= places[value.held_to]),
                 f"value {value.id} is held to node {value.held_to}",
             )
 
