@@ -172,8 +172,10 @@ def test_any_call(kind: str, layers: list[int], skips: bool, budget: float | str
         plan = kept(fn, budget, params, X)
     except fckpt.BudgetError as error:
         plan = kept(fn, error.least_bytes, params, X)
-    if kind != "product_with_hessian":  # within 10 %: a forward-mode tangent lives longer in the trace
-        assert plan.baseline_peak_bytes == pytest.approx(peak_of(fn, params, X), rel=0.01)
+    plain = peak_of(fn, params, X)
+    assert plan.baseline_peak_bytes <= 1.1 * plain
+    if kind not in ("product_with_hessian", "inference"):  # Python's variables may hold results longer than the graph
+        assert plan.baseline_peak_bytes == pytest.approx(plain, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "penalty", "meta_learning", "of_autograd", "noisy"])
