@@ -12,11 +12,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fckpt import solve
+from fckpt._call.arguments import DonatedArguments
 from fckpt._call.results import is_number
 from fckpt._planned.ledger import Stats
-from fckpt._planned.making import check_budget, make_plan, plain_plan, priced
+from fckpt._planned.making import check_budget, plain_plan, priced
 from fckpt._planned.plan import Budget, Plan
-from fckpt._planned.planner import traced_without_running
+from fckpt._planned.planner import _made, traced_without_running
 from fckpt._remat import plain_of, planner_of
 from fckpt._trace.operations import Trace
 from fckpt.cost import Analytic, Measured, profile_of, profiles
@@ -50,6 +51,8 @@ def plan(
     costs: CostSource | None = None,
     time_limit: float | None = None,
     outputs: Outputs | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> Plan:
     """Plans a call of `fn` without running it: which tensors to save, which to recompute, and the resulting peak and
@@ -71,6 +74,8 @@ def plan(
             `"hidden.0"`. By default the only scalar among the outputs that require grad, if there is exactly one,
             otherwise all of them; `Plan.loss_of` says which. (`remat` needs no such argument: it learns the outputs
             from the first backward pass.)
+        donate_argnums: see `remat`.
+        donate_argnames: see `remat`.
         kwargs: as in the call.
 
     Raises:
@@ -89,7 +94,8 @@ def plan(
         >>> plan.peak_bytes <= plan.baseline_peak_bytes / 2
         True
     """
-    return _Looked(fn, args, kwargs, costs, outputs).plan(policy, budget, solver, time_limit)
+    donated = (donate_argnums, donate_argnames)
+    return _Looked(fn, args, kwargs, costs, outputs, donated).plan(policy, budget, solver, time_limit)
 
 
 def pareto(
@@ -100,6 +106,8 @@ def pareto(
     solver: str = "auto",
     costs: CostSource | None = None,
     outputs: Outputs | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> list[ParetoPoint]:
     """Plans a call for several budgets, from the least feasible one to the plain peak.
@@ -112,6 +120,8 @@ def pareto(
         solver: see `plan`.
         costs: see `plan`.
         outputs: see `plan`.
+        donate_argnums: see `remat`.
+        donate_argnames: see `remat`.
         kwargs: as in the call.
 
     Returns:
@@ -129,7 +139,7 @@ def pareto(
     """
     if type(points) is not int or points < 2:
         raise ArgumentValueError(f"pareto needs at least 2 points, not {points!r}.")
-    looked = _Looked(fn, args, kwargs, costs, outputs)
+    looked = _Looked(fn, args, kwargs, costs, outputs, (donate_argnums, donate_argnames))
     plain = looked.plan(policy, 1.0, solver)
     most = plain.baseline_peak_bytes
     try:
@@ -230,13 +240,16 @@ class _Looked:
         kwargs: dict[str, Any],
         costs: CostSource | None,
         outputs: Outputs | None = None,
+        donated: tuple[Any, Any] = ((), ()),
     ):
         if not callable(fn):
             raise ArgumentTypeError(f"a plan needs a function or an nn.Module, not {type(fn).__name__}.")
         plain = plain_of(fn)
         run = plain.forward if isinstance(plain, nn.Module) else plain
         self.chosen = [outputs] if isinstance(outputs, (int, str)) else outputs
-        self.trace, tensors = traced_without_running(run, tuple(args), kwargs, self.chosen)
+        region = getattr(fn, "_fckpt_region", None)
+        given = DonatedArguments(run, *donated) or getattr(region, "donated", None)
+        self.trace, tensors = traced_without_running(run, tuple(args), kwargs, self.chosen, given)
         fake = next((t for t in tensors if isinstance(t, FakeTensor) or t.device.type == "meta"), None)
         if costs is None and fake is not None and fake.device.type == "meta":
             raise ArgumentValueError(
@@ -259,7 +272,7 @@ class _Looked:
         graph = self.graphs[policy]
         version = str(torch.__version__)
         plain = budget is None and policy is None
-        made = plain_plan(graph, version) if plain else make_plan(graph, budget, solver, version, time_limit)
+        made = plain_plan(graph, version) if plain else _made(graph, budget, solver, version, time_limit)
         return dataclasses.replace(made, loss_of=_loss_of(self.trace, self.chosen is not None))
 
 

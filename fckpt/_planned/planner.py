@@ -11,7 +11,7 @@ import torch
 
 from fckpt import solve
 from fckpt._call import ambient
-from fckpt._call.arguments import Arguments, outlived
+from fckpt._call.arguments import Arguments, DonatedArguments, outlived
 from fckpt._call.conditions import Observation
 from fckpt._call.facts import SCRIPT, Unguarded
 from fckpt._call.levels import transforms_active
@@ -255,6 +255,7 @@ class Planner:
         captured: CapturedTensors,
         layouts: Sequence[Layout],
         batches: tuple[int, ...] = (),
+        donated: tuple[int, ...] = (),
     ) -> Programs:
         """Returns the programs for a call that Dynamo cannot capture, from a trace of the function's Python code."""
         unguarded = next((fact for fact in observation.facts if isinstance(fact, Unguarded)), None)
@@ -262,7 +263,10 @@ class Planner:
             unguarded = Unguarded(SCRIPT)
         if unguarded is not None:
             raise unguarded_error(unguarded)
-        key = (arguments.signature(), tuple(layouts), captured.order, observation.ambient, observation.settings())
+        ambient_now = (observation.ambient, torch.is_grad_enabled())
+        key = (
+            arguments.signature(), tuple(layouts), captured.order, donated, ambient_now, observation.settings(),
+        )  # fmt: skip
         for other in [key for key in self.traced if outlived(key[0])]:
             del self.traced[other]
         with TRACING:
@@ -275,7 +279,7 @@ class Planner:
             elif any(other[:-1] == key[:-1] for other, made in self.traced.items() if made):
                 self.ledger.captured_again("the function's closure, or the contents of its arguments")
             facts = [*observation.facts, *(kind for part in observation.parts for kind in part.kinds)]
-            return self._traced_now(known, fn, arguments, facts, captured, layouts, batches)
+            return self._traced_now(known, fn, arguments, facts, captured, layouts, batches, donated)
 
     def _traced_now(
         self,
@@ -286,6 +290,7 @@ class Planner:
         captured: CapturedTensors,
         layouts: Sequence[Layout],
         batches: tuple[int, ...],
+        donated: tuple[int, ...],
     ) -> Programs:
         """Traces the Python code of a call, and stores guards on everything that the code may have read."""
         count, reads = len(arguments.tensors), Reads()
@@ -297,7 +302,7 @@ class Planner:
                     "cannot be traced again after its call has ended. Return only the loss from the planned function: "
                     f"remat(lambda *args: fn(*args).loss, budget=...). {WAY_OUT}"
                 )
-            return traced_call(fn, arguments, captured, layouts, backward, reads)
+            return traced_call(fn, arguments, captured, layouts, backward, reads, donated)
 
         programs = Programs(functools.partial(self._make, traced, count, batches, None))
         programs.likely()
@@ -337,7 +342,7 @@ class Planner:
                 if of_training is not None:
                     budget = nbytes_of(budget, self._priced(of_training, batches))
                 with self.ledger.timed("solve"):
-                    self.plans[key] = make_plan(graph, budget, self.solver, version)
+                    self.plans[key] = _made(graph, budget, self.solver, version)
                 self.ledger.count("plans")
             return self.plans[key]
         make = lambda least: make_plan(self._priced(traced, batches), least, self.solver, version)
@@ -359,6 +364,14 @@ class Planner:
         return plan
 
 
+def _made(graph: Graph, budget: Budget | None, solver: str, version: str, time_limit: float | None = None) -> Plan:
+    from fckpt._planned.stepping import plan_of_step
+
+    if any(node.backward and node.writes for node in graph.nodes):
+        return plan_of_step(graph, budget, solver, version)
+    return make_plan(graph, budget, solver, version, time_limit)
+
+
 def _identity(traced: Trace) -> tuple[Any, ...]:
     """Returns everything on which the plan of a trace depends, except times."""
     graph = traced.graph
@@ -373,24 +386,31 @@ def _identity(traced: Trace) -> tuple[Any, ...]:
 
 
 def traced_without_running(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Sequence[int | str] | None = None
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    chosen: Sequence[int | str] | None = None,
+    donated: DonatedArguments | None = None,
 ) -> tuple[Trace, Sequence[torch.Tensor]]:
     """Returns the trace of a call, which does not run, with a backward pass for the chosen outputs; and the tensors.
 
     If outputs are `chosen`, the Python code is traced, because the results of a captured graph have no names.
     """
-    planner = Planner()
+    planner, paths = Planner(), donated.tensors(args, kwargs) if donated else {}
+    places_in = lambda tensors: [i for i, t in enumerate(tensors) if id(t) in paths]
     backward = Backward(chosen=None if chosen is None else tuple(chosen))
     found = planner.captured(fn, args, kwargs) if chosen is None else None
     if found is not None and found[0].graph is not None:
         function = found[0].bound(fn, args, kwargs)
         tensors = [*function.arguments, *function.held.values()]
         with TRACING, contextlib.suppress(TraceError):  # see `_PlannedRegion`
-            trace = graph_tracer(function, [i.name for i in found[0].inputs], layouts_below(tensors))
-            return trace(backward), tensors
+            names = [i.name for i in found[0].inputs]
+            places = places_in(function.arguments)
+            return graph_tracer(function, names, layouts_below(tensors), donated=places)(backward), tensors
     arguments = Arguments(args, kwargs)
     with TRACING:
         observation = Observation([fn], arguments.statics, arguments.tensors, {})
         captured = CapturedTensors(observation, arguments.tensors)
         tensors = [*arguments.tensors, *captured.tensors]
-        return traced_call(fn, arguments, captured, layouts_below(tensors), backward), tensors
+        places = places_in(arguments.tensors)
+        return traced_call(fn, arguments, captured, layouts_below(tensors), backward, donated=places), tensors
