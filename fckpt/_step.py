@@ -164,6 +164,7 @@ class TrainingStep:
                     total = loss if total is None else total + loss
                     loss_dtype = total.dtype
                     self._updates.sums.append(total)
+                    del loss  # the next microbatch would hold it
             finally:
                 self._updates.sums = []
             if before.captures == ledger.stats.captures and before.programs == ledger.stats.programs:

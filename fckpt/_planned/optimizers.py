@@ -295,3 +295,4 @@ def _free(call: Call, specs: Sequence[TensorSpec]) -> OpCost:
 
 register_cost("fckpt_step::update", _cost)
 register_cost("fckpt_step::carried", _free)
+register_cost("fckpt_step::held", _free)

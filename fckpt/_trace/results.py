@@ -128,6 +128,8 @@ class Results:
             recorder.release()
         grads = iter(found)
         taken = {recorder.values[t] for t in self.outputs}
+        added = backward.then is not None and backward.then.loss is not None
+        """Whether autograd adds the gradients to those of earlier microbatches."""
         own: list[torch.Tensor | None] = []
         dims: list[int | None] = []
         for operand, layout in zip(self.operands, self.layouts, strict=True):
@@ -135,7 +137,7 @@ class Results:
             if grad is not None:
                 grad, dim = self._below(grad)
             dims.append(dim)
-            if grad is not None and layout.accumulates and self.levels is None:
+            if grad is not None and layout.accumulates and self.levels is None and not added:
                 grad = self._own(grad, layout, taken)
             own.append(grad)
         if backward.then is not None:

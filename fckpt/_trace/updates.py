@@ -92,6 +92,13 @@ def _gradient_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return own if is_dense(tensor.shape, own) else tuple(torch.empty(tensor.shape, device="meta").stride())
 
 
+def _held(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.empty(0, device=values[0].device)
+
+
+_library.define("held(Tensor[] values) -> Tensor")
+_library.impl("held", _held, "CompositeExplicitAutograd")
+torch.library.register_fake("fckpt_step::held", _held, lib=_library)
 _library.impl("update", _update, "CompositeExplicitAutograd")
 _library.impl("carried", _carried, "CompositeExplicitAutograd")
 torch.library.register_fake("fckpt_step::update", lambda *_: None, lib=_library)
@@ -101,6 +108,9 @@ UPDATE = torch.ops.fckpt_step.update.default
 """Runs an optimizer's own code for one parameter: the parameter is `number` in the optimizer. `after` is only read."""
 CARRIED = torch.ops.fckpt_step.carried.default
 """Returns the sums of the gradients of earlier microbatches, in the layout of gradients of `like`, and of the losses."""
+
+HELD = torch.ops.fckpt_step.held.default
+"""Reads tensors, and returns an empty one."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +176,10 @@ class Ending:
                 if operand in found:
                     UPDATE(operands[operand], found[operand], [cotangent, *total], number)
                     found[operand] = operands[operand]
+        elif total and found:  # the sum of the losses is held to the end
+            other = next((i for i in range(len(operands)) if i not in found), None)
+            if other is not None:
+                found[other] = HELD([*total, *found.values()])
         return [found.get(i) for i in range(len(operands))]
 
 
@@ -187,12 +201,14 @@ def with_early_updates(trace: Trace, first: int) -> Trace:
     order = _early_order(graph, first)
     new = {old: i for i, old in enumerate(order)}
     plain = [*[i for i in order if i < first or i in prompt], *[i for i in range(first, len(order)) if i not in prompt]]
+    place = {index: i for i, index in enumerate(plain)}
     nodes = [dataclasses.replace(graph.nodes[old], id=i) for i, old in enumerate(order)]
     values = []
     for value in graph.values:
         held = value.held_to
-        if held is not None and held >= first:  # autograd's engine adds a gradient to `.grad` when the gradient comes
-            held = next((n for n in graph.consumers[value.id] if n in prompt), held)
+        readers = graph.consumers[value.id]
+        if not prompt.isdisjoint(readers) and all(n < first or n in prompt for n in readers):
+            held = max(readers, key=place.__getitem__)  # autograd's engine adds a gradient to `.grad` at once
         ends = {"producer": value.producer, "held_to": held}
         values.append(dataclasses.replace(value, **{k: None if v is None else new[v] for k, v in ends.items()}))
     moved = dataclasses.replace(
