@@ -284,7 +284,7 @@ def show(result: Result, console: Console) -> None:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Returns the tables as one Markdown table, for the README."""
+    """Returns the tables as one Markdown table, for docs/huggingface.md."""
     rows = [["model", "way", "peak", "of plain", "step", "of plain", "gradients"], ["---", "---", *["---:"] * 4, "---"]]
     for result in results:
         for i, way in enumerate(result.ways):
