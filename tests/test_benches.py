@@ -31,8 +31,8 @@ def test_every_script_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_bench_is_run_by_its_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["pytest"])
     with pytest.raises(SystemExit):
-        main(["planning", "--help"])
-    assert "How long planning takes" in capsys.readouterr().out
+        main(["solvers", "--help"])
+    assert "Compares all solvers on the same graphs" in capsys.readouterr().out
 
 
 def test_scripts_import_no_scripts() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from benches import solvers
-from benches.common.checkmate import load, working_set
-from benches.graphs import main
+from benches.common.checkmate import load
 from fckpt.graph import simulate
 from fckpt.solve._save_all import save_all
 
@@ -33,8 +32,7 @@ def step(path: Path, edges: list[tuple[int, int]]) -> Path:
     return written(path, nodes, edges)
 
 
-def test_a_training_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_a_training_step(tmp_path: Path):
     path = step(tmp_path / "step.json", [(0, 1), (1, 2), (0, 3), (2, 3), (0, 4), (3, 4)])
     graph = load(path)
     assert [n.op for n in graph.nodes] == ["a", "b", "loss", "b_backward", "a_backward"]
@@ -42,11 +40,7 @@ def test_a_training_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert [n.inputs for n in graph.nodes] == [(), (0,), (1, 5), (0, 2), (0, 3)]
     assert (graph.boundary, graph.cotangents, graph.outputs, graph.gradients) == (2, (5,), (), (4,))
     assert graph.values[5].nbytes == 0 and graph.seconds == 15
-    assert (simulate(graph, save_all(graph)).peak_nbytes, working_set(graph)) == (12, 12)
-    assert main(["--files", str(path)]) == 0
-    row = capsys.readouterr().out.splitlines()[3]
-    # Nodes, nodes of the forward pass, edges, peak, working set, seconds.
-    assert row.split()[:-1] == ["step.json", "5", "2", "6", "12", "B", "12", "B", "15.0", "s"]
+    assert simulate(graph, save_all(graph)).peak_nbytes == 12
 
 
 def test_a_random_layered_graph_has_an_order_and_no_backward_pass(tmp_path: Path):
@@ -82,7 +76,6 @@ def test_another_file_is_refused(text: str, message: str, tmp_path: Path, capsys
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         load(path)
-    for command in (main, solvers.main):
-        with pytest.raises(SystemExit):
-            command(["--files", str(path)])
-        assert re.search(message, capsys.readouterr().err)
+    with pytest.raises(SystemExit):
+        solvers.main(["--files", str(path)])
+    assert re.search(message, capsys.readouterr().err)
