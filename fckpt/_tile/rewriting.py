@@ -23,17 +23,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fckpt._tile.gathered import gathered
 from fckpt._tile.stretches import Gathered, Step, Stretch, Untileable
-from fckpt._tile.views import dimension_in_view, view_arguments
+from fckpt._tile.views import Views, view_arguments
 from fckpt._tile.ways import SUM, Way, tensors_of, ways
 from fckpt._trace.in_place import overwritable
 from fckpt._trace.operations import Call, Ref, TensorSpec, Trace, arguments_of, is_dense
 from fckpt.errors import ArgumentValueError
 from fckpt.graph.graph import Graph, Node, Value
 
-__all__ = ["Cut", "rewritten", "tiled"]
+__all__ = ["INTO", "Cut", "Rewriting", "rewritten", "tiled"]
 
 aten = torch.ops.aten
 
+INTO = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
+"""By product of matrices: the operation that adds the product to an existing sum."""
 ALIGNED = 16
 """Tiles of more rows than this have a multiple of this number of rows."""
 SMALL = 4
@@ -61,7 +63,7 @@ def tiled(trace: Trace, stretch: Stretch) -> Trace:
     Raises:
         Untileable: the stretch cannot be cut in this way.
     """
-    return _Rewriting(Cut(trace, stretch)).trace()
+    return Rewriting(Cut(trace, stretch)).trace()
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Cut:
     def __init__(self, trace: Trace, stretch: Stretch):
         self.trace, self.stretch = trace, stretch
         self.specs = trace.tensors
-        self.producers = trace.producers()
+        self.views = Views(trace)
         self.calls = _calls_of(trace, [node for node, _ in stretch.ways])
         self.ways: dict[int, Way] = {}
         self.made: dict[int, int] = {}
@@ -99,32 +101,6 @@ class Cut:
         self.unit = self._unit()
         self.bounds = self._bounds(stretch.count)
 
-    def chain(self, tensor: int) -> list[Call]:
-        """Returns the calls that make a view from the tensor that owns the memory, in order."""
-        found: list[Call] = []
-        while tensor in self.producers and self.producers[tensor].node is None:
-            call = self.producers[tensor]
-            sent = tensors_of(call)
-            if len(sent) != 1 or not isinstance(call.args[0], Ref):
-                break
-            found.append(call)
-            tensor = sent[0]
-        return found[::-1]
-
-    def rows_in(self, tensor: int) -> tuple[int, int | None]:
-        """Returns the tensor that `tensor` is a view of, and the dimension of the view in which its rows are."""
-        chain = self.chain(tensor)
-        base = chain[0].args[0].tensor if chain else tensor
-        dim = self.made.get(base)
-        dim = None if dim == SUM else dim
-        for step, then in itertools.zip_longest(chain, chain[1:]):
-            if dim is None:
-                break
-            made = tensor if then is None else then.args[0].tensor
-            source = step.args[0].tensor
-            dim = dimension_in_view(step, self.specs[source].shape, self.specs[made].shape, dim)
-        return base, dim
-
     def slice_of(self, tensor: int, dim: int, tile: int) -> tuple[int, int]:
         """Returns the first row of a tile, and the one behind its last, in a dimension of a tensor."""
         times = self.specs[tensor].shape[dim] // self.unit
@@ -135,9 +111,8 @@ class Cut:
         for tensor, dim in zip(tensors_of(self.calls[node]), self.ways[node].reads, strict=True):
             if self.specs[tensor].conj or self.specs[tensor].neg:
                 raise Untileable("it reads a lazy conjugate")
-            base, rows = self.rows_in(tensor)
-            inside = dim is not None and rows == dim and base in self.made
-            found.append(_Read(tensor, dim, base if inside else None))
+            inside = dim is not None and self.views.rows_in(tensor, self.made) == dim
+            found.append(_Read(tensor, dim, self.views.base(tensor) if inside else None))
         return found
 
     def _unit(self) -> int:
@@ -173,7 +148,7 @@ def _calls_of(trace: Trace, nodes: Sequence[int]) -> dict[int, Call]:
     return found
 
 
-class _Rewriting:
+class Rewriting:
     """The trace under construction."""
 
     def __init__(self, cut: Cut):
@@ -200,6 +175,8 @@ class _Rewriting:
         """By tensor, dimension and tile: the tensor of the tile."""
         self.parts: dict[int, list[int]] = {t: [] for t in cut.made}
         """By result of the stretch: its tiles."""
+        self.sent: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {n: [] for n in cut.ways}
+        """By node of the stretch: the arguments of each tile."""
         self.sums: dict[int, int] = {}
         """By sum: the tensor that holds it so far."""
         self.mode = FakeTensorMode()
@@ -226,6 +203,11 @@ class _Rewriting:
         read.update(self._value_of(t) for t in (*old.outputs, *(g for g in old.gradients if g is not None)))
         return [t for v, t in ours.items() if v in read]
 
+    @property
+    def removed(self) -> list[int]:
+        """The results of the stretch of which only tiles exist in the end."""
+        return [t for t, dim in self.cut.made.items() if dim != SUM and t not in self.whole]
+
     def _value_of(self, tensor: int) -> int:
         return self.old.tensors[tensor].value
 
@@ -243,9 +225,10 @@ class _Rewriting:
         except ArgumentValueError as error:
             raise Untileable(f"the order of its operations cannot change: {error}") from error
         regions = [(frozenset(n for i in nodes for n in self.moved.get(i, ())), policy) for nodes, policy in old.regions]
-        return dataclasses.replace(
+        self.trace_made = dataclasses.replace(
             old, graph=graph, calls=tuple(self.calls), tensors=tuple(self.specs), regions=tuple(regions)
         )
+        return self.trace_made
 
     def _graph(self, boundary: int) -> Graph:
         old, new = self.old.graph, self.known
@@ -364,9 +347,10 @@ class _Rewriting:
             first, end = cut.slice_of(call.outputs[0], way.makes[0], tile)  # type: ignore[arg-type]
             sizes[entry] = end - first
             args = (*args[:position], sizes, *args[position + 1 :])
+        self.sent[index].append((args, kwargs))
         outputs = [t for t in call.outputs if t is not None]
-        if tile and call.op in _INTO and way.makes == (SUM,):
-            self._accumulate(index, outputs[0], _INTO[call.op], args, tile)
+        if tile and call.op in INTO and way.makes == (SUM,):
+            self._accumulate(index, outputs[0], INTO[call.op], args, tile)
             return
         made = self._add(index, call.op, args, kwargs)
         for t, new in zip(outputs, made, strict=True):
@@ -389,7 +373,10 @@ class _Rewriting:
                 raise Untileable(f"{op} does not run on tiles: {error}") from error
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         node = len(self.nodes)
-        numbers = [self._new(fake, self._new_value(fake, node, str(op))) for fake in results]
+        outputs = [t for t in self.cut.calls[index].outputs if t is not None]
+        names = [self.old.graph.values[self._value_of(t)].names for t in outputs]
+        values = [self._new_value(fake, node, str(op), given) for fake, given in zip(results, names, strict=True)]
+        numbers = [self._new(fake, value) for fake, value in zip(results, values, strict=True)]
         call = Call(op, args, kwargs, tuple(numbers), node)
         over: tuple[int, ...] = ()
         if len(numbers) == 1:
@@ -418,6 +405,8 @@ class _Rewriting:
             inputs=inputs,
             outputs=outputs,
             backward=backward,
+            seconds=old.seconds / self.tiles,  # until it is priced
+            temporary_nbytes=old.temporary_nbytes // self.tiles,
             source=old.source,
             module=old.module,
             overwrites=overwrites,
@@ -508,10 +497,10 @@ class _Rewriting:
         """Emits the calls that make the view of a tile of a result, if they do not exist yet; returns its number."""
         assert read.base is not None
         number = self.parts[read.base][tile]
-        chain = self.cut.chain(read.tensor)
+        chain = self.cut.views.chain(read.tensor)
         for step, then in itertools.zip_longest(chain, chain[1:]):
             made = read.tensor if then is None else then.args[0].tensor
-            _, dim = self.cut.rows_in(made)
+            dim = self.cut.views.rows_in(made, self.cut.made)
             assert dim is not None
             key = (made, None, tile)
             if key not in self.views:
@@ -552,11 +541,11 @@ class _Rewriting:
         self.fakes[number] = fake
         return number
 
-    def _new_value(self, fake: Any, node: int, origin: str) -> int:
+    def _new_value(self, fake: Any, node: int, origin: str, names: tuple[str, ...]) -> int:
         number, dtype = len(self.values), str(fake.dtype).removeprefix("torch.")
         nbytes = fake.untyped_storage().nbytes()
         self.owned.add(number)
-        self.values.append(Value(number, nbytes, node, origin, shape=tuple(fake.shape), dtype=dtype))
+        self.values.append(Value(number, nbytes, node, origin, names, shape=tuple(fake.shape), dtype=dtype))
         return number
 
     def _fake(self, tensor: int) -> torch.Tensor:
@@ -574,7 +563,6 @@ class _Rewriting:
         return type(value)(map(self._faked, value)) if isinstance(value, (list, tuple)) else value
 
 
-_INTO = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 
 
 def _visit(start: int, needs: dict[int, set[int]], done: set[int], order: list[int]) -> None:

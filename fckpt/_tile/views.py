@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fckpt._trace.operations import Call
+from fckpt._tile.ways import SUM, tensors_of
+from fckpt._trace.operations import Call, Ref, Trace
 
-__all__ = ["dimension_in_view", "view_arguments"]
+__all__ = ["Views", "view_arguments"]
 
 aten = torch.ops.aten
 
 Shape = Sequence[int]
 
 
-def dimension_in_view(call: Call, shape: Shape, result: Shape, dim: int) -> int | None:
-    """Returns the dimension of a view whose slices are the views of slices of the viewed tensor; None if there is none.
+class Views:
+    """The views of a trace."""
 
-    Args:
-        call: the call that makes the view.
-        shape: the shape of the viewed tensor.
-        result: the shape of the view.
-        dim: the dimension of the viewed tensor that is cut.
-    """
-    rule = _RULES.get(call.op)
-    return None if rule is None else rule(call.args[1:], shape, result, dim)
+    def __init__(self, trace: Trace):
+        self.specs = trace.tensors
+        self.producers = trace.producers()
+        self.chains: dict[int, list[Call]] = {}
+
+    def chain(self, tensor: int) -> list[Call]:
+        """Returns the calls that make a view from the tensor that owns the memory, in order; none for other tensors."""
+        if tensor not in self.chains:
+            call = self.producers.get(tensor)
+            sent = tensors_of(call) if call is not None and call.node is None else []
+            one = call is not None and len(sent) == 1 and isinstance(call.args[0], Ref)
+            self.chains[tensor] = [*self.chain(sent[0]), call] if one and call is not None else []
+        return self.chains[tensor]
+
+    def base(self, tensor: int) -> int:
+        """Returns the tensor that `tensor` is a view of."""
+        chain = self.chain(tensor)
+        return chain[0].args[0].tensor if chain else tensor
+
+    def rows_in(self, tensor: int, rows: Mapping[int, int]) -> int | None:
+        """Returns the dimension of a tensor whose slices are the views of slices of its base; None if there is none.
+
+        Args:
+            tensor: the tensor.
+            rows: by base, the dimension that is cut, or `SUM`.
+        """
+        chain = self.chain(tensor)
+        dim = rows.get(self.base(tensor))
+        dim = None if dim == SUM else dim
+        for step, then in itertools.zip_longest(chain, chain[1:]):
+            rule = _RULES.get(step.op)
+            if dim is None or rule is None:
+                return None
+            made = tensor if then is None else then.args[0].tensor
+            dim = rule(step.args[1:], self.specs[step.args[0].tensor].shape, self.specs[made].shape, dim)
+        return dim
 
 
 def view_arguments(call: Call, dim: int, rows: int) -> tuple[Any, ...]:
