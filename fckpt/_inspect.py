@@ -199,7 +199,7 @@ def stats(fn: Callable[..., Any]) -> Stats:
     """Returns statistics about the calls of a rematerialised function or module: plans, hits, fallbacks, seconds.
 
     Args:
-        fn: a result of `remat` with a budget, a policy or a plan.
+        fn: a result of `remat` with a budget, a policy or a plan, or a result of `step`.
 
     Raises:
         ArgumentTypeError: `fn` is not rematerialised.
@@ -214,7 +214,7 @@ def stats(fn: Callable[..., Any]) -> Stats:
         >>> found.calls, found.plans, found.captures, found.hits, found.fallbacks
         (3, 1, 1, 2, {})
     """
-    planner = planner_of(fn)
+    planner = getattr(fn, "_fckpt_planner", None) or planner_of(fn)
     if planner is None:
         raise ArgumentTypeError(f"stats takes a result of fckpt.remat, not {type(fn).__name__}: {fn!r}.")
     return planner.ledger.stats

@@ -211,7 +211,8 @@ def remat(
             check_plannable(fn)
         budget = None if budget is None else check_budget(budget)
         named = name_of(fn) if name is None else name
-        make = functools.partial(_PlannedRegion, static, policy, budget, plan, solver, untraceable, named)
+        is_module = isinstance(fn, nn.Module)
+        make = functools.partial(_PlannedRegion, static, policy, budget, plan, solver, untraceable, named, is_module)
     if isinstance(fn, nn.Module):
         return remat_module(fn, make)
     region = make()
@@ -255,9 +256,12 @@ class _Region:
             return compiled.call(self, fn, args, kwargs)
         if is_tracing():
             return inlined(fn, args, kwargs, self.policy)
-        if not torch.is_grad_enabled() or is_recorded() or is_followed():
+        if not (torch.is_grad_enabled() or self.plans_calls) or is_recorded() or is_followed():
             return fn(*args, **kwargs)
         return self.run(fn, args, kwargs)
+
+    plans_calls = False
+    """Whether calls are planned that nothing outside differentiates, for example with grad mode off."""
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs `fn` unchanged; it runs again in the backward pass."""
@@ -275,7 +279,7 @@ class _Region:
 class _PlannedRegion(_Region):
     """A rematerialised function that is captured, traced and planned once per signature."""
 
-    __slots__ = ("planner", "untraceable", "without_plan")
+    __slots__ = ("planner", "plans_calls", "untraceable", "without_plan")
 
     def __init__(
         self,
@@ -286,8 +290,11 @@ class _PlannedRegion(_Region):
         solver: str,
         untraceable: Untraceable,
         name: str,
+        is_module: bool,
     ):
         super().__init__(static, policy)
+        # With grad mode off, a module is evaluated or generates text: every length would need a plan.
+        self.plans_calls = not is_module and (budget is not None or plan is not None)
         self.untraceable = untraceable
         self.without_plan: Callable[..., Any] | None = None
         """The function that runs instead of a plan, once the function is known to be untraceable."""
@@ -351,10 +358,9 @@ class _PlannedRegion(_Region):
         """Runs a captured graph below the `vmap`s with batch sizes `sizes`, which have been taken off it."""
         closure = list(function.held.values())
         operands = [*function.arguments, *closure]
-        layouts = layouts_below(operands)
-        if not any(layout.requires_grad for layout in layouts):
-            # Inference saves nothing anyway; but a function that differentiates inside may hold any amount.
-            self.planner.ledger.falls_back("nothing to differentiate", quiet=not captured.graph.differentiates)
+        layouts, of_training = _as_differentiated(layouts_below(operands))
+        if self.planner.is_idle and not any(layout.requires_grad for layout in layouts):
+            self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
             return function(*function.arguments)
         if innermost_is_vmap():
             interpreter = innermost()
@@ -371,6 +377,9 @@ class _PlannedRegion(_Region):
             lambda: graph_tracer(function, names, layouts, batch),
             len(function.arguments),
             (*sizes, *(() if batch is None else (batch.size,))),
+            None
+            if of_training is None or captured.graph.differentiates
+            else lambda: graph_tracer(function, names, of_training, batch),
         )
         program = programs.likely()
         call = UserCall(function, Arguments(tuple(function.arguments), {}), self.buffer_writes)
@@ -386,12 +395,12 @@ class _PlannedRegion(_Region):
         with TRACING:
             observation = Observation(call.fn, arguments.statics, call.inputs, self.buffer_writes, facts=True)
             reached = CapturedTensors(observation, call.inputs, batching.passed)
-            layouts = layouts_below((*call.inputs, *reached.tensors))
-            tracked = any(layout.requires_grad for layout in layouts)
+            layouts, _ = _as_differentiated(layouts_below((*call.inputs, *reached.tensors)))
+            idle = self.planner.is_idle and not any(layout.requires_grad for layout in layouts)
             programs = None
-            if tracked and not innermost_is_vmap():
+            if not idle and not innermost_is_vmap():
                 programs = self.planner.traced_programs(fn, arguments, observation, reached, layouts, batching.sizes)
-        if not tracked:
+        if idle:
             self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
             args, kwargs = arguments.rebuild(call.inputs)
             return fn(*args, **kwargs)
@@ -417,7 +426,7 @@ class _PlannedRegion(_Region):
             closure,
             programs.differentiating,
             self.planner.ledger.falls_back,
-            programs.certain,
+            programs.certain or not any(program.trace.flags),
             programs.seen,
             level,
             retraceable=isinstance(conditions, _GraphConditions) and self.planner.given is None,
@@ -469,6 +478,16 @@ class _GraphConditions:
         return Conditions(
             self.function, self.call.fn, (), self.ambient, self.random, self.watched, self.written, self.slots, [], []
         )
+
+
+def _as_differentiated(layouts: list[Layout]) -> tuple[list[Layout], list[Layout] | None]:
+    """Returns the layouts of operands as a call sees them: with grad mode off, nothing requires grad.
+
+    Also returns the layouts that the call would see with grad mode on, if these are others, otherwise None.
+    """
+    if torch.is_grad_enabled() or not any(layout.requires_grad for layout in layouts):
+        return layouts, None
+    return [layout._replace(requires_grad=False, computed=False) for layout in layouts], layouts
 
 
 def _outer_batch(operands: Sequence[torch.Tensor]) -> tuple[int, Batch | None]:

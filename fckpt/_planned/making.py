@@ -23,7 +23,7 @@ from fckpt.policies.decisions import Policy
 from fckpt.policies.named import apply_policy
 from fckpt.report.progress import Line
 
-__all__ = ["check_budget", "make_plan", "plain_plan", "priced"]
+__all__ = ["check_budget", "make_plan", "nbytes_of", "plain_plan", "priced"]
 
 
 def check_budget(budget: Any) -> Budget:
@@ -102,10 +102,7 @@ def make_plan(
     """
     if budget is None:
         return Plan(graph, solve.get("policy")(graph, None), "policy", None, torch_version)
-    if isinstance(budget, float):
-        nbytes = int(simulate(graph.eager, plain_schedule(graph)).peak_nbytes * budget)
-    else:
-        nbytes = parse_bytes(budget)
+    nbytes = nbytes_of(budget, graph)
     if time_limit is not None and not 0 < time_limit < float("inf"):
         raise ArgumentValueError(f"a time limit is a number of seconds above 0, not {time_limit!r}.")
     chosen = solve.get(solver)
@@ -123,6 +120,13 @@ def make_plan(
 
         schedule = solve.auto(graph, nbytes, time_limit=time_limit, watch=tell)
     return _within(Plan(graph, schedule, solver, nbytes, torch_version), nbytes)
+
+
+def nbytes_of(budget: Budget, graph: Graph) -> int:
+    """Returns a budget in bytes; a float is a fraction of the plain peak of `graph`."""
+    if isinstance(budget, float):
+        return int(simulate(graph.eager, plain_schedule(graph)).peak_nbytes * budget)
+    return parse_bytes(budget)
 
 
 def _within(plan: Plan, nbytes: int) -> Plan:

@@ -19,7 +19,7 @@ from fckpt._capture.reads import Guards, Reads
 from fckpt._planned.agreement import agreed, mesh_of
 from fckpt._planned.execution import Program
 from fckpt._planned.ledger import Ledger
-from fckpt._planned.making import make_plan, priced
+from fckpt._planned.making import make_plan, nbytes_of, priced
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.tracing import (
     TRACING,
@@ -121,6 +121,11 @@ class Planner:
         """By everything on which a plan depends, see `_identity`."""
         self.ledger.expected = lambda: max([plan.baseline_peak_bytes for plan in self.plans.values()], default=None)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the planner has nothing to plan in a call that nothing differentiates: policies choose residuals."""
+        return self.budget is None and self.given is None
+
     # -- captures
 
     def captured(
@@ -177,7 +182,8 @@ class Planner:
         if below:
             made.guard_wrapped(fn, args, kwargs)
         self.ledger.count("captures")
-        self.ledger.captured_again(why)
+        if "grad_mode" not in why:  # one capture each for training and for evaluation
+            self.ledger.captured_again(why)
         programs = next((known for other, known in self.captures if other.same_graph(made)), {})
         # Newest first, but captures that hold for one number only come before those that take any number.
         found = (made, programs)
@@ -195,6 +201,7 @@ class Planner:
         tracer: Callable[[], Callable[[Backward], Trace]],
         count: int,
         batches: tuple[int, ...] = (),
+        of_training: Callable[[], Callable[[Backward], Trace]] | None = None,
     ) -> Programs:
         """Returns the programs for calls with the given key, and makes them if needed.
 
@@ -204,6 +211,8 @@ class Planner:
             tracer: returns a function that traces such calls with a given backward pass.
             count: the number of operands that are arguments.
             batches: the sizes of the `vmap`s around the call.
+            of_training: for a call with grad mode off, returns a function that traces the call with grad mode on. A
+                float budget is a fraction of the peak of that call.
 
         Raises:
             TraceError: the call cannot be traced.
@@ -217,7 +226,8 @@ class Planner:
                 if programs is None:
                     while len(known) >= _MOST:
                         del known[next(iter(known))]
-                    programs = Programs(functools.partial(self._make, tracer(), count, batches))
+                    whole = None if of_training is None or not isinstance(self.budget, float) else of_training()
+                    programs = Programs(functools.partial(self._make, tracer(), count, batches, whole))
                     known[key] = programs
         return programs
 
@@ -226,12 +236,14 @@ class Planner:
         call: Callable[[Backward], Trace],
         count: int,
         batches: tuple[int, ...],
+        whole: Callable[[Backward], Trace] | None,
         backward: Backward,
     ) -> Program:
         with TRACING, ambient.unobserved():
             with self.ledger.timed("trace"):
                 traced = call(backward)
-            plan = self.plan(traced, batches)
+                of_training = None if whole is None else whole(Backward())
+            plan = self.plan(traced, batches, of_training)
             self.ledger.count("programs")
             return Program(traced, plan.schedule, plan.graph, count)
 
@@ -287,7 +299,7 @@ class Planner:
                 )
             return traced_call(fn, arguments, captured, layouts, backward, reads)
 
-        programs = Programs(functools.partial(self._make, traced, count, batches))
+        programs = Programs(functools.partial(self._make, traced, count, batches, None))
         programs.likely()
         guards = reads.guards(facts)
         if guards.unguarded is not None:
@@ -309,18 +321,23 @@ class Planner:
 
     # -- plans
 
-    def plan(self, traced: Trace, batches: tuple[int, ...] = ()) -> Plan:
-        """Prices and solves a trace of a call that `vmap`s of these sizes batched, or returns the given plan."""
+    def plan(self, traced: Trace, batches: tuple[int, ...] = (), of_training: Trace | None = None) -> Plan:
+        """Prices and solves a trace of a call that `vmap`s of these sizes batched, or returns the given plan.
+
+        A float budget is a fraction of the plain peak of `of_training`, if that is given.
+        """
         if self.given is not None:
             return self._fitting(self.given, traced)
         version = str(torch.__version__)
         mesh = mesh_of(traced, self.budget is not None)
         if mesh is None:
-            key = (_identity(traced), batches)
+            key = (_identity(traced), batches, None if of_training is None else _identity(of_training))
             if key not in self.plans:
-                graph = self._priced(traced, batches)
+                graph, budget = self._priced(traced, batches), self.budget
+                if of_training is not None:
+                    budget = nbytes_of(budget, self._priced(of_training, batches))
                 with self.ledger.timed("solve"):
-                    self.plans[key] = make_plan(graph, self.budget, self.solver, version)
+                    self.plans[key] = make_plan(graph, budget, self.solver, version)
                 self.ledger.count("plans")
             return self.plans[key]
         make = lambda least: make_plan(self._priced(traced, batches), least, self.solver, version)

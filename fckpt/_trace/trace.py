@@ -35,6 +35,7 @@ from fckpt._trace.effects import (
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.results import Results
+from fckpt._trace.updates import with_early_updates
 from fckpt._trace.untraceable import DataReadsRefused, errors_located
 from fckpt._trace.vmap_of_grad import under_vmap
 from fckpt.policies.names import names_recorded
@@ -108,7 +109,8 @@ def _traced(
     recorder: Recorder,
 ) -> Trace:
     tensors = [*arguments.tensors, *closure]
-    with _active.set_to(recorder), _tracing(recorder), errors_located(), contextlib.ExitStack() as stack:
+    enabled = torch.is_grad_enabled() or any(layout.requires_grad for layout in layouts)
+    with _active.set_to(recorder), _tracing(recorder, enabled), errors_located(), contextlib.ExitStack() as stack:
         stand_ins = [recorder.stand_in(_untracked(layout) if batch else layout) for layout in layouts]
         numbers = [recorder.number(t) for t in stand_ins]
         count = len(arguments.tensors)
@@ -126,6 +128,8 @@ def _traced(
         closed = [(holder, key, replaced(value, new)) for holder, key, value in slots]
         with placed(closed), names_recorded(recorder.name), marks_answered(recorder):
             before = state.again()
+            if backward.then is not None:
+                backward.then.begin(operands)
             graph = isinstance(fn, (GraphFunction, BatchedGraph))
             if not graph:
                 for tensor, operand in zip(tensors, operands, strict=True):
@@ -143,7 +147,10 @@ def _traced(
         with contextlib.nullcontext() if graph else impure_calls_refused(reads):
             results.differentiate(backward)
     names = [*origins, *[""] * (len(operands) - len(origins))]
-    traced = Assembly(recorder, results.interface(), names).trace()
+    assembly = Assembly(recorder, results.interface(), names)
+    traced = assembly.trace()
+    if recorder.ending is not None:
+        traced = with_early_updates(traced, assembly.nodes_before(recorder.ending))
     return dataclasses.replace(traced, given=tuple(map(weakref.ref, tensors)))
 
 
@@ -199,8 +206,10 @@ def inlined(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @contextlib.contextmanager
-def _tracing(recorder: Recorder) -> Iterator[None]:
-    with below_all(), seeding_refused(), recorder, torch.enable_grad(), DataReadsRefused(recorder):
+def _tracing(recorder: Recorder, enabled: bool) -> Iterator[None]:
+    """Records the body, with grad mode on or off as in the plain call."""
+    grad = torch.set_grad_enabled(enabled)
+    with torch.inference_mode(False), below_all(), seeding_refused(), recorder, grad, DataReadsRefused(recorder):
         yield
 
 
