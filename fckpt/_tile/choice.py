@@ -121,44 +121,42 @@ class _Choice:
         return more
 
     def _rewritings(self, node: int, number: int) -> Iterator[tuple[int, Rewriting]]:
-        """Yields rewritings of the stretch from `node` on, with the bytes that it then needs: one, or none."""
-        members = _grown(self.trace, node, number, set(), self.limits.members)
-        kind = tuple((self.trace.graph.nodes[n].op, self.trace.graph.nodes[n].arguments, w) for n, w in members.items())
-        known = self.counts.get(kind)
-        found: list[tuple[int, Rewriting]] = []
-        for count in COUNTS if known is None else (known,):
-            made = self._rewritten(node, number, count)
-            if made is None:
-                break
-            rewriting, trace = made
-            peaks = least_peaks(trace.graph)
-            needed = max(peaks.get(n, 0) for old in rewriting.cut.ways for n in rewriting.moved[old])
-            if found and needed > USEFUL * found[-1][0]:
-                break
-            found.append((needed, rewriting))
-            if needed <= self.target:
-                break
-        if found:
-            self.counts[kind] = found[-1][1].cut.stretch.count
-            yield found[-1]
-
-    def _rewritten(self, node: int, number: int, count: int) -> tuple[Rewriting, Trace] | None:
-        """Returns the rewriting of the stretch from `node` on, without the nodes that cannot be cut or are not exact."""
+        """Yields the rewriting of the stretch from `node` on, with the bytes that it then needs; none if impossible."""
         barred: set[tuple[int, int]] = set()
         while True:
             members = _grown(self.trace, node, number, barred, self.limits.members, sums=not self.exact)
-            if node not in members:
-                return None
-            stretch = Stretch(tuple(sorted(members.items())), count)
-            try:
-                rewriting = Rewriting(Cut(self.trace, stretch))
-                made = rewriting.trace()
-                wrong = inexact(rewriting) if self.exact else []
-            except Untileable:
-                return None
+            found = self._counted(members) if node in members else None
+            if found is None:
+                return
+            wrong = inexact(found[1]) if self.exact else []
             if not wrong:
-                return (rewriting, made) if rewriting.removed else None
+                yield found
+                return
             barred |= {(n, members[n]) for n in wrong}
+
+    def _counted(self, members: dict[int, int]) -> tuple[int, Rewriting] | None:
+        """Returns the rewriting of a stretch with the best number of tiles, and the bytes that it then needs."""
+        nodes = self.trace.graph.nodes
+        kind = tuple((nodes[n].op, nodes[n].arguments, way) for n, way in members.items())
+        known = self.counts.get(kind)
+        best: tuple[int, Rewriting] | None = None
+        for count in COUNTS if known is None else (known,):
+            try:
+                rewriting = Rewriting(Cut(self.trace, Stretch(tuple(sorted(members.items())), count)))
+                peaks = least_peaks(rewriting.trace().graph)
+            except Untileable:
+                break
+            if not rewriting.removed:
+                return None
+            needed = max(peaks.get(n, 0) for old in members for n in rewriting.moved[old])
+            if best is not None and needed > USEFUL * best[0]:
+                break
+            best = needed, rewriting
+            if needed <= self.target:
+                break
+        if best is not None:
+            self.counts[kind] = best[1].cut.stretch.count
+        return best
 
     def _take(self, rewriting: Rewriting) -> None:
         self.tiles = {m for n in (*self.tiles, *rewriting.cut.ways) for m in rewriting.moved[n]}

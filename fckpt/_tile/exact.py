@@ -26,12 +26,13 @@ from fckpt._call.ambient import without_modes
 from fckpt._call.levels import below_autograd, out_of_reach
 from fckpt._tile.gathered import gathered
 from fckpt._tile.rewriting import INTO, Cut, Rewriting
+from fckpt._tile.stretches import Gathered, Step
 from fckpt._tile.ways import SUM, is_pointwise, tensors_of
 from fckpt._trace.operations import Call, Ref, TensorSpec, Trace
 from fckpt.cost.calls import signature
 from fckpt.cost.synthetic import arguments
 
-__all__ = ["gathers_exactly", "inexact"]
+__all__ = ["gathers_exactly", "inexact", "is_exact"]
 
 aten = torch.ops.aten
 
@@ -56,6 +57,25 @@ def inexact(rewriting: Rewriting) -> list[int]:
         rewriting: the rewriting of the stretch, after it has made a trace.
     """
     return [node for node in rewriting.cut.ways if not _is_exact(rewriting, node)]
+
+
+def is_exact(trace: Trace, steps: Sequence[Step]) -> bool:
+    """Whether all steps of a rewriting keep the bits, with the kernels and settings of this process.
+
+    Raises:
+        Untileable: a step is impossible.
+    """
+    for step in steps:
+        if isinstance(step, Gathered):
+            if not gathers_exactly(trace, step.node):
+                return False
+            trace = gathered(trace, step.node)
+        else:
+            rewriting = Rewriting(Cut(trace, step))
+            trace = rewriting.trace()
+            if inexact(rewriting):
+                return False
+    return True
 
 
 def gathers_exactly(trace: Trace, index: int) -> bool:

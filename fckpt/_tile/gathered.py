@@ -117,7 +117,7 @@ class _Maker:
             dataclasses.replace(
                 v,
                 producer=None if v.producer is None else moved(v.producer),
-                held_to=None if v.held_to is None else moved(v.held_to),
+                held_to=None,
             )
             for v in self.values[: len(graph.values)]
         ]
@@ -126,6 +126,7 @@ class _Maker:
             nodes=(*graph.nodes[:index], *self.nodes, *later),
             values=(*values, *self.values[len(graph.values) :]),
             boundary=moved(graph.boundary) if index < graph.boundary else graph.boundary,
+            plain_order=(),
         )
         shifted = [c if c.node is None else dataclasses.replace(c, node=moved(c.node)) for c in self.old.calls]
         calls = (*shifted[:position], *self.calls, last, *shifted[position + 1 :])

@@ -169,7 +169,6 @@ class Rewriting:
         """By value of the old graph: the same value in the new one."""
         self.moved: dict[int, list[int]] = {}
         """By node of the old graph: the nodes that do its work."""
-        self.late: set[int] = set()
         self.fakes: dict[int, torch.Tensor] = {}
         self.views: dict[tuple[int, int | None, int], int] = {}
         """By tensor, dimension and tile: the tensor of the tile."""
@@ -217,7 +216,6 @@ class Rewriting:
         old = self.old
         for value in (*old.graph.inputs, *old.graph.cotangents):
             self._keep(value, None)
-        self.late.update(self.known[v] for v in old.graph.cotangents)
         boundary = self._emit_all()
         try:
             graph = self._graph(boundary)
@@ -231,15 +229,8 @@ class Rewriting:
         return self.trace_made
 
     def _graph(self, boundary: int) -> Graph:
+        """Returns the new graph. How long the plain function holds a value is a question to the old one."""
         old, new = self.old.graph, self.known
-        last: dict[int, int] = {}
-        for node in self.nodes:
-            last |= dict.fromkeys((*node.outputs, *node.inputs), node.id)
-        for value, number in new.items():
-            held = old.values[value].held_to
-            if held is not None:
-                held = max(last[number], *self.moved[held]) if number in last else None
-            self.values[number] = dataclasses.replace(self.values[number], held_to=held)
         ends = [tuple(new[v] for v in part) for part in (old.inputs, old.cotangents)]
         results = [tuple(sorted(new[v] for v in part)) for part in (old.outputs, old.gradients)]
         return Graph(tuple(self.nodes), tuple(self.values), *ends, *results, boundary)
@@ -322,8 +313,6 @@ class Rewriting:
             for field in ("inputs", "outputs", "overwrites", "writes", "accumulates")
         }
         self.nodes.append(dataclasses.replace(node, id=new, **moved))
-        if node.backward:
-            self.late.update(moved["outputs"])
         self.moved[index] = [new]
         self.calls += [dataclasses.replace(call, node=new) for call in self.by_node[index]]
 
@@ -331,7 +320,7 @@ class Rewriting:
         number = self.known[value] = len(self.values)
         for tensor in self.members[value]:
             self.specs[tensor] = dataclasses.replace(self.specs[tensor], value=number)
-        self.values.append(dataclasses.replace(self.old.graph.values[value], id=number, producer=producer))
+        self.values.append(dataclasses.replace(self.old.graph.values[value], id=number, producer=producer, held_to=None))
         return number
 
     def _tile(self, index: int, tile: int) -> None:
@@ -398,13 +387,12 @@ class Rewriting:
         outputs = tuple(dict.fromkeys(self.specs[t].value for t in made))
         sent = [*tensors_of(call), *(t for t, _ in call.replaced)]
         inputs = tuple(v for v in dict.fromkeys(self.specs[t].value for t in sent) if v not in outputs)
-        backward = not self.late.isdisjoint(inputs)
         node = Node(
             id=id,
             op=str(call.op),
             inputs=inputs,
             outputs=outputs,
-            backward=backward,
+            backward=old.backward,
             seconds=old.seconds / self.tiles,  # until it is priced
             temporary_nbytes=old.temporary_nbytes // self.tiles,
             source=old.source,
@@ -413,8 +401,6 @@ class Rewriting:
             in_place=in_place,
             arguments=arguments_of(call, self.specs, ()),
         )
-        if backward:
-            self.late.update(outputs)
         self.nodes.append(node)
         self.moved.setdefault(index, []).append(id)
         self.calls += [*before, call]
