@@ -35,6 +35,7 @@ from fckpt._planned.execution import NOT_AGAIN, Execution, Program
 from fckpt._planned.making import check_budget
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.planner import Planner, Programs
+from fckpt._planned.tiling import Tile, check_tile
 from fckpt._planned.tracing import TRACING, CapturedTensors, graph_tracer
 from fckpt._recompute import saved_tensors
 from fckpt._recompute.attached import run_nodes, run_planned
@@ -67,6 +68,7 @@ def remat(
     budget: Budget | None = ...,
     plan: Plan | None = ...,
     solver: str = ...,
+    tile: Tile = ...,
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
@@ -82,6 +84,7 @@ def remat(
     budget: Budget | None = ...,
     plan: Plan | None = ...,
     solver: str = ...,
+    tile: Tile = ...,
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
@@ -97,6 +100,7 @@ def remat(
     budget: Budget | None = ...,
     plan: Plan | None = ...,
     solver: str = ...,
+    tile: Tile = ...,
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
@@ -113,6 +117,7 @@ def remat(
     budget: Budget | None = None,
     plan: Plan | None = None,
     solver: str = "auto",
+    tile: Tile = False,
     untraceable: Untraceable = "raise",
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -150,6 +155,10 @@ def remat(
             for a fraction of the plain function's peak.
         plan: a result of `fckpt.plan` for these arguments.
         solver: the solver that looks for a plan; see `fckpt.solve.names()`.
+        tile: whether to cut operations that are independent by rows into tiles, where the budget needs it: matrix
+            products, softmax, normalisation, losses, pointwise operations and their derivatives. "exact" takes only
+            tiles that give the bits of the whole operation, as tested on its kernel; True also sums in another order
+            (the gradient of a weight, for example). A plan without tiles stays if it is as fast.
         untraceable: what to do with a function that cannot be traced into a graph: "raise" a `TraceError`, or "remat",
             which rematerialises its repeated blocks (or the whole function if it has none) without a plan, and warns
             once that the budget does not hold.
@@ -202,6 +211,7 @@ def remat(
             budget=budget,
             plan=plan,
             solver=solver,
+            tile=tile,
             untraceable=untraceable,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
@@ -219,6 +229,7 @@ def remat(
     make = functools.partial(_Region, static)
     if solver != "auto" and budget is None:
         raise ArgumentValueError(f"solver={solver!r} needs a budget: pass budget=...")
+    tile = check_tile(tile, budget)
     if name is not None and not isinstance(name, str):
         raise ArgumentTypeError(f"name must be a str, not {type(name).__name__}: {name!r}.")
     if untraceable not in ("raise", "remat"):
@@ -232,7 +243,7 @@ def remat(
         budget = None if budget is None else check_budget(budget)
         named = name_of(fn) if name is None else name
         is_module = isinstance(fn, nn.Module)
-        options = (static, donated, policy, budget, plan, solver, untraceable, named, is_module)
+        options = (static, donated, policy, budget, plan, solver, tile, untraceable, named, is_module)
         make = functools.partial(_PlannedRegion, *options)
     if isinstance(fn, nn.Module):
         return remat_module(fn, make)
@@ -310,6 +321,7 @@ class _PlannedRegion(_Region):
         budget: Budget | None,
         plan: Plan | None,
         solver: str,
+        tile: Tile,
         untraceable: Untraceable,
         name: str,
         is_module: bool,
@@ -321,7 +333,7 @@ class _PlannedRegion(_Region):
         self.untraceable = untraceable
         self.without_plan: Callable[..., Any] | None = None
         """The function that runs instead of a plan, once the function is known to be untraceable."""
-        self.planner = Planner(policy, budget, plan, solver)
+        self.planner = Planner(policy, budget, plan, solver, tile=tile)
         self.planner.ledger.name = name
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -30,7 +30,9 @@ from fckpt._planned.tracing import (
     traced_call,
     unguarded_error,
 )
+from fckpt._planned.tiling import Tile, tiled_as_planned, tiled_or_hinted
 from fckpt._recompute.closed_over import unwatched
+from fckpt._tile.rewriting import rewritten
 from fckpt._trace.layouts import layouts_below
 from fckpt._trace.operations import Backward, Layout, Trace
 from fckpt._trace.stand_ins import WAY_OUT
@@ -94,6 +96,7 @@ class Planner:
         plan: Plan | None = None,
         solver: str = "auto",
         costs: CostSource | None = None,
+        tile: Tile = False,
     ):
         if plan is not None and not isinstance(plan, Plan):
             raise ArgumentTypeError(
@@ -108,6 +111,7 @@ class Planner:
         self.given = plan
         self.solver = solver
         self.costs = costs
+        self.tile = tile
         self.ledger = Ledger()
         self.ledger.promised = budget if plan is None else plan.budget_bytes
         self.traced: dict[Any, list[tuple[Guards, Programs]]] = {}
@@ -245,7 +249,7 @@ class Planner:
                 of_training = None if whole is None else whole(Backward())
             plan = self.plan(traced, batches, of_training)
             self.ledger.count("programs")
-            return Program(traced, plan.schedule, plan.graph, count)
+            return Program(rewritten(traced, plan.tiles), plan.schedule, plan.graph, count)
 
     def traced_programs(
         self,
@@ -342,9 +346,13 @@ class Planner:
                 if of_training is not None:
                     budget = nbytes_of(budget, self._priced(of_training, batches))
                 with self.ledger.timed("solve"):
-                    self.plans[key] = _made(graph, budget, self.solver, version)
+                    make = lambda graph, budget: _made(graph, budget, self.solver, version)
+                    price = functools.partial(self._priced, batches=batches)
+                    self.plans[key] = tiled_or_hinted(traced, graph, price, budget, make, self.tile)
                 self.ledger.count("plans")
             return self.plans[key]
+        if self.tile:
+            raise ArgumentValueError(f"tile={self.tile!r} does not work on one rank of a mesh. Leave it out.")
         make = lambda least: make_plan(self._priced(traced, batches), least, self.solver, version)
         with released(TRACING), self.ledger.timed("solve"):  # other ranks may be threads
             self.ledger.count("plans")
@@ -355,7 +363,9 @@ class Planner:
 
     @staticmethod
     def _fitting(plan: Plan, traced: Trace) -> Plan:
-        how = difference(plan.graph, traced.graph)
+        how = difference(plan.graph if plan.untiled is None else plan.untiled, traced.graph)
+        if how is None and plan.tiles:
+            tiled_as_planned(plan, traced)
         if how is not None:
             raise PlanError(
                 f"the plan was made for another computation: {how} (plan: torch {plan.torch_version}, here: torch "
