@@ -66,7 +66,8 @@ def step(
         accumulate: the number of microbatches. The leaves of the batch are split along their first dimension, as
             `torch.Tensor.chunk` does; the losses of the parts are divided by the number of parts, and their gradients
             are summed in order.
-        clip_norm: the largest norm of all gradients together, as for `torch.nn.utils.clip_grad_norm_`.
+        clip_norm: the largest norm of all gradients together, as for
+            `torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)`.
         solver: see `fckpt.solve.names()`.
 
     Returns:
@@ -364,6 +365,9 @@ class TrainingStep:
                     f"the loss function uses a tensor of shape {list(operand.shape)} that shares memory with a "
                     "parameter of the optimizer, so that an update would change it too. Use the parameter itself."
                 )
+        # `clip_grad_norm_(model.parameters(), ...)` adds up norms in this order
+        rank = {id(p): i for i, p in enumerate(self.model.parameters())}
+        found.sort(key=lambda pair: rank.get(id(operands[pair[0]]), len(rank)))
         limits = (self.clip_norm, self._layout, place.first) if place.last else ()
         return Ending(tuple(found), place.last, place.carried, place.loss, *limits)
 
