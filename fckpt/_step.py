@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -53,8 +54,8 @@ def step(
         loss = loss_fn(model, batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
 
     But the gradients are never all alive: each parameter is updated as soon as its gradient and the last computation
-    that reads the old parameter allow. With a `budget`, activations are recomputed as in `remat`, and the budget is that
-    of the whole step.
+    that reads the old parameter allow. With a `budget`, activations are recomputed as in `remat`, and the budget is
+    that of the whole step.
 
     Args:
         model: the module to train.
@@ -66,7 +67,8 @@ def step(
         accumulate: the number of microbatches. The leaves of the batch are split along their first dimension, as
             `torch.Tensor.chunk` does; the losses of the parts are divided by the number of parts, and their gradients
             are summed in order.
-        clip_norm: the largest norm of all gradients together, as for `torch.nn.utils.clip_grad_norm_`.
+        clip_norm: the largest norm of all gradients together, as for
+            `torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)`.
         solver: see `fckpt.solve.names()`.
 
     Returns:
@@ -226,7 +228,9 @@ class TrainingStep:
                     "use fckpt.remat for forward and backward."
                 )
         if self.clip_norm is not None:
-            others = [n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in self._updates.numbers]
+            others = [
+                n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in self._updates.numbers
+            ]
             if others:
                 raise ArgumentValueError(
                     f"parameter {others[0]} requires grad, but is in no group of the optimizer: it is unclear whether "
@@ -238,7 +242,9 @@ class TrainingStep:
         leaves, spec = tree.flatten(batch)
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         if any(t.requires_grad for t in tensors):
-            raise ArgumentValueError("a tensor of the batch requires grad, and a step returns no gradient for it: detach it.")
+            raise ArgumentValueError(
+                "a tensor of the batch requires grad, and a step returns no gradient for it: detach it."
+            )
         if self.accumulate == 1:
             return [batch]
         for path, t in zip(spec.paths(), leaves, strict=True):
@@ -290,7 +296,7 @@ class TrainingStep:
 
     def _captured(self, part: Any, place: _Place, use: Callable[[Any, dict[Any, Any]], Any]) -> Any:
         """Returns `use(capture, its programs)`; None if the loss function cannot be captured."""
-        fn = self._scaled(place.count)
+        fn = self._scaled(place.parts)
         found = self._planner.captured(fn, (self.model, part), {})
         if found is None or found[0].graph is None:
             return None
@@ -304,7 +310,7 @@ class TrainingStep:
 
     def _program(self, part: Any, place: _Place) -> tuple[Program, Ending]:
         """Returns the program of a microbatch, which does not run."""
-        fn = self._scaled(place.count)
+        fn = self._scaled(place.parts)
 
         def of_graph(captured: Any, programs: dict[Any, Any]) -> tuple[Program, Ending]:
             return self._of_graph(captured, programs, captured.bound(fn, (self.model, part), {}), place)
@@ -314,7 +320,7 @@ class TrainingStep:
 
     def _run(self, part: Any, place: _Place) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Runs a microbatch; returns its loss, and the numbers of the parameters for which it leaves gradients."""
-        fn = self._scaled(place.count)
+        fn = self._scaled(place.parts)
         left: list[tuple[int, ...]] = []
 
         def of_graph(captured: Any, programs: dict[Any, Any]) -> Any:
@@ -345,7 +351,7 @@ class TrainingStep:
         """Returns what follows on the backward pass of a microbatch.
 
         Raises:
-            ArgumentValueError: a parameter of the optimizer is used under an alias, or something else is differentiated.
+            ArgumentValueError: a parameter is used under an alias, or a tensor with a graph is used.
         """
         numbers = self._updates.numbers
         mine = {t.untyped_storage()._cdata for t in self._updates.parameters}
@@ -364,8 +370,13 @@ class TrainingStep:
                     f"the loss function uses a tensor of shape {list(operand.shape)} that shares memory with a "
                     "parameter of the optimizer, so that an update would change it too. Use the parameter itself."
                 )
-        limits = (self.clip_norm, self._layout, place.first) if place.last else ()
-        return Ending(tuple(found), place.last, place.carried, place.loss, *limits)
+        # `clip_grad_norm_(model.parameters(), ...)` adds up norms in this order
+        rank = {id(p): i for i, p in enumerate(self.model.parameters())}
+        found.sort(key=lambda pair: rank.get(id(operands[pair[0]]), len(rank)))
+        ending = Ending(tuple(found), place.last, place.carried, place.loss)
+        if not place.last:
+            return ending
+        return dataclasses.replace(ending, clip_norm=self.clip_norm, layout=self._layout, first=place.first)
 
     def _of_graph(
         self, captured: Any, programs: dict[Any, Any], function: GraphFunction, place: _Place
@@ -380,7 +391,7 @@ class TrainingStep:
         return planner.programs_of(programs, key, tracer, len(function.arguments)).likely(), ending
 
     def _of_python(self, arguments: Arguments, place: _Place) -> tuple[Program, Ending, list[torch.Tensor]]:
-        fn, planner = self._scaled(place.count), self._planner
+        fn, planner = self._scaled(place.parts), self._planner
         with TRACING:
             observation = Observation([fn], arguments.statics, arguments.tensors, {}, facts=True)
             reached = CapturedTensors(observation, arguments.tensors)
@@ -418,7 +429,8 @@ class TrainingStep:
 class _Place(NamedTuple):
     """The place of a microbatch in its step."""
 
-    count: int
+    parts: int
+    """The number of microbatches."""
     last: bool
     carried: tuple[int, ...] = ()
     """The numbers of the parameters for which earlier microbatches left a gradient."""

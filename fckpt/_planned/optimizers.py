@@ -108,14 +108,23 @@ class Updates:
         state = []
         for number, parameter in enumerate(self.parameters):
             has = self._entry(parameter)
-            state.append(tuple([(k, has[k].dtype if torch.is_tensor(has.get(k)) else t.dtype)
-                for k, t in self._state_after(number).items()]))
-        return type(self.optimizer), options, tuple(state), tuple([len(g["params"]) for g in self.optimizer.param_groups])
-
+            state.append(
+                tuple(
+                    [
+                        (k, has[k].dtype if torch.is_tensor(has.get(k)) else t.dtype)
+                        for k, t in self._state_after(number).items()
+                    ]
+                )
+            )
+        return (
+            type(self.optimizer),
+            options,
+            tuple(state),
+            tuple([len(g["params"]) for g in self.optimizer.param_groups]),
+        )
 
     def _entry(self, parameter: torch.Tensor) -> dict[str, Any]:
-        state = self.optimizer.state
-        return state[parameter] if parameter in state else {}
+        return self.optimizer.state.get(parameter, {})
 
     # -- the state
 
@@ -147,7 +156,7 @@ class Updates:
             with below_autograd():
                 self._initialise(sibling, made)
                 self._run(sibling, made, torch.zeros_like(made))
-            state = sibling.state[made] if made in sibling.state else {}
+            state = sibling.state.get(made, {})
             self._layouts[key] = {k: _Layout(t) for k, t in state.items() if torch.is_tensor(t)}
         return self._layouts[key]
 
@@ -234,7 +243,7 @@ class Updates:
             gradient = torch.rand_like(parameter)
             sibling = self._sibling(number, made, {})
             self._initialise(sibling, made)
-            has = sibling.state[made] if made in sibling.state else {}
+            has = sibling.state.get(made, {})
             layout = self._state_after(number)
             coming = {name: t.made() for name, t in layout.items() if not torch.is_tensor(has.get(name))}
 

@@ -176,22 +176,18 @@ class StepPlanner(Planner):
         self.plan_of: weakref.WeakKeyDictionary[Program, Plan] = weakref.WeakKeyDictionary()
         self._exact: weakref.WeakKeyDictionary[Program, Plan] = weakref.WeakKeyDictionary()
 
-    def _make(self, call: Callable[[Backward], Trace], *rest: Any) -> Program:
+    def _make(self, call: Callable[[Backward], Trace], *rest: Any) -> Program:  # type: ignore[override]
         then, autocast = self.then, ambient.autocast()
 
         def completed(backward: Backward) -> Trace:
-            try:
-                return call(backward._replace(then=then, autocast=autocast))
-            finally:
-                if then is not None:
-                    then.forget()
+            return call(backward._replace(then=then, autocast=autocast))
 
         program = super()._make(completed, *rest)
         self.plan_of[program] = self._latest
         return program
 
     def exact_plan(self, program: Program) -> Plan:
-        """Returns the plan of a program, with the temporaries of its operations. Without a budget they are measured now."""
+        """Returns the plan of a program with all temporaries, which are measured now if there is no budget."""
         plan = self.plan_of[program]
         if plan.budget_bytes is not None:
             return plan
@@ -200,7 +196,7 @@ class StepPlanner(Planner):
             self._exact[program] = dataclasses.replace(plan, graph=graph)
         return self._exact[program]
 
-    def plan(self, traced: Trace, *rest: Any) -> Plan:
+    def plan(self, traced: Trace, *rest: Any) -> Plan:  # type: ignore[override]
         """Prices and solves a trace of one microbatch."""
         first = self.then is not None and self.then.first
         key = (_identity(traced), self.budget, first)

@@ -190,7 +190,18 @@ def statistics_of(op: Any, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 # Namespaces whose operations carry the tag `nondeterministic_seeded` whenever they draw random numbers.
-_BUILT_IN = {"aten", "prims", "prim", "fckpt", "fckpt_step", "quantized", "inductor", "mkldnn", "onednn", "_c10d_functional"}
+_BUILT_IN = {
+    "aten",
+    "prims",
+    "prim",
+    "fckpt",
+    "fckpt_step",
+    "quantized",
+    "inductor",
+    "mkldnn",
+    "onednn",
+    "_c10d_functional",
+}
 DECLARED_PURE: set[str] = set()
 """Names of other operations that their author has declared free of side effects (`fckpt.cost.register_pure`)."""
 

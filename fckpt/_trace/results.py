@@ -92,8 +92,13 @@ class Results:
         """Returns a tensor below the levels of the trace, and its batch dimension."""
         return (tensor, None) if self.levels is None else self.levels.below(tensor)
 
-    def differentiate(self, backward: Backward) -> None:
-        """Runs a backward pass."""
+    def differentiate(self, backward: Backward, carried: dict[int, torch.Tensor] | None = None) -> None:
+        """Runs a backward pass, and what follows on it.
+
+        Args:
+            backward: the backward pass.
+            carried: what was carried from earlier microbatches, see `Ending.begun`.
+        """
         recorder = self.recorder
         differentiated = backward.outputs if backward.chosen is None else self._chosen(backward.chosen)
         if differentiated is None:
@@ -130,7 +135,7 @@ class Results:
         taken = {recorder.values[t] for t in self.outputs}
         added = backward.then is not None and backward.then.loss is not None
         """Whether autograd adds the gradients to those of earlier microbatches."""
-        own: list[torch.Tensor | None] = []
+        ends: list[torch.Tensor | None] = []
         dims: list[int | None] = []
         for operand, layout in zip(self.operands, self.layouts, strict=True):
             grad, dim = next(grads) if operand.requires_grad else None, None
@@ -139,13 +144,15 @@ class Results:
             dims.append(dim)
             if grad is not None and layout.accumulates and self.levels is None and not added:
                 grad = self._own(grad, layout, taken)
-            own.append(grad)
+            ends.append(grad)
         if backward.then is not None:
-            own = self._ended(backward.then, own, [ct for ct in cotangents if ct is not None])
-        self.gradients = tuple(None if grad is None else recorder.number(grad) for grad in own)
+            ends = self._ended(backward.then, ends, [ct for ct in cotangents if ct is not None], carried or {})
+        self.gradients = tuple(None if grad is None else recorder.number(grad) for grad in ends)
         self.grad_dims = tuple(dims)
 
-    def _ended(self, then: Any, gradients: list[Any], cotangents: list[torch.Tensor]) -> list[Any]:
+    def _ended(
+        self, then: Any, gradients: list[Any], cotangents: list[torch.Tensor], carried: dict[int, torch.Tensor]
+    ) -> list[Any]:
         """Records what follows on the backward pass; returns its results, by operand.
 
         Raises:
@@ -154,7 +161,7 @@ class Results:
         """
         if not any(self.flags):
             raise ArgumentValueError(
-                "the loss does not require grad: it depends on no parameter that does, or the loss function detaches it."
+                "the loss does not require grad: it depends on no parameter that does, or loss_fn detaches it."
             )
         if sum(self.flags) != 1 or len(cotangents) != 1:
             raise TraceError(
@@ -167,7 +174,7 @@ class Results:
             )
         self.recorder.start_ending()
         with torch.no_grad():
-            return then.finished(self.operands, gradients, cotangents[0])
+            return then.finished(self.operands, gradients, cotangents[0], carried)
 
     def _chosen(self, chosen: Sequence[int | str]) -> tuple[int, ...]:
         """Returns the outputs that the user selected as the loss."""

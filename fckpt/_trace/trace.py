@@ -36,8 +36,8 @@ from fckpt._trace.effects import (
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.results import Results
-from fckpt._trace.updates import with_early_updates
 from fckpt._trace.untraceable import DataReadsRefused, errors_located
+from fckpt._trace.updates import with_early_updates
 from fckpt._trace.vmap_of_grad import under_vmap
 from fckpt.policies.names import names_recorded
 
@@ -136,8 +136,7 @@ def _traced(
         closed = [(holder, key, replaced(value, new)) for holder, key, value in slots]
         with placed(closed), names_recorded(recorder.name), marks_answered(recorder):
             before = state.again()
-            if backward.then is not None:
-                backward.then.begin(operands)
+            carried = {} if backward.then is None else backward.then.begun(operands)
             graph = isinstance(fn, (GraphFunction, BatchedGraph))
             if not graph:
                 for tensor, operand in zip(tensors, operands, strict=True):
@@ -155,7 +154,7 @@ def _traced(
         check_writes(operands, numbers, recorder, tensors)
         recorder.start_backward()
         with contextlib.nullcontext() if graph else impure_calls_refused(reads):
-            results.differentiate(backward)
+            results.differentiate(backward, carried)
     names = [*origins, *[""] * (len(operands) - len(origins))]
     assembly = Assembly(recorder, results.interface(), names)
     traced = assembly.trace()

@@ -14,7 +14,7 @@ import dataclasses
 import heapq
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -107,7 +107,7 @@ torch.library.register_fake("fckpt_step::carried", _carried_layouts, lib=_librar
 UPDATE = torch.ops.fckpt_step.update.default
 """Runs an optimizer's own code for one parameter: the parameter is `number` in the optimizer. `after` is only read."""
 CARRIED = torch.ops.fckpt_step.carried.default
-"""Returns the sums of the gradients of earlier microbatches, in the layout of gradients of `like`, and of the losses."""
+"""Returns the sums of the gradients of earlier microbatches, laid out like gradients of `like`, and of the losses."""
 
 HELD = torch.ops.fckpt_step.held.default
 """Reads tensors, and returns an empty one."""
@@ -130,23 +130,29 @@ class Ending:
     """Everything else on which the memory of an update depends."""
     first: bool = False
     """Whether the optimizer makes a part of its state in these updates, which takes more memory."""
-    _begun: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
-    def begin(self, operands: Sequence[torch.Tensor]) -> None:
-        """Records that the sums of earlier microbatches are held, before the forward pass."""
-        self._begun.clear()
-        if self.loss is not None:
-            place = {number: operand for operand, number in self.numbers}
-            with torch.no_grad():
-                found = CARRIED([operands[place[number]] for number in self.carried], self.loss)
-            self._begun.update(zip([*self.carried, -1], found, strict=True))
+    def begun(self, operands: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Records, before the forward pass, that the sums of earlier microbatches are held.
 
-    def forget(self) -> None:
-        """Drops the tensors of a trace that did not end."""
-        self._begun.clear()
+        Args:
+            operands: the operands of the trace.
+
+        Returns:
+            The sums of the gradients by number of the parameter, and that of the losses under -1.
+        """
+        if self.loss is None:
+            return {}
+        place = {number: operand for operand, number in self.numbers}
+        with torch.no_grad():
+            found = CARRIED([operands[place[number]] for number in self.carried], self.loss)
+        return dict(zip([*self.carried, -1], found, strict=True))
 
     def finished(
-        self, operands: Sequence[torch.Tensor], gradients: list[torch.Tensor | None], cotangent: torch.Tensor
+        self,
+        operands: Sequence[torch.Tensor],
+        gradients: list[torch.Tensor | None],
+        cotangent: torch.Tensor,
+        carried: dict[int, torch.Tensor],
     ) -> list[torch.Tensor | None]:
         """Records what follows on the backward pass.
 
@@ -154,12 +160,11 @@ class Ending:
             operands: the operands of the trace.
             gradients: by operand: its gradient, if it has one.
             cotangent: the cotangent of the loss.
+            carried: the result of `begun`, which is emptied.
 
         Returns:
             By operand: the updated parameter, or the sum of its gradients; None for other operands.
         """
-        carried = dict(self._begun)
-        self._begun.clear()
         total = [carried.pop(-1)] if carried else []
         found: dict[int, torch.Tensor] = {}
         for operand, number in self.numbers:
