@@ -1,15 +1,16 @@
 """Plans with tiles: which rewriting of a trace gives the fastest plan within a budget.
 
 The plan without tiles is the first candidate. Further candidates cut operations until none needs more than a share of
-the budget (`SHARES`); each is priced and solved like any graph. The fastest plan that fits is taken. A plan without
-tiles stays unless another is faster by more than rounding, so a function that gains nothing is left as it is.
+the budget (`SHARES`); each is priced and bounded like any graph. Candidates are solved in the order of their bounds, until
+no other can be faster than the plan found. If saving everything fits, nothing is cut.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fckpt._planned.making import nbytes_of
 from fckpt._planned.plan import Budget, Plan
@@ -22,7 +23,7 @@ from fckpt._units import format_bytes
 from fckpt.errors import ArgumentValueError, BudgetError, PlanError
 from fckpt.graph.graph import Graph
 from fckpt.graph.identity import difference
-from fckpt.solve.proofs.bounds import least_peak
+from fckpt.solve.proofs.bounds import least_peak, lower_bound
 
 __all__ = ["Tile", "check_tile", "hinted", "tiled_as_planned", "tiled_or_hinted"]
 
@@ -31,7 +32,8 @@ Tile = bool | Literal["exact"]
 SHARES = (0.9, 0.6, 0.35)
 """The share of the budget that no operation of a candidate needs more than, as far as tiles can do it."""
 FASTER = 1e-3
-"""The fraction of its time by which a plan with tiles must be faster than one without, to be taken instead."""
+"""The fraction of its time by which a plan must be faster than one with fewer tiles, to be taken instead."""
+ROUNDING = 1e-9
 _QUICK = Limits(stretches=4, nodes=3_000)
 """The effort for the hint of a `BudgetError`."""
 _QUICK_SECONDS = 0.25
@@ -78,27 +80,67 @@ def tiled_or_hinted(
         except BudgetError as error:
             raise hinted(error, traced, graph, ("exact", True)) from None
     nbytes = nbytes_of(budget, graph)
-    best, error = _attempt(graph, nbytes, make)
-    if best is not None and best.overhead <= 0:
-        return best
+    candidates = [_Candidate((), graph, lower_bound(graph, nbytes).seconds)]
+    if candidates[0].least_seconds <= graph.seconds * (1 + ROUNDING):
+        plan = _plan(candidates[0], nbytes, make)
+        if isinstance(plan, Plan) and plan.overhead <= 0:
+            return plan
     for steps in _candidates(dataclasses.replace(traced, graph=graph), nbytes, tile):
-        found, refusal = _attempt(price(rewritten(traced, steps)), nbytes, make)
-        error = min([e for e in (error, refusal) if e is not None], key=lambda e: e.least_bytes, default=None)
-        if found is not None and (best is None or _seconds(found) < (1 - FASTER) * _seconds(best)):
-            best = dataclasses.replace(found, tiles=tuple(steps), tile=tile, untiled=graph)
-    if best is None:
-        assert error is not None
-        raise hinted(error, traced, graph, (True,)) if tile == "exact" else error
-    return best
+        cut = price(rewritten(traced, steps))
+        candidates.append(_Candidate(tuple(steps), cut, lower_bound(cut, nbytes).seconds))
+    found = _best(candidates, nbytes, make)
+    if isinstance(found, BudgetError):
+        raise hinted(found, traced, graph, (True,)) if tile == "exact" else found
+    best, steps = found
+    return dataclasses.replace(best, tiles=steps, tile=tile, untiled=graph) if steps else best
 
 
-def _attempt(
-    graph: Graph, nbytes: int, make: Callable[[Graph, Any], Plan]
-) -> tuple[Plan | None, BudgetError | None]:
+class _Candidate(NamedTuple):
+    """A rewriting, with the graph that it makes."""
+
+    steps: tuple[Step, ...]
+    graph: Graph
+    least_seconds: float
+    """The seconds that every schedule within the budget takes; infinite if none exists."""
+
+
+def _plan(candidate: _Candidate, nbytes: int, make: Callable[[Graph, Any], Plan]) -> Plan | BudgetError:
     try:
-        return make(graph, nbytes), None
+        return make(candidate.graph, nbytes)
     except BudgetError as error:
-        return None, error
+        return error
+
+
+def _best(
+    candidates: Sequence[_Candidate], nbytes: int, make: Callable[[Graph, Any], Plan]
+) -> tuple[Plan, tuple[Step, ...]] | BudgetError:
+    """Returns the fastest plan; candidates that cannot be faster than a known plan are not solved.
+
+    If nothing fits, the error names the least budget that would do.
+    """
+    best: tuple[Plan, tuple[Step, ...]] | None = None
+    errors: list[BudgetError] = []
+    for candidate in sorted(candidates, key=lambda c: (c.least_seconds, len(c.steps))):
+        hopeless = candidate.least_seconds == math.inf
+        if (best is not None and candidate.least_seconds >= _limit(best[0])) or (hopeless and errors):
+            break
+        made = _plan(candidate, nbytes, make)
+        if isinstance(made, BudgetError):
+            errors.append(made)
+        elif best is None or made.timeline.seconds < _limit(best[0]):
+            best = made, candidate.steps
+    if best is not None:
+        return best
+    known = [c for c in candidates if least_peak(c.graph) < min(e.least_bytes for e in errors)]
+    if known and all(c.least_seconds == math.inf for c in candidates):  # the one that needs least was not solved yet
+        made = _plan(min(known, key=lambda c: least_peak(c.graph)), nbytes, make)
+        errors += [made] if isinstance(made, BudgetError) else []
+    return min(errors, key=lambda error: error.least_bytes)
+
+
+def _limit(plan: Plan) -> float:
+    """Returns the seconds below which another plan is faster by more than rounding."""
+    return (1 - FASTER) * plan.timeline.seconds
 
 
 def _candidates(traced: Trace, nbytes: int, tile: Tile) -> Iterator[list[Step]]:
@@ -108,10 +150,6 @@ def _candidates(traced: Trace, nbytes: int, tile: Tile) -> Iterator[list[Step]]:
         if steps not in known:
             known.append(steps)
             yield steps
-
-
-def _seconds(plan: Plan) -> float:
-    return plan.timeline.seconds
 
 
 def tiled_as_planned(plan: Plan, traced: Trace) -> Trace:
