@@ -15,9 +15,9 @@ from fckpt import solve
 from fckpt._call.arguments import DonatedArguments
 from fckpt._call.results import is_number
 from fckpt._planned.ledger import Stats
-from fckpt._planned.making import check_budget, plain_plan, priced
+from fckpt._planned.making import check_budget, make_plan, plain_plan, priced
 from fckpt._planned.plan import Budget, Plan
-from fckpt._planned.planner import _made, traced_without_running
+from fckpt._planned.planner import traced_without_running
 from fckpt._planned.tiling import Tile, check_tile, tiled_or_hinted
 from fckpt._remat import plain_of, planner_of
 from fckpt._trace.operations import Trace
@@ -284,7 +284,7 @@ class _Looked:
             self.graphs[policy] = priced(self.trace, policy, self.costs, budgeted=True)
         graph = self.graphs[policy]
         version = str(torch.__version__)
-        make = lambda graph, budget: _made(graph, budget, solver, version, time_limit)
+        make = lambda graph, budget: make_plan(graph, budget, solver, version, time_limit)
         if budget is None and policy is None:
             made = plain_plan(graph, version)
         elif not tile and not hint:

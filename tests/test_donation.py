@@ -158,12 +158,12 @@ def test_parameters_are_updated_in_place() -> None:
 def test_what_cannot_be_donated() -> None:
     step, (params, state, x) = step_of([0, 0], sgd), fresh(2)
     donating = fckpt.remat(step, budget=1.0, donate_argnums=(0, 1))
-    with pytest.raises(fckpt.ArgumentValueError, match=r"args\[0\]\[1\] is donated, but is differentiated from outside"):
+    with pytest.raises(fckpt.ArgumentValueError, match=r"args\[0\]\[1\] is donated, but is differentiated"):
         donating([params[0], params[1].requires_grad_()], state, x)
     params[1].requires_grad_(False)
-    with pytest.raises(fckpt.ArgumentValueError, match=r"args\[0\]\[0\] is donated, but shares memory with args\[0\]\[1\]"):
+    with pytest.raises(fckpt.ArgumentValueError, match=r"is donated, but shares memory with args\[0\]\[1\]"):
         donating([params[0], params[0].T], state, x)
-    with pytest.raises(fckpt.ArgumentValueError, match=r"args\[0\]\[0\] is donated, but shares memory with args\[2\]"):
+    with pytest.raises(fckpt.ArgumentValueError, match=r"is donated, but shares memory with args\[2\]"):
         donating([x[:16], params[1]], state, x)
     with pytest.raises(fckpt.ArgumentValueError, match="is donated, but is differentiated from outside"):
         vmap(donating, in_dims=(0, None, None))([p[None] for p in params], state, x)
@@ -204,7 +204,7 @@ def test_a_read_after_the_overwrite_is_refused(data: st.DataObject) -> None:
     place = steps.index(Compute(writer))
     behind = data.draw(st.integers(place + 1, len(steps)))
     made = [Compute(n) for n in _needed(graph, reader)]
-    with pytest.raises(ScheduleError, match="has written over value|runs twice"):
+    with pytest.raises(ScheduleError, match=r"has written over value|runs twice"):
         simulate(graph, Schedule(schedule.forward, (*steps[:behind], *made, *steps[behind:])))
 
 
@@ -223,5 +223,5 @@ def _needed(graph: Graph, node: int) -> list[int]:
 def test_a_write_runs_once() -> None:
     writer = Compute(_writers(PLAN.graph)[0])
     steps = [step for step in PLAN.schedule.backward if step != writer]
-    with pytest.raises(ScheduleError, match="does not run|not live|without the gradient"):
+    with pytest.raises(ScheduleError, match=r"does not run|not live|without the gradient"):
         simulate(PLAN.graph, Schedule(PLAN.schedule.forward, tuple(steps)))

@@ -21,6 +21,7 @@ from fckpt._planned.execution import Program
 from fckpt._planned.ledger import Ledger
 from fckpt._planned.making import make_plan, nbytes_of, priced
 from fckpt._planned.plan import Budget, Plan
+from fckpt._planned.tiling import Tile, tiled_as_planned, tiled_or_hinted
 from fckpt._planned.tracing import (
     TRACING,
     CapturedTensors,
@@ -30,7 +31,6 @@ from fckpt._planned.tracing import (
     traced_call,
     unguarded_error,
 )
-from fckpt._planned.tiling import Tile, tiled_as_planned, tiled_or_hinted
 from fckpt._recompute.closed_over import unwatched
 from fckpt._tile.rewriting import rewritten
 from fckpt._trace.layouts import layouts_below
@@ -346,7 +346,7 @@ class Planner:
                 if of_training is not None:
                     budget = nbytes_of(budget, self._priced(of_training, batches))
                 with self.ledger.timed("solve"):
-                    make = lambda graph, budget: _made(graph, budget, self.solver, version)
+                    make = lambda graph, budget: make_plan(graph, budget, self.solver, version)
                     price = functools.partial(self._priced, batches=batches)
                     self.plans[key] = tiled_or_hinted(traced, graph, price, budget, make, self.tile)
                 self.ledger.count("plans")
@@ -372,14 +372,6 @@ class Planner:
                 f"{torch.__version__}). Make a plan for these arguments with fckpt.plan, or give a budget instead."
             )
         return plan
-
-
-def _made(graph: Graph, budget: Budget | None, solver: str, version: str, time_limit: float | None = None) -> Plan:
-    from fckpt._planned.stepping import plan_of_step
-
-    if any(node.backward and node.writes for node in graph.nodes):
-        return plan_of_step(graph, budget, solver, version)
-    return make_plan(graph, budget, solver, version, time_limit)
 
 
 def _identity(traced: Trace) -> tuple[Any, ...]:

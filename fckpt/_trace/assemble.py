@@ -135,7 +135,7 @@ class Assembly:
         """Divides a call that has no backward pass of its own into two halves; returns the boundary between them.
 
         The second half begins with the first backward pass inside of the function or, if there is none, with the first
-        node, because schedules may recompute anything in their second half. Nodes with an effect stay in the first half.
+        node: schedules may recompute anything in their second half. Nodes with an effect stay in the first half.
         """
         updates = {node.id for node in self.nodes if node.writes and self._may_wait(node)}
         effects = [node.id for node in self.nodes if node.once or (node.writes and node.id not in updates)]

@@ -55,7 +55,11 @@ def written_over_donated(
 
 
 def _pairs(
-    leaves: Sequence[Any], free: Sequence[int], operands: Sequence[torch.Tensor], waiting: Sequence[int], recorder: Recorder
+    leaves: Sequence[Any],
+    free: Sequence[int],
+    operands: Sequence[torch.Tensor],
+    waiting: Sequence[int],
+    recorder: Recorder,
 ) -> list[tuple[int, int]]:
     """Returns pairs of a result and the operand that it is written over, in the order of the results."""
     wanted = {recorder.number(operands[n]): n for n in waiting}
