@@ -343,7 +343,7 @@ class Planner:
             key = (_identity(traced), batches, None if of_training is None else _identity(of_training))
             if key not in self.plans:
                 graph, budget = self._priced(traced, batches), self.budget
-                if of_training is not None:
+                if of_training is not None and budget is not None:
                     budget = nbytes_of(budget, self._priced(of_training, batches))
                 with self.ledger.timed("solve"):
                     make = lambda graph, budget: make_plan(graph, budget, self.solver, version)
