@@ -100,15 +100,15 @@ class _Comparison:
         run = fn.forward if isinstance(fn, nn.Module) else fn
         arguments = Arguments(args, kwargs)
         observation = Observation([run], arguments.statics, arguments.tensors, {})
-        reached = CapturedTensors(observation, arguments.tensors)
+        captured = CapturedTensors(observation, arguments.tensors)
         paths = [arguments.path(i) for i in range(len(arguments.tensors))]
-        paths += [f"captured tensor {i}" for i in range(len(reached.tensors))]
+        paths += [f"captured tensor {i}" for i in range(len(captured.tensors))]
         if isinstance(fn, nn.Module):
             names = {id(t): name for name, t in (*fn.named_parameters(), *fn.named_buffers())}
             paths = [
-                names.get(id(t), path) for t, path in zip((*arguments.tensors, *reached.tensors), paths, strict=True)
+                names.get(id(t), path) for t, path in zip((*arguments.tensors, *captured.tensors), paths, strict=True)
             ]
-        pairs = list(zip(paths, (*arguments.tensors, *reached.tensors), strict=True))
+        pairs = list(zip(paths, (*arguments.tensors, *captured.tensors), strict=True))
         self.wanted = [(path, t) for path, t in pairs if t.requires_grad]
         self.state = [(path, t, t.detach().clone()) for path, t in pairs if not t.requires_grad]
         self.generators = observation.random

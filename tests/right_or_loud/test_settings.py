@@ -1,4 +1,4 @@
-"""Settings around a planned call that change what is computed (class S8), hooks and patches that come later."""
+"""Settings around a planned call that change what is computed, hooks and patches that come later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a function does not read makes no new plan, and what it reads makes one (class A5)."""
+"""What a function does not read makes no new plan, and what it reads makes one."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
+
+from pages import ROOT
 
 from benches.common.results import read_json
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benches" / "results"
 PAGE = ROOT / "docs" / "devices.md"
 

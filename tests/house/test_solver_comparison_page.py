@@ -1,4 +1,4 @@
-"""The tables of docs/arena.md are what the bench wrote, and what the page says of them holds."""
+"""The tables of docs/solver-comparison.md are what the bench wrote, and what the page says of them holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benches.common.solver_results import CHECKMATE, GraphResults, Summary, auto
 from benches.common.solver_runs import LEAST
 from benches.solvers import BUDGETS
 
-PAGE = ROOT / "docs" / "arena.md"
+PAGE = ROOT / "docs" / "solver-comparison.md"
 RESULTS = solver_results.read_results(ROOT / "benches" / "results" / "solvers-cpu.json")
 (LARGE,) = solver_results.read_results(ROOT / "benches" / "results" / "solvers-large.json")
 

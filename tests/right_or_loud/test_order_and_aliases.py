@@ -1,4 +1,4 @@
-"""The order of mappings (class S2), and outputs that alias one another or an input (class S3)."""
+"""The order of mappings, and outputs that alias one another or an input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A budget is kept or said: subsets of outputs (A1, B1), buffers (B2), transforms (A8), regions in regions."""
+"""A budget is kept or said: subsets of outputs, buffers, transforms, regions in regions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a planned function has read changes between calls: the call is the plain one, or an error (class S1)."""
+"""What a planned function has read changes between calls: the call is the plain one, or an error."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import places
 import pytest
 import torch
 from judge import Session, fresh, judge
@@ -13,14 +14,12 @@ from torch import Tensor, nn
 
 import fckpt
 
-TESTS = Path(__file__).parent.parent
 
-
-def _files() -> dict[str, str]:
+def _files() -> dict[str, Path]:
     found = {}
-    for stem in ("places", "places_code"):
-        with fresh(TESTS / f"{stem}.py") as module:
-            found |= {name: stem for name in module.PLACES if name != "Contained"}
+    for path in places.FILES.values():
+        with fresh(path) as module:
+            found |= dict.fromkeys(module.PLACES, path)
     return found
 
 
@@ -136,7 +135,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
     modules = []
 
     def make() -> Any:
-        modules.append(fresh(TESTS / f"{FILES[request.param]}.py"))
+        modules.append(fresh(FILES[request.param]))
         return modules[-1].__enter__().PLACES[request.param]()
 
     yield make

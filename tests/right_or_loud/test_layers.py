@@ -1,4 +1,4 @@
-"""Layers and habits of real programs: recurrent nets (A6), generators made inside (A14), certain branches (A15)."""
+"""Layers and habits of real programs: recurrent nets, generators made inside, certain branches."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class Trainer:
 
 
 class Lightning(nn.Module):
-    """Holds a weak reference to its trainer, and logs within its step (A7)."""
+    """Holds a weak reference to its trainer, and logs within its step."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__()

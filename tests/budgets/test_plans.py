@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import test_composition as composition
 import torch
 import torch.nn.functional as F
+import ways
 from helpers import assert_equal, leaf, seeded
 from planned import (
     DOTS,
@@ -139,7 +139,7 @@ def test_pareto_goes_from_the_least_budget_to_the_plain_peak() -> None:
     assert measured(planned, x) <= curve[0].peak_bytes
 
 
-Fn = composition.Fn
+Fn = ways.Fn
 Wrap = Callable[[Fn], Fn]
 
 
@@ -169,7 +169,7 @@ def forms(wrap: Wrap) -> dict[str, tuple[Wrap, Wrap]]:
 
 
 # In second derivatives a planned function is one node: sums are regrouped, as under torch.func.
-REGROUPED = composition.REGROUPED | {
+REGROUPED = ways.REGROUPED | {
     "backward_create_graph",
     "double_backward",
     "triple_backward",
@@ -179,20 +179,20 @@ REGROUPED = composition.REGROUPED | {
 
 @idle_policies
 @pytest.mark.filterwarnings("ignore:the budget of .*is not kept:fckpt.BudgetWarning")
-@pytest.mark.parametrize("program", [composition.mlp, composition.dropout_mlp, composition.branching])
+@pytest.mark.parametrize("program", [ways.mlp, ways.dropout_mlp, ways.branching])
 @pytest.mark.parametrize("form", forms(fckpt.remat))
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_every_transform_of_a_planned_function(planner: str, form: str, program: Fn) -> None:
     if planner == "dots_saveable" and form not in ("alone", "within_a_planned_region"):
         pytest.skip("like nothing_saveable")
     wrap, plain = forms(PLANNERS[planner])[form]
-    ways = set(composition.WAYS)
-    if program is composition.dropout_mlp:
-        ways -= composition.RANDOM_FORBIDDEN
-    if program is composition.branching:
-        ways = {"backward", "double_backward", "func_grad", "func_jvp", "func_jacrev", "autograd_grad", "no_grad"}
-    for name in sorted(ways):
-        run = composition.WAYS[name]
+    names = set(ways.WAYS)
+    if program is ways.dropout_mlp:
+        names -= ways.RANDOM_FORBIDDEN
+    if program is ways.branching:
+        names = {"backward", "double_backward", "func_grad", "func_jvp", "func_jacrev", "autograd_grad", "no_grad"}
+    for name in sorted(names):
+        run = ways.WAYS[name]
         expected, state = seeded(lambda: run(plain(program)))
         actual, ends = seeded(lambda: run(wrap(program)))
         if name in REGROUPED:

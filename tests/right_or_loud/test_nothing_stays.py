@@ -1,4 +1,4 @@
-"""After a planned call nothing of its trace is left: caches of the user hold real tensors (class S6)."""
+"""After a planned call nothing of its trace is left: caches of the user hold real tensors."""
 
 from __future__ import annotations
 
