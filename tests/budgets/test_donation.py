@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_calls import ACTIVATIONS, Params, loss_of, network, weights
+from networks import ACTIVATIONS, Params, loss_of, network, weights
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
