@@ -11,17 +11,11 @@ from rich.console import Console
 BENCHES = {
     "demo": ("Hugging Face models: peak, time and bits, within a budget and without", "3 minutes"),
     "overhead": ("time of a call of remat and grad, and steps with a region per block", "4 minutes"),
-    "step_picture": (
-        "a picture of a training step of BERT: memory, plain and planned, with recomputations",
-        "a minute",
-    ),
-    "planning": ("seconds to trace and to plan, for steps of 90 to 9,000 operations", "2 minutes"),
+    "step_picture": ("a picture of a training step of BERT: memory, plain and planned", "a minute"),
     "budgets": ("eleven networks: predicted and measured peaks, and times, for ten budgets", "half an hour"),
-    "equal_memory": ("eleven networks: time in the memory of PyTorch's checkpoint or torch.compile", "an hour"),
     "networks": ("eighteen networks: plans in the memory, or time, of published checkpoints", "an hour"),
     "networks_picture": ("pictures of the results of networks", "a minute"),
-    "graphs": ("sizes of the graphs of solvers, which it traces and stores", "3 minutes"),
-    "solvers": ("all solvers on the same graphs: extra time, least peak and seconds", "3 hours"),
+    "solvers": ("all solvers on the same graphs, which it traces: extra time, least peak and seconds", "3 hours"),
     "solvers_picture": ("a picture of the results of solvers", "seconds"),
     "multi_gpu": ("data parallel training of DenseNet: memory and time, PyTorch's methods and fckpt", "4 minutes"),
 }

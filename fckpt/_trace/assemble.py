@@ -101,6 +101,11 @@ class Assembly:
         held = {*inputs, *cotangents}
         outputs = dict.fromkeys(v for t in interface.outputs if (v := self.known[recorder.values[t]]) not in held)
         gradients = dict.fromkeys(self.known[recorder.values[t]] for t in interface.gradients if t is not None)
+        if not cotangents:
+            boundary = self._split()
+            gradients |= dict.fromkeys(v for v in outputs if (self.values[v].producer or 0) >= boundary)
+            outputs = dict.fromkeys(v for v in outputs if v not in gradients)
+            gradients |= dict.fromkeys(self._updated())
         specs = tuple(self._spec(t, value) for t, value in zip(recorder.tensors, recorder.values, strict=True))
         plain = {self.known[recorder.values[t]] for t in late if self._is_plain(t)}
         written = {call.node: arguments_of(call, specs, plain) for call in self.calls}
@@ -125,6 +130,34 @@ class Assembly:
             grad_dims=interface.grad_dims,
             regions=tuple((self._inside(calls, returned), policy) for calls, returned, policy in recorder.regions),
         )
+
+    def _split(self) -> int:
+        """Divides a call that has no backward pass of its own into two halves; returns the boundary between them.
+
+        The second half begins with the first backward pass inside of the function or, if there is none, with the first
+        node: schedules may recompute anything in their second half. Nodes with an effect stay in the first half.
+        """
+        updates = {node.id for node in self.nodes if node.writes and self._may_wait(node)}
+        effects = [node.id for node in self.nodes if node.once or (node.writes and node.id not in updates)]
+        inner = [node for position, node in self.node_of.items() if self.recorded[position].differentiates]
+        boundary = max(min(inner, default=0), max(effects, default=-1) + 1)
+        mine = {node for node in (*inner, *updates) if node >= boundary}
+        for node in self.nodes[boundary:]:
+            if node.id in mine or not self.late.isdisjoint(node.inputs):
+                self.late.update(node.outputs)
+                self.nodes[node.id] = dataclasses.replace(node, backward=True)
+        return boundary
+
+    def _may_wait(self, node: Node) -> bool:
+        """Whether all memory that a node writes over is that of donated operands."""
+        versions = {value: version for version, value in self.known.items()}
+        return all(versions[v] in self.recorder.updated for v in node.writes)
+
+    def _updated(self) -> list[int]:
+        """Returns the values that stay in the memory of donated operands at the end."""
+        written = self.recorder.written
+        ends = [written[v] for v in self.recorder.updated if written[v] not in written]
+        return sorted(self.known[v] for v in ends)
 
     def nodes_before(self, position: int) -> int:
         """Returns the number of nodes before a recorded call; call `trace` first."""

@@ -175,6 +175,8 @@ class Recorded(NamedTuple):
     module: str = ""
     accumulates: bool = False
     """Whether this call is an addition of gradients by autograd's engine, in place if nothing else holds the sum."""
+    differentiates: bool = False
+    """Whether autograd's engine made this call, in a backward pass of its own or in one inside of the function."""
 
 
 def statistics_of(op: Any, args: Sequence[Any]) -> tuple[int, ...]:

@@ -64,7 +64,8 @@ class Node:
     outputs: tuple[int, ...]
     """The values that the node makes."""
     backward: bool = False
-    """Whether the node depends on a cotangent, directly or indirectly, and so cannot run before the backward pass."""
+    """Whether the node depends on a cotangent, directly or indirectly, and so cannot run before the backward pass. In a
+    call without cotangents: whether the node depends on a backward pass inside of the call."""
     random: bool = False
     """Whether the node draws random numbers. Random nodes keep their order, and are replayed from a saved generator
     state."""
@@ -87,7 +88,7 @@ class Node:
     writes: tuple[int, ...] = ()
     """Values whose memory the node's first run overwrites, visibly to the caller; nothing may read these values
     afterwards. Each is an input of the graph, or was made from such an input by an earlier node in the same way. A node
-    of the backward pass (the update of a parameter) writes only to inputs of the graph, and runs once."""
+    of the backward pass that writes (the update of a parameter) runs once."""
     arguments: str = ""
     """Everything else on which the node's memory use depends: `self=%0=float32[2,3](3,1), dim=[1]`."""
     accumulates: tuple[int, ...] = ()
@@ -114,7 +115,8 @@ class Graph:
     inputs: tuple[int, ...]
     """Values that the caller holds throughout: arguments and constants. Their bytes are not counted."""
     cotangents: tuple[int, ...]
-    """Values that arrive with the backward pass and are held until its end."""
+    """Values that arrive with the backward pass and are held until its end. Without any, the graph is that of a call
+    that nothing differentiates from outside, and its two passes run one directly after the other."""
     outputs: tuple[int, ...]
     """Values that the forward pass makes and that are held until the end of the backward pass."""
     gradients: tuple[int, ...]
@@ -142,14 +144,16 @@ class Graph:
                 set(node.accumulates).issubset(node.inputs),
                 f"{name} accumulates into a value that it does not read",
             )
-            _require(node.backward == (not late.isdisjoint(node.inputs)), f"node {i}: the flag `backward` is wrong")
+            depends = not late.isdisjoint(node.inputs)
+            starts = node.backward and not self.cotangents  # with a backward pass inside of the call
+            _require(node.backward == (depends or starts), f"node {i}: the flag `backward` is wrong")
             _require(
                 gone.isdisjoint((*node.inputs, *node.writes)),
                 f"{name} reads a value that was overwritten",
             )
             if node.writes:
                 _require(
-                    made.issuperset(node.writes) and (not node.backward or self.held.issuperset(node.writes)),
+                    made.issuperset(node.writes) and (not node.backward or all(map(self._is_callers, node.writes))),
                     f"{name} writes to a value that it may not write",
                 )
                 gone.update(node.writes)
@@ -178,6 +182,11 @@ class Graph:
     def held(self) -> frozenset[int]:
         """Inputs and cotangents: values that are never freed by a schedule."""
         return frozenset(self.inputs) | frozenset(self.cotangents)
+
+    def _is_callers(self, value: int) -> bool:
+        """Whether a value is in the caller's memory: an input, or made by a write over one."""
+        producer = self.values[value].producer
+        return value in self.held or (producer is not None and bool(self.nodes[producer].writes))
 
     @functools.cached_property
     def plain_places(self) -> tuple[int, ...]:
