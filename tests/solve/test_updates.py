@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fckpt._planned.stepping import plan_of_step, settled
+from fckpt._planned.late_writes import settled, solved_with_writes, without_recomputation
 from fckpt.errors import ArgumentValueError, ScheduleError
 from fckpt.graph import Compute, Graph, Node, Schedule, Value, schedule_of, simulate
 from fckpt.graph.schedule import plain_schedule
@@ -114,9 +114,9 @@ def test_settled_schedules_are_valid_where_the_order_is(sizes: list[int], random
 def test_plans_of_solvers_that_know_nothing_of_updates(sizes: list[int], solver: str) -> None:
     graph = chain(sizes)
     most = simulate(graph, plain_schedule(graph)).peak_nbytes
-    plan = plan_of_step(graph, most, solver, "")
+    plan = solved_with_writes(graph, most, solver, "")
     assert plan.peak_bytes <= most
-    assert plan_of_step(graph, None, "auto", "").peak_bytes <= most
+    assert simulate(graph, without_recomputation(graph)).peak_nbytes <= most
 
 
 def test_a_valid_order_of_a_small_graph_passes_and_the_others_do_not() -> None:
