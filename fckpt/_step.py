@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from fckpt._trace.operations import TensorSpec
 from fckpt._trace.trace import is_tracing
 from fckpt._trace.untraceable import HigherOrderError
 from fckpt._trace.updates import Ending, running
-from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError, name_of
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError, TraceError, name_of
 from fckpt.spmd.mesh import mesh_in_use
 
 __all__ = ["TrainingStep", "step"]
@@ -267,17 +268,22 @@ class TrainingStep:
         count = len(parts)
         if count == 1:
             return [self._program(parts[0], _Place(1, True))[0]]
-        if isinstance(self.budget, float):
-            self._planner.budget = None
+        self._planner.budget = None  # only to see what it carries
         first, ending = self._program(parts[0], _Place(count, False))
         carried, dtype = _carried(first, ending), _loss_of(first).dtype
         self._planner.budget = self.budget
-        last = self._program(parts[-1], _Place(count, True, carried, dtype))[0]
-        if isinstance(self.budget, float):
-            self._planner.budget = self._planner.plan_of[last].budget_bytes
-        found = [self._program(parts[0], _Place(count, False))[0]]
-        found += [self._program(part, _Place(count, False, carried, dtype))[0] for part in parts[1:-1]]
-        return [*found, last]
+        places = [(parts[0], _Place(count, False))]
+        places += [(part, _Place(count, False, carried, dtype)) for part in parts[1:-1]]
+        others = [functools.partial(self._program, *pair) for pair in places]
+        try:
+            last = self._program(parts[-1], _Place(count, True, carried, dtype))[0]
+            if isinstance(self.budget, float):
+                self._planner.budget = self._planner.plan_of[last].budget_bytes
+            return [*(make()[0] for make in others), last]
+        except BudgetError as error:
+            if isinstance(self._planner.budget, float):
+                self._planner.budget = max(1, error.least_bytes)
+            self._raise_largest([error], others)
 
     # -- one microbatch
 
@@ -313,10 +319,40 @@ class TrainingStep:
         fn = self._scaled(place.parts)
 
         def of_graph(captured: Any, programs: dict[Any, Any]) -> tuple[Program, Ending]:
-            return self._of_graph(captured, programs, captured.bound(fn, (self.model, part), {}), place)
+            function = captured.bound(fn, (self.model, part), {})
+            return checked(lambda place: self._of_graph(captured, programs, function, place))
 
+        def checked(make: Callable[[_Place], tuple[Program, Ending]]) -> tuple[Program, Ending]:
+            self._fitting(make, place)  # the first updates must fit, too
+            return make(place)
+
+        arguments = Arguments((self.model, part), {})
         found = self._captured(part, place, of_graph)
-        return self._of_python(Arguments((self.model, part), {}), place)[:2] if found is None else found
+        return checked(lambda place: self._of_python(arguments, place)[:2]) if found is None else found
+
+    def _fitting(self, make: Callable[[_Place], tuple[Program, Ending]], place: _Place) -> tuple[Program, Ending]:
+        """Returns the program of a microbatch that runs next; another one than later if the first updates need it.
+
+        Raises:
+            BudgetError: no plan fits. Its `least_bytes` are enough for the first updates, too.
+        """
+        if not place.last or self._planner.budget is None or not self._updates.is_first:
+            return make(place)
+        try:
+            found = make(place)
+        except BudgetError as error:
+            self._raise_largest([error], [lambda: make(place._replace(first=True))])
+        return found if self._planner.fits_first(found[0]) else make(place._replace(first=True))
+
+    @staticmethod
+    def _raise_largest(errors: list[BudgetError], others: Iterable[Callable[[], Any]]) -> NoReturn:
+        """Raises the error with the largest least budget, also among those that `others` raise."""
+        for other in others:
+            try:
+                other()
+            except BudgetError as error:
+                errors.append(error)
+        raise max(errors, key=lambda error: error.least_bytes) from None
 
     def _run(self, part: Any, place: _Place) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Runs a microbatch; returns its loss, and the numbers of the parameters for which it leaves gradients."""
@@ -326,9 +362,8 @@ class TrainingStep:
         def of_graph(captured: Any, programs: dict[Any, Any]) -> Any:
             def run(inputs: tuple[Any, ...]) -> list[Any]:
                 function = captured.function(inputs)
-                program, ending = self._of_graph(captured, programs, function, place)
-                if place.last and self._updates.is_first and not self._planner.fits_first(program):
-                    program, ending = self._of_graph(captured, programs, function, place._replace(first=True))
+                make = lambda place: self._of_graph(captured, programs, function, place)
+                program, ending = self._fitting(make, place)
                 given = function.arguments
                 outputs = self._execute(program, ending, [*given, *function.held.values()])
                 left.append(_carried(program, ending))
@@ -339,9 +374,13 @@ class TrainingStep:
         loss = self._captured(part, place, of_graph)
         if loss is None:
             arguments = Arguments((self.model, part), {})
-            program, ending, operands = self._of_python(arguments, place)
-            if place.last and self._updates.is_first and not self._planner.fits_first(program):
-                program, ending, operands = self._of_python(arguments, place._replace(first=True))
+            operands: list[torch.Tensor] = []
+
+            def of_python(place: _Place) -> tuple[Program, Ending]:
+                *found, operands[:] = self._of_python(arguments, place)
+                return found[0], found[1]
+
+            program, ending = self._fitting(of_python, place)
             outputs = self._execute(program, ending, operands)
             left.append(_carried(program, ending))
             loss = _assembled(program, outputs, arguments.tensors)

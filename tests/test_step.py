@@ -230,7 +230,7 @@ def test_every_optimizer_that_updates_one_by_one(name: str) -> None:
     twins.check_peak(data)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     depth=st.integers(1, 4),
     width=st.sampled_from([4, 16]),
@@ -370,10 +370,11 @@ def test_training_and_evaluation_mode() -> None:
 def test_autocast(net: str) -> None:
     make, batch, loss_fn = NETS[net]
     twins, data = Twins(make, OPTIMIZERS["adam"], loss_fn, budget=0.8), batch()
+    for _ in range(3):  # plain PyTorch would use old casts of parameters in a second step of one block
+        with torch.autocast("cpu", torch.bfloat16):
+            twins.check(data, 1)
     with torch.autocast("cpu", torch.bfloat16):
-        twins.check(data, 3)
-        twins.check_peak(data)
-    twins.check(data, 2)
+        assert measure_peak(lambda: twins.step(data)).peak_bytes == twins.step.plan(data).peak_bytes
 
 
 def test_another_shape_is_another_program() -> None:
@@ -402,11 +403,10 @@ def test_a_function_that_cannot_be_captured_is_traced() -> None:
 def test_versions_of_parameters_count_updates() -> None:
     model = nn.Linear(4, 4)
     step = fckpt.step(model, optim.SGD(model.parameters(), lr=0.1), squares)
-    out = model(torch.randn(2, 4)) * model.weight.sum()
-    loss = (out * model.weight.sum()).sum()
+    out = model(torch.randn(2, 4, requires_grad=True))
     step((torch.randn(2, 4), torch.randn(2, 4)))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (loss * (model(torch.randn(2, 4, requires_grad=True)) * 0).sum() + out.sin().sum() + loss).backward()
+        out.sum().backward()
 
 
 # ---- what it refuses ---------------------------------------------------------------------------------

@@ -225,8 +225,9 @@ class Updates:
 
     @property
     def is_first(self) -> bool:
-        """Whether a parameter is still without a part of its state."""
-        return not all(map(self._is_whole, range(len(self.parameters))))
+        """Whether the next updates take more memory than later ones, because they make a part of the state."""
+        missing = [i for i in range(len(self.parameters)) if not self._is_whole(i)]
+        return any(self.first_nbytes(i) > self.cost(i).temporary_nbytes for i in missing)
 
     def _cost(self, number: int) -> tuple[OpCost, int]:
         key = self._signature(number)
