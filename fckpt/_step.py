@@ -215,17 +215,15 @@ class TrainingStep:
         return parts
 
     def _check_parameters(self) -> None:
-        names = {id(p): name for name, p in self.model.named_parameters()}
         for i, parameter in enumerate(self._updates.parameters):
-            name = names.get(id(parameter), f"number {i} of the optimizer")
             if parameter.grad is not None:
                 raise ArgumentValueError(
-                    f"parameter {name} has a gradient already, which a step would have to add to. Call "
+                    f"parameter {self._name(i)} has a gradient already, which a step would have to add to. Call "
                     "optimizer.zero_grad() first, or use accumulate=... for several microbatches."
                 )
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise ArgumentValueError(
-                    f"parameter {name} has a hook on its gradient, which a step would not call. Remove the hook, or "
+                    f"parameter {self._name(i)} has a hook on its gradient, which a step would not call. Remove the hook, or "
                     "use fckpt.remat for forward and backward."
                 )
         if self.clip_norm is not None:
@@ -237,6 +235,11 @@ class TrainingStep:
                     f"parameter {others[0]} requires grad, but is in no group of the optimizer: it is unclear whether "
                     "its gradient counts in clip_norm. Freeze it with requires_grad_(False), or add it to a group."
                 )
+
+    def _name(self, number: int) -> str:
+        parameter = self._updates.parameters[number]
+        names = [name for name, p in self.model.named_parameters() if p is parameter]
+        return names[0] if names else f"number {number} of the optimizer"
 
     def _parts(self, batch: Any) -> list[Any]:
         """Returns the microbatches."""
@@ -377,8 +380,8 @@ class TrainingStep:
             operands: list[torch.Tensor] = []
 
             def of_python(place: _Place) -> tuple[Program, Ending]:
-                *found, operands[:] = self._of_python(arguments, place)
-                return found[0], found[1]
+                program, ending, operands[:] = self._of_python(arguments, place)
+                return program, ending
 
             program, ending = self._fitting(of_python, place)
             outputs = self._execute(program, ending, operands)
@@ -409,9 +412,9 @@ class TrainingStep:
                     f"the loss function uses a tensor of shape {list(operand.shape)} that shares memory with a "
                     "parameter of the optimizer, so that an update would change it too. Use the parameter itself."
                 )
-        # `clip_grad_norm_(model.parameters(), ...)` adds up norms in this order
-        rank = {id(p): i for i, p in enumerate(self.model.parameters())}
-        found.sort(key=lambda pair: rank.get(id(operands[pair[0]]), len(rank)))
+        if self.clip_norm is not None:  # `clip_grad_norm_(model.parameters(), ...)` adds up norms in this order
+            rank = {id(p): i for i, p in enumerate(self.model.parameters())}
+            found.sort(key=lambda pair: rank.get(id(operands[pair[0]]), len(rank)))
         ending = Ending(tuple(found), place.last, place.carried, place.loss)
         if not place.last:
             return ending
