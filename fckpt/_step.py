@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from fckpt._trace.operations import TensorSpec
 from fckpt._trace.trace import is_tracing
 from fckpt._trace.untraceable import HigherOrderError
 from fckpt._trace.updates import Ending, running
-from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError, name_of
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError, TraceError, name_of
 from fckpt.spmd.mesh import mesh_in_use
 
 __all__ = ["TrainingStep", "step"]
@@ -214,17 +215,15 @@ class TrainingStep:
         return parts
 
     def _check_parameters(self) -> None:
-        names = {id(p): name for name, p in self.model.named_parameters()}
         for i, parameter in enumerate(self._updates.parameters):
-            name = names.get(id(parameter), f"number {i} of the optimizer")
             if parameter.grad is not None:
                 raise ArgumentValueError(
-                    f"parameter {name} has a gradient already, which a step would have to add to. Call "
+                    f"parameter {self._name(i)} has a gradient already, which a step would have to add to. Call "
                     "optimizer.zero_grad() first, or use accumulate=... for several microbatches."
                 )
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise ArgumentValueError(
-                    f"parameter {name} has a hook on its gradient, which a step would not call. Remove the hook, or "
+                    f"parameter {self._name(i)} has a hook on its gradient, which a step would not call. Remove the hook, or "
                     "use fckpt.remat for forward and backward."
                 )
         if self.clip_norm is not None:
@@ -236,6 +235,11 @@ class TrainingStep:
                     f"parameter {others[0]} requires grad, but is in no group of the optimizer: it is unclear whether "
                     "its gradient counts in clip_norm. Freeze it with requires_grad_(False), or add it to a group."
                 )
+
+    def _name(self, number: int) -> str:
+        parameter = self._updates.parameters[number]
+        names = [name for name, p in self.model.named_parameters() if p is parameter]
+        return names[0] if names else f"number {number} of the optimizer"
 
     def _parts(self, batch: Any) -> list[Any]:
         """Returns the microbatches."""
@@ -267,17 +271,22 @@ class TrainingStep:
         count = len(parts)
         if count == 1:
             return [self._program(parts[0], _Place(1, True))[0]]
-        if isinstance(self.budget, float):
-            self._planner.budget = None
+        self._planner.budget = None  # only to see what it carries
         first, ending = self._program(parts[0], _Place(count, False))
         carried, dtype = _carried(first, ending), _loss_of(first).dtype
         self._planner.budget = self.budget
-        last = self._program(parts[-1], _Place(count, True, carried, dtype))[0]
-        if isinstance(self.budget, float):
-            self._planner.budget = self._planner.plan_of[last].budget_bytes
-        found = [self._program(parts[0], _Place(count, False))[0]]
-        found += [self._program(part, _Place(count, False, carried, dtype))[0] for part in parts[1:-1]]
-        return [*found, last]
+        places = [(parts[0], _Place(count, False))]
+        places += [(part, _Place(count, False, carried, dtype)) for part in parts[1:-1]]
+        others = [functools.partial(self._program, *pair) for pair in places]
+        try:
+            last = self._program(parts[-1], _Place(count, True, carried, dtype))[0]
+            if isinstance(self.budget, float):
+                self._planner.budget = self._planner.plan_of[last].budget_bytes
+            return [*(make()[0] for make in others), last]
+        except BudgetError as error:
+            if isinstance(self._planner.budget, float):
+                self._planner.budget = max(1, error.least_bytes)
+            self._raise_largest([error], others)
 
     # -- one microbatch
 
@@ -313,10 +322,40 @@ class TrainingStep:
         fn = self._scaled(place.parts)
 
         def of_graph(captured: Any, programs: dict[Any, Any]) -> tuple[Program, Ending]:
-            return self._of_graph(captured, programs, captured.bound(fn, (self.model, part), {}), place)
+            function = captured.bound(fn, (self.model, part), {})
+            return checked(lambda place: self._of_graph(captured, programs, function, place))
 
+        def checked(make: Callable[[_Place], tuple[Program, Ending]]) -> tuple[Program, Ending]:
+            self._fitting(make, place)  # the first updates must fit, too
+            return make(place)
+
+        arguments = Arguments((self.model, part), {})
         found = self._captured(part, place, of_graph)
-        return self._of_python(Arguments((self.model, part), {}), place)[:2] if found is None else found
+        return checked(lambda place: self._of_python(arguments, place)[:2]) if found is None else found
+
+    def _fitting(self, make: Callable[[_Place], tuple[Program, Ending]], place: _Place) -> tuple[Program, Ending]:
+        """Returns the program of a microbatch that runs next; another one than later if the first updates need it.
+
+        Raises:
+            BudgetError: no plan fits. Its `least_bytes` are enough for the first updates, too.
+        """
+        if not place.last or self._planner.budget is None or not self._updates.is_first:
+            return make(place)
+        try:
+            found = make(place)
+        except BudgetError as error:
+            self._raise_largest([error], [lambda: make(place._replace(first=True))])
+        return found if self._planner.fits_first(found[0]) else make(place._replace(first=True))
+
+    @staticmethod
+    def _raise_largest(errors: list[BudgetError], others: Iterable[Callable[[], Any]]) -> NoReturn:
+        """Raises the error with the largest least budget, also among those that `others` raise."""
+        for other in others:
+            try:
+                other()
+            except BudgetError as error:
+                errors.append(error)
+        raise max(errors, key=lambda error: error.least_bytes) from None
 
     def _run(self, part: Any, place: _Place) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Runs a microbatch; returns its loss, and the numbers of the parameters for which it leaves gradients."""
@@ -326,9 +365,8 @@ class TrainingStep:
         def of_graph(captured: Any, programs: dict[Any, Any]) -> Any:
             def run(inputs: tuple[Any, ...]) -> list[Any]:
                 function = captured.function(inputs)
-                program, ending = self._of_graph(captured, programs, function, place)
-                if place.last and self._updates.is_first and not self._planner.fits_first(program):
-                    program, ending = self._of_graph(captured, programs, function, place._replace(first=True))
+                make = lambda place: self._of_graph(captured, programs, function, place)
+                program, ending = self._fitting(make, place)
                 given = function.arguments
                 outputs = self._execute(program, ending, [*given, *function.held.values()])
                 left.append(_carried(program, ending))
@@ -339,9 +377,13 @@ class TrainingStep:
         loss = self._captured(part, place, of_graph)
         if loss is None:
             arguments = Arguments((self.model, part), {})
-            program, ending, operands = self._of_python(arguments, place)
-            if place.last and self._updates.is_first and not self._planner.fits_first(program):
-                program, ending, operands = self._of_python(arguments, place._replace(first=True))
+            operands: list[torch.Tensor] = []
+
+            def of_python(place: _Place) -> tuple[Program, Ending]:
+                program, ending, operands[:] = self._of_python(arguments, place)
+                return program, ending
+
+            program, ending = self._fitting(of_python, place)
             outputs = self._execute(program, ending, operands)
             left.append(_carried(program, ending))
             loss = _assembled(program, outputs, arguments.tensors)
@@ -370,9 +412,9 @@ class TrainingStep:
                     f"the loss function uses a tensor of shape {list(operand.shape)} that shares memory with a "
                     "parameter of the optimizer, so that an update would change it too. Use the parameter itself."
                 )
-        # `clip_grad_norm_(model.parameters(), ...)` adds up norms in this order
-        rank = {id(p): i for i, p in enumerate(self.model.parameters())}
-        found.sort(key=lambda pair: rank.get(id(operands[pair[0]]), len(rank)))
+        if self.clip_norm is not None:  # `clip_grad_norm_(model.parameters(), ...)` adds up norms in this order
+            rank = {id(p): i for i, p in enumerate(self.model.parameters())}
+            found.sort(key=lambda pair: rank.get(id(operands[pair[0]]), len(rank)))
         ending = Ending(tuple(found), place.last, place.carried, place.loss)
         if not place.last:
             return ending
