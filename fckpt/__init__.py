@@ -25,6 +25,8 @@ from fckpt._planned.ledger import Stats as Stats
 from fckpt._planned.plan import Plan as Plan
 from fckpt._remat import remat as remat
 from fckpt._sequential import sequential as sequential
+from fckpt._step import TrainingStep as TrainingStep
+from fckpt._step import step as step
 from fckpt.errors import ArgumentTypeError as ArgumentTypeError
 from fckpt.errors import ArgumentValueError as ArgumentValueError
 from fckpt.errors import BudgetError as BudgetError
@@ -115,6 +117,7 @@ __all__ = [
     "Simulation",
     "Stats",
     "TraceError",
+    "TrainingStep",
     "all_gather",
     "all_to_all",
     "axis_index",
@@ -157,6 +160,7 @@ __all__ = [
     "solve",
     "specs_for",
     "stats",
+    "step",
     "unshard",
     "use_mesh",
     "vjp",

@@ -57,6 +57,7 @@ def check(
     Args:
         fn: a function or a module; or a result of `remat`, which is compared with its original.
         args: arguments as in a call. Every tensor that requires grad is differentiated, including captured parameters.
+            If none does (the function differentiates inside, for example), only the results are compared.
         policy: see `remat`.
         budget: see `remat`.
         plan: see `remat`.
@@ -67,7 +68,7 @@ def check(
         The differences, if any, and both measured peaks. Statistics, `.grad` and the generators are left as they were.
 
     Raises:
-        ArgumentValueError: nothing requires grad, or `outputs` names no tensor of the result.
+        ArgumentValueError: the call has no tensors, or `outputs` names no tensor of the result.
 
     Example:
         >>> import torch, fckpt
@@ -111,8 +112,9 @@ class _Comparison:
         self.wanted = [(path, t) for path, t in pairs if t.requires_grad]
         self.state = [(path, t, t.detach().clone()) for path, t in pairs if not t.requires_grad]
         self.generators = observation.random
-        if not self.wanted:
-            raise ArgumentValueError("nothing to check: no argument and no captured tensor requires grad.")
+        if not pairs:
+            raise ArgumentValueError("nothing to check: the function has no tensor arguments and captures no tensors.")
+        self.device = pairs[0][1].device
 
     def _differentiated(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
         if self.chosen is None:
@@ -135,13 +137,13 @@ class _Comparison:
                 torch.linspace(1, 2, t.numel(), device=t.device).to(t.dtype).reshape(t.shape) for t in outputs
             ]
             inputs = [t for _, t in self.wanted]
-            grads = (
-                torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True) if outputs else [None] * len(inputs)
-            )
+            grads: Sequence[torch.Tensor | None] = [None] * len(inputs)
+            if outputs and inputs:
+                grads = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
             found.update({f"the gradient of {path}": g for (path, _), g in zip(self.wanted, grads, strict=True)})
 
         self.generators.rewind()
-        peak = measure_peak(step, device=self.wanted[0][1].device).peak_bytes
+        peak = measure_peak(step, device=self.device).peak_bytes
         found["the random generator"] = torch.get_rng_state()
         with torch.no_grad():
             for path, tensor, before in self.state:

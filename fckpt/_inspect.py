@@ -12,11 +12,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fckpt import solve
+from fckpt._call.arguments import DonatedArguments
 from fckpt._call.results import is_number
 from fckpt._planned.ledger import Stats
 from fckpt._planned.making import check_budget, make_plan, plain_plan, priced
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.planner import traced_without_running
+from fckpt._planned.tiling import Tile, check_tile, tiled_or_hinted
 from fckpt._remat import plain_of, planner_of
 from fckpt._trace.operations import Trace
 from fckpt.cost import Analytic, Measured, profile_of, profiles
@@ -47,9 +49,12 @@ def plan(
     budget: Budget | None = None,
     policy: PolicyLike | None = None,
     solver: str = "auto",
+    tile: Tile = False,
     costs: CostSource | None = None,
     time_limit: float | None = None,
     outputs: Outputs | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> Plan:
     """Plans a call of `fn` without running it: which tensors to save, which to recompute, and the resulting peak and
@@ -63,6 +68,7 @@ def plan(
         budget: see `remat`.
         policy: see `remat`. Without budget and policy, the plan is that of the plain function.
         solver: see `fckpt.solve.names()`.
+        tile: see `remat`.
         costs: the source of times and temporary memory: `fckpt.cost.Measured()`, the default for real tensors, or
             `fckpt.cost.Analytic(profile)`, the default for fake ones.
         time_limit: approximate time limit of the solver `auto`, in seconds; see `fckpt.solve.auto`. If interrupted, it
@@ -71,6 +77,8 @@ def plan(
             `"hidden.0"`. By default the only scalar among the outputs that require grad, if there is exactly one,
             otherwise all of them; `Plan.loss_of` says which. (`remat` needs no such argument: it learns the outputs
             from the first backward pass.)
+        donate_argnums: see `remat`.
+        donate_argnames: see `remat`.
         kwargs: as in the call.
 
     Raises:
@@ -89,7 +97,8 @@ def plan(
         >>> plan.peak_bytes <= plan.baseline_peak_bytes / 2
         True
     """
-    return _Looked(fn, args, kwargs, costs, outputs).plan(policy, budget, solver, time_limit)
+    tile, donated = check_tile(tile, budget), (donate_argnums, donate_argnames)
+    return _Looked(fn, args, kwargs, costs, outputs, donated).plan(policy, budget, solver, time_limit, tile)
 
 
 def pareto(
@@ -98,8 +107,11 @@ def pareto(
     points: int = 12,
     policy: PolicyLike | None = None,
     solver: str = "auto",
+    tile: Tile = False,
     costs: CostSource | None = None,
     outputs: Outputs | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> list[ParetoPoint]:
     """Plans a call for several budgets, from the least feasible one to the plain peak.
@@ -110,8 +122,11 @@ def pareto(
         points: the number of budgets, at least 2. They form a geometric sequence.
         policy: see `plan`.
         solver: see `plan`.
+        tile: see `remat`.
         costs: see `plan`.
         outputs: see `plan`.
+        donate_argnums: see `remat`.
+        donate_argnames: see `remat`.
         kwargs: as in the call.
 
     Returns:
@@ -129,18 +144,19 @@ def pareto(
     """
     if type(points) is not int or points < 2:
         raise ArgumentValueError(f"pareto needs at least 2 points, not {points!r}.")
-    looked = _Looked(fn, args, kwargs, costs, outputs)
+    tile = check_tile(tile, 1.0)
+    looked = _Looked(fn, args, kwargs, costs, outputs, (donate_argnums, donate_argnames))
     plain = looked.plan(policy, 1.0, solver)
     most = plain.baseline_peak_bytes
     try:
-        looked.plan(policy, 1, solver)
+        looked.plan(policy, 1, solver, None, tile, hint=False)
         least = 1
     except BudgetError as error:
         least = error.least_bytes
     found: list[ParetoPoint] = []
     for i in range(points):
         budget = round(least * (most / least) ** (i / (points - 1))) if least < most else most
-        made = looked.plan(policy, max(budget, least), solver)
+        made = looked.plan(policy, max(budget, least), solver, None, tile)
         found.append(ParetoPoint(made.peak_bytes, made.overhead, made))
     found.sort(key=lambda point: (point.peak_bytes, point.overhead))
     best: list[ParetoPoint] = []
@@ -199,7 +215,7 @@ def stats(fn: Callable[..., Any]) -> Stats:
     """Returns statistics about the calls of a rematerialised function or module: plans, hits, fallbacks, seconds.
 
     Args:
-        fn: a result of `remat` with a budget, a policy or a plan.
+        fn: a result of `remat` with a budget, a policy or a plan, or a result of `step`.
 
     Raises:
         ArgumentTypeError: `fn` is not rematerialised.
@@ -214,7 +230,7 @@ def stats(fn: Callable[..., Any]) -> Stats:
         >>> found.calls, found.plans, found.captures, found.hits, found.fallbacks
         (3, 1, 1, 2, {})
     """
-    planner = planner_of(fn)
+    planner = getattr(fn, "_fckpt_planner", None) or planner_of(fn)
     if planner is None:
         raise ArgumentTypeError(f"stats takes a result of fckpt.remat, not {type(fn).__name__}: {fn!r}.")
     return planner.ledger.stats
@@ -230,13 +246,16 @@ class _Looked:
         kwargs: dict[str, Any],
         costs: CostSource | None,
         outputs: Outputs | None = None,
+        donated: tuple[Any, Any] = ((), ()),
     ):
         if not callable(fn):
             raise ArgumentTypeError(f"a plan needs a function or an nn.Module, not {type(fn).__name__}.")
         plain = plain_of(fn)
         run = plain.forward if isinstance(plain, nn.Module) else plain
         self.chosen = [outputs] if isinstance(outputs, (int, str)) else outputs
-        self.trace, tensors = traced_without_running(run, tuple(args), kwargs, self.chosen)
+        region = getattr(fn, "_fckpt_region", None)
+        given = DonatedArguments(run, *donated) or getattr(region, "donated", None)
+        self.trace, tensors = traced_without_running(run, tuple(args), kwargs, self.chosen, given)
         fake = next((t for t in tensors if isinstance(t, FakeTensor) or t.device.type == "meta"), None)
         if costs is None and fake is not None and fake.device.type == "meta":
             raise ArgumentValueError(
@@ -249,7 +268,14 @@ class _Looked:
         self.graphs: dict[Any, Any] = {}
 
     def plan(
-        self, policy: PolicyLike | None, budget: Budget | None, solver: str, time_limit: float | None = None
+        self,
+        policy: PolicyLike | None,
+        budget: Budget | None,
+        solver: str,
+        time_limit: float | None = None,
+        tile: Tile = False,
+        *,
+        hint: bool = True,
     ) -> Plan:
         budget = None if budget is None else check_budget(budget)
         solve.get(solver)  # raises if there is no such solver, before the operations are priced
@@ -258,8 +284,14 @@ class _Looked:
             self.graphs[policy] = priced(self.trace, policy, self.costs, budgeted=True)
         graph = self.graphs[policy]
         version = str(torch.__version__)
-        plain = budget is None and policy is None
-        made = plain_plan(graph, version) if plain else make_plan(graph, budget, solver, version, time_limit)
+        make = lambda graph, budget: make_plan(graph, budget, solver, version, time_limit)
+        if budget is None and policy is None:
+            made = plain_plan(graph, version)
+        elif not tile and not hint:
+            made = make(graph, budget)
+        else:
+            price = lambda trace: priced(trace, policy, self.costs, budgeted=True)
+            made = tiled_or_hinted(self.trace, graph, price, budget, make, tile)
         return dataclasses.replace(made, loss_of=_loss_of(self.trace, self.chosen is not None))
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import nn
 
 from fckpt._call import ambient, casts
-from fckpt._call.arguments import Arguments, StaticArguments
+from fckpt._call.arguments import Arguments, DonatedArguments, StaticArguments
 from fckpt._call.closure import closure_of
 from fckpt._call.conditions import BufferWrites, Conditions, Observation, Written
 from fckpt._call.levels import (
@@ -25,6 +25,7 @@ from fckpt._call.levels import (
     version,
     vmap_around_grad,
 )
+from fckpt._call.modules import storage_of
 from fckpt._call.rng import RandomState
 from fckpt._capture import marks
 from fckpt._capture.function import BatchedGraph
@@ -34,6 +35,7 @@ from fckpt._planned.execution import NOT_AGAIN, Execution, Program
 from fckpt._planned.making import check_budget
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.planner import Planner, Programs
+from fckpt._planned.tiling import Tile, check_tile
 from fckpt._planned.tracing import TRACING, CapturedTensors, graph_tracer
 from fckpt._recompute import saved_tensors
 from fckpt._recompute.attached import run_nodes, run_planned
@@ -66,9 +68,12 @@ def remat(
     budget: Budget | None = ...,
     plan: Plan | None = ...,
     solver: str = ...,
+    tile: Tile = ...,
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
+    donate_argnums: int | Sequence[int] = ...,
+    donate_argnames: str | Sequence[str] = ...,
     name: str | None = ...,
 ) -> M: ...
 @overload
@@ -79,9 +84,12 @@ def remat(
     budget: Budget | None = ...,
     plan: Plan | None = ...,
     solver: str = ...,
+    tile: Tile = ...,
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
+    donate_argnums: int | Sequence[int] = ...,
+    donate_argnames: str | Sequence[str] = ...,
     name: str | None = ...,
 ) -> Callable[P, R]: ...
 @overload
@@ -92,9 +100,12 @@ def remat(
     budget: Budget | None = ...,
     plan: Plan | None = ...,
     solver: str = ...,
+    tile: Tile = ...,
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
+    donate_argnums: int | Sequence[int] = ...,
+    donate_argnames: str | Sequence[str] = ...,
     name: str | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
@@ -106,9 +117,12 @@ def remat(
     budget: Budget | None = None,
     plan: Plan | None = None,
     solver: str = "auto",
+    tile: Tile = False,
     untraceable: Untraceable = "raise",
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
     name: str | None = None,
 ) -> Any:
     """Returns `fn` with the same values and gradients, but with less memory held for the backward pass.
@@ -141,12 +155,21 @@ def remat(
             for a fraction of the plain function's peak.
         plan: a result of `fckpt.plan` for these arguments.
         solver: the solver that looks for a plan; see `fckpt.solve.names()`.
+        tile: whether to cut operations that are independent by rows into tiles, where the budget needs it: matrix
+            products, softmax, normalisation, losses, pointwise operations and their derivatives. "exact" takes only
+            tiles that give the bits of the whole operation, as tested on its kernel; True also sums in another order
+            (the gradient of a weight, for example). A plan without tiles stays if it is as fast.
         untraceable: what to do with a function that cannot be traced into a graph: "raise" a `TraceError`, or "remat",
             which rematerialises its repeated blocks (or the whole function if it has none) without a plan, and warns
             once that the budget does not hold.
         static_argnums: positions of arguments that are passed unchanged. Tensors inside them are treated like captured
             tensors.
         static_argnames: the same for keyword arguments.
+        donate_argnums: positions of arguments whose memory the caller gives away, as for parameters and optimizer state
+            in a training step: results are written over tensors of the same layout in these arguments, as soon as
+            nothing reads them any more, and are returned as these very tensors. Needs a budget or a plan, and a call
+            that nothing outside differentiates.
+        donate_argnames: the same for keyword arguments.
         name: the name of the function in warnings; by default its `__qualname__`.
 
     Returns:
@@ -155,7 +178,8 @@ def remat(
 
     Raises:
         ArgumentTypeError: `fn` is not callable; `static_argnums` or `static_argnames` has a wrong type.
-        ArgumentValueError: `static_argnums` is out of range; `budget` is not a size; a `solver` without a budget.
+        ArgumentValueError: `static_argnums` or `donate_argnums` is out of range; `budget` is not a size; a `solver` or
+            donated arguments without a budget.
 
     With a budget or a policy, the first call may raise `TraceError` (control flow depends on tensor values),
     `BudgetError` (no plan fits; the message says which budget would do) or `PlanError` (the plan was made for another
@@ -187,9 +211,12 @@ def remat(
             budget=budget,
             plan=plan,
             solver=solver,
+            tile=tile,
             untraceable=untraceable,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
             name=name,
         )
     if torch.compiler.is_compiling():
@@ -202,16 +229,22 @@ def remat(
     make = functools.partial(_Region, static)
     if solver != "auto" and budget is None:
         raise ArgumentValueError(f"solver={solver!r} needs a budget: pass budget=...")
+    tile = check_tile(tile, budget)
     if name is not None and not isinstance(name, str):
         raise ArgumentTypeError(f"name must be a str, not {type(name).__name__}: {name!r}.")
     if untraceable not in ("raise", "remat"):
         raise ArgumentValueError(f'untraceable must be "raise" or "remat", not {untraceable!r}.')
+    donated = DonatedArguments(fn.forward if isinstance(fn, nn.Module) else fn, donate_argnums, donate_argnames)
+    if donated and budget is None and plan is None:
+        raise ArgumentValueError("donated arguments need a budget or a plan: pass budget=...")
     if policy is not None or budget is not None or plan is not None:
         if isinstance(fn, nn.Module):
             check_plannable(fn)
         budget = None if budget is None else check_budget(budget)
         named = name_of(fn) if name is None else name
-        make = functools.partial(_PlannedRegion, static, policy, budget, plan, solver, untraceable, named)
+        is_module = isinstance(fn, nn.Module)
+        options = (static, donated, policy, budget, plan, solver, tile, untraceable, named, is_module)
+        make = functools.partial(_PlannedRegion, *options)
     if isinstance(fn, nn.Module):
         return remat_module(fn, make)
     region = make()
@@ -255,9 +288,12 @@ class _Region:
             return compiled.call(self, fn, args, kwargs)
         if is_tracing():
             return inlined(fn, args, kwargs, self.policy)
-        if not torch.is_grad_enabled() or is_recorded() or is_followed():
+        if not (torch.is_grad_enabled() or self.plans_calls) or is_recorded() or is_followed():
             return fn(*args, **kwargs)
         return self.run(fn, args, kwargs)
+
+    plans_calls = False
+    """Whether calls are planned that nothing outside differentiates, for example with grad mode off."""
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs `fn` unchanged; it runs again in the backward pass."""
@@ -275,23 +311,29 @@ class _Region:
 class _PlannedRegion(_Region):
     """A rematerialised function that is captured, traced and planned once per signature."""
 
-    __slots__ = ("planner", "untraceable", "without_plan")
+    __slots__ = ("donated", "planner", "plans_calls", "untraceable", "without_plan")
 
     def __init__(
         self,
         static: StaticArguments,
+        donated: DonatedArguments,
         policy: PolicyLike | None,
         budget: Budget | None,
         plan: Plan | None,
         solver: str,
+        tile: Tile,
         untraceable: Untraceable,
         name: str,
+        is_module: bool,
     ):
         super().__init__(static, policy)
+        self.donated = donated if donated else None
+        # With grad mode off, a module is evaluated or generates text: every length would need a plan.
+        self.plans_calls = not is_module and (budget is not None or plan is not None)
         self.untraceable = untraceable
         self.without_plan: Callable[..., Any] | None = None
         """The function that runs instead of a plan, once the function is known to be untraceable."""
-        self.planner = Planner(policy, budget, plan, solver)
+        self.planner = Planner(policy, budget, plan, solver, tile=tile)
         self.planner.ledger.name = name
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -305,8 +347,9 @@ class _PlannedRegion(_Region):
             ledger.falls_back("untraceable")
             return self.without_plan(fn, args, kwargs)
         before = ledger.stats
+        donated = self.donated.tensors(args, kwargs) if self.donated else {}
         try:
-            result = self._run_planned_or_raise(fn, args, kwargs)
+            result = self._run_planned_or_raise(fn, args, kwargs, donated)
         except TraceError as error:
             if self.untraceable == "raise":
                 raise
@@ -318,18 +361,21 @@ class _PlannedRegion(_Region):
             ledger.count("hits")
         return result
 
-    def _run_planned_or_raise(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_planned_or_raise(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], donated: dict[int, str]
+    ) -> Any:
         found = self.planner.captured(fn, args, kwargs)
         if found is not None:
             captured, programs = found
             try:
-                return captured.call(lambda inputs: self.run_captured(captured, programs, inputs), fn, args, kwargs)
+                run = functools.partial(self.run_captured, captured, programs, donated)
+                return captured.call(run, fn, args, kwargs)
             except HigherOrderError:  # if it ran as Python, torch would compile it, and would remember that it failed
                 raise
             except TraceError as error:  # tracing the Python code may work; if not, its error names the line
                 self.planner.refuse(captured, str(error))
         try:
-            return self.run_traced(fn, Arguments(args, kwargs, self.static))
+            return self.run_traced(fn, Arguments(args, kwargs, self.static), donated=donated)
         except TraceError as error:
             reasons = self.planner.refused()
             self.planner.refusals.clear()  # the obstacle may be gone at the next call
@@ -337,47 +383,65 @@ class _PlannedRegion(_Region):
                 raise
             raise TraceError(f"{error}{reasons}") from error
 
-    def run_captured(self, captured: Any, known: dict[Any, Programs], inputs: tuple[Any, ...]) -> list[Any]:
+    def run_captured(
+        self, captured: Any, known: dict[Any, Programs], donated: dict[int, str], inputs: tuple[Any, ...]
+    ) -> list[Any]:
         """Runs a captured graph by its plan; returns its outputs."""
         function = captured.function(inputs)
         key = (tuple(inputs[i] for i in captured.graph.decisive), ambient.capture())
-        finished = function.finished(self._run_graph(captured, known, function, key, ()))
+        places = tuple([i for i, t in enumerate(function.arguments) if id(t) in donated])
+        check_donated([function.arguments[i] for i in places], function.held.values(), donated)
+        finished = function.finished(self._run_graph(captured, known, function, key, (), places))
         function.release()
         return finished
 
     def _run_graph(
-        self, captured: Any, known: dict[Any, Programs], function: Any, key: tuple[Any, ...], sizes: tuple[int, ...]
+        self,
+        captured: Any,
+        known: dict[Any, Programs],
+        function: Any,
+        key: tuple[Any, ...],
+        sizes: tuple[int, ...],
+        donated: tuple[int, ...],
     ) -> list[Any]:
         """Runs a captured graph below the `vmap`s with batch sizes `sizes`, which have been taken off it."""
         closure = list(function.held.values())
         operands = [*function.arguments, *closure]
-        layouts = layouts_below(operands)
-        if not any(layout.requires_grad for layout in layouts):
-            # Inference saves nothing anyway; but a function that differentiates inside may hold any amount.
-            self.planner.ledger.falls_back("nothing to differentiate", quiet=not captured.graph.differentiates)
+        layouts, of_training = _as_differentiated(layouts_below(operands))
+        if self.planner.is_idle and not any(layout.requires_grad for layout in layouts):
+            self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
             return function(*function.arguments)
         if innermost_is_vmap():
             interpreter = innermost()
             level, size = interpreter.level(), interpreter.batch_size()
             below = BatchedGraph(function, level, size, interpreter.randomness())
             with interpreter.lower():
-                results = self._run_graph(captured, known, below, (*key, below.key), (*sizes, size))
+                results = self._run_graph(captured, known, below, (*key, below.key), (*sizes, size), ())
             return BatchedGraph.wrapped(results, level)
         level, batch = _outer_batch(operands)
         names = [i.name for i in captured.inputs]
         programs = self.planner.programs_of(
             known,
-            (*key, tuple(layouts), batch),
-            lambda: graph_tracer(function, names, layouts, batch),
+            (*key, tuple(layouts), batch, donated),
+            lambda: graph_tracer(function, names, layouts, batch, donated),
             len(function.arguments),
             (*sizes, *(() if batch is None else (batch.size,))),
+            None
+            if of_training is None or captured.graph.differentiates
+            else lambda: graph_tracer(function, names, of_training, batch),
         )
         program = programs.likely()
         call = UserCall(function, Arguments(tuple(function.arguments), {}), self.buffer_writes)
         conditions = _GraphConditions(call, program, function, closure, layouts, key[1])
         return self._run_planned(call, programs, program, closure, conditions, level)
 
-    def run_traced(self, fn: Callable[..., Any], arguments: Arguments, batching: Batching = NOT_BATCHED) -> Any:
+    def run_traced(
+        self,
+        fn: Callable[..., Any],
+        arguments: Arguments,
+        batching: Batching = NOT_BATCHED,
+        donated: dict[int, str] | None = None,
+    ) -> Any:
         """Runs a call by tracing the function's Python code, below the `vmap`s of `batching`."""
         if vmap_around_grad() is not None:
             self.planner.ledger.falls_back("vmap")
@@ -386,12 +450,16 @@ class _PlannedRegion(_Region):
         with TRACING:
             observation = Observation(call.fn, arguments.statics, call.inputs, self.buffer_writes, facts=True)
             reached = CapturedTensors(observation, call.inputs, batching.passed)
-            layouts = layouts_below((*call.inputs, *reached.tensors))
-            tracked = any(layout.requires_grad for layout in layouts)
+            layouts, _ = _as_differentiated(layouts_below((*call.inputs, *reached.tensors)))
+            idle = self.planner.is_idle and not any(layout.requires_grad for layout in layouts)
             programs = None
-            if tracked and not innermost_is_vmap():
-                programs = self.planner.traced_programs(fn, arguments, observation, reached, layouts, batching.sizes)
-        if not tracked:
+            places = tuple([i for i, t in enumerate(call.inputs) if id(t) in (donated or {})])
+            check_donated([call.inputs[i] for i in places], reached.tensors, donated or {})
+            if not idle and not innermost_is_vmap():
+                programs = self.planner.traced_programs(
+                    fn, arguments, observation, reached, layouts, batching.sizes, places
+                )
+        if idle:
             self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
             args, kwargs = arguments.rebuild(call.inputs)
             return fn(*args, **kwargs)
@@ -417,7 +485,7 @@ class _PlannedRegion(_Region):
             closure,
             programs.differentiating,
             self.planner.ledger.falls_back,
-            programs.certain,
+            programs.certain or not any(program.trace.flags),
             programs.seen,
             level,
             retraceable=isinstance(conditions, _GraphConditions) and self.planner.given is None,
@@ -469,6 +537,28 @@ class _GraphConditions:
         return Conditions(
             self.function, self.call.fn, (), self.ambient, self.random, self.watched, self.written, self.slots, [], []
         )
+
+
+def check_donated(tensors: Sequence[torch.Tensor], closure: Iterable[torch.Tensor], paths: dict[int, str]) -> None:
+    """Raises `ArgumentValueError` if a donated tensor shares memory with a captured tensor."""
+    if tensors:
+        captured = {storage_of(unwrapped(t)) for t in closure} - {0}
+        for tensor in tensors:
+            if storage_of(tensor) in captured:
+                raise ArgumentValueError(
+                    f"{paths[id(tensor)]} is donated, but shares memory with a tensor that the function closes over, "
+                    "which would change as well. Pass that tensor as an argument, or donate a clone."
+                )
+
+
+def _as_differentiated(layouts: list[Layout]) -> tuple[list[Layout], list[Layout] | None]:
+    """Returns the layouts of operands as a call sees them: with grad mode off, nothing requires grad.
+
+    Also returns the layouts that the call would see with grad mode on, if these are others, otherwise None.
+    """
+    if torch.is_grad_enabled() or not any(layout.requires_grad for layout in layouts):
+        return layouts, None
+    return [layout._replace(requires_grad=False, computed=False) for layout in layouts], layouts
 
 
 def _outer_batch(operands: Sequence[torch.Tensor]) -> tuple[int, Batch | None]:

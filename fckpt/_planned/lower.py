@@ -29,7 +29,7 @@ class Lowered:
     """The two functions that run a schedule."""
 
     forward: Callable[[list[torch.Tensor]], tuple[list[torch.Tensor], list[Any]]]
-    """Maps operands and constants to outputs and residuals."""
+    """Maps operands and constants to outputs and residuals. In a graph without cotangents, it runs both passes."""
     backward: Callable[[list[torch.Tensor], list[Any], list[torch.Tensor]], list[torch.Tensor | None]]
     """Maps operands and constants, residuals (a list, which it empties) and cotangents to gradients, by operand."""
     source: str
@@ -153,18 +153,21 @@ class _Writer:
 
     def write(self) -> str:
         trace = self.trace
+        arriving = [ct for ct in trace.cotangents if ct is not None]
         self.begin()
         self.steps(self.schedule.forward)
+        if not arriving:
+            self.steps(self.schedule.backward)
         for t in trace.outputs:
             self.ensure(t)
             self.used.add(t)
         forward, forward_used = self.lines, self.used
         candidates = self.bases()
-        states = sorted(self.states)
+        states = sorted(self.states) if arriving else []
         self.begin(candidates)
-        arriving = [ct for ct in trace.cotangents if ct is not None]
         self.live.update(arriving)
-        self.steps(self.schedule.backward)
+        if arriving:
+            self.steps(self.schedule.backward)
         for t in trace.gradients:
             if t is not None:
                 self.ensure(t)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import html
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 
+from fckpt._tile.stretches import Gathered, Step, step_from_json, step_to_json
 from fckpt._units import format_bytes
-from fckpt.errors import FckptError, PlanError
+from fckpt.errors import ArgumentValueError, FckptError, PlanError
 from fckpt.graph.graph import Graph, checked
 from fckpt.graph.identity import fingerprint
 from fckpt.graph.schedule import Schedule, plain_schedule
@@ -49,6 +51,12 @@ class Plan:
     torch_version: str
     loss_of: tuple[str, ...] = ()
     """The tensors of the result for which the backward pass runs, `loss float32[]`; empty if it runs for all."""
+    tiles: tuple[Step, ...] = ()
+    """How operations are cut into tiles; `graph` is the graph with them."""
+    tile: bool | str = False
+    """The option with which `tiles` were chosen: "exact" if they have the bits of the whole operations."""
+    untiled: Graph | None = None
+    """The graph without tiles, if there are tiles."""
 
     @functools.cached_property
     def timeline(self) -> Timeline:
@@ -58,7 +66,19 @@ class Plan:
     @functools.cached_property
     def baseline(self) -> Timeline:
         """The memory of the plain function, step by step; it computes everything once."""
-        return simulate(self.graph.eager, plain_schedule(self.graph))
+        return simulate(self._plain.eager, plain_schedule(self._plain))
+
+    @property
+    def _plain(self) -> Graph:
+        """The graph of the plain function."""
+        return self.graph if self.untiled is None else self.untiled
+
+    @property
+    def _plain_seconds(self) -> float:
+        """The time of the plain function."""
+        if self.untiled is None:
+            return self.timeline.seconds - self.timeline.recomputed_seconds
+        return self.untiled.seconds
 
     @property
     def peak_bytes(self) -> int:
@@ -72,8 +92,19 @@ class Plan:
 
     @property
     def overhead(self) -> float:
-        """The time of all recomputations, as a fraction of the plain function's time."""
-        return self.timeline.overhead
+        """The time of all recomputations, as a fraction of the plain function's time.
+
+        With tiles, what they gain or lose counts too: the overhead is negative if the plan is faster than the function.
+        """
+        return self._beside_plain.overhead
+
+    @property
+    def _beside_plain(self) -> Timeline:
+        """The timeline, in which all time beyond that of the plain function counts as recomputation."""
+        if self.untiled is None:
+            return self.timeline
+        more = self.timeline.seconds - self.untiled.seconds
+        return dataclasses.replace(self.timeline, recomputed_seconds=more)
 
     @functools.cached_property
     def bound(self) -> Bound:
@@ -83,9 +114,13 @@ class Plan:
 
     @property
     def lower_bound(self) -> float:
-        """A proven lower bound on the overhead of every plan within the budget, in any order."""
-        rest = self.timeline.seconds - self.timeline.recomputed_seconds
-        least = max(0.0, self.bound.seconds / rest - 1) if rest else 0.0
+        """A proven lower bound on the overhead of every plan within the budget, in any order.
+
+        If there are tiles, it holds for plans with these tiles.
+        """
+        rest = self._plain_seconds
+        least = self.bound.seconds / rest - 1 if rest else 0.0
+        least = max(0.0, least) if self.untiled is None else least
         return self.overhead if abs(self.overhead - least) <= PROVEN else least
 
     @property
@@ -95,7 +130,7 @@ class Plan:
 
     @functools.cached_property
     def least_peak_bytes(self) -> int:
-        """A proven lower bound on the peak of every plan, with any amount of recomputation."""
+        """A proven lower bound on the peak of every plan, with any amount of recomputation, and with these tiles."""
         return least_peak(self.graph)
 
     @functools.cached_property
@@ -113,17 +148,27 @@ class Plan:
         table = summary_table(
             self.graph,
             self.schedule,
-            self.timeline,
+            self._beside_plain,
             self.baseline,
             solver=self.solver,
             budget=self.budget_bytes,
             gap=self.gap,
         )
-        return f"{table}\nFor a loss of {', '.join(self.loss_of)} alone." if self.loss_of else table
+        lines = [table, *([self._tiles_text()] if self.tiles else [])]
+        return "\n".join([*lines, f"For a loss of {', '.join(self.loss_of)} alone."] if self.loss_of else lines)
+
+    def _tiles_text(self) -> str:
+        """Describes the tiles in a sentence: `7 operations are cut into 8 tiles, with the bits of the whole ones.`"""
+        cut = [step for step in self.tiles if not isinstance(step, Gathered)]
+        counts = sorted({step.count for step in cut})
+        number = sum(len(step.ways) for step in cut)
+        many = " or ".join(map(str, counts))
+        bits = "with the bits of the whole operations" if self.tile == "exact" else "and sums are in another order"
+        return f"{number} operations are cut into {many} tiles, {bits}. Lower bounds are those with these tiles."
 
     def __repr__(self) -> str:
         known = self.gap if "bound" in vars(self) else None  # a debugger should not wait for the bound
-        line = summary_line(self.timeline, self.baseline, solver=self.solver, budget=self.budget_bytes, gap=known)
+        line = summary_line(self._beside_plain, self.baseline, solver=self.solver, budget=self.budget_bytes, gap=known)
         return f"<Plan: {line}>"
 
     def svg(self) -> str:
@@ -137,7 +182,7 @@ class Plan:
             >>> plan.svg().startswith("<svg ")
             True
         """
-        steps = (len(plain_schedule(self.graph).forward), len(self.schedule.forward))
+        steps = (len(plain_schedule(self._plain).forward), len(self.schedule.forward))
         return memory_svg(self.baseline, self.timeline, self.budget_bytes, forward_steps=steps)
 
     def _repr_html_(self) -> str:
@@ -156,6 +201,9 @@ class Plan:
             "schedule": self.schedule.to_json(),
             "loss_of": list(self.loss_of),
         }
+        if self.untiled is not None:
+            steps = [step_to_json(step) for step in self.tiles]
+            data |= {"tiles": steps, "tile": self.tile, "untiled": self.untiled.to_json()}
         return {**data, "checksum": checksum(data)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -225,4 +273,13 @@ def _plan_from(data: dict[str, Any]) -> Plan:
         None if budget is None else checked(budget, "budget_bytes", int, positive=True),
         checked(data["torch"], "torch", str),
         tuple([checked(text, "loss_of", str) for text in data.get("loss_of", [])]),
+        tuple([step_from_json(step) for step in data.get("tiles", [])]),
+        _tile_from(data.get("tile", False)),
+        Graph.from_json(data["untiled"]) if "untiled" in data else None,
     )
+
+
+def _tile_from(value: Any) -> bool | str:
+    if value not in (True, False, "exact"):
+        raise ArgumentValueError(f"tile is {value!r}")
+    return value

@@ -11,7 +11,7 @@ import torch
 
 from fckpt import solve
 from fckpt._call import ambient
-from fckpt._call.arguments import Arguments, outlived
+from fckpt._call.arguments import Arguments, DonatedArguments, outlived
 from fckpt._call.conditions import Observation
 from fckpt._call.facts import SCRIPT, Unguarded
 from fckpt._call.levels import transforms_active
@@ -19,8 +19,9 @@ from fckpt._capture.reads import Guards, Reads
 from fckpt._planned.agreement import agreed, mesh_of
 from fckpt._planned.execution import Program
 from fckpt._planned.ledger import Ledger
-from fckpt._planned.making import make_plan, priced
+from fckpt._planned.making import make_plan, nbytes_of, priced
 from fckpt._planned.plan import Budget, Plan
+from fckpt._planned.tiling import Tile, tiled_as_planned, tiled_or_hinted
 from fckpt._planned.tracing import (
     TRACING,
     CapturedTensors,
@@ -31,6 +32,7 @@ from fckpt._planned.tracing import (
     unguarded_error,
 )
 from fckpt._recompute.closed_over import unwatched
+from fckpt._tile.rewriting import rewritten
 from fckpt._trace.layouts import layouts_below
 from fckpt._trace.operations import Backward, Layout, Trace
 from fckpt._trace.stand_ins import WAY_OUT
@@ -94,6 +96,7 @@ class Planner:
         plan: Plan | None = None,
         solver: str = "auto",
         costs: CostSource | None = None,
+        tile: Tile = False,
     ):
         if plan is not None and not isinstance(plan, Plan):
             raise ArgumentTypeError(
@@ -108,6 +111,7 @@ class Planner:
         self.given = plan
         self.solver = solver
         self.costs = costs
+        self.tile = tile
         self.ledger = Ledger()
         self.ledger.promised = budget if plan is None else plan.budget_bytes
         self.traced: dict[Any, list[tuple[Guards, Programs]]] = {}
@@ -120,6 +124,11 @@ class Planner:
         self.plans: dict[Any, Plan] = {}
         """By everything on which a plan depends, see `_identity`."""
         self.ledger.expected = lambda: max([plan.baseline_peak_bytes for plan in self.plans.values()], default=None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the planner has nothing to plan in a call that nothing differentiates: policies choose residuals."""
+        return self.budget is None and self.given is None
 
     # -- captures
 
@@ -177,7 +186,8 @@ class Planner:
         if below:
             made.guard_wrapped(fn, args, kwargs)
         self.ledger.count("captures")
-        self.ledger.captured_again(why)
+        if "grad_mode" not in why:  # one capture each for training and for evaluation
+            self.ledger.captured_again(why)
         programs = next((known for other, known in self.captures if other.same_graph(made)), {})
         # Newest first, but captures that hold for one number only come before those that take any number.
         found = (made, programs)
@@ -195,6 +205,7 @@ class Planner:
         tracer: Callable[[], Callable[[Backward], Trace]],
         count: int,
         batches: tuple[int, ...] = (),
+        of_training: Callable[[], Callable[[Backward], Trace]] | None = None,
     ) -> Programs:
         """Returns the programs for calls with the given key, and makes them if needed.
 
@@ -204,6 +215,8 @@ class Planner:
             tracer: returns a function that traces such calls with a given backward pass.
             count: the number of operands that are arguments.
             batches: the sizes of the `vmap`s around the call.
+            of_training: for a call with grad mode off, returns a function that traces the call with grad mode on. A
+                float budget is a fraction of the peak of that call.
 
         Raises:
             TraceError: the call cannot be traced.
@@ -217,7 +230,8 @@ class Planner:
                 if programs is None:
                     while len(known) >= _MOST:
                         del known[next(iter(known))]
-                    programs = Programs(functools.partial(self._make, tracer(), count, batches))
+                    whole = None if of_training is None or not isinstance(self.budget, float) else of_training()
+                    programs = Programs(functools.partial(self._make, tracer(), count, batches, whole))
                     known[key] = programs
         return programs
 
@@ -226,14 +240,16 @@ class Planner:
         call: Callable[[Backward], Trace],
         count: int,
         batches: tuple[int, ...],
+        whole: Callable[[Backward], Trace] | None,
         backward: Backward,
     ) -> Program:
         with TRACING, ambient.unobserved():
             with self.ledger.timed("trace"):
                 traced = call(backward)
-            plan = self.plan(traced, batches)
+                of_training = None if whole is None else whole(Backward())
+            plan = self.plan(traced, batches, of_training)
             self.ledger.count("programs")
-            return Program(traced, plan.schedule, plan.graph, count)
+            return Program(rewritten(traced, plan.tiles), plan.schedule, plan.graph, count)
 
     def traced_programs(
         self,
@@ -243,6 +259,7 @@ class Planner:
         captured: CapturedTensors,
         layouts: Sequence[Layout],
         batches: tuple[int, ...] = (),
+        donated: tuple[int, ...] = (),
     ) -> Programs:
         """Returns the programs for a call that Dynamo cannot capture, from a trace of the function's Python code."""
         unguarded = next((fact for fact in observation.facts if isinstance(fact, Unguarded)), None)
@@ -250,7 +267,10 @@ class Planner:
             unguarded = Unguarded(SCRIPT)
         if unguarded is not None:
             raise unguarded_error(unguarded)
-        key = (arguments.signature(), tuple(layouts), captured.order, observation.ambient, observation.settings())
+        ambient_now = (observation.ambient, torch.is_grad_enabled())
+        key = (
+            arguments.signature(), tuple(layouts), captured.order, donated, ambient_now, observation.settings(),
+        )  # fmt: skip
         for other in [key for key in self.traced if outlived(key[0])]:
             del self.traced[other]
         with TRACING:
@@ -263,7 +283,7 @@ class Planner:
             elif any(other[:-1] == key[:-1] for other, made in self.traced.items() if made):
                 self.ledger.captured_again("the function's closure, or the contents of its arguments")
             facts = [*observation.facts, *(kind for part in observation.parts for kind in part.kinds)]
-            return self._traced_now(known, fn, arguments, facts, captured, layouts, batches)
+            return self._traced_now(known, fn, arguments, facts, captured, layouts, batches, donated)
 
     def _traced_now(
         self,
@@ -274,6 +294,7 @@ class Planner:
         captured: CapturedTensors,
         layouts: Sequence[Layout],
         batches: tuple[int, ...],
+        donated: tuple[int, ...],
     ) -> Programs:
         """Traces the Python code of a call, and stores guards on everything that the code may have read."""
         count, reads = len(arguments.tensors), Reads()
@@ -285,9 +306,9 @@ class Planner:
                     "cannot be traced again after its call has ended. Return only the loss from the planned function: "
                     f"remat(lambda *args: fn(*args).loss, budget=...). {WAY_OUT}"
                 )
-            return traced_call(fn, arguments, captured, layouts, backward, reads)
+            return traced_call(fn, arguments, captured, layouts, backward, reads, donated)
 
-        programs = Programs(functools.partial(self._make, traced, count, batches))
+        programs = Programs(functools.partial(self._make, traced, count, batches, None))
         programs.likely()
         guards = reads.guards(facts)
         if guards.unguarded is not None:
@@ -309,20 +330,29 @@ class Planner:
 
     # -- plans
 
-    def plan(self, traced: Trace, batches: tuple[int, ...] = ()) -> Plan:
-        """Prices and solves a trace of a call that `vmap`s of these sizes batched, or returns the given plan."""
+    def plan(self, traced: Trace, batches: tuple[int, ...] = (), of_training: Trace | None = None) -> Plan:
+        """Prices and solves a trace of a call that `vmap`s of these sizes batched, or returns the given plan.
+
+        A float budget is a fraction of the plain peak of `of_training`, if that is given.
+        """
         if self.given is not None:
             return self._fitting(self.given, traced)
         version = str(torch.__version__)
         mesh = mesh_of(traced, self.budget is not None)
         if mesh is None:
-            key = (_identity(traced), batches)
+            key = (_identity(traced), batches, None if of_training is None else _identity(of_training))
             if key not in self.plans:
-                graph = self._priced(traced, batches)
+                graph, budget = self._priced(traced, batches), self.budget
+                if of_training is not None and budget is not None:
+                    budget = nbytes_of(budget, self._priced(of_training, batches))
                 with self.ledger.timed("solve"):
-                    self.plans[key] = make_plan(graph, self.budget, self.solver, version)
+                    make = lambda graph, budget: make_plan(graph, budget, self.solver, version)
+                    price = functools.partial(self._priced, batches=batches)
+                    self.plans[key] = tiled_or_hinted(traced, graph, price, budget, make, self.tile)
                 self.ledger.count("plans")
             return self.plans[key]
+        if self.tile:
+            raise ArgumentValueError(f"tile={self.tile!r} does not work on one rank of a mesh. Leave it out.")
         make = lambda least: make_plan(self._priced(traced, batches), least, self.solver, version)
         with released(TRACING), self.ledger.timed("solve"):  # other ranks may be threads
             self.ledger.count("plans")
@@ -333,7 +363,9 @@ class Planner:
 
     @staticmethod
     def _fitting(plan: Plan, traced: Trace) -> Plan:
-        how = difference(plan.graph, traced.graph)
+        how = difference(plan.graph if plan.untiled is None else plan.untiled, traced.graph)
+        if how is None and plan.tiles:
+            tiled_as_planned(plan, traced)
         if how is not None:
             raise PlanError(
                 f"the plan was made for another computation: {how} (plan: torch {plan.torch_version}, here: torch "
@@ -356,24 +388,31 @@ def _identity(traced: Trace) -> tuple[Any, ...]:
 
 
 def traced_without_running(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Sequence[int | str] | None = None
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    chosen: Sequence[int | str] | None = None,
+    donated: DonatedArguments | None = None,
 ) -> tuple[Trace, Sequence[torch.Tensor]]:
     """Returns the trace of a call, which does not run, with a backward pass for the chosen outputs; and the tensors.
 
     If outputs are `chosen`, the Python code is traced, because the results of a captured graph have no names.
     """
-    planner = Planner()
+    planner, paths = Planner(), donated.tensors(args, kwargs) if donated else {}
+    places_in = lambda tensors: [i for i, t in enumerate(tensors) if id(t) in paths]
     backward = Backward(chosen=None if chosen is None else tuple(chosen))
     found = planner.captured(fn, args, kwargs) if chosen is None else None
     if found is not None and found[0].graph is not None:
         function = found[0].bound(fn, args, kwargs)
         tensors = [*function.arguments, *function.held.values()]
         with TRACING, contextlib.suppress(TraceError):  # see `_PlannedRegion`
-            trace = graph_tracer(function, [i.name for i in found[0].inputs], layouts_below(tensors))
-            return trace(backward), tensors
+            names = [i.name for i in found[0].inputs]
+            places = places_in(function.arguments)
+            return graph_tracer(function, names, layouts_below(tensors), donated=places)(backward), tensors
     arguments = Arguments(args, kwargs)
     with TRACING:
         observation = Observation([fn], arguments.statics, arguments.tensors, {})
         captured = CapturedTensors(observation, arguments.tensors)
         tensors = [*arguments.tensors, *captured.tensors]
-        return traced_call(fn, arguments, captured, layouts_below(tensors), backward), tensors
+        places = places_in(arguments.tensors)
+        return traced_call(fn, arguments, captured, layouts_below(tensors), backward, donated=places), tensors

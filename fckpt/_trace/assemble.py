@@ -23,6 +23,7 @@ from fckpt._trace.operations import (
     strides_of,
 )
 from fckpt._trace.recorder import Recorder
+from fckpt._trace.updates import CARRIED
 from fckpt.graph.graph import Graph, Node, Value
 
 __all__ = ["Assembly", "Interface"]
@@ -66,8 +67,9 @@ class Assembly:
         """By version of a storage: the operand that it belongs to."""
         for before, after in recorder.written.items():
             self.operand[after] = self.operand[before]
-        self.rewritten = {*recorder.written, *recorder.written.values()}
-        """The versions of operands that the function writes over."""
+        written = {old: new for old, new in recorder.written.items() if old not in recorder.updated}
+        self.rewritten = {*written, *written.values()}
+        """The versions of operands that the function writes over; updates after the backward pass do not count."""
         self.versions: list[tuple[int, int]] = []
         self.empty: dict[int, Recorded] = {}  # by uninitialised tensor that only a write reads: its allocation
         self.values: list[Value] = []
@@ -99,6 +101,11 @@ class Assembly:
         held = {*inputs, *cotangents}
         outputs = dict.fromkeys(v for t in interface.outputs if (v := self.known[recorder.values[t]]) not in held)
         gradients = dict.fromkeys(self.known[recorder.values[t]] for t in interface.gradients if t is not None)
+        if not cotangents:
+            boundary = self._split()
+            gradients |= dict.fromkeys(v for v in outputs if (self.values[v].producer or 0) >= boundary)
+            outputs = dict.fromkeys(v for v in outputs if v not in gradients)
+            gradients |= dict.fromkeys(self._updated())
         specs = tuple(self._spec(t, value) for t, value in zip(recorder.tensors, recorder.values, strict=True))
         plain = {self.known[recorder.values[t]] for t in late if self._is_plain(t)}
         written = {call.node: arguments_of(call, specs, plain) for call in self.calls}
@@ -123,6 +130,38 @@ class Assembly:
             grad_dims=interface.grad_dims,
             regions=tuple((self._inside(calls, returned), policy) for calls, returned, policy in recorder.regions),
         )
+
+    def _split(self) -> int:
+        """Divides a call that has no backward pass of its own into two halves; returns the boundary between them.
+
+        The second half begins with the first backward pass inside of the function or, if there is none, with the first
+        node: schedules may recompute anything in their second half. Nodes with an effect stay in the first half.
+        """
+        updates = {node.id for node in self.nodes if node.writes and self._may_wait(node)}
+        effects = [node.id for node in self.nodes if node.once or (node.writes and node.id not in updates)]
+        inner = [node for position, node in self.node_of.items() if self.recorded[position].differentiates]
+        boundary = max(min(inner, default=0), max(effects, default=-1) + 1)
+        mine = {node for node in (*inner, *updates) if node >= boundary}
+        for node in self.nodes[boundary:]:
+            if node.id in mine or not self.late.isdisjoint(node.inputs):
+                self.late.update(node.outputs)
+                self.nodes[node.id] = dataclasses.replace(node, backward=True)
+        return boundary
+
+    def _may_wait(self, node: Node) -> bool:
+        """Whether all memory that a node writes over is that of donated operands."""
+        versions = {value: version for version, value in self.known.items()}
+        return all(versions[v] in self.recorder.updated for v in node.writes)
+
+    def _updated(self) -> list[int]:
+        """Returns the values that stay in the memory of donated operands at the end."""
+        written = self.recorder.written
+        ends = [written[v] for v in self.recorder.updated if written[v] not in written]
+        return sorted(self.known[v] for v in ends)
+
+    def nodes_before(self, position: int) -> int:
+        """Returns the number of nodes before a recorded call; call `trace` first."""
+        return [*self.before, len(self.nodes)][position]
 
     def _inputs(self, kept: set[int]) -> tuple[int, ...]:
         """Returns the values of operands and constants that operations or results use, in the order of their first use.
@@ -272,7 +311,7 @@ class Assembly:
         if backward:
             self.late.update(new)
         writes = tuple(self.known[old] for old, _ in versions if old in recorder.written)
-        once = any(recorder.values[t] in self.rewritten for t in sent) or not new
+        once = any(recorder.values[t] in self.rewritten for t in sent) or not new or op is CARRIED
         # An operation with several results can run again if it only writes statistics: those are small enough to copy.
         once |= len(new) > 1 and any(recorder.values[t] not in self.operand for _, t in replaced if t not in statistics)
         overwrites = () if once or len(new) > 1 else self._overwrites(recorded, replaced)

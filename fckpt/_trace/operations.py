@@ -101,6 +101,8 @@ class Backward(NamedTuple):
     """The strides of the cotangents, see `strides_of`; None for the strides of the outputs."""
     chosen: tuple[int | str, ...] | None = None
     """An alternative to `outputs`: tensors of the result, by position or name."""
+    then: Any = None
+    """An `updates.Ending`: what follows on the backward pass, a gradient being no result of the call then."""
 
 
 _LIKELY = Backward()
@@ -173,6 +175,8 @@ class Recorded(NamedTuple):
     module: str = ""
     accumulates: bool = False
     """Whether this call is an addition of gradients by autograd's engine, in place if nothing else holds the sum."""
+    differentiates: bool = False
+    """Whether autograd's engine made this call, in a backward pass of its own or in one inside of the function."""
 
 
 def statistics_of(op: Any, args: Sequence[Any]) -> tuple[int, ...]:
@@ -186,7 +190,18 @@ def statistics_of(op: Any, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 # Namespaces whose operations carry the tag `nondeterministic_seeded` whenever they draw random numbers.
-_BUILT_IN = {"aten", "prims", "prim", "fckpt", "quantized", "inductor", "mkldnn", "onednn", "_c10d_functional"}
+_BUILT_IN = {
+    "aten",
+    "prims",
+    "prim",
+    "fckpt",
+    "fckpt_step",
+    "quantized",
+    "inductor",
+    "mkldnn",
+    "onednn",
+    "_c10d_functional",
+}
 DECLARED_PURE: set[str] = set()
 """Names of other operations that their author has declared free of side effects (`fckpt.cost.register_pure`)."""
 

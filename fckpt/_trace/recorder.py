@@ -69,14 +69,20 @@ class Recorder(TorchDispatchMode):
         """The number of versions."""
         self.written: dict[int, int] = {}
         """By version of a held storage that the function writes over: the next version."""
+        self.updated: set[int] = set()
+        """The versions among them that what follows on the backward pass writes over, and those of donated operands."""
         self.constants: dict[int, torch.Tensor] = {}
         self.names: dict[int, list[str]] = {}
         self.sources: dict[int, Source] = {}
         self.boundary: int | None = None
+        self.ending: int | None = None
+        """The number of calls before those that follow on the backward pass, if there are any. They may write to
+        operands."""
         self.autograd_nodes: list[Any] = []
         self.regions: list[tuple[range, set[int], Any]] = []
         """The rematerialised regions inside: their calls, the versions that they return, their policies."""
         self._open: list[tuple[Any, int]] = []  # the regions that have begun, and the number of calls before each
+        self._donated: set[int] = set()  # the storages of donated operands
         self._refused: dict[int, Callable[[], Exception]] = {}  # by storage that must not be written: the error
         self._blocks: dict[int, _Block] = {}
         self._by_fake: dict[int, _Block] = {}
@@ -95,6 +101,10 @@ class Recorder(TorchDispatchMode):
     def refuse_writes(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
         """Makes any later write to the storage of a tensor raise `error()`."""
         self._refused[tensor.untyped_storage()._cdata] = error
+
+    def donate(self, tensor: torch.Tensor) -> None:
+        """Notes that the caller gives an operand away: the function may write over it."""
+        self._donated.add(tensor.untyped_storage()._cdata)
 
     def number(self, tensor: torch.Tensor) -> int:
         """Returns the number of a tensor, in the present version of its storage.
@@ -163,6 +173,15 @@ class Recorder(TorchDispatchMode):
     def start_backward(self) -> None:
         """Notes the end of the forward pass."""
         self.boundary = len(self.calls)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the backward pass has begun, and not what follows on it."""
+        return self.boundary is not None and self.ending is None
+
+    def start_ending(self) -> None:
+        """Notes the end of the backward pass."""
+        self.ending = len(self.calls)
 
     def release(self) -> None:
         """Frees autograd's nodes one by one from the outputs on: freeing a long chain at once exhausts the stack."""
@@ -389,7 +408,8 @@ class Recorder(TorchDispatchMode):
             func, args = aten.empty_strided.default, (list(fake.shape), list(fake.stride()))
             kwargs = {"dtype": fake.dtype, "device": fake.device}
         module, line = self._source()
-        call = Recorded(func, args, kwargs, outputs, is_view, line, replaced, module, self.sums.is_one(func))
+        inner = torch._C._current_autograd_node() is not None
+        call = Recorded(func, args, kwargs, outputs, is_view, line, replaced, module, self.sums.is_one(func), inner)
         if is_view:
             self._record_view(call)
         else:
@@ -402,7 +422,7 @@ class Recorder(TorchDispatchMode):
         for key, block in blocks.items():
             if key in self._refused:
                 raise self._refused[key]()
-            if block.held and block.base not in self.constants and self.boundary is not None:
+            if block.held and block.base not in self.constants and self.in_backward:
                 raise TraceError(f"the backward pass ({func}) writes over one of its inputs. {WAY_OUT}")
             old = block.base
             self.lifetimes.end(self.values[old])
@@ -415,6 +435,8 @@ class Recorder(TorchDispatchMode):
                     block.held = False
                 else:
                     self.written[self.values[old]] = self.values[block.base]
+                    if self.ending is not None or key in self._donated:
+                        self.updated.add(self.values[old])
             replaced.append((old, block.base))
         return tuple(replaced)
 

@@ -15,7 +15,7 @@ from fckpt._trace.assemble import Interface
 from fckpt._trace.operations import Backward, Layout, is_dense, strides_of
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.vmap_of_grad import Levels
-from fckpt.errors import ArgumentValueError
+from fckpt.errors import ArgumentValueError, TraceError
 
 __all__ = ["Results", "likely_differentiated"]
 
@@ -92,8 +92,13 @@ class Results:
         """Returns a tensor below the levels of the trace, and its batch dimension."""
         return (tensor, None) if self.levels is None else self.levels.below(tensor)
 
-    def differentiate(self, backward: Backward) -> None:
-        """Runs a backward pass."""
+    def differentiate(self, backward: Backward, carried: dict[int, torch.Tensor] | None = None) -> None:
+        """Runs a backward pass, and what follows on it.
+
+        Args:
+            backward: the backward pass.
+            carried: what was carried from earlier microbatches, see `Ending.begun`.
+        """
         recorder = self.recorder
         differentiated = backward.outputs if backward.chosen is None else self._chosen(backward.chosen)
         if differentiated is None:
@@ -108,7 +113,7 @@ class Results:
             cotangents.append(recorder.stand_in(layout) if i in differentiated else None)
             strides += [given.get(i, own)] if i in differentiated else []
             del t
-        self.backward = Backward(differentiated, backward.autocast, tuple(strides))
+        self.backward = Backward(differentiated, backward.autocast, tuple(strides), then=backward.then)
         self.cotangents = tuple(None if ct is None else recorder.number(ct) for ct in cotangents)
         if self.levels is not None:
             pairs = list(zip(cotangents, self.out_dims, strict=True))
@@ -128,17 +133,48 @@ class Results:
             recorder.release()
         grads = iter(found)
         taken = {recorder.values[t] for t in self.outputs}
-        gradients: list[int | None] = []
+        added = backward.then is not None and backward.then.loss is not None
+        """Whether autograd adds the gradients to those of earlier microbatches."""
+        ends: list[torch.Tensor | None] = []
         dims: list[int | None] = []
         for operand, layout in zip(self.operands, self.layouts, strict=True):
             grad, dim = next(grads) if operand.requires_grad else None, None
             if grad is not None:
                 grad, dim = self._below(grad)
             dims.append(dim)
-            if grad is not None and layout.accumulates and self.levels is None:
+            if grad is not None and layout.accumulates and self.levels is None and not added:
                 grad = self._own(grad, layout, taken)
-            gradients.append(None if grad is None else recorder.number(grad))
-        self.gradients, self.grad_dims = tuple(gradients), tuple(dims)
+            ends.append(grad)
+        if backward.then is not None:
+            ends = self._ended(backward.then, ends, [ct for ct in cotangents if ct is not None], carried or {})
+        self.gradients = tuple(None if grad is None else recorder.number(grad) for grad in ends)
+        self.grad_dims = tuple(dims)
+
+    def _ended(
+        self, then: Any, gradients: list[Any], cotangents: list[torch.Tensor], carried: dict[int, torch.Tensor]
+    ) -> list[Any]:
+        """Records what follows on the backward pass; returns its results, by operand.
+
+        Raises:
+            TraceError: the backward pass is not that of a loss alone.
+            ArgumentValueError: the loss does not require grad, or is no single number.
+        """
+        if not any(self.flags):
+            raise ArgumentValueError(
+                "the loss does not require grad: it depends on no parameter that does, or loss_fn detaches it."
+            )
+        if sum(self.flags) != 1 or len(cotangents) != 1:
+            raise TraceError(
+                f"a step differentiates one loss, and the function has {sum(self.flags)} results that require grad. "
+                "Return the loss alone; detach what the function stores elsewhere."
+            )
+        if cotangents[0].numel() != 1:
+            raise ArgumentValueError(
+                f"the loss must be one number, and has shape {list(cotangents[0].shape)}: return its mean, for example."
+            )
+        self.recorder.start_ending()
+        with torch.no_grad():
+            return then.finished(self.operands, gradients, cotangents[0], carried)
 
     def _chosen(self, chosen: Sequence[int | str]) -> tuple[int, ...]:
         """Returns the outputs that the user selected as the loss."""

@@ -64,7 +64,8 @@ class Node:
     outputs: tuple[int, ...]
     """The values that the node makes."""
     backward: bool = False
-    """Whether the node depends on a cotangent, directly or indirectly, and so cannot run before the backward pass."""
+    """Whether the node depends on a cotangent, directly or indirectly, and so cannot run before the backward pass. In a
+    call without cotangents: whether the node depends on a backward pass inside of the call."""
     random: bool = False
     """Whether the node draws random numbers. Random nodes keep their order, and are replayed from a saved generator
     state."""
@@ -86,7 +87,8 @@ class Node:
     to a copy."""
     writes: tuple[int, ...] = ()
     """Values whose memory the node's first run overwrites, visibly to the caller; nothing may read these values
-    afterwards. Each is an input of the graph, or was made from such an input by an earlier node in the same way."""
+    afterwards. Each is an input of the graph, or was made from such an input by an earlier node in the same way. A node
+    of the backward pass that writes (the update of a parameter) runs once."""
     arguments: str = ""
     """Everything else on which the node's memory use depends: `self=%0=float32[2,3](3,1), dim=[1]`."""
     accumulates: tuple[int, ...] = ()
@@ -113,13 +115,16 @@ class Graph:
     inputs: tuple[int, ...]
     """Values that the caller holds throughout: arguments and constants. Their bytes are not counted."""
     cotangents: tuple[int, ...]
-    """Values that arrive with the backward pass and are held until its end."""
+    """Values that arrive with the backward pass and are held until its end. Without any, the graph is that of a call
+    that nothing differentiates from outside, and its two passes run one directly after the other."""
     outputs: tuple[int, ...]
     """Values that the forward pass makes and that are held until the end of the backward pass."""
     gradients: tuple[int, ...]
     """Values that the backward pass makes and that are held at its end."""
     boundary: int
     """`nodes[:boundary]` is the forward pass as recorded; the other nodes are the backward pass."""
+    plain_order: tuple[int, ...] = ()
+    """The nodes in the order in which the plain function runs them, if that is not the order of `nodes`."""
 
     def __post_init__(self) -> None:
         made = set(self.inputs) | set(self.cotangents)
@@ -139,14 +144,16 @@ class Graph:
                 set(node.accumulates).issubset(node.inputs),
                 f"{name} accumulates into a value that it does not read",
             )
-            _require(node.backward == (not late.isdisjoint(node.inputs)), f"node {i}: the flag `backward` is wrong")
+            depends = not late.isdisjoint(node.inputs)
+            starts = node.backward and not self.cotangents  # with a backward pass inside of the call
+            _require(node.backward == (depends or starts), f"node {i}: the flag `backward` is wrong")
             _require(
                 gone.isdisjoint((*node.inputs, *node.writes)),
                 f"{name} reads a value that was overwritten",
             )
             if node.writes:
                 _require(
-                    made.issuperset(node.writes) and not node.backward,
+                    made.issuperset(node.writes) and (not node.backward or all(map(self._is_callers, node.writes))),
                     f"{name} writes to a value that it may not write",
                 )
                 gone.update(node.writes)
@@ -175,6 +182,19 @@ class Graph:
     def held(self) -> frozenset[int]:
         """Inputs and cotangents: values that are never freed by a schedule."""
         return frozenset(self.inputs) | frozenset(self.cotangents)
+
+    def _is_callers(self, value: int) -> bool:
+        """Whether a value is in the caller's memory: an input, or made by a write over one."""
+        producer = self.values[value].producer
+        return value in self.held or (producer is not None and bool(self.nodes[producer].writes))
+
+    @functools.cached_property
+    def plain_places(self) -> tuple[int, ...]:
+        """By node: its position in the order in which the plain function runs the nodes."""
+        found = list(range(len(self.nodes)))
+        for place, index in enumerate(self.plain_order):
+            found[index] = place
+        return tuple(found)
 
     @functools.cached_property
     def plain(self) -> Graph:
@@ -213,7 +233,8 @@ class Graph:
             nodes = tuple(_part(Node, node, _NODE) for node in read["nodes"])
             values = tuple(_part(Value, value, _VALUE) for value in read["values"])
             ends = [_ints(read[k], k) for k in ("inputs", "cotangents", "outputs", "gradients")]
-            graph = Graph(nodes, values, *ends, boundary=checked(read["boundary"], "boundary", int))
+            boundary, order = checked(read["boundary"], "boundary", int), read.get("plain_order", ())
+            graph = Graph(nodes, values, *ends, boundary=boundary, plain_order=_ints(order, "plain_order"))
             graph.check_ends()
         except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
             raise ArgumentValueError(f"the data is not a graph written by fckpt: {error!r}.") from error
@@ -235,10 +256,15 @@ class Graph:
             _require(len(set(node.inputs)) == len(node.inputs), f"node {node.id} reads a value twice")
             over = [*node.overwrites, *node.accumulates]
             _require(self.held.isdisjoint(over), f"node {node.id} overwrites a value that the caller holds")
+        _require(
+            not self.plain_order or sorted(self.plain_order) == list(range(count)),
+            "`plain_order` is not an order of the nodes",
+        )
+        places = self.plain_places
         for value in self.values:
-            last = max((value.producer or 0, *self.consumers[value.id][-1:]))
+            last = max([places[n] for n in (value.producer or 0, *self.consumers[value.id])], default=0) if count else 0
             _require(
-                value.held_to is None or not count or last <= value.held_to < count,
+                value.held_to is None or not count or (value.held_to < count and last <= places[value.held_to]),
                 f"value {value.id} is held to node {value.held_to}",
             )
 

@@ -52,19 +52,19 @@ class Schedule:
 
 
 def plain_schedule(graph: Graph) -> Schedule:
-    """Returns the schedule of the plain function: every node once, in program order, with autograd's lifetimes.
+    """Returns the schedule of the plain function: every node once, in the plain order, with autograd's lifetimes.
 
     Simulate it on `Graph.eager`.
     """
-    permanent = graph.held.union(graph.outputs, graph.gradients)
+    permanent, places = graph.held.union(graph.outputs, graph.gradients), graph.plain_places
     frees: list[list[Step]] = [[] for _ in graph.nodes]
     for value in graph.values:
         if value.producer is not None and value.id not in permanent:
-            last = max((value.producer, *graph.consumers[value.id][-1:]))
+            last = max((value.producer, *graph.consumers[value.id]), key=places.__getitem__)
             frees[last if value.held_to is None else value.held_to].append(Free(value.id))
     steps: tuple[list[Step], list[Step]] = ([], [])
-    for node in graph.nodes:
-        steps[node.id >= graph.boundary].extend([Compute(node.id), *frees[node.id]])
+    for index in graph.plain_order or range(len(graph.nodes)):
+        steps[index >= graph.boundary].extend([Compute(index), *frees[index]])
     return Schedule(tuple(steps[0]), tuple(steps[1]))
 
 

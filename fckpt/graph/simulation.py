@@ -134,7 +134,7 @@ class _Run:
         node = self.graph.nodes[index]
         self.seconds += node.seconds
         if self.counts[index]:
-            if node.once:
+            if node.once or (node.writes and node.backward):
                 raise ScheduleError(f"node {index} ({node.op}) runs twice, but must run once.")
             self.recomputed_seconds += node.seconds
             self.recomputed_steps.append(len(self.profile) - 1)
@@ -166,12 +166,14 @@ class _Run:
             if value not in self.live:
                 raise ScheduleError(f"the forward pass ends without the output {value}.")
         for node in self.graph.nodes:
-            if not self.counts[node.id] and (
-                node.once or node.writes or (node.random and node.id < self.graph.boundary)
-            ):
+            first = (node.writes and not node.backward) or (node.random and node.id < self.graph.boundary)
+            if not self.counts[node.id] and (node.once or first):
                 raise ScheduleError(f"node {node.id} ({node.op}) must run in the forward pass.")
 
     def end(self) -> None:
         for value in self.graph.gradients:
             if value not in self.live:
                 raise ScheduleError(f"the backward pass ends without the gradient {value}.")
+        for node in self.graph.nodes:
+            if node.writes and not self.counts[node.id]:
+                raise ScheduleError(f"node {node.id} ({node.op}) writes to memory of the caller, but does not run.")

@@ -71,7 +71,7 @@ def summary_line(
         parts[0] += f", {share:.1%} of {format_bytes(baseline.peak_nbytes)}"
     if timeline.seconds:
         before, after = format_seconds(timeline.seconds - timeline.recomputed_seconds), format_seconds(timeline.seconds)
-        parts.append(f"time +{timeline.overhead:.1%}" + (f" ({before} -> {after})" if before != after else ""))
+        parts.append(f"time {timeline.overhead:+.1%}" + (f" ({before} -> {after})" if before != after else ""))
         if gap is not None:
             parts[-1] += ", which is the least" if gap == 0 else f", at most {_points(gap)} above the least"
     number = timeline.recomputed_nodes

@@ -66,7 +66,7 @@ class _Run:
         self.rules, self.graph, self.budget = rules, graph, budget
         self.nbytes = [v.nbytes for v in graph.values]
         self.producer = [v.producer for v in graph.values]
-        self.plain = Order(save_everything(rules).forward, rules.backward)
+        self.plain = save_everything(rules)
         self.done: list[int] = []
         self.held_nbytes = 0
         self.clock = 0.0

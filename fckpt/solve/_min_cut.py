@@ -140,6 +140,8 @@ def _saved(rules: Rules, cost: np.ndarray, price: np.ndarray) -> list[int]:
                 if value in needed:
                     arcs.append((count + value, sink, np.inf))
         arcs += [(count + v, node.id, np.inf) for v in node.inputs if v not in rules.permanent]
+    if not arcs:
+        return []
     tails, heads, prices = (np.array(column) for column in zip(*arcs, strict=True))
     known = float(prices[np.isfinite(prices)].sum()) or 1.0
     # reversed arcs: among equal minimum cuts, this finds the one that recomputes least

@@ -58,4 +58,8 @@ def test_differences_are_named() -> None:
 
 def test_nothing_to_check() -> None:
     with pytest.raises(fckpt.ArgumentValueError, match="nothing to check"):
-        fckpt.check(chain, W, X)
+        fckpt.check(lambda: 3)
+
+
+def test_only_results_to_compare() -> None:
+    assert fckpt.check(chain, W, X).compared == 4

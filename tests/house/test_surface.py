@@ -19,7 +19,7 @@ PUBLIC = sorted(name for name in vars(fckpt) if not name.startswith("_") and not
 ROOMS = [
     "errors", "_units", "_tree", "_memory", "_repeats", "graph", "report", "solve", "_call", "_module", "_autodiff",
     "_capture", "_recompute", "policies", "_trace", "cost", "spmd", "_planned", "_remat", "_blocks", "_inspect",
-    "_check", "_sequential",
+    "_check", "_sequential", "_step",
 ]  # fmt: skip
 """The folders and files of the package. Each may import from those before it, and from itself."""
 
@@ -37,6 +37,7 @@ PRIVATE = {
     "torch.distributed": ("spmd/files.py",),
     "torch.serialization": ("spmd/files.py",),
     "torch.autograd": ("_recompute/", "_trace/", "cost/measured.py"),
+    "torch.optim": ("_planned/optimizers.py",),
     "torch.overrides": ("_recompute/closed_over.py", "_capture/"),
     "torch.ops.aten": ("_trace/", "_capture/", "_planned/", "cost/synthetic.py"),
     "torch": ("_recompute/", "_trace/", "_capture/"),

@@ -77,7 +77,8 @@ class Rules:
             value.id for value in graph.values if value.decision == "must_recompute" and self._may_vanish(value.id)
         )
         """Values that must not live across the boundary between the passes."""
-        musts = [n.id for n in graph.nodes if n.once or n.writes or (n.random and n.id < graph.boundary)]
+        early = lambda n: n.id < graph.boundary and (n.writes or n.random)
+        musts = [n.id for n in graph.nodes if n.once or early(n)]
         self.forward_roots = musts + [p for v in graph.outputs if (p := graph.values[v].producer) is not None]
         """Nodes that must run in the forward pass."""
         late = {n.id for n in graph.nodes[graph.boundary :] if n.random and not n.once}

@@ -60,6 +60,7 @@ __all__ = [
     "Problem",
     "SingleMoments",
     "least_peak",
+    "least_peaks",
     "lower_bound",
     "proven_seconds",
     "single_moments",
@@ -107,6 +108,12 @@ def least_peak(graph: Graph) -> int:
     """
     peaks = _Peaks(graph)
     return max((peaks.at_end(), *map(peaks.at, peaks.required), *map(peaks.ahead_of, peaks.required)))
+
+
+def least_peaks(graph: Graph) -> dict[int, int]:
+    """Returns, by node that every schedule runs, the bytes that every schedule holds at its first run."""
+    peaks = _Peaks(graph)
+    return {i: peaks.at(i) for i in peaks.required}
 
 
 def lower_bound(graph: Graph, budget: int, order: Order | None = None) -> Bound:

@@ -201,6 +201,8 @@ class Repair:
         Returns:
             Whether the peak is at most the budget; also False if no move helps.
         """
+        if not len(self.schedule.profile):
+            return True
         if limit < float("inf"):
             schedule = self.schedule
             limit -= sum(schedule.rules.seconds[schedule.node[r]] for runs in schedule.runs for r in runs[1:])

@@ -1,0 +1,307 @@
+"""Updates of single parameters by the own code of a `torch.optim` optimizer, and what they cost.
+
+A *sibling* is an optimizer of the same class with one parameter. It reads the present options of the parameter's group
+at each update (so that schedules of learning rates need no new trace) and shares the state of the real optimizer. So an
+update has the bits of the optimizer's single-tensor kernels by construction.
+
+Seen on torch 2.11 and 2.13: `Optimizer._init_group(group, *lists)` makes the state of parameters that have a gradient;
+`step` undecorated is the plain algorithm.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import optim
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from fckpt._call.levels import below_autograd
+from fckpt._memory import measure_peak
+from fckpt._trace.operations import Call, TensorSpec
+from fckpt._trace.updates import runs
+from fckpt.cost.calls import OpCost, named, register_cost
+from fckpt.cost.measured import _isolated, _run
+from fckpt.errors import ArgumentTypeError, ArgumentValueError
+
+__all__ = ["Updates", "check_optimizer"]
+
+_NAMES = (
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD", "Adafactor",
+    "Muon",
+)  # fmt: skip
+_CLASSES = tuple(getattr(optim, name) for name in _NAMES if hasattr(optim, name))
+"""The optimizers whose update of a parameter depends on that parameter, its gradient and its state alone."""
+_WAY_OUT = "Use fckpt.remat for forward and backward, and call the optimizer as usual."
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Checks that an optimizer updates its parameters one by one, with options that a step supports.
+
+    Raises:
+        ArgumentTypeError: it is no optimizer of `torch.optim`, or one whose updates are not independent.
+        ArgumentValueError: it has an unsupported option, or hooks, or a parameter in two places.
+    """
+    kind = type(optimizer)
+    if not isinstance(optimizer, optim.Optimizer):
+        raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, not {kind.__name__}: {optimizer!r}.")
+    same = lambda c: inspect.unwrap(kind.step) is inspect.unwrap(c.step) and kind._init_group is c._init_group
+    if not any(isinstance(optimizer, c) and same(c) for c in _CLASSES):
+        names = ", ".join(c.__name__ for c in _CLASSES)
+        raise ArgumentTypeError(
+            f"a step cannot divide {kind.__name__} into updates of single parameters; it can for {names}. {_WAY_OUT}"
+        )
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise ArgumentValueError(
+            f"the step of this {kind.__name__} was replaced by {step!r}, which updates of single parameters would "
+            f"leave out (a GradScaler or a wrapper of a library, perhaps). {_WAY_OUT}"
+        )
+    hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
+    if any([*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]):
+        raise ArgumentValueError(f"the optimizer has step hooks, which a step cannot call in between. {_WAY_OUT}")
+    for i, group in enumerate(optimizer.param_groups):
+        for name in ("fused", "foreach", "differentiable", "capturable"):
+            if group.get(name):
+                raise ArgumentValueError(
+                    f"param_groups[{i}] has {name}=True. A step updates each parameter as its gradient comes, by the "
+                    f"single-tensor kernels: leave {name} out."
+                )
+    seen: set[int] = set()
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        memory = parameter.untyped_storage()._cdata
+        if parameter.numel() and memory in seen:
+            raise ArgumentValueError(
+                f"two parameters of the optimizer share memory (one of shape {list(parameter.shape)}): the update of "
+                "one would change the other. Pass each tensor once."
+            )
+        seen.add(memory)
+
+
+class Updates:
+    """The updates of an optimizer's parameters, numbered in the order of its groups, and the sums of gradients."""
+
+    def __init__(self, optimizer: optim.Optimizer):
+        check_optimizer(optimizer)
+        self.optimizer = optimizer
+        self._step = inspect.unwrap(type(optimizer).step)
+        self._coming: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        """By parameter without its whole state: memory for what the optimizer makes at the first update."""
+        self._layouts: dict[Any, dict[str, _Layout]] = {}
+        self._costs: dict[Any, tuple[OpCost, int]] = {}
+        self.sums: list[torch.Tensor] = []
+        """The gradients of earlier microbatches, in the order of `Ending.carried`, then the sum of the losses."""
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Reads the parameters again: groups may have been added."""
+        groups = self.optimizer.param_groups
+        self.parameters = [p for group in groups for p in group["params"]]
+        self.group_of = [group for group in groups for _ in group["params"]]
+        self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
+
+    def key(self) -> Any:
+        """Returns everything but the parameters on which the memory of updates depends."""
+        options = tuple(map(_options, self.optimizer.param_groups))
+        state = []
+        for number, parameter in enumerate(self.parameters):
+            has = self._entry(parameter)
+            state.append(
+                tuple(
+                    [
+                        (k, has[k].dtype if torch.is_tensor(has.get(k)) else t.dtype)
+                        for k, t in self._state_after(number).items()
+                    ]
+                )
+            )
+        return (
+            type(self.optimizer),
+            options,
+            tuple(state),
+            tuple([len(g["params"]) for g in self.optimizer.param_groups]),
+        )
+
+    def _entry(self, parameter: torch.Tensor) -> dict[str, Any]:
+        return self.optimizer.state.get(parameter, {})
+
+    # -- the state
+
+    def prepare(self, numbers: Collection[int]) -> None:
+        """Makes the state that the optimizer would make at its first step, for the parameters with these numbers."""
+        for number in numbers:
+            parameter = self.parameters[number]
+            if parameter in self._coming or self._is_whole(number):
+                continue
+            layout = self._state_after(number)
+            if not self._entry(parameter):
+                self._initialise(self._sibling(number), parameter)
+            has = self._entry(parameter)
+            missing = {name: t.made() for name, t in layout.items() if not torch.is_tensor(has.get(name))}
+            if missing:
+                self._coming[parameter] = missing
+
+    def _is_whole(self, number: int) -> bool:
+        has = self._entry(self.parameters[number])
+        return all(torch.is_tensor(has.get(name)) for name in self._state_after(number))
+
+    def _state_after(self, number: int) -> dict[str, _Layout]:
+        """Returns the layouts of a parameter's state after its first update."""
+        key = self._signature(number)
+        if key not in self._layouts:
+            parameter = self.parameters[number]
+            made = torch.zeros_like(parameter).requires_grad_()
+            sibling = self._sibling(number, made, {})
+            with below_autograd():
+                self._initialise(sibling, made)
+                self._run(sibling, made, torch.zeros_like(made))
+            state = sibling.state.get(made, {})
+            self._layouts[key] = {k: _Layout(t) for k, t in state.items() if torch.is_tensor(t)}
+        return self._layouts[key]
+
+    @staticmethod
+    def _initialise(sibling: Any, parameter: torch.Tensor) -> None:
+        """Lets the optimizer make the state that does not depend on the gradient."""
+        count = len(inspect.signature(type(sibling)._init_group).parameters) - 2
+        parameter.grad = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        try:
+            with torch.no_grad():
+                sibling._init_group(sibling.param_groups[0], *([] for _ in range(count)))
+        finally:
+            parameter.grad = None
+
+    # -- the updates
+
+    def _sibling(self, number: int, parameter: torch.Tensor | None = None, state: Any = None) -> Any:
+        """Returns an optimizer of the same class with the options of one parameter."""
+        sibling: Any = object.__new__(type(self.optimizer))
+        vars(sibling).update(vars(self.optimizer))
+        own = self.parameters[number] if parameter is None else parameter
+        sibling.param_groups = [{**self.group_of[number], "params": [own], "foreach": False}]
+        if state is not None:
+            sibling.state = type(self.optimizer.state)(dict)
+            if state:
+                sibling.state[own] = state
+        return sibling
+
+    def _run(self, sibling: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        parameter.grad = gradient
+        try:
+            with torch.no_grad():
+                self._step(sibling)
+        finally:
+            parameter.grad = None
+
+    def update(self, number: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Updates the parameter with this number, in place."""
+        own = self.parameters[number]
+        assert own.data_ptr() == parameter.data_ptr()
+        self._run(self._sibling(number), own, gradient)
+        coming = self._coming.pop(own, None)
+        if coming is not None:
+            _moved(self.optimizer.state[own], coming)
+
+    def taken(self) -> list[torch.Tensor]:
+        """Returns the sums that earlier microbatches left, and forgets them."""
+        found, self.sums = self.sums, []
+        return found
+
+    # -- the cost
+
+    def _signature(self, number: int) -> Any:
+        parameter, group = self.parameters[number], self.group_of[number]
+        layout = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+        return layout, _options(group)
+
+    def cost(self, number: int) -> OpCost:
+        """Returns the cost of the update of the parameter with this number; of a later update, not of its first one."""
+        return self._cost(number)[0]
+
+    def first_nbytes(self, number: int) -> int:
+        """Returns the temporary bytes of the next update of a parameter, which may be its first one."""
+        later, first = self._cost(number)
+        return later.temporary_nbytes if self._is_whole(number) else max(first, later.temporary_nbytes)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether a parameter is still without a part of its state."""
+        return not all(map(self._is_whole, range(len(self.parameters))))
+
+    def _cost(self, number: int) -> tuple[OpCost, int]:
+        key = self._signature(number)
+        if key not in self._costs:
+            self._costs[key] = self._measured(number)
+        return self._costs[key]
+
+    def _measured(self, number: int) -> tuple[OpCost, int]:
+        """Returns the cost of a later update, and the temporary bytes of the first one."""
+        parameter = self.parameters[number]
+        device = parameter.device
+        with _isolated(device), below_autograd():
+            made = torch.rand_like(parameter).requires_grad_()
+            gradient = torch.rand_like(parameter)
+            sibling = self._sibling(number, made, {})
+            self._initialise(sibling, made)
+            has = sibling.state.get(made, {})
+            layout = self._state_after(number)
+            coming = {name: t.made() for name, t in layout.items() if not torch.is_tensor(has.get(name))}
+
+            def first() -> None:
+                self._run(sibling, made, gradient)
+                _moved(sibling.state[made] if coming else {}, coming)
+
+            def later() -> None:
+                self._run(sibling, made, gradient)
+
+            found = measure_peak(first, device)
+            seconds, temporary, _ = _run(later, device, 10)
+        return OpCost(seconds, 4 * parameter.numel(), temporary), found.peak_bytes - found.retained_bytes
+
+
+class _Layout:
+    """The layout of a tensor of an optimizer's state."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor, self.device = torch.empty_like(tensor, device="meta"), tensor.device
+        self.dtype = tensor.dtype
+
+    def made(self) -> torch.Tensor:
+        """Returns memory with this layout."""
+        return torch.empty_like(self.tensor, device=self.device)
+
+
+def _moved(state: dict[str, Any], coming: dict[str, torch.Tensor]) -> None:
+    """Moves the state that the optimizer has made at its first update to the memory that was set aside for it."""
+    for name, memory in coming.items():
+        memory.copy_(state[name])
+        state[name] = memory
+
+
+def _options(group: dict[str, Any]) -> Any:
+    """Returns what the memory of an update depends on in the options of a group."""
+    return tuple([(k, _kind(v, k)) for k, v in group.items() if k != "params"])
+
+
+def _kind(value: Any, name: str) -> Any:
+    """Returns what the memory of an update depends on in an option: whether a number is zero, but not its value."""
+    if torch.is_tensor(value):
+        return (value.dtype, value.device, value.shape)
+    if name in ("lr", "initial_lr", "max_lr", "min_lr") or isinstance(value, str):
+        return None
+    if isinstance(value, (tuple, list)):
+        return tuple(_kind(v, "") for v in value)
+    return bool(value) if isinstance(value, (bool, int, float)) else type(value)
+
+
+def _cost(call: Call, specs: Sequence[TensorSpec]) -> OpCost:
+    return runs().cost(named(call)["number"])
+
+
+def _free(call: Call, specs: Sequence[TensorSpec]) -> OpCost:
+    return OpCost(1e-6, 0, 0)
+
+
+register_cost("fckpt_step::update", _cost)
+register_cost("fckpt_step::carried", _free)
+register_cost("fckpt_step::held", _free)

@@ -1,0 +1,98 @@
+"""The planner of training steps: forward, backward and updates as one graph, within one budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fckpt._call import ambient
+from fckpt._planned.execution import Program
+from fckpt._planned.late_writes import without_recomputation
+from fckpt._planned.making import make_plan, priced
+from fckpt._planned.plan import Plan
+from fckpt._planned.planner import Planner, _identity
+from fckpt._trace.operations import Backward, Trace
+from fckpt._trace.updates import UPDATE, Ending, runs
+from fckpt.graph.graph import Graph
+
+__all__ = ["StepPlanner"]
+
+
+def _with_updates(traced: Trace) -> Graph:
+    """Returns the graph of a trace with the costs of updates, and of no other operations."""
+    nodes = list(traced.graph.nodes)
+    for call in traced.calls:
+        if call.op is UPDATE and call.node is not None:
+            nbytes = runs().cost(call.args[-1]).temporary_nbytes
+            nodes[call.node] = dataclasses.replace(nodes[call.node], temporary_nbytes=nbytes)
+    return dataclasses.replace(traced.graph, nodes=tuple(nodes))
+
+
+def _with_first_updates(graph: Graph, trace: Trace) -> Graph:
+    """Returns a graph with the temporaries of the next updates, which may be the first ones."""
+    nodes = list(graph.nodes)
+    for call in trace.calls:
+        if call.op is UPDATE and call.node is not None:
+            nbytes = runs().first_nbytes(call.args[-1])
+            nodes[call.node] = dataclasses.replace(nodes[call.node], temporary_nbytes=nbytes)
+    return dataclasses.replace(graph, nodes=tuple(nodes))
+
+
+class StepPlanner(Planner):
+    """Planner of the microbatches of a training step."""
+
+    def __init__(self, budget: int | float | str | None, solver: str):
+        super().__init__(budget=budget, solver=solver)
+        self.then: Ending | None = None
+        """What follows on the backward pass of the calls to plan now."""
+        self.plan_of: weakref.WeakKeyDictionary[Program, Plan] = weakref.WeakKeyDictionary()
+        self._exact: weakref.WeakKeyDictionary[Program, Plan] = weakref.WeakKeyDictionary()
+
+    def _make(self, call: Callable[[Backward], Trace], *rest: Any) -> Program:  # type: ignore[override]
+        then, autocast = self.then, ambient.autocast()
+
+        def completed(backward: Backward) -> Trace:
+            return call(backward._replace(then=then, autocast=autocast))
+
+        program = super()._make(completed, *rest)
+        self.plan_of[program] = self._latest
+        return program
+
+    def exact_plan(self, program: Program) -> Plan:
+        """Returns the plan of a program with all temporaries, which are measured now if there is no budget."""
+        plan = self.plan_of[program]
+        if plan.budget_bytes is not None:
+            return plan
+        if program not in self._exact:
+            graph = priced(program.trace, None, self.costs, budgeted=True)
+            self._exact[program] = dataclasses.replace(plan, graph=graph)
+        return self._exact[program]
+
+    def plan(self, traced: Trace, *rest: Any) -> Plan:  # type: ignore[override]
+        """Prices and solves a trace of one microbatch."""
+        first = self.then is not None and self.then.first
+        key = (_identity(traced), self.budget, first)
+        if key not in self.plans:
+            graph = _with_updates(traced) if self.budget is None else self._priced(traced, ())
+            with self.ledger.timed("solve"):
+                graph = _with_first_updates(graph, traced) if first else graph
+                version = str(torch.__version__)
+                if self.budget is None:
+                    self.plans[key] = Plan(graph, without_recomputation(graph), "save_all", None, version)
+                else:
+                    self.plans[key] = make_plan(graph, self.budget, self.solver, version)
+            self.ledger.count("plans")
+        self._latest = self.plans[key]
+        return self._latest
+
+    def fits_first(self, program: Program) -> bool:
+        """Whether the first updates of the parameters, which may take more memory than later ones, fit the plan."""
+        plan = self.plan_of[program]
+        if plan.budget_bytes is None:
+            return True
+        graph = _with_first_updates(plan.graph, program.trace)
+        return dataclasses.replace(plan, graph=graph).peak_bytes <= plan.budget_bytes

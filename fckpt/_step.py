@@ -1,0 +1,463 @@
+"""The public `step`: one training step as one planned call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fckpt import _tree as tree
+from fckpt._call import ambient
+from fckpt._call.arguments import Arguments
+from fckpt._call.conditions import Observation
+from fckpt._call.levels import below_autograd, has_forward_mode, is_recorded, transforms_active
+from fckpt._call.results import Rebuilt, is_number
+from fckpt._capture.function import GraphFunction
+from fckpt._module import check_plannable
+from fckpt._planned.execution import Program
+from fckpt._planned.making import check_budget
+from fckpt._planned.optimizers import Updates, check_optimizer
+from fckpt._planned.plan import Budget, Plan
+from fckpt._planned.stepping import StepPlanner
+from fckpt._planned.tracing import TRACING, CapturedTensors, graph_tracer
+from fckpt._trace.layouts import layouts_below
+from fckpt._trace.operations import TensorSpec
+from fckpt._trace.trace import is_tracing
+from fckpt._trace.untraceable import HigherOrderError
+from fckpt._trace.updates import Ending, running
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError, name_of
+from fckpt.spmd.mesh import mesh_in_use
+
+__all__ = ["TrainingStep", "step"]
+
+
+def step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    *,
+    budget: Budget | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    solver: str = "auto",
+) -> TrainingStep:
+    """Returns a function that does one training step in place: forward, backward and the optimizer's update.
+
+    `step(batch)` leaves parameters, buffers, the optimizer's state and the random generator as these lines do, bit for
+    bit, and returns the loss without its graph::
+
+        loss = loss_fn(model, batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+    But the gradients are never all alive: each parameter is updated as soon as its gradient and the last computation
+    that reads the old parameter allow. With a `budget`, activations are recomputed as in `remat`, and the budget is
+    that of the whole step.
+
+    Args:
+        model: the module to train.
+        optimizer: an optimizer of `torch.optim` that updates its parameters one by one (SGD, Adam, AdamW and most
+            others), with single-tensor kernels. Its groups, `state_dict` and learning rate schedules work as usual.
+        loss_fn: maps the model and a batch to a loss, a tensor with one element.
+        budget: the most bytes that a step may hold at once, above parameters, state and batch: an int, a string such as
+            "4GiB", or a float for a fraction of the plain step's peak. Without a budget nothing is recomputed.
+        accumulate: the number of microbatches. The leaves of the batch are split along their first dimension, as
+            `torch.Tensor.chunk` does; the losses of the parts are divided by the number of parts, and their gradients
+            are summed in order.
+        clip_norm: the largest norm of all gradients together, as for
+            `torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)`.
+        solver: see `fckpt.solve.names()`.
+
+    Returns:
+        A callable that takes a batch (a pytree) and returns the loss; for several microbatches the sum of their scaled
+        losses. Its method `plan(batch)` returns the `Plan`.
+
+    Raises:
+        ArgumentTypeError: an argument has a wrong type, or the optimizer's updates are not independent.
+        ArgumentValueError: an option of the optimizer is not supported, or an argument is out of range.
+
+    A call may raise `BudgetError` (no plan fits), `TraceError` (the loss function cannot be traced), or
+    `ArgumentValueError` (a parameter already has a `.grad`, a hook, or an alias; the loss has no gradient). Parameters
+    that require grad but belong to no group of the optimizer are not differentiated.
+
+    Example:
+        >>> import torch, fckpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> loss_fn = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+        >>> train_step = fckpt.step(model, optimizer, loss_fn, budget=1.0)
+        >>> batch = torch.randn(16, 8), torch.randn(16, 1)
+        >>> losses = [train_step(batch).item() for _ in range(20)]
+        >>> losses[-1] < losses[0]
+        True
+
+    References:
+        K. Lv, Y. Yang, T. Liu, Q. Gao, Q. Guo, X. Qiu, "Full Parameter Fine-tuning for Large Language Models with
+        Limited Resources" (2023), https://arxiv.org/abs/2306.09782, for updates within the backward pass.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model must be an nn.Module, not {type(model).__name__}.")
+    if not callable(loss_fn):
+        raise ArgumentTypeError(f"loss_fn must be a function of the model and a batch, not {type(loss_fn).__name__}.")
+    if type(accumulate) is not int or accumulate < 1:
+        raise ArgumentValueError(f"accumulate is a number of microbatches, at least 1, not {accumulate!r}.")
+    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and 0 < clip_norm < math.inf):
+        raise ArgumentValueError(f"clip_norm must be a number above 0, not {clip_norm!r}.")
+    if solver != "auto" and budget is None:
+        raise ArgumentValueError(f"solver={solver!r} needs a budget: pass budget=...")
+    check_plannable(model)
+    return TrainingStep(
+        model,
+        optimizer,
+        loss_fn,
+        None if budget is None else check_budget(budget),
+        accumulate,
+        None if clip_norm is None else float(clip_norm),
+        solver,
+    )
+
+
+class TrainingStep:
+    """A training step that `step` made. Call it with a batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+        budget: Budget | None,
+        accumulate: int,
+        clip_norm: float | None,
+        solver: str,
+    ):
+        self.model = model
+        self.optimizer = optimizer
+        self.loss_fn = loss_fn
+        self.budget = budget
+        self.accumulate = accumulate
+        self.clip_norm = clip_norm
+        self._updates = Updates(optimizer)
+        self._planner = StepPlanner(budget, solver)
+        self._planner.ledger.name = f"the step of {name_of(loss_fn)}"
+        self._fckpt_planner = self._planner
+        self._traced: dict[Any, Any] = {}
+        self._budgets: dict[Any, Budget | None] = {}
+        """By layout of the microbatches: the budget of each, in bytes if it was a fraction."""
+        self._layout: Any = None
+        self._losses: dict[int, Callable[[nn.Module, Any], torch.Tensor]] = {}
+        self._lock = threading.RLock()
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """Does one training step, and returns the loss, which has no graph."""
+        with self._lock, running(self._updates):
+            ledger = self._planner.ledger
+            ledger.count("calls")
+            before = ledger.stats
+            parts = self._begun(batch)
+            total: torch.Tensor | None = None
+            carried, loss_dtype = (), None
+            try:
+                for i, part in enumerate(parts):
+                    place = _Place(len(parts), i + 1 == len(parts), carried, loss_dtype)
+                    loss, carried = self._run(part, place)
+                    total = loss if total is None else total + loss
+                    loss_dtype = total.dtype
+                    self._updates.sums.append(total)
+                    del loss  # the next microbatch would hold it
+            finally:
+                self._updates.sums = []
+            if before.captures == ledger.stats.captures and before.programs == ledger.stats.programs:
+                ledger.count("hits")
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules of learning rates look at it
+            assert total is not None
+            return total
+
+    def plan(self, batch: Any) -> Plan:
+        """Returns the plan for a batch, without a step; for several microbatches, the plan with the largest peak.
+
+        Raises:
+            BudgetError: no plan fits the budget.
+            TraceError: the loss function cannot be traced.
+        """
+        with self._lock, running(self._updates):
+            parts = self._begun(batch)
+            programs = self._programs(parts)
+            plans = [self._planner.exact_plan(program) for program in programs]
+            return max(plans, key=lambda plan: plan.peak_bytes)
+
+    # -- before a call
+
+    def _begun(self, batch: Any) -> list[Any]:
+        """Checks that a step may run now, and returns the microbatches, for which plans exist."""
+        if not torch.is_grad_enabled():
+            raise ArgumentValueError("a step differentiates its loss: call it outside of torch.no_grad().")
+        if transforms_active() or has_forward_mode() or is_recorded() or is_tracing():
+            raise ArgumentValueError("a step runs outside of torch.func's transforms, torch.compile and other traces.")
+        if mesh_in_use() is not None:
+            raise ArgumentValueError("a step does not run inside of shard_map or pmap yet: use fckpt.remat there.")
+        check_optimizer(self.optimizer)
+        self._updates.refresh()
+        self._check_parameters()
+        parts = self._parts(batch)
+        self._layout = self._updates.key()
+        self._planner.budget = self.budget
+        if len(parts) > 1:
+            leaves = [t for part in (parts[0], parts[-1]) for t in tree.leaves(part) if isinstance(t, torch.Tensor)]
+            key = (len(parts), tuple(layouts_below(leaves)), self._layout, ambient.capture(), self.model.training)
+            if key not in self._budgets:
+                self._programs(parts)
+                self._budgets[key] = self._planner.budget
+            self._planner.budget = self._budgets[key]
+        return parts
+
+    def _check_parameters(self) -> None:
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for i, parameter in enumerate(self._updates.parameters):
+            name = names.get(id(parameter), f"number {i} of the optimizer")
+            if parameter.grad is not None:
+                raise ArgumentValueError(
+                    f"parameter {name} has a gradient already, which a step would have to add to. Call "
+                    "optimizer.zero_grad() first, or use accumulate=... for several microbatches."
+                )
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ArgumentValueError(
+                    f"parameter {name} has a hook on its gradient, which a step would not call. Remove the hook, or "
+                    "use fckpt.remat for forward and backward."
+                )
+        if self.clip_norm is not None:
+            others = [
+                n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in self._updates.numbers
+            ]
+            if others:
+                raise ArgumentValueError(
+                    f"parameter {others[0]} requires grad, but is in no group of the optimizer: it is unclear whether "
+                    "its gradient counts in clip_norm. Freeze it with requires_grad_(False), or add it to a group."
+                )
+
+    def _parts(self, batch: Any) -> list[Any]:
+        """Returns the microbatches."""
+        leaves, spec = tree.flatten(batch)
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+        if any(t.requires_grad for t in tensors):
+            raise ArgumentValueError(
+                "a tensor of the batch requires grad, and a step returns no gradient for it: detach it."
+            )
+        if self.accumulate == 1:
+            return [batch]
+        for path, t in zip(spec.paths(), leaves, strict=True):
+            if isinstance(t, torch.Tensor) and (not t.dim() or len(t) != len(tensors[0])):
+                raise ArgumentValueError(
+                    f"accumulate={self.accumulate} splits the batch along the first dimension of its tensors, which "
+                    f"must be the same: batch{path} has shape {list(t.shape)}, the first one {list(tensors[0].shape)}."
+                )
+        if not tensors:
+            raise ArgumentValueError("accumulate splits the tensors of the batch, and the batch has none.")
+        split = [t.chunk(self.accumulate) if isinstance(t, torch.Tensor) else None for t in leaves]
+        count = len(tensors[0].chunk(self.accumulate))
+        return [
+            tree.unflatten(spec, [leaf if s is None else s[i] for leaf, s in zip(leaves, split, strict=True)])
+            for i in range(count)
+        ]
+
+    def _programs(self, parts: list[Any]) -> list[Program]:
+        """Returns a program for each microbatch. A float budget becomes a number of bytes: that of the last one."""
+        count = len(parts)
+        if count == 1:
+            return [self._program(parts[0], _Place(1, True))[0]]
+        if isinstance(self.budget, float):
+            self._planner.budget = None
+        first, ending = self._program(parts[0], _Place(count, False))
+        carried, dtype = _carried(first, ending), _loss_of(first).dtype
+        self._planner.budget = self.budget
+        last = self._program(parts[-1], _Place(count, True, carried, dtype))[0]
+        if isinstance(self.budget, float):
+            self._planner.budget = self._planner.plan_of[last].budget_bytes
+        found = [self._program(parts[0], _Place(count, False))[0]]
+        found += [self._program(part, _Place(count, False, carried, dtype))[0] for part in parts[1:-1]]
+        return [*found, last]
+
+    # -- one microbatch
+
+    def _scaled(self, count: int) -> Callable[[nn.Module, Any], torch.Tensor]:
+        """Returns the loss function of one of `count` microbatches."""
+        if count == 1:
+            return self.loss_fn
+        if count not in self._losses:
+            loss_fn = self.loss_fn
+
+            def scaled(model: nn.Module, batch: Any) -> torch.Tensor:
+                return loss_fn(model, batch) / count
+
+            self._losses[count] = scaled
+        return self._losses[count]
+
+    def _captured(self, part: Any, place: _Place, use: Callable[[Any, dict[Any, Any]], Any]) -> Any:
+        """Returns `use(capture, its programs)`; None if the loss function cannot be captured."""
+        fn = self._scaled(place.parts)
+        found = self._planner.captured(fn, (self.model, part), {})
+        if found is None or found[0].graph is None:
+            return None
+        try:
+            return use(*found)
+        except HigherOrderError:
+            raise
+        except TraceError as error:  # tracing the Python code may work; if not, its error names the line
+            self._planner.refuse(found[0], str(error))
+        return None
+
+    def _program(self, part: Any, place: _Place) -> tuple[Program, Ending]:
+        """Returns the program of a microbatch, which does not run."""
+        fn = self._scaled(place.parts)
+
+        def of_graph(captured: Any, programs: dict[Any, Any]) -> tuple[Program, Ending]:
+            return self._of_graph(captured, programs, captured.bound(fn, (self.model, part), {}), place)
+
+        found = self._captured(part, place, of_graph)
+        return self._of_python(Arguments((self.model, part), {}), place)[:2] if found is None else found
+
+    def _run(self, part: Any, place: _Place) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Runs a microbatch; returns its loss, and the numbers of the parameters for which it leaves gradients."""
+        fn = self._scaled(place.parts)
+        left: list[tuple[int, ...]] = []
+
+        def of_graph(captured: Any, programs: dict[Any, Any]) -> Any:
+            def run(inputs: tuple[Any, ...]) -> list[Any]:
+                function = captured.function(inputs)
+                program, ending = self._of_graph(captured, programs, function, place)
+                if place.last and self._updates.is_first and not self._planner.fits_first(program):
+                    program, ending = self._of_graph(captured, programs, function, place._replace(first=True))
+                given = function.arguments
+                outputs = self._execute(program, ending, [*given, *function.held.values()])
+                left.append(_carried(program, ending))
+                return function.finished(_assembled(program, outputs, given))
+
+            return captured.call(run, fn, (self.model, part), {})
+
+        loss = self._captured(part, place, of_graph)
+        if loss is None:
+            arguments = Arguments((self.model, part), {})
+            program, ending, operands = self._of_python(arguments, place)
+            if place.last and self._updates.is_first and not self._planner.fits_first(program):
+                program, ending, operands = self._of_python(arguments, place._replace(first=True))
+            outputs = self._execute(program, ending, operands)
+            left.append(_carried(program, ending))
+            loss = _assembled(program, outputs, arguments.tensors)
+        return loss, left[0]
+
+    def _ending(self, operands: Sequence[torch.Tensor], place: _Place) -> Ending:
+        """Returns what follows on the backward pass of a microbatch.
+
+        Raises:
+            ArgumentValueError: a parameter is used under an alias, or a tensor with a graph is used.
+        """
+        numbers = self._updates.numbers
+        mine = {t.untyped_storage()._cdata for t in self._updates.parameters}
+        found = []
+        for i, operand in enumerate(operands):
+            number = numbers.get(id(operand))
+            if number is not None:
+                found.append((i, number))
+            elif operand.requires_grad and not operand.is_leaf:
+                raise ArgumentValueError(
+                    f"the loss function uses a tensor of shape {list(operand.shape)} that other code computed from "
+                    "something that requires grad. Compute it within the loss function, or detach it."
+                )
+            elif operand.layout is torch.strided and operand.untyped_storage()._cdata in mine and operand.numel():
+                raise ArgumentValueError(
+                    f"the loss function uses a tensor of shape {list(operand.shape)} that shares memory with a "
+                    "parameter of the optimizer, so that an update would change it too. Use the parameter itself."
+                )
+        # `clip_grad_norm_(model.parameters(), ...)` adds up norms in this order
+        rank = {id(p): i for i, p in enumerate(self.model.parameters())}
+        found.sort(key=lambda pair: rank.get(id(operands[pair[0]]), len(rank)))
+        ending = Ending(tuple(found), place.last, place.carried, place.loss)
+        if not place.last:
+            return ending
+        return dataclasses.replace(ending, clip_norm=self.clip_norm, layout=self._layout, first=place.first)
+
+    def _of_graph(
+        self, captured: Any, programs: dict[Any, Any], function: GraphFunction, place: _Place
+    ) -> tuple[Program, Ending]:
+        operands = [*function.arguments, *function.held.values()]
+        ending, layouts = self._ending(operands, place), layouts_below(operands)
+        planner, names = self._planner, [i.name for i in captured.inputs]
+        planner.then = ending
+        decisive = tuple(function.inputs[i] for i in captured.graph.decisive)
+        key = (decisive, ambient.capture(), tuple(layouts), ending, planner.budget)
+        tracer = lambda: graph_tracer(function, names, layouts)
+        return planner.programs_of(programs, key, tracer, len(function.arguments)).likely(), ending
+
+    def _of_python(self, arguments: Arguments, place: _Place) -> tuple[Program, Ending, list[torch.Tensor]]:
+        fn, planner = self._scaled(place.parts), self._planner
+        with TRACING:
+            observation = Observation([fn], arguments.statics, arguments.tensors, {}, facts=True)
+            reached = CapturedTensors(observation, arguments.tensors)
+            operands = [*arguments.tensors, *reached.tensors]
+            planner.then = self._ending(operands, place)
+            planner.traced = self._traced.setdefault((planner.then, planner.budget), {})
+            try:
+                programs = planner.traced_programs(fn, arguments, observation, reached, layouts_below(operands))
+            except TraceError as error:
+                reasons = planner.refused()
+                planner.refusals.clear()  # the obstacle may be gone at the next call
+                if not reasons or "looks at the data" in str(error):  # the same reason
+                    raise
+                raise TraceError(f"{error}{reasons}") from error
+        return programs.likely(), planner.then, operands
+
+    def _execute(self, program: Program, ending: Ending, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Runs a program; returns the outputs of the loss function. Leaves gradients in `Updates.sums`."""
+        mine = [(operand, number) for operand, number in ending.numbers if program.trace.gradients[operand] is not None]
+        if ending.updates:
+            self._updates.prepare([number for _, number in mine])
+        given = [t.resolve_conj().resolve_neg() if t.is_complex() else t for t in operands] + program.constants
+        with below_autograd():
+            outputs, residuals = program.lowered.forward(given)
+            assert program.backward.outputs is not None
+            cotangents = [torch.ones_like(outputs[i]) for i in program.backward.outputs]
+            gradients = program.lowered.backward(given, residuals, cotangents)
+        written = {operand for _, operand in program.trace.versions}
+        torch.autograd.graph.increment_version([operands[i] for i in written])
+        if not ending.updates:
+            self._updates.sums = [gradients[operand] for operand, _ in mine]  # type: ignore[misc]
+        return outputs
+
+
+class _Place(NamedTuple):
+    """The place of a microbatch in its step."""
+
+    parts: int
+    """The number of microbatches."""
+    last: bool
+    carried: tuple[int, ...] = ()
+    """The numbers of the parameters for which earlier microbatches left a gradient."""
+    loss: torch.dtype | None = None
+    """The dtype of the loss of earlier microbatches; None if there are none."""
+    first: bool = False
+    """See `Ending.first`."""
+
+
+def _carried(program: Program, ending: Ending) -> tuple[int, ...]:
+    """Returns the numbers of the parameters that get a gradient, in the order of the operands."""
+    return tuple(number for operand, number in ending.numbers if program.trace.gradients[operand] is not None)
+
+
+def _loss_of(program: Program) -> TensorSpec:
+    assert program.backward.outputs is not None
+    return program.trace.tensors[program.trace.outputs[program.backward.outputs[0]]]
+
+
+def _assembled(program: Program, outputs: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> Any:
+    """Returns the result of a traced function from its tensors."""
+    sources: dict[str, Sequence[torch.Tensor]] = {"out": outputs, "in": arguments}
+    made: dict[Any, Any] = {}
+    leaves = []
+    for leaf in program.trace.leaves:
+        if isinstance(leaf, Rebuilt):
+            leaves.append(leaf.of(sources[leaf.source[0]][leaf.source[1]], made).detach())
+        else:
+            leaves.append(sources[leaf[0]][leaf[1]] if is_number(leaf) else leaf)
+    return tree.unflatten(program.trace.spec, leaves)
