@@ -69,7 +69,7 @@ class Rebuilt(NamedTuple):
 
 
 def numbered(leaves: list[Any], known: dict[int, tuple[str, int]], fn: Any = None) -> Flat:
-    """Replaces the tensors in `leaves` by their numbers, in place; returns the distinct tensors that `known` lacks."""
+    """Replaces the tensors in `leaves` by numbers, in place; returns the distinct tensors that are not in `known`."""
     outputs: Flat = []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):

@@ -20,7 +20,7 @@ __all__ = ["Lifetimes", "Sums"]
 
 
 class Lifetimes:
-    """The time at which each version of a storage ended, as the number of calls recorded before."""
+    """The time at which each version of a storage ended. A time is the number of calls recorded before it."""
 
     def __init__(self, calls: Sized):
         self.ended: dict[int, int] = {}
