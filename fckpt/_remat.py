@@ -33,7 +33,7 @@ from fckpt._planned.batched import NOT_BATCHED, Batching, run_batched
 from fckpt._planned.execution import NOT_AGAIN, Execution, Program
 from fckpt._planned.making import check_budget
 from fckpt._planned.plan import Budget, Plan
-from fckpt._planned.planner import Planner, Programs
+from fckpt._planned.planner import LazyModules, Planner, Programs
 from fckpt._planned.tracing import TRACING, CapturedTensors, graph_tracer
 from fckpt._recompute import saved_tensors
 from fckpt._recompute.attached import run_nodes, run_planned
@@ -307,6 +307,9 @@ class _PlannedRegion(_Region):
         before = ledger.stats
         try:
             result = self._run_planned_or_raise(fn, args, kwargs)
+        except LazyModules:
+            ledger.falls_back("lazy module")
+            return fn(*args, **kwargs)
         except TraceError as error:
             if self.untraceable == "raise":
                 raise

@@ -73,6 +73,8 @@ class Recorder(TorchDispatchMode):
         self.names: dict[int, list[str]] = {}
         self.sources: dict[int, Source] = {}
         self.boundary: int | None = None
+        self.in_last_backward = False
+        """Whether the last backward pass is about to run."""
         self.autograd_nodes: list[Any] = []
         self.regions: list[tuple[range, set[int], Any]] = []
         """The rematerialised regions inside: their calls, the versions that they return, their policies."""

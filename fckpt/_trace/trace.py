@@ -108,7 +108,8 @@ def _traced(
     recorder: Recorder,
 ) -> Trace:
     tensors = [*arguments.tensors, *closure]
-    with _active.set_to(recorder), _tracing(recorder), errors_located(), contextlib.ExitStack() as stack:
+    wrapped = batch is not None or any(layout.transformed for layout in layouts)
+    with _active.set_to(recorder), _tracing(recorder, wrapped), errors_located(), contextlib.ExitStack() as stack:
         stand_ins = [recorder.stand_in(_untracked(layout) if batch else layout) for layout in layouts]
         numbers = [recorder.number(t) for t in stand_ins]
         count = len(arguments.tensors)
@@ -199,8 +200,8 @@ def inlined(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @contextlib.contextmanager
-def _tracing(recorder: Recorder) -> Iterator[None]:
-    with below_all(), seeding_refused(), recorder, torch.enable_grad(), DataReadsRefused(recorder):
+def _tracing(recorder: Recorder, wrapped: bool) -> Iterator[None]:
+    with below_all(), seeding_refused(), recorder, torch.enable_grad(), DataReadsRefused(recorder, wrapped):
         yield
 
 
