@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import nn
 
 from fckpt._call import ambient, casts
-from fckpt._call.arguments import Arguments, DonatedArguments, StaticArguments
+from fckpt._call.arguments import Arguments, DonatedArguments, StaticArguments, check_donated
 from fckpt._call.closure import closure_of
 from fckpt._call.conditions import BufferWrites, Conditions, Observation, Written
 from fckpt._call.levels import (
@@ -25,7 +25,6 @@ from fckpt._call.levels import (
     version,
     vmap_around_grad,
 )
-from fckpt._call.modules import storage_of
 from fckpt._call.rng import RandomState
 from fckpt._capture import marks
 from fckpt._capture.function import BatchedGraph
@@ -43,7 +42,7 @@ from fckpt._recompute.hooked import run_segment
 from fckpt._recompute.primitives import UserCall
 from fckpt._recompute.saved_tensors import HooksUnavailable
 from fckpt._repeats import repeated_blocks, replace_modules
-from fckpt._trace.layouts import layouts_below
+from fckpt._trace.layouts import as_differentiated, layouts_below
 from fckpt._trace.operations import Batch, Layout
 from fckpt._trace.trace import inlined, is_followed, is_tracing
 from fckpt._trace.untraceable import HigherOrderError
@@ -410,7 +409,7 @@ class _PlannedRegion(_Region):
         """Runs a captured graph below the `vmap`s with batch sizes `sizes`, which have been taken off it."""
         closure = list(function.held.values())
         operands = [*function.arguments, *closure]
-        layouts, of_training = _as_differentiated(layouts_below(operands))
+        layouts, of_training = as_differentiated(layouts_below(operands))
         if self.planner.is_idle and not any(layout.requires_grad for layout in layouts):
             self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
             return function(*function.arguments)
@@ -453,7 +452,7 @@ class _PlannedRegion(_Region):
         with TRACING:
             observation = Observation(call.fn, arguments.statics, call.inputs, self.buffer_writes, facts=True)
             reached = CapturedTensors(observation, call.inputs, batching.passed)
-            layouts, _ = _as_differentiated(layouts_below((*call.inputs, *reached.tensors)))
+            layouts, _ = as_differentiated(layouts_below((*call.inputs, *reached.tensors)))
             idle = self.planner.is_idle and not any(layout.requires_grad for layout in layouts)
             programs = None
             places = tuple([i for i, t in enumerate(call.inputs) if id(t) in (donated or {})])
@@ -540,28 +539,6 @@ class _GraphConditions:
         return Conditions(
             self.function, self.call.fn, (), self.ambient, self.random, self.watched, self.written, self.slots, [], []
         )
-
-
-def check_donated(tensors: Sequence[torch.Tensor], closure: Iterable[torch.Tensor], paths: dict[int, str]) -> None:
-    """Raises `ArgumentValueError` if a donated tensor shares memory with a captured tensor."""
-    if tensors:
-        captured = {storage_of(unwrapped(t)) for t in closure} - {0}
-        for tensor in tensors:
-            if storage_of(tensor) in captured:
-                raise ArgumentValueError(
-                    f"{paths[id(tensor)]} is donated, but shares memory with a tensor that the function closes over, "
-                    "which would change as well. Pass that tensor as an argument, or donate a clone."
-                )
-
-
-def _as_differentiated(layouts: list[Layout]) -> tuple[list[Layout], list[Layout] | None]:
-    """Returns the layouts of operands as a call sees them: with grad mode off, nothing requires grad.
-
-    Also returns the layouts that the call would see with grad mode on, if these are others, otherwise None.
-    """
-    if torch.is_grad_enabled() or not any(layout.requires_grad for layout in layouts):
-        return layouts, None
-    return [layout._replace(requires_grad=False, computed=False) for layout in layouts], layouts
 
 
 def _outer_batch(operands: Sequence[torch.Tensor]) -> tuple[int, Batch | None]:

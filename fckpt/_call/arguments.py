@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from fckpt._call.levels import is_wrapped, unseen, unwrapped
 from fckpt._call.modules import storage_of
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, MutationError, region_name
 
-__all__ = ["Arguments", "DonatedArguments", "StaticArguments", "argument_written", "outlived"]
+__all__ = ["Arguments", "DonatedArguments", "StaticArguments", "argument_written", "check_donated", "outlived"]
 
 
 class _SelectedArguments:
@@ -96,6 +96,18 @@ class DonatedArguments(_SelectedArguments):
                     f"that nothing else uses: {path}.clone()."
                 )
         return found
+
+
+def check_donated(tensors: Sequence[torch.Tensor], closure: Iterable[torch.Tensor], paths: dict[int, str]) -> None:
+    """Raises `ArgumentValueError` if a donated tensor shares memory with a captured tensor."""
+    if tensors:
+        captured = {storage_of(unwrapped(t)) for t in closure} - {0}
+        for tensor in tensors:
+            if storage_of(tensor) in captured:
+                raise ArgumentValueError(
+                    f"{paths[id(tensor)]} is donated, but shares memory with a tensor that the function closes over, "
+                    "which would change as well. Pass that tensor as an argument, or donate a clone."
+                )
 
 
 def _tuple_of(value: Any, kind: type, what: str, wanted: str) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from fckpt._call.casts import remembers_casts_of
 from fckpt._call.levels import is_wrapped, layers, transforms_active, unseen
 from fckpt._trace.operations import Layout
 
-__all__ = ["layouts_below"]
+__all__ = ["as_differentiated", "layouts_below"]
 
 
 def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
@@ -36,6 +36,16 @@ def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
         ]
     with unseen():
         return [_layout_below(t) for t in tensors]
+
+
+def as_differentiated(layouts: list[Layout]) -> tuple[list[Layout], list[Layout] | None]:
+    """Returns the layouts of operands as a call sees them: with grad mode off, nothing requires grad.
+
+    Also returns the layouts that the call would see with grad mode on, if these are others, otherwise None.
+    """
+    if torch.is_grad_enabled() or not any(layout.requires_grad for layout in layouts):
+        return layouts, None
+    return [layout._replace(requires_grad=False, computed=False) for layout in layouts], layouts
 
 
 def _layout_below(tensor: torch.Tensor) -> Layout:

@@ -17,7 +17,7 @@ README = ROOT / "README.md"
 
 def test_code_prints_what_the_readme_shows() -> None:
     code = [block for block in blocks(README) if block.language == "python"]
-    assert code[0].shown is not None and "gradients equal: True" in code[0].shown
+    assert code[0].shown is not None and "parameters equal: True" in code[0].shown
     assert all(block.shown is not None for block in code)
     assert run_page(README) == len(code) == 2
 
