@@ -34,7 +34,7 @@ from fckpt._planned.batched import NOT_BATCHED, Batching, run_batched
 from fckpt._planned.execution import NOT_AGAIN, Execution, Program
 from fckpt._planned.making import check_budget
 from fckpt._planned.plan import Budget, Plan
-from fckpt._planned.planner import Planner, Programs
+from fckpt._planned.planner import LazyModules, Planner, Programs
 from fckpt._planned.tiling import Tile, check_tile
 from fckpt._planned.tracing import TRACING, CapturedTensors, graph_tracer
 from fckpt._recompute import saved_tensors
@@ -350,6 +350,9 @@ class _PlannedRegion(_Region):
         donated = self.donated.tensors(args, kwargs) if self.donated else {}
         try:
             result = self._run_planned_or_raise(fn, args, kwargs, donated)
+        except LazyModules:
+            ledger.falls_back("lazy module")
+            return fn(*args, **kwargs)
         except TraceError as error:
             if self.untraceable == "raise":
                 raise

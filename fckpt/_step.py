@@ -221,8 +221,8 @@ class TrainingStep:
                 )
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise ArgumentValueError(
-                    f"parameter {self._name(i)} has a hook on its gradient, which a step would not call. Remove "
-                    "the hook, or use fckpt.remat for forward and backward."
+                    f"parameter {self._name(i)} has a hook on its gradient, which a step would not call. Remove the "
+                    "hook, or use fckpt.remat for forward and backward."
                 )
         if self.clip_norm is not None:
             others = [

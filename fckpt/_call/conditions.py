@@ -1,8 +1,8 @@
 """The conditions of a call: everything besides its arguments that determines its result.
 
 These are generator states, ambient settings, module buffers and captured tensors. They are observed before and after
-the forward. A recompute runs on copies that hold them (see `shadow`), so it sees what the forward saw, and generators
-and buffers end where the plain function leaves them.
+the forward. A recompute runs on a copy of the function with the observed values (see `shadow`). So it sees what the
+forward saw, and generators and buffers end where the plain function leaves them.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Observation:
         return (tuple(self.facts), tuple(part.settings() for part in self.parts), places)
 
     def conditions(self, draws: bool | None = None) -> Conditions:
-        """Returns the conditions of the run that has just ended, without what the run did not use.
+        """Returns the conditions of the run that has just ended, reduced to those that the run used.
 
         Args:
             draws: whether the run drew random numbers, if that is known.

@@ -112,7 +112,7 @@ class Entry:
             self._functions.append(types.FunctionType(code, scope))
 
     def taken(self, fn: Any) -> tuple[types.FunctionType, Any, Any]:
-        """Returns (entry, function, bound object).
+        """Returns (entry, function, bound object) for a region's function.
 
         A bound method is split into function and object, because Python makes a new bound method at each access.
         """
@@ -121,11 +121,14 @@ class Entry:
         return self._of(fn)[0], fn, None
 
     def _of(self, fn: Any) -> list[types.FunctionType]:
-        """Returns the entries for a function. Dynamo finds a module's globals by the module's name."""
+        """Returns the entries for a function and for a bound method.
+
+        Dynamo looks up the globals of a function by the name of its module. For a function that `exec` defined in a
+        namespace of no module, the entries therefore get that namespace as their globals.
+        """
         scope = getattr(fn, "__globals__", None)
         if scope is None or vars(sys.modules.get(scope.get("__name__", ""), types)) is scope:
             return self._functions
-        # The function's code was run by `exec`, in a namespace that belongs to no module.
         return [types.FunctionType(entry.__code__, scope) for entry in self._functions]
 
 
@@ -252,7 +255,7 @@ def _callable(output: Any, compiled: Callable[..., Any], scope: dict[str, Any]) 
 
 
 class _Bound(BaseException):
-    """Ends a call as soon as its inputs are known, before any operation has run."""
+    """Raised in place of the graph to end a call as soon as its inputs are known, before any operation has run."""
 
 
 def capture(entry: Entry, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, below: bool = False) -> Captured:
@@ -273,7 +276,7 @@ def capture(entry: Entry, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         output, guards, names, builtin_names = _captured(taken, args, kwargs, below, dynamic=True)
     except CaptureError:
-        # Dynamo assumes that a number which has changed once will change again. Some code cannot be captured so.
+        # Dynamo makes a number that has changed once an input of the graph, which some code does not allow.
         output, guards, names, builtin_names = _captured(taken, args, kwargs, below, dynamic=False)
     captured = Captured(entry, taken, (args, kwargs), output, guards, below)
     captured.keywords, captured._names, captured.builtins = tuple(kwargs), names, builtin_names

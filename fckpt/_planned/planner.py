@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 
+from fckpt import _tree as tree
 from fckpt import solve
 from fckpt._call import ambient
 from fckpt._call.arguments import Arguments, DonatedArguments, outlived
+from fckpt._call.closure import closure_of
 from fckpt._call.conditions import Observation
 from fckpt._call.facts import SCRIPT, Unguarded
 from fckpt._call.levels import transforms_active
@@ -43,12 +46,22 @@ from fckpt.graph.identity import difference, fingerprint
 from fckpt.policies.decisions import PolicyLike, as_policy
 from fckpt.spmd.mesh import mesh_in_use
 
-__all__ = ["Planner", "Programs", "traced_without_running"]
+__all__ = ["LazyModules", "Planner", "Programs", "traced_without_running"]
 
 
 _MOST_CAPTURES = 32  # per function
 _MOST = 128  # signatures per function: a number that changes at every call makes a new signature each time
 _MOST_BACKWARD = 32  # backward passes per signature: with other outputs, or other strides of cotangents
+
+
+class LazyModules(TraceError):
+    """The call creates the parameters of a lazy module, so it cannot be planned."""
+
+
+def _has_lazy_modules(fn: Callable[..., Any], given: Any) -> bool:
+    modules = closure_of([fn], [leaf for leaf in tree.leaves(given) if not isinstance(leaf, torch.Tensor)]).modules
+    lazy = [m for module in modules for m in module.modules() if isinstance(m, LazyModuleMixin)]
+    return any(module.has_uninitialized_params() for module in lazy)  # type: ignore[misc]
 
 
 class Programs:
@@ -76,6 +89,9 @@ class Programs:
 
     def differentiating(self, backward: Backward) -> Program:
         """Returns the program for a backward pass, and makes it the likely program from now on."""
+        either = backward._replace(wrapped=None)  # for a program that does not depend on it
+        if backward not in self._made and either in self._made:
+            backward = either
         if backward not in self._made:
             with TRACING:
                 if backward not in self._made:
@@ -172,6 +188,12 @@ class Planner:
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], below: bool
     ) -> tuple[Any, dict[Any, Programs]] | None:
         from fckpt._capture.captured import CaptureError, Entry, capture  # imports Dynamo, which takes a second
+
+        if _has_lazy_modules(fn, (args, kwargs)):
+            raise LazyModules(
+                "the function uses a lazy module (nn.LazyLinear, for example), which creates its parameters in its "
+                "first call. Call the function once before a plan is made."
+            )
 
         if self._entry is None:
             self._entry = Entry()

@@ -194,7 +194,7 @@ class Assembly:
         return same or is_expanded(known.shape, known.stride())
 
     def _lived(self) -> tuple[Value, ...]:
-        """Returns the values with the node until which the plain function holds each (`Value.held_to`)."""
+        """Returns the values, each with the last node at which the plain function still holds it (`Value.held_to`)."""
         if not self.nodes:
             return tuple(self.values)
         nodes = [*self.before, len(self.nodes)]

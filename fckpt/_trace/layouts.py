@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from fckpt._call.casts import remembers_casts_of
-from fckpt._call.levels import layers, transforms_active, unseen
+from fckpt._call.levels import is_wrapped, layers, transforms_active, unseen
 from fckpt._trace.operations import Layout
 
 __all__ = ["layouts_below"]
@@ -29,6 +29,7 @@ def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
                     tracked := t.requires_grad,
                     leaf := t.is_leaf,
                     tracked and (not leaf or t._is_view()),
+                    False,
                 )
             )
             for t in tensors
@@ -39,9 +40,11 @@ def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
 
 def _layout_below(tensor: torch.Tensor) -> Layout:
     tracked = tensor.requires_grad
+    transformed = False
     remembered = remembers_casts_of(tensor)
     for layer in layers(tensor):
         tracked = tracked or layer.requires_grad
+        transformed = transformed or (layer.requires_grad and is_wrapped(layer))
         tensor = layer
     return Layout(
         tensor.shape,
@@ -51,6 +54,7 @@ def _layout_below(tensor: torch.Tensor) -> Layout:
         tracked,
         tensor.is_leaf and tensor.requires_grad,
         tracked and not remembered,
+        transformed,
     )
 
 

@@ -78,6 +78,8 @@ class Recorder(TorchDispatchMode):
         self.ending: int | None = None
         """The number of calls before those that follow on the backward pass, if there are any. They may write to
         operands."""
+        self.in_last_backward = False
+        """Whether the last backward pass is about to run."""
         self.autograd_nodes: list[Any] = []
         self.regions: list[tuple[range, set[int], Any]] = []
         """The rematerialised regions inside: their calls, the versions that they return, their policies."""

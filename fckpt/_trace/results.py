@@ -10,6 +10,7 @@ import torch
 from fckpt import _tree as tree
 from fckpt._call import ambient
 from fckpt._call.results import is_number, numbered
+from fckpt._trace import formulas
 from fckpt._trace.aliases import apart
 from fckpt._trace.assemble import Interface
 from fckpt._trace.operations import Backward, Layout, is_dense, strides_of
@@ -113,7 +114,6 @@ class Results:
             cotangents.append(recorder.stand_in(layout) if i in differentiated else None)
             strides += [given.get(i, own)] if i in differentiated else []
             del t
-        self.backward = Backward(differentiated, backward.autocast, tuple(strides), then=backward.then)
         self.cotangents = tuple(None if ct is None else recorder.number(ct) for ct in cotangents)
         if self.levels is not None:
             pairs = list(zip(cotangents, self.out_dims, strict=True))
@@ -122,15 +122,27 @@ class Results:
         wanted = [t for t in self.operands if t.requires_grad]
         pairs = [(y, ct) for y, ct in zip(self.results, cotangents, strict=True) if ct is not None]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        guess = self.levels is not None or any(layout.transformed for layout in self.layouts)
+        recorded = guess if backward.recorded is None else backward.recorded
+        wrapped = guess if backward.wrapped is None else backward.wrapped
+        dependent: list[Any] = []
+
+        def prepare(node: Any) -> None:
+            dependent.extend([True] * formulas.depends_on_wrapping(node))
+            formulas.choose(node, wrapped=wrapped, saved=guess, recorded=recorded, last=True)
+
         if wanted and pairs:
             ys, cts = [y for y, _ in pairs], [ct for _, ct in pairs]
-            recorder.sums.mark(ys)
+            recorder.sums.mark(ys, prepare)
             self.results.clear()
             pairs.clear()
+            recorder.in_last_backward = True
             with ambient.autocast_as(backward.autocast):
                 found = torch.autograd.grad(ys, wanted, cts, allow_unused=True)
-            del ys
             recorder.release()
+            del ys
+        how = {"recorded": recorded, "wrapped": wrapped if dependent else None}
+        self.backward = Backward(differentiated, backward.autocast, tuple(strides), then=backward.then, **how)
         grads = iter(found)
         taken = {recorder.values[t] for t in self.outputs}
         added = backward.then is not None and backward.then.loss is not None

@@ -115,7 +115,11 @@ def _traced(
 ) -> Trace:
     tensors = [*arguments.tensors, *closure]
     enabled = torch.is_grad_enabled() or any(layout.requires_grad for layout in layouts)
-    with _active.set_to(recorder), _tracing(recorder, enabled), errors_located(), contextlib.ExitStack() as stack:
+    wrapped = batch is not None or any(layout.transformed for layout in layouts)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_active.set_to(recorder))
+        stack.enter_context(_tracing(recorder, wrapped, enabled))
+        stack.enter_context(errors_located())
         stand_ins = [recorder.stand_in(_untracked(layout) if batch else layout) for layout in layouts]
         numbers = [recorder.number(t) for t in stand_ins]
         count = len(arguments.tensors)
@@ -215,10 +219,11 @@ def inlined(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @contextlib.contextmanager
-def _tracing(recorder: Recorder, enabled: bool) -> Iterator[None]:
+def _tracing(recorder: Recorder, wrapped: bool, enabled: bool) -> Iterator[None]:
     """Records the body, with grad mode on or off as in the plain call."""
     grad = torch.set_grad_enabled(enabled)
-    with torch.inference_mode(False), below_all(), seeding_refused(), recorder, grad, DataReadsRefused(recorder):
+    reads = DataReadsRefused(recorder, wrapped)
+    with torch.inference_mode(False), below_all(), seeding_refused(), recorder, grad, reads:
         yield
 
 

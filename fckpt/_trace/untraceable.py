@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fckpt._call.levels import unwrapped
+from fckpt._call.levels import is_wrapped, transforms_active, unwrapped
 from fckpt._capture.sources import current, failing_module, is_users
+from fckpt._trace import formulas
+from fckpt._trace.lifetimes import nodes_behind
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.errors import TraceError
@@ -28,16 +30,32 @@ _READS = {
 
 
 class DataReadsRefused(TorchFunctionMode):
-    """A mode that raises `TraceError` for calls that would read the memory of a traced tensor, which has none."""
+    """A mode that raises `TraceError` for calls that would read the memory of a traced tensor, which has none.
 
-    def __init__(self, recorder: Recorder):
+    It also chooses the formulas of backward passes inside of the traced function.
+    """
+
+    def __init__(self, recorder: Recorder, wrapped: bool):
         super().__init__()
         self.recorder = recorder
+        self.wrapped = wrapped
+        """Whether the traced function runs at a level of torch.func."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and self.recorder.owns(unwrapped(args[0])):
             raise TraceError(f"{current()}: {_looks(f'`{func.__name__}`')}")
+        if func is torch.autograd.grad:
+            if not self.recorder.in_last_backward:
+                self._choose_formulas(args[0] if args else (kwargs or {})["outputs"])
+            self.recorder.in_last_backward = False
         return func(*args, **(kwargs or {}))
+
+    def _choose_formulas(self, given: torch.Tensor | Sequence[torch.Tensor]) -> None:
+        outputs = [given] if isinstance(given, torch.Tensor) else given
+        wrapped = self.wrapped or transforms_active()
+        saved = wrapped or any(map(is_wrapped, outputs))
+        for node in nodes_behind(outputs):
+            formulas.choose(node, wrapped=wrapped, saved=saved)
 
 
 _NO_DATA = (

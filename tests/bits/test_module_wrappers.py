@@ -7,6 +7,7 @@ import functools
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -187,6 +188,26 @@ LAZY: dict[str, Callable[[], nn.Module]] = {
         nn.LazyLinear(5), nn.Dropout(0.3), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(3)
     ),
 }
+
+
+@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("way", ["module", "function"])
+def test_lazy_modules_by_a_plan(name: str, way: str) -> None:
+    """The first call creates the parameters as the plain function does, and is not planned."""
+    plain, inner = made(LAZY[name]), made(LAZY[name])
+    take = (lambda x: inner(x)) if way == "function" else inner
+    with pytest.raises(fckpt.TraceError, match=r"lazy module.*Call the function once"):
+        fckpt.plan(take, X, budget=1.0)
+    region: Any = fckpt.remat(take, budget=1.0)
+    for call in range(3):
+        torch.manual_seed(1)
+        expected = gradients(plain), torch.get_rng_state()
+        torch.manual_seed(1)
+        warned = call == 0 and (way, name) != ("module", "itself")  # a hook creates the parameters before the region
+        with pytest.warns(fckpt.BudgetWarning, match="first call of a lazy module") if warned else nullcontext():
+            got = gradients(inner, region)
+        assert_equal((got, torch.get_rng_state()), expected)
+    assert fckpt.stats(region).hits >= 1
 
 
 @pytest.mark.parametrize("name", LAZY)

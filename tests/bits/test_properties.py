@@ -1,6 +1,6 @@
 """Random programs, regions and transform stacks: a rematerialised program is the plain program.
 
-`FCKPT_PROFILE=slow pytest tests/test_properties.py` runs many more examples, new ones every time.
+`FCKPT_PROFILE=slow pytest tests/bits/test_properties.py` runs many more examples, new ones every time.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pages import ROOT, run_page
 import fckpt
 
 DOCS = ROOT / "docs"
-PAGES = sorted(page for page in DOCS.glob("*.md") if page.name != "examples.md")  # tests/test_examples.py
+PAGES = sorted(page for page in DOCS.glob("*.md") if page.name != "examples.md")  # tests/house/test_examples.py
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -27,7 +27,7 @@ PRIVATE = {
     "torch._dynamo": ("_capture/",),
     "torch._functorch": ("_call/levels.py", "_recompute/", "_capture/", "_trace/", "spmd/simulation.py"),
     "torch._C._functorch": ("_call/levels.py", "_recompute/", "_capture/", "_trace/"),
-    "torch._C._autograd": ("_recompute/saved_tensors.py",),
+    "torch._C._autograd": ("_recompute/saved_tensors.py", "_trace/aliases.py"),
     "torch._C": ("_call/levels.py", "_call/ambient.py", "_call/casts.py", "_recompute/", "_capture/", "_trace/"),
     "torch._subclasses": ("_trace/", "_planned/execution.py", "_inspect.py", "spmd/varying.py"),
     "torch.utils._python_dispatch": ("_call/ambient.py", "_trace/", "spmd/varying.py"),

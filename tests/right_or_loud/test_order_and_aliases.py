@@ -84,6 +84,11 @@ def test_the_order_of_a_dict_that_is_returned() -> None:
     assert judge(scenario, budget=0.9).kept
 
 
+def unrecorded(fn: Callable[[], Any]) -> Any:
+    with torch.no_grad():
+        return fn()
+
+
 ALIASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a slice": lambda h, x: (h, h[:2]),
     "a transpose": lambda h, x: (h, h.t()),
@@ -97,6 +102,10 @@ ALIASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "split": lambda h, x: h.split([16, 80]),
     "the input": lambda h, x: (x, h),
     "a view of the input": lambda h, x: (x.view(-1), h),
+    "a slice without grad": lambda h, x: (h, unrecorded(lambda: h[:2])),
+    "a slice without grad of what is not returned": lambda h, x: (h.sin(), unrecorded(lambda: h[:2])),
+    "chunks without grad": lambda h, x: (h * 2, *unrecorded(lambda: h.chunk(2))),
+    "a view of the input without grad": lambda h, x: (h, unrecorded(lambda: x[:2])),
     "real and imaginary": lambda h, x: (torch.view_as_complex(h.view(96, 16, 2)).abs(), h.view(-1)),
 }
 CHANGES: dict[str, Callable[[Any], Any]] = {

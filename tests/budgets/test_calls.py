@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from networks import ACTIVATIONS, Fn, Params, loss_of, network, weights
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vmap
 from torch.utils._pytree import tree_leaves
@@ -20,36 +20,9 @@ import fckpt
 from fckpt.graph.graph import Graph
 from fckpt.graph.simulation import simulate
 
-Params = list[Tensor]
-Fn = Callable[[Params, Tensor], Any]
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
-ACTIVATIONS: list[Callable[[Tensor], Tensor]] = [torch.tanh, F.gelu, F.silu, torch.sin]
 X = torch.linspace(-1, 1, 96 * 16).reshape(96, 16)
-
-
-def weights(layers: int, width: int = 16) -> Params:
-    return [torch.randn(width, width) / 4 for _ in range(layers)]
-
-
-def network(layers: list[int], skips: bool) -> Fn:
-    """Returns a network whose layers have these activations, perhaps with connections from its start to its end."""
-
-    def run(params: Params, x: Tensor) -> Tensor:
-        h, held = x, []
-        for i, (w, kind) in enumerate(zip(params, layers, strict=True)):
-            h = ACTIVATIONS[kind](h @ w)
-            if skips and i < len(layers) // 2:
-                held.append(h)
-            elif held:
-                h = h + held.pop()
-        return h
-
-    return run
-
-
-def loss_of(run: Fn) -> Fn:
-    return lambda params, x: run(params, x).square().mean()
 
 
 def sgd(run: Fn) -> Fn:
