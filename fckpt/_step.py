@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -145,8 +144,8 @@ class TrainingStep:
         self._planner.ledger.name = f"the step of {name_of(loss_fn)}"
         self._fckpt_planner = self._planner
         self._traced: dict[Any, Any] = {}
-        self._budgets: dict[Any, Budget | None] = {}
-        """By layout of the microbatches: the budget of each, in bytes if it was a fraction."""
+        self._budgets: dict[Any, _Limits] = {}
+        """By layout of the microbatches: their budgets."""
         self._layout: Any = None
         self._losses: dict[int, Callable[[nn.Module, Any], torch.Tensor]] = {}
         self._lock = threading.RLock()
@@ -157,12 +156,13 @@ class TrainingStep:
             ledger = self._planner.ledger
             ledger.count("calls")
             before = ledger.stats
-            parts = self._begun(batch)
+            parts, limits = self._begun(batch)
             total: torch.Tensor | None = None
             carried, loss_dtype = (), None
             try:
                 for i, part in enumerate(parts):
-                    place = _Place(len(parts), i + 1 == len(parts), carried, loss_dtype)
+                    last = i + 1 == len(parts)
+                    place = _Place(len(parts), last, carried, loss_dtype, limits[last])
                     loss, carried = self._run(part, place)
                     total = loss if total is None else total + loss
                     loss_dtype = total.dtype
@@ -184,15 +184,14 @@ class TrainingStep:
             TraceError: the loss function cannot be traced.
         """
         with self._lock, running(self._updates):
-            parts = self._begun(batch)
-            programs = self._programs(parts)
+            programs, _ = self._programs(self._begun(batch)[0])
             plans = [self._planner.exact_plan(program) for program in programs]
             return max(plans, key=lambda plan: plan.peak_bytes)
 
     # -- before a call
 
-    def _begun(self, batch: Any) -> list[Any]:
-        """Checks that a step may run now, and returns the microbatches, for which plans exist."""
+    def _begun(self, batch: Any) -> tuple[list[Any], _Limits]:
+        """Checks that a step may run now, and returns the microbatches and their budgets."""
         if not torch.is_grad_enabled():
             raise ArgumentValueError("a step differentiates its loss: call it outside of torch.no_grad().")
         if transforms_active() or has_forward_mode() or is_recorded() or is_tracing():
@@ -204,15 +203,14 @@ class TrainingStep:
         self._check_parameters()
         parts = self._parts(batch)
         self._layout = self._updates.key()
-        self._planner.budget = self.budget
+        limits: _Limits = (None, self.budget)
         if len(parts) > 1:
             leaves = [t for part in (parts[0], parts[-1]) for t in tree.leaves(part) if isinstance(t, torch.Tensor)]
             key = (len(parts), tuple(layouts_below(leaves)), self._layout, ambient.capture(), self.model.training)
             if key not in self._budgets:
-                self._programs(parts)
-                self._budgets[key] = self._planner.budget
-            self._planner.budget = self._budgets[key]
-        return parts
+                self._budgets[key] = self._programs(parts)[1]
+            limits = self._budgets[key]
+        return parts, limits
 
     def _check_parameters(self) -> None:
         for i, parameter in enumerate(self._updates.parameters):
@@ -266,27 +264,29 @@ class TrainingStep:
             for i in range(count)
         ]
 
-    def _programs(self, parts: list[Any]) -> list[Program]:
-        """Returns a program for each microbatch. A float budget becomes a number of bytes: that of the last one."""
+    def _programs(self, parts: list[Any]) -> tuple[list[Program], _Limits]:
+        """Returns a program for each microbatch, and their budgets. A float budget is a fraction for the last one."""
         count = len(parts)
         if count == 1:
-            return [self._program(parts[0], _Place(1, True))[0]]
-        self._planner.budget = None  # only to see what it carries
-        first, ending = self._program(parts[0], _Place(count, False))
+            return [self._program(parts[0], _Place(1, True, budget=self.budget))[0]], (None, self.budget)
+        first, ending = self._program(parts[0], _Place(count, False))  # without a budget, for what it carries
         carried, dtype = _carried(first, ending), _loss_of(first).dtype
-        self._planner.budget = self.budget
-        places = [(parts[0], _Place(count, False))]
-        places += [(part, _Place(count, False, carried, dtype)) for part in parts[1:-1]]
-        others = [functools.partial(self._program, *pair) for pair in places]
+        last_place = _Place(count, True, carried, dtype, self.budget)
+        pairs = [(parts[0], _Place(count, False))]
+        pairs += [(part, _Place(count, False, carried, dtype)) for part in parts[1:-1]]
+        within = lambda limit: [self._program(part, place._replace(budget=limit))[0] for part, place in pairs]
         try:
-            last = self._program(parts[-1], _Place(count, True, carried, dtype))[0]
-            if isinstance(self.budget, float):
-                self._planner.budget = self._planner.plan_of[last].budget_bytes
-            return [*(make()[0] for make in others), last]
+            last = self._program(parts[-1], last_place)[0]
         except BudgetError as error:
-            if isinstance(self._planner.budget, float):
-                self._planner.budget = max(1, error.least_bytes)
-            self._raise_largest([error], others)
+            limit = error.least_bytes if isinstance(self.budget, float) else self.budget
+            self._raise_largest([error], [lambda: within(limit)])
+        if self.budget is None:
+            return [*within(None), last], (None, None)
+        plan = self._planner.plan_of[last]
+        try:  # so that the peak of the step is that of the last microbatch
+            return [*within(plan.peak_bytes), last], (plan.peak_bytes, self.budget)
+        except BudgetError:
+            return [*within(plan.budget_bytes), last], (plan.budget_bytes, self.budget)
 
     # -- one microbatch
 
@@ -339,7 +339,7 @@ class TrainingStep:
         Raises:
             BudgetError: no plan fits. Its `least_bytes` are enough for the first updates, too.
         """
-        if not place.last or self._planner.budget is None or not self._updates.is_first:
+        if not place.last or place.budget is None or not self._updates.is_first:
             return make(place)
         try:
             found = make(place)
@@ -426,7 +426,7 @@ class TrainingStep:
         operands = [*function.arguments, *function.held.values()]
         ending, layouts = self._ending(operands, place), layouts_below(operands)
         planner, names = self._planner, [i.name for i in captured.inputs]
-        planner.then = ending
+        planner.then, planner.budget = ending, place.budget
         decisive = tuple(function.inputs[i] for i in captured.graph.decisive)
         key = (decisive, ambient.capture(), tuple(layouts), ending, planner.budget)
         tracer = lambda: graph_tracer(function, names, layouts)
@@ -438,7 +438,7 @@ class TrainingStep:
             observation = Observation([fn], arguments.statics, arguments.tensors, {}, facts=True)
             reached = CapturedTensors(observation, arguments.tensors)
             operands = [*arguments.tensors, *reached.tensors]
-            planner.then = self._ending(operands, place)
+            planner.then, planner.budget = self._ending(operands, place), place.budget
             planner.traced = self._traced.setdefault((planner.then, planner.budget), {})
             try:
                 programs = planner.traced_programs(fn, arguments, observation, reached, layouts_below(operands))
@@ -468,6 +468,10 @@ class TrainingStep:
         return outputs
 
 
+_Limits = tuple[Budget | None, Budget | None]
+"""The budgets of the last microbatch (the second one) and of the others (the first one)."""
+
+
 class _Place(NamedTuple):
     """The place of a microbatch in its step."""
 
@@ -478,6 +482,7 @@ class _Place(NamedTuple):
     """The numbers of the parameters for which earlier microbatches left a gradient."""
     loss: torch.dtype | None = None
     """The dtype of the loss of earlier microbatches; None if there are none."""
+    budget: Budget | None = None
     first: bool = False
     """See `Ending.first`."""
 

@@ -131,13 +131,14 @@ def _tries(relaxed: Graph, nbytes: int, solve: Callable[[Graph, int], Plan]) -> 
 
     An error stands for a budget that no plan fits; the smallest plan follows on it.
     """
-    for excess in (0, 0.01, 0.05):
+    error: BudgetError | None = None
+    for size in (nbytes, int(nbytes * 0.99), int(nbytes * 0.95), 1):
         try:
-            yield solve(relaxed, max(1, int(nbytes * (1 - excess))))
-        except BudgetError as error:
-            least = error.least_bytes
-            yield error
+            yield solve(relaxed, max(1, size))
+        except BudgetError as found:
+            error = found
             break
-    else:
-        return
-    yield solve(relaxed, least)
+    if error is not None:
+        least = error.least_bytes
+        yield error
+        yield solve(relaxed, least)

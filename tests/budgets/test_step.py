@@ -166,7 +166,7 @@ def test_without_a_budget(net: str, optimizer: str) -> None:
     assert plan.peak_bytes <= plan.baseline_peak_bytes and plan.overhead == 0
 
 
-@pytest.mark.parametrize(("net", "optimizer"), PAIRS)
+@pytest.mark.parametrize(("net", "optimizer"), [pair for pair in PAIRS if pair[0] != "transformer"])
 def test_the_least_budget(net: str, optimizer: str) -> None:
     make, batch, loss_fn = NETS[net]
     data = batch()
