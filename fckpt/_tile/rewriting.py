@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fckpt._tile.gathered import gathered
 from fckpt._tile.stretches import Gathered, Step, Stretch, Untileable
+from fckpt._tile.surroundings import faking
 from fckpt._tile.views import Views, view_arguments
 from fckpt._tile.ways import SUM, Way, tensors_of, ways
 from fckpt._trace.in_place import overwritable
@@ -216,7 +217,8 @@ class Rewriting:
         old = self.old
         for value in (*old.graph.inputs, *old.graph.cotangents):
             self._keep(value, None)
-        boundary = self._emit_all()
+        with faking(self.mode):
+            boundary = self._emit_all()
         try:
             graph = self._graph(boundary)
             graph.check_ends()
@@ -355,11 +357,10 @@ class Rewriting:
 
     def _add(self, index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
         """Emits a call with new results; returns their numbers."""
-        with self.mode:
-            try:
-                result = op(*self._faked(args), **{k: self._faked(v) for k, v in kwargs.items()})
-            except Exception as error:
-                raise Untileable(f"{op} does not run on tiles: {error}") from error
+        try:
+            result = op(*self._faked(args), **{k: self._faked(v) for k, v in kwargs.items()})
+        except Exception as error:
+            raise Untileable(f"{op} does not run on tiles: {error}") from error
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         node = len(self.nodes)
         outputs = [t for t in self.cut.calls[index].outputs if t is not None]
@@ -433,8 +434,7 @@ class Rewriting:
 
     def _concatenate(self, index: int, t: int) -> None:
         spec, parts = self.specs[t], self.parts[t]
-        with self.mode:
-            fake = aten.cat.default([self._fake(p) for p in parts], self.cut.made[t])
+        fake = aten.cat.default([self._fake(p) for p in parts], self.cut.made[t])
         if (tuple(fake.shape), fake.stride(), spec.offset) != (spec.shape, spec.stride, 0):
             raise Untileable("a result has another layout than its tiles put together")
         node = len(self.nodes)
@@ -497,11 +497,10 @@ class Rewriting:
         return number
 
     def _add_view(self, step: Call, args: tuple[Any, ...], made: int, value: int) -> int:
-        with self.mode:
-            try:
-                result = step.op(*self._faked(args), **step.kwargs)
-            except Exception as error:
-                raise Untileable(f"{step.op} does not run on tiles: {error}") from error
+        try:
+            result = step.op(*self._faked(args), **step.kwargs)
+        except Exception as error:
+            raise Untileable(f"{step.op} does not run on tiles: {error}") from error
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         outputs = tuple(self._new(fake, value) for fake in results)
         self.calls.append(Call(step.op, args, step.kwargs, outputs, None))
@@ -538,8 +537,7 @@ class Rewriting:
         found = self.fakes.get(tensor)
         if found is None:
             spec = self.specs[tensor]
-            with self.mode:
-                found = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+            found = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
             self.fakes[tensor] = found
         return found
 
