@@ -223,7 +223,8 @@ def remat(
         budget = None if budget is None else check_budget(budget)
         named = name_of(fn) if name is None else name
         is_module = isinstance(fn, nn.Module)
-        make = functools.partial(_PlannedRegion, static, policy, budget, plan, solver, tile, untraceable, named, is_module)
+        options = (policy, budget, plan, solver, tile, untraceable)
+        make = functools.partial(_PlannedRegion, static, *options, named, is_module)
     if isinstance(fn, nn.Module):
         return remat_module(fn, make)
     region = make()

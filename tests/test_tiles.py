@@ -22,8 +22,9 @@ import fckpt
 from fckpt._planned.plan import Plan
 from fckpt._planned.planner import traced_without_running
 from fckpt._tile.choice import _calls, _grown
+from fckpt._tile.cut import Cut
 from fckpt._tile.exact import inexact
-from fckpt._tile.rewriting import Cut, Rewriting, rewritten
+from fckpt._tile.rewriting import Rewriting, rewritten
 from fckpt._tile.stretches import Gathered, Step, Stretch, Untileable, step_from_json, step_to_json
 from fckpt._tile.ways import ways
 from fckpt._trace.operations import Trace
@@ -94,7 +95,9 @@ def test_exact_tiles_give_the_bits_of_the_plain_function_in_less_memory_than_any
     assert check.plain_peak_bytes == pytest.approx(plan.baseline_peak_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize(("call", "budget"), [(large_vocabulary(), 0.3), (attention(), 0.45)], ids=["vocabulary", "attention"])
+@pytest.mark.parametrize(
+    ("call", "budget"), [(large_vocabulary(), 0.3), (attention(), 0.45)], ids=["vocabulary", "attention"]
+)
 def test_tiles_with_sums_need_less_again_and_differ_by_rounding(call: Call, budget: float) -> None:
     fn, args = call
     plan = fckpt.plan(fn, *args, budget=budget, tile=True)
@@ -117,7 +120,9 @@ def test_remat_runs_tiles_in_training() -> None:
     assert all(map(torch.equal, got, expected))
 
 
-@pytest.mark.parametrize("options", [{"reduction": "sum"}, {"ignore_index": 3}, {"reduction": "none"}, {"label_smoothing": 0.1}])
+@pytest.mark.parametrize(
+    "options", [{"reduction": "sum"}, {"ignore_index": 3}, {"reduction": "none"}, {"label_smoothing": 0.1}]
+)
 def test_losses_of_all_kinds_are_exact(options: dict[str, Any]) -> None:
     fn, args = large_vocabulary(**options)
     plan = fckpt.plan(lambda *a: fn(*a).sum(), *args, budget=0.6, tile="exact")
@@ -271,7 +276,9 @@ def test_a_wrong_option_is_refused_and_tiles_need_a_budget() -> None:
 
 def test_a_budget_error_says_what_tiles_make_possible() -> None:
     fn, args = large_vocabulary()
-    with pytest.raises(fckpt.BudgetError, match=r"Cut into tiles.*at least .* with tile='exact', .* with tile=True\.") as info:
+    with pytest.raises(
+        fckpt.BudgetError, match=r"Cut into tiles.*at least .* with tile='exact', .* with tile=True\."
+    ) as info:
         fckpt.plan(fn, *args, budget=0.2)
     with pytest.raises(fckpt.BudgetError, match=r"at least .* with tile=True\.") as exact:
         fckpt.plan(fn, *args, budget=0.2, tile="exact")

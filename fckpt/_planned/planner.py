@@ -21,6 +21,7 @@ from fckpt._planned.execution import Program
 from fckpt._planned.ledger import Ledger
 from fckpt._planned.making import make_plan, nbytes_of, priced
 from fckpt._planned.plan import Budget, Plan
+from fckpt._planned.tiling import Tile, tiled_as_planned, tiled_or_hinted
 from fckpt._planned.tracing import (
     TRACING,
     CapturedTensors,
@@ -30,7 +31,6 @@ from fckpt._planned.tracing import (
     traced_call,
     unguarded_error,
 )
-from fckpt._planned.tiling import Tile, tiled_as_planned, tiled_or_hinted
 from fckpt._recompute.closed_over import unwatched
 from fckpt._tile.rewriting import rewritten
 from fckpt._trace.layouts import layouts_below

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from fckpt._tile.cut import Cut
 from fckpt._tile.gathered import gathered
-from fckpt._tile.rewriting import INTO, Cut, Rewriting
+from fckpt._tile.rewriting import INTO, Rewriting
 from fckpt._tile.stretches import Gathered, Step
 from fckpt._tile.surroundings import as_planned
 from fckpt._tile.ways import SUM, is_pointwise, tensors_of
@@ -77,7 +78,7 @@ def is_exact(trace: Trace, steps: Sequence[Step]) -> bool:
 
 
 def gathers_exactly(trace: Trace, index: int) -> bool:
-    """Whether the loss at a node has the same bits if it reads gathered elements (`gathered`), ignored rows included."""
+    """Whether the loss at a node keeps its bits if it reads gathered elements (`gathered`), ignored rows included."""
     call = next(call for call in trace.calls if call.node == index)
     rewritten = gathered(trace, index)
     calls = [c for c in rewritten.calls if c.node in range(index, index + 5) or c.op is aten.unsqueeze.default]
@@ -100,7 +101,7 @@ def gathers_exactly(trace: Trace, index: int) -> bool:
 def _gathers(call: Call, calls: Sequence[Call], specs: Sequence[TensorSpec], draw: int) -> bool:
     args, _ = arguments(call, specs, "usual")
     _randomise(args[0], draw)
-    args[1][draw :: DRAWS] = args[4]
+    args[1][draw::DRAWS] = args[4]
     found = {call.args[0].tensor: args[0], call.args[1].tensor: args[1]}
     for step in calls:
         made = _results(step.op(*_given(step.args, found)))

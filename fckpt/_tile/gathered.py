@@ -135,6 +135,4 @@ class _Maker:
             (frozenset({moved(n) for n in nodes}.union(range(index, index + more) if index in nodes else ())), policy)
             for nodes, policy in self.old.regions
         )
-        return dataclasses.replace(
-            self.old, graph=made, calls=calls, tensors=tuple(self.specs), regions=regions
-        )
+        return dataclasses.replace(self.old, graph=made, calls=calls, tensors=tuple(self.specs), regions=regions)

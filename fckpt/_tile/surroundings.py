@@ -1,4 +1,4 @@
-"""The dispatch state in which tiles are tried out: below transforms, modes, autocast and autograd, as planned calls run."""
+"""The dispatch state in which tiles are tried out: that of planned calls, below transforms, autocast and autograd."""
 
 from __future__ import annotations
 
