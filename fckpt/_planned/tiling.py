@@ -1,8 +1,8 @@
 """Plans with tiles: which rewriting of a trace gives the fastest plan within a budget.
 
 The plan without tiles is the first candidate. Further candidates cut operations until none needs more than a share of
-the budget (`SHARES`); each is priced and bounded like any graph. Candidates are solved in the order of their bounds, until
-no other can be faster than the plan found. If saving everything fits, nothing is cut.
+the budget (`SHARES`), as far as possible; each is priced and bounded like any graph. Candidates are solved in the order
+of their bounds, until no other can be faster than the plan found. If saving everything fits, nothing is cut.
 """
 
 from __future__ import annotations

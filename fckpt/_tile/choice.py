@@ -9,13 +9,13 @@ cut.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from fckpt._tile.cut import Cut
 from fckpt._tile.exact import gathers_exactly, inexact
 from fckpt._tile.gathered import gathered, is_gatherable
-from fckpt._tile.rewriting import Cut, Rewriting
+from fckpt._tile.rewriting import Rewriting
 from fckpt._tile.stretches import Gathered, Step, Stretch, Untileable
 from fckpt._tile.views import Views
 from fckpt._tile.ways import SUM, Way, tensors_of, ways

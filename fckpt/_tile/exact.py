@@ -14,19 +14,18 @@ Tensors without memory (on the meta device) cannot be tested. There, what is exa
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fckpt._call.ambient import without_modes
-from fckpt._call.levels import below_autograd, out_of_reach
+from fckpt._tile.cut import Cut
 from fckpt._tile.gathered import gathered
-from fckpt._tile.rewriting import INTO, Cut, Rewriting
+from fckpt._tile.rewriting import INTO, Rewriting
 from fckpt._tile.stretches import Gathered, Step
+from fckpt._tile.surroundings import as_planned
 from fckpt._tile.ways import SUM, is_pointwise, tensors_of
 from fckpt._trace.operations import Call, Ref, TensorSpec, Trace
 from fckpt.cost.calls import signature
@@ -79,7 +78,7 @@ def is_exact(trace: Trace, steps: Sequence[Step]) -> bool:
 
 
 def gathers_exactly(trace: Trace, index: int) -> bool:
-    """Whether the loss at a node has the same bits if it reads gathered elements (`gathered`), ignored rows included."""
+    """Whether the loss at a node keeps its bits if it reads gathered elements (`gathered`), ignored rows included."""
     call = next(call for call in trace.calls if call.node == index)
     rewritten = gathered(trace, index)
     calls = [c for c in rewritten.calls if c.node in range(index, index + 5) or c.op is aten.unsqueeze.default]
@@ -92,7 +91,7 @@ def gathers_exactly(trace: Trace, index: int) -> bool:
             _known[key] = True
         else:
             try:
-                with _isolated():
+                with as_planned():
                     _known[key] = all(_gathers(call, calls, trace.tensors, draw) for draw in range(DRAWS))
             except Exception:  # as above
                 return False
@@ -102,7 +101,7 @@ def gathers_exactly(trace: Trace, index: int) -> bool:
 def _gathers(call: Call, calls: Sequence[Call], specs: Sequence[TensorSpec], draw: int) -> bool:
     args, _ = arguments(call, specs, "usual")
     _randomise(args[0], draw)
-    args[1][draw :: DRAWS] = args[4]
+    args[1][draw::DRAWS] = args[4]
     found = {call.args[0].tensor: args[0], call.args[1].tensor: args[1]}
     for step in calls:
         made = _results(step.op(*_given(step.args, found)))
@@ -127,7 +126,7 @@ def _is_exact(rewriting: Rewriting, node: int) -> bool:
             _known[key] = not way.sums and (is_pointwise(call.op) or call.op in _BY_DEFINITION)
         else:
             try:
-                with _isolated():
+                with as_planned():
                     _known[key] = _agrees(rewriting, node)
             except Exception:  # a kernel may raise any exception on made-up data, or lack memory
                 return False
@@ -142,13 +141,6 @@ def _settings() -> tuple[Any, ...]:
         cuda.allow_fp16_reduced_precision_reduction,
         cuda.allow_bf16_reduced_precision_reduction,
     )
-
-
-@contextlib.contextmanager
-def _isolated() -> Iterator[None]:
-    """Disables transforms, modes and autograd within the body, as planned calls do."""
-    with out_of_reach(), without_modes(), torch.no_grad(), below_autograd():
-        yield
 
 
 def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fckpt._tile.stretches import Untileable
+from fckpt._tile.surroundings import faking
 from fckpt._trace.operations import Call, Ref, TensorSpec, Trace, arguments_of, indices_of
 from fckpt.graph.graph import Node, Value
 
@@ -69,7 +70,7 @@ class _Maker:
         return self._call(op, args, None)
 
     def _call(self, op: Any, args: tuple[Any, ...], node: int | None) -> Ref:
-        with self.mode:
+        with faking(self.mode):
             fake = op(*[self._fake(a) if isinstance(a, Ref) else a for a in args])
         value = self.specs[args[0].tensor].value
         dtype = str(fake.dtype).removeprefix("torch.")
@@ -134,6 +135,4 @@ class _Maker:
             (frozenset({moved(n) for n in nodes}.union(range(index, index + more) if index in nodes else ())), policy)
             for nodes, policy in self.old.regions
         )
-        return dataclasses.replace(
-            self.old, graph=made, calls=calls, tensors=tuple(self.specs), regions=regions
-        )
+        return dataclasses.replace(self.old, graph=made, calls=calls, tensors=tuple(self.specs), regions=regions)

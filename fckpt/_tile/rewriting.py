@@ -15,29 +15,28 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fckpt._tile.cut import Cut, Read
 from fckpt._tile.gathered import gathered
 from fckpt._tile.stretches import Gathered, Step, Stretch, Untileable
-from fckpt._tile.views import Views, view_arguments
-from fckpt._tile.ways import SUM, Way, tensors_of, ways
+from fckpt._tile.surroundings import faking
+from fckpt._tile.views import view_arguments
+from fckpt._tile.ways import SUM, tensors_of
 from fckpt._trace.in_place import overwritable
 from fckpt._trace.operations import Call, Ref, TensorSpec, Trace, arguments_of, is_dense
 from fckpt.errors import ArgumentValueError
 from fckpt.graph.graph import Graph, Node, Value
 
-__all__ = ["INTO", "Cut", "Rewriting", "rewritten", "tiled"]
+__all__ = ["INTO", "Rewriting", "rewritten", "tiled"]
 
 aten = torch.ops.aten
 
 INTO = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 """By product of matrices: the operation that adds the product to an existing sum."""
-ALIGNED = 16
-"""Tiles of more rows than this have a multiple of this number of rows."""
 SMALL = 4
 """A result is concatenated if it is this many times smaller than the largest tile, otherwise written tile by tile."""
 
@@ -64,88 +63,6 @@ def tiled(trace: Trace, stretch: Stretch) -> Trace:
         Untileable: the stretch cannot be cut in this way.
     """
     return Rewriting(Cut(trace, stretch)).trace()
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A tensor that an operation of a stretch reads."""
-
-    tensor: int
-    dim: int | None
-    """The dimension that is cut; None if every tile reads the whole tensor."""
-    base: int | None
-    """The result inside the stretch whose tiles are read, `tensor` being a view of it; None if the whole is read."""
-
-
-class Cut:
-    """A stretch of a trace, checked: what each of its nodes reads and makes, and where the tiles begin and end."""
-
-    def __init__(self, trace: Trace, stretch: Stretch):
-        self.trace, self.stretch = trace, stretch
-        self.specs = trace.tensors
-        self.views = Views(trace)
-        self.calls = _calls_of(trace, [node for node, _ in stretch.ways])
-        self.ways: dict[int, Way] = {}
-        self.made: dict[int, int] = {}
-        """By result of the stretch: the dimension that is cut, or `SUM`."""
-        for node, number in stretch.ways:
-            found = ways(self.calls[node], self.specs)
-            if number >= len(found):
-                raise Untileable(f"{trace.graph.nodes[node].op} cannot be cut in way {number}")
-            self.ways[node] = way = found[number]
-            self.made |= dict(zip([t for t in self.calls[node].outputs if t is not None], way.makes, strict=True))
-        self.values = {self.specs[t].value: t for t in self.made}
-        if len(self.values) < len(self.made) or -1 in self.values:
-            raise Untileable("results share memory")
-        self.reads = {node: self._reads(node) for node in self.ways}
-        self.unit = self._unit()
-        self.bounds = self._bounds(stretch.count)
-
-    def slice_of(self, tensor: int, dim: int, tile: int) -> tuple[int, int]:
-        """Returns the first row of a tile, and the one behind its last, in a dimension of a tensor."""
-        times = self.specs[tensor].shape[dim] // self.unit
-        return self.bounds[tile] * times, self.bounds[tile + 1] * times
-
-    def _reads(self, node: int) -> list[_Read]:
-        found = []
-        for tensor, dim in zip(tensors_of(self.calls[node]), self.ways[node].reads, strict=True):
-            if self.specs[tensor].conj or self.specs[tensor].neg:
-                raise Untileable("it reads a lazy conjugate")
-            inside = dim is not None and self.views.rows_in(tensor, self.made) == dim
-            found.append(_Read(tensor, dim, self.views.base(tensor) if inside else None))
-        return found
-
-    def _unit(self) -> int:
-        """Returns the number of rows that cannot be divided further: every size is a multiple of it."""
-        sizes = [self.specs[t].shape[dim] for t, dim in self.made.items() if dim != SUM]
-        sizes += [self.specs[r.tensor].shape[r.dim] for reads in self.reads.values() for r in reads if r.dim is not None]
-        unit = min(sizes, default=0)
-        if unit < 2 or any(size % unit for size in sizes):
-            raise Untileable(f"its dimensions of rows have the sizes {sorted(set(sizes))}")
-        return unit
-
-    def _bounds(self, count: int) -> list[int]:
-        if count < 2 or self.unit < count:
-            raise Untileable(f"{self.unit} rows cannot be cut into {count} tiles")
-        step = math.ceil(self.unit / count)
-        if step > ALIGNED:
-            step = math.ceil(step / ALIGNED) * ALIGNED
-        return [*range(0, self.unit, step), self.unit]
-
-
-def _calls_of(trace: Trace, nodes: Sequence[int]) -> dict[int, Call]:
-    """Returns the call of each node, all of which must consist of one pure call."""
-    wanted, found = set(nodes), dict[int, Call]()
-    for call in trace.calls:
-        if call.node in wanted:
-            if call.node in found:
-                raise Untileable("an operation consists of several calls")
-            found[call.node] = call
-    for i in wanted:
-        node = trace.graph.nodes[i] if i < len(trace.graph.nodes) else None
-        if node is None or i not in found or node.random or node.once or node.writes or node.in_place:
-            raise Untileable(f"node {i} cannot run several times")
-    return found
 
 
 class Rewriting:
@@ -192,12 +109,7 @@ class Rewriting:
         cut, old = self.cut, self.old
         ours = cut.values
         read = {v for n in old.graph.nodes if n.id not in cut.ways for v in n.inputs}
-        read.update(
-            self._value_of(r.tensor)
-            for node in cut.ways
-            for r in cut.reads[node]
-            if r.base is None
-        )
+        read.update(self._value_of(r.tensor) for node in cut.ways for r in cut.reads[node] if r.base is None)
         read.update((*old.graph.outputs, *old.graph.gradients))
         read.update(self._value_of(t) for t in (*old.outputs, *(g for g in old.gradients if g is not None)))
         return [t for v, t in ours.items() if v in read]
@@ -216,13 +128,16 @@ class Rewriting:
         old = self.old
         for value in (*old.graph.inputs, *old.graph.cotangents):
             self._keep(value, None)
-        boundary = self._emit_all()
+        with faking(self.mode):
+            boundary = self._emit_all()
         try:
             graph = self._graph(boundary)
             graph.check_ends()
         except ArgumentValueError as error:
             raise Untileable(f"the order of its operations cannot change: {error}") from error
-        regions = [(frozenset(n for i in nodes for n in self.moved.get(i, ())), policy) for nodes, policy in old.regions]
+        regions = [
+            (frozenset(n for i in nodes for n in self.moved.get(i, ())), policy) for nodes, policy in old.regions
+        ]
         self.trace_made = dataclasses.replace(
             old, graph=graph, calls=tuple(self.calls), tensors=tuple(self.specs), regions=tuple(regions)
         )
@@ -231,9 +146,15 @@ class Rewriting:
     def _graph(self, boundary: int) -> Graph:
         """Returns the new graph. How long the plain function holds a value is a question to the old one."""
         old, new = self.old.graph, self.known
-        ends = [tuple(new[v] for v in part) for part in (old.inputs, old.cotangents)]
-        results = [tuple(sorted(new[v] for v in part)) for part in (old.outputs, old.gradients)]
-        return Graph(tuple(self.nodes), tuple(self.values), *ends, *results, boundary)
+        return Graph(
+            tuple(self.nodes),
+            tuple(self.values),
+            inputs=tuple(new[v] for v in old.inputs),
+            cotangents=tuple(new[v] for v in old.cotangents),
+            outputs=tuple(sorted(new[v] for v in old.outputs)),
+            gradients=tuple(sorted(new[v] for v in old.gradients)),
+            boundary=boundary,
+        )
 
     # -- the order
 
@@ -320,7 +241,9 @@ class Rewriting:
         number = self.known[value] = len(self.values)
         for tensor in self.members[value]:
             self.specs[tensor] = dataclasses.replace(self.specs[tensor], value=number)
-        self.values.append(dataclasses.replace(self.old.graph.values[value], id=number, producer=producer, held_to=None))
+        self.values.append(
+            dataclasses.replace(self.old.graph.values[value], id=number, producer=producer, held_to=None)
+        )
         return number
 
     def _tile(self, index: int, tile: int) -> None:
@@ -355,11 +278,10 @@ class Rewriting:
 
     def _add(self, index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
         """Emits a call with new results; returns their numbers."""
-        with self.mode:
-            try:
-                result = op(*self._faked(args), **{k: self._faked(v) for k, v in kwargs.items()})
-            except Exception as error:
-                raise Untileable(f"{op} does not run on tiles: {error}") from error
+        try:
+            result = op(*self._faked(args), **{k: self._faked(v) for k, v in kwargs.items()})
+        except Exception as error:
+            raise Untileable(f"{op} does not run on tiles: {error}") from error
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         node = len(self.nodes)
         outputs = [t for t in self.cut.calls[index].outputs if t is not None]
@@ -378,7 +300,13 @@ class Rewriting:
         return numbers
 
     def _node(
-        self, index: int, call: Call, overwrites: tuple[int, ...], *, in_place: bool = False, before: Sequence[Call] = ()
+        self,
+        index: int,
+        call: Call,
+        overwrites: tuple[int, ...],
+        *,
+        in_place: bool = False,
+        before: Sequence[Call] = (),
     ) -> None:
         """Emits the node of a call that does a part of the work of node `index`."""
         old, id = self.old.graph.nodes[index], len(self.nodes)
@@ -433,8 +361,7 @@ class Rewriting:
 
     def _concatenate(self, index: int, t: int) -> None:
         spec, parts = self.specs[t], self.parts[t]
-        with self.mode:
-            fake = aten.cat.default([self._fake(p) for p in parts], self.cut.made[t])
+        fake = aten.cat.default([self._fake(p) for p in parts], self.cut.made[t])
         if (tuple(fake.shape), fake.stride(), spec.offset) != (spec.shape, spec.stride, 0):
             raise Untileable("a result has another layout than its tiles put together")
         node = len(self.nodes)
@@ -468,7 +395,7 @@ class Rewriting:
 
     # -- tensors
 
-    def _read(self, read: _Read, tile: int) -> int:
+    def _read(self, read: Read, tile: int) -> int:
         if read.dim is None:
             return read.tensor
         key = (read.tensor, read.dim, tile)
@@ -479,7 +406,7 @@ class Rewriting:
                 self.views[key] = self._view(read, tile)
         return self.views[key]
 
-    def _view(self, read: _Read, tile: int) -> int:
+    def _view(self, read: Read, tile: int) -> int:
         """Emits the calls that make the view of a tile of a result, if they do not exist yet; returns its number."""
         assert read.base is not None
         number = self.parts[read.base][tile]
@@ -497,11 +424,10 @@ class Rewriting:
         return number
 
     def _add_view(self, step: Call, args: tuple[Any, ...], made: int, value: int) -> int:
-        with self.mode:
-            try:
-                result = step.op(*self._faked(args), **step.kwargs)
-            except Exception as error:
-                raise Untileable(f"{step.op} does not run on tiles: {error}") from error
+        try:
+            result = step.op(*self._faked(args), **step.kwargs)
+        except Exception as error:
+            raise Untileable(f"{step.op} does not run on tiles: {error}") from error
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         outputs = tuple(self._new(fake, value) for fake in results)
         self.calls.append(Call(step.op, args, step.kwargs, outputs, None))
@@ -538,8 +464,7 @@ class Rewriting:
         found = self.fakes.get(tensor)
         if found is None:
             spec = self.specs[tensor]
-            with self.mode:
-                found = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+            found = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
             self.fakes[tensor] = found
         return found
 
@@ -547,8 +472,6 @@ class Rewriting:
         if isinstance(value, Ref):
             return self._fake(value.tensor)
         return type(value)(map(self._faked, value)) if isinstance(value, (list, tuple)) else value
-
-
 
 
 def _visit(start: int, needs: dict[int, set[int]], done: set[int], order: list[int]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fckpt._trace.operations import Call, Ref, TensorSpec, indices_of, is_random
+from fckpt._trace.operations import Call, TensorSpec, indices_of, is_random
 
 __all__ = ["SUM", "Way", "is_pointwise", "tensors_of", "ways"]
 
