@@ -3,10 +3,10 @@
     python -m benches.calls --json benches/results/calls-cpu.json --check       # two minutes
     python -m benches.calls --tiny
 
-One perceptron, and six functions of its weights and a batch that take derivatives inside by `torch.func`: a step of SGD,
-a Hessian-vector product, the gradient of a gradient penalty, gradients per sample, the gradient of a loss after an inner
-step (MAML), and, of its first four layers, the gradient of the residual of Poisson's equation (PINN). Each runs plainly
-and by `fckpt.remat(fn, budget=...)` with half of the measured plain peak, and with the least budget that fckpt finds.
+One perceptron, and six functions of its weights and a batch that take derivatives inside by `torch.func`: a step of
+SGD, a Hessian-vector product, the gradient of a gradient penalty, gradients per sample, the gradient of a loss after an
+inner step (MAML), and, of its first four layers, the gradient of the residual of Poisson's equation (PINN). Each runs
+plainly and by `fckpt.remat(fn, budget=...)` with half of the measured plain peak, and with the least budget found.
 
 Peaks are counted by the allocator; times are relative to the plain call, run alternately. `extra` is the predicted time
 of recomputations. With `--check` the exit code is 1 if a peak exceeds its budget or is not the predicted one, or if a
