@@ -119,6 +119,13 @@ def test_updates_need_no_memory() -> None:
     assert least[0] > 3 and least[1] < 1  # without: new parameters, m and v
 
 
+def test_a_check_gives_the_old_values_back() -> None:
+    step, args = step_of([0, 1, 2], adamw), fresh(3)
+    before = copied(args)
+    assert fckpt.check(fckpt.remat(step, budget=0.5, donate_argnums=(0, 1)), *args)
+    assert all(map(torch.equal, tree_leaves(args), tree_leaves(before)))
+
+
 def test_names_decorator_and_inference_of_a_region() -> None:
     @fckpt.remat(budget=1.0, donate_argnames="weight")
     def negated(*, weight: Tensor) -> Tensor:
