@@ -13,7 +13,7 @@ BENCHES = {
     "overhead": ("time of a call of remat and grad, and steps with a region per block", "4 minutes"),
     "step_picture": ("a picture of a training step of BERT: memory, plain and planned", "a minute"),
     "budgets": ("eleven networks: predicted and measured peaks, and times, for ten budgets", "half an hour"),
-    "calls": ("six functions with derivatives inside, within half of their peak: peak and time", "2 minutes"),
+    "calls": ("six functions with derivatives inside, within half of their peak: peak and time", "5 minutes"),
     "steps": ("twelve networks: whole training steps, their peaks and times, by hand and by fckpt.step", "an hour"),
     "networks": ("eighteen networks: plans in the memory, or time, of published checkpoints", "an hour"),
     "networks_picture": ("pictures of the results of networks", "a minute"),

@@ -1,6 +1,6 @@
 """Calls that nothing outside differentiates: derivatives inside, within half of the plain call's peak.
 
-    python -m benches.calls --json benches/results/calls-cpu.json --check       # two minutes
+    python -m benches.calls --json benches/results/calls-cpu.json --check       # five minutes
     python -m benches.calls --tiny
 
 One perceptron, and six functions of its weights and a batch that take derivatives inside by `torch.func`: a step of
@@ -141,8 +141,8 @@ def examine(name: str, size: str, rounds: int, device: torch.device) -> list[Row
 def _run(
     row: Row, name: str, params: Params, x: Tensor, plain: Callable[[], Any], rounds: int, device: torch.device
 ) -> None:
-    planned = fckpt.remat(CALLS[name], budget=row.budget_bytes)
     plan = fckpt.plan(CALLS[name], params, x, budget=row.budget_bytes)
+    planned = fckpt.remat(CALLS[name], plan=plan)
     run = lambda: planned(params, x)
     if not all(map(torch.equal, tree_leaves(plain()), tree_leaves(run()))):
         row.complaints.append("not bitwise equal")
@@ -166,6 +166,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = report_parser("calls", __doc__)
     parser.add_argument("--device", help=DEVICE)
     parser.add_argument("--rounds", type=int, default=21, metavar="N", help="timed calls of each kind (default 21)")
+    parser.add_argument("--calls", nargs="+", choices=list(CALLS), default=list(CALLS), metavar="NAME")
     parser.add_argument("--tiny", action="store_true", help="a very small network, for a try")
     parser.add_argument("--check", action="store_true", help="exit 1 if a peak or a result is not as it should be")
     return parser.parse_args(arguments)
@@ -179,8 +180,8 @@ def main(arguments: list[str] | None = None) -> int:
     size = "tiny" if parsed.tiny else device.type
     table = table_of("call", "budget", "plain MiB", "of plain", "extra", "time", left=("call", "budget"))
     rows: list[Row] = []
-    with steps(len(CALLS)) as advance:
-        for name in CALLS:
+    with steps(len(parsed.calls)) as advance:
+        for name in parsed.calls:
             advance(name)
             rows += examine(name, size, parsed.rounds, device)
     for row in rows:
