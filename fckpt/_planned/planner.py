@@ -127,7 +127,7 @@ class Planner:
         self.given = plan
         self.solver = solver
         self.costs = costs
-        self.tile = tile
+        self.tile: Tile = tile
         self.ledger = Ledger()
         self.ledger.promised = budget if plan is None else plan.budget_bytes
         self.traced: dict[Any, list[tuple[Guards, Programs]]] = {}

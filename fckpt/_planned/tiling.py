@@ -78,7 +78,7 @@ def tiled_or_hinted(
         try:
             return make(graph, budget)
         except BudgetError as error:
-            raise hinted(error, traced, graph, ("exact", True)) from None
+            raise hinted(error, traced, graph, least_peak(graph), ("exact", True)) from None
     nbytes = nbytes_of(budget, graph)
     candidates = [_Candidate((), graph, lower_bound(graph, nbytes).seconds)]
     if candidates[0].least_seconds <= graph.seconds * (1 + ROUNDING):
@@ -90,7 +90,8 @@ def tiled_or_hinted(
         candidates.append(_Candidate(tuple(steps), cut, lower_bound(cut, nbytes).seconds))
     found = _best(candidates, nbytes, make)
     if isinstance(found, BudgetError):
-        raise hinted(found, traced, graph, (True,)) if tile == "exact" else found
+        least = min(least_peak(c.graph) for c in candidates)
+        raise hinted(found, traced, graph, least, (True,)) if tile == "exact" else found
     best, steps = found
     return dataclasses.replace(best, tiles=steps, tile=tile, untiled=graph) if steps else best
 
@@ -174,16 +175,16 @@ def tiled_as_planned(plan: Plan, traced: Trace) -> Trace:
     return made
 
 
-def hinted(error: BudgetError, traced: Trace, graph: Graph, tiles: Sequence[Tile]) -> BudgetError:
+def hinted(error: BudgetError, traced: Trace, graph: Graph, least: int, tiles: Sequence[Tile]) -> BudgetError:
     """Returns a `BudgetError` that also says how much less a plan may need with tiles, if that is quickly known.
 
     Args:
         error: the error.
         traced: the trace.
         graph: its graph without tiles, with costs.
+        least: a bound on the peak of every plan that was tried.
         tiles: the options to try, in order; each is named if it needs less than those before it.
     """
-    least = error.least_bytes
     if len(graph.nodes) > _QUICK.nodes:
         return error
     costed = dataclasses.replace(traced, graph=graph)

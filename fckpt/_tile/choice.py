@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fckpt._tile.cut import Cut
 from fckpt._tile.exact import gathers_exactly, inexact
 from fckpt._tile.gathered import gathered, is_gatherable
 from fckpt._tile.rewriting import Rewriting
+from fckpt._tile.slices import Slices
 from fckpt._tile.stretches import Gathered, Step, Stretch, Untileable
 from fckpt._tile.views import Views
 from fckpt._tile.ways import SUM, Way, tensors_of, ways
@@ -89,7 +89,7 @@ class _Choice:
         best: tuple[int, int, Rewriting] | None = None
         for number, _ in enumerate(self._ways(node)):
             for made in self._rewritings(node, number):
-                found = (made[0], made[1].cut.stretch.count, made[1])
+                found = (made[0], made[1].slices.stretch.count, made[1])
                 if best is None or found[0] < USEFUL * best[0]:
                     best = found
         if best is None or best[0] >= USEFUL * peak:
@@ -142,7 +142,7 @@ class _Choice:
         best: tuple[int, Rewriting] | None = None
         for count in COUNTS if known is None else (known,):
             try:
-                rewriting = Rewriting(Cut(self.trace, Stretch(tuple(sorted(members.items())), count)))
+                rewriting = Rewriting(Slices(self.trace, Stretch(tuple(sorted(members.items())), count)))
                 peaks = least_peaks(rewriting.trace().graph)
             except Untileable:
                 break
@@ -155,13 +155,13 @@ class _Choice:
             if needed <= self.target:
                 break
         if best is not None:
-            self.counts[kind] = best[1].cut.stretch.count
+            self.counts[kind] = best[1].slices.stretch.count
         return best
 
     def _take(self, rewriting: Rewriting) -> None:
-        self.tiles = {m for n in (*self.tiles, *rewriting.cut.ways) for m in rewriting.moved[n]}
+        self.tiles = {m for n in (*self.tiles, *rewriting.slices.ways) for m in rewriting.moved[n]}
         self.trace = rewriting.trace_made
-        self.steps.append(rewriting.cut.stretch)
+        self.steps.append(rewriting.slices.stretch)
 
 
 def _calls(trace: Trace) -> dict[int, Call]:

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from fckpt._tile.cut import Cut
 from fckpt._tile.gathered import gathered
 from fckpt._tile.rewriting import INTO, Rewriting
+from fckpt._tile.slices import Slices
 from fckpt._tile.stretches import Gathered, Step
 from fckpt._tile.surroundings import as_planned
 from fckpt._tile.ways import SUM, is_pointwise, tensors_of
@@ -55,7 +55,7 @@ def inexact(rewriting: Rewriting) -> list[int]:
     Args:
         rewriting: the rewriting of the stretch, after it has made a trace.
     """
-    return [node for node in rewriting.cut.ways if not _is_exact(rewriting, node)]
+    return [node for node in rewriting.slices.ways if not _is_exact(rewriting, node)]
 
 
 def is_exact(trace: Trace, steps: Sequence[Step]) -> bool:
@@ -70,7 +70,7 @@ def is_exact(trace: Trace, steps: Sequence[Step]) -> bool:
                 return False
             trace = gathered(trace, step.node)
         else:
-            rewriting = Rewriting(Cut(trace, step))
+            rewriting = Rewriting(Slices(trace, step))
             trace = rewriting.trace()
             if inexact(rewriting):
                 return False
@@ -115,12 +115,12 @@ _known: dict[Any, bool] = {}
 
 def _is_exact(rewriting: Rewriting, node: int) -> bool:
     """Whether the tiles of a node are exact, from an earlier test of equal calls if there was one."""
-    cut = rewriting.cut
-    call, way = cut.calls[node], cut.ways[node]
-    specs = [cut.specs[t] for t in (*tensors_of(call), *(t for t in call.outputs if t is not None))]
+    slices = rewriting.slices
+    call, way = slices.calls[node], slices.ways[node]
+    specs = [slices.specs[t] for t in (*tensors_of(call), *(t for t in call.outputs if t is not None))]
     layouts = [_layout(rewriting.specs[t]) for args, kwargs in rewriting.sent[node] for t in _tensors(args, kwargs)]
-    inside = tuple(read.base is not None for read in cut.reads[node])
-    key = (signature(call, cut.specs), way, tuple(layouts), inside, torch.get_num_threads(), _settings())
+    inside = tuple(read.base is not None for read in slices.reads[node])
+    key = (signature(call, slices.specs), way, tuple(layouts), inside, torch.get_num_threads(), _settings())
     if key not in _known:
         if any(spec.device.type == "meta" for spec in specs):
             _known[key] = not way.sums and (is_pointwise(call.op) or call.op in _BY_DEFINITION)
@@ -152,15 +152,15 @@ def _layout(spec: TensorSpec) -> tuple[Any, ...]:
 
 
 def _agrees(rewriting: Rewriting, node: int) -> bool:
-    cut = rewriting.cut
-    call, way = cut.calls[node], cut.ways[node]
-    if way.sums and any(cut.specs[t].dtype.is_floating_point for t in tensors_of(call)):
+    slices = rewriting.slices
+    call, way = slices.calls[node], slices.ways[node]
+    if way.sums and any(slices.specs[t].dtype.is_floating_point for t in tensors_of(call)):
         return False  # another order of the sum
-    if is_pointwise(call.op) and not _is_aligned(cut, node) and _is_positional(call, cut.specs):
+    if is_pointwise(call.op) and not _is_aligned(slices, node) and _is_positional(call, slices.specs):
         return False
-    elements = sum(math.prod(cut.specs[t].shape) for t in call.outputs if t is not None)
+    elements = sum(math.prod(slices.specs[t].shape) for t in call.outputs if t is not None)
     for draw in range(min(DRAWS, max(1, math.ceil(SAMPLES / max(1, elements))))):
-        args, kwargs = arguments(call, cut.specs, "usual")
+        args, kwargs = arguments(call, slices.specs, "usual")
         whole = dict(zip(tensors_of(call), _flat((args, kwargs)), strict=True))
         for tensor in whole.values():
             _randomise(tensor, draw)
@@ -175,26 +175,26 @@ def _agrees(rewriting: Rewriting, node: int) -> bool:
             for i, part in enumerate(_results(call.op(*tile_args, **tile_kwargs))):
                 if way.makes[i] == SUM:
                     found[i] = part if tile == 0 else found[i].add_(part)
-                elif not _equal(part, expected[i].narrow(way.makes[i], *_span(cut, call.outputs[i], way, i, tile))):
+                elif not _equal(part, expected[i].narrow(way.makes[i], *_span(slices, call.outputs[i], way, i, tile))):
                     return False
         if not all(_equal(f, e) for f, e in zip(found, expected, strict=True) if f is not None):
             return False
     return True
 
 
-def _span(cut: Cut, tensor: Any, way: Any, i: int, tile: int) -> tuple[int, int]:
-    first, end = cut.slice_of(tensor, way.makes[i], tile)
+def _span(slices: Slices, tensor: Any, way: Any, i: int, tile: int) -> tuple[int, int]:
+    first, end = slices.slice_of(tensor, way.makes[i], tile)
     return first, end - first
 
 
 def _tile(rewriting: Rewriting, node: int, tile: int, whole: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Returns the tensors of a tile, with the layouts that they will have, by number."""
-    cut, sent = rewriting.cut, rewriting.sent[node][tile]
+    slices, sent = rewriting.slices, rewriting.sent[node][tile]
     found: dict[int, torch.Tensor] = {}
-    for read, number in zip(cut.reads[node], _tensors(*sent), strict=True):
+    for read, number in zip(slices.reads[node], _tensors(*sent), strict=True):
         data = whole[read.tensor]
         if read.dim is not None:
-            first, end = cut.slice_of(read.tensor, read.dim, tile)
+            first, end = slices.slice_of(read.tensor, read.dim, tile)
             data = data.narrow(read.dim, first, end - first)
         if read.base is not None:
             spec = rewriting.specs[number]
@@ -243,21 +243,21 @@ def _results(result: Any) -> list[torch.Tensor]:
     return _flat(result)
 
 
-def _is_aligned(cut: Cut, node: int) -> bool:
+def _is_aligned(slices: Slices, node: int) -> bool:
     """Whether all operands of a pointwise operation are contiguous, and tiles begin where a vector begins."""
-    call, way = cut.calls[node], cut.ways[node]
-    out = cut.specs[call.outputs[0]]  # type: ignore[index]
+    call, way = slices.calls[node], slices.ways[node]
+    out = slices.specs[call.outputs[0]]  # type: ignore[index]
     threads = out.device.type == "cpu" and torch.get_num_threads() > 1 and math.prod(out.shape) > ONE_THREAD
     dim, row = way.makes[0], math.prod(out.shape[way.makes[0] + 1 :])
     if threads or math.prod(out.shape[:dim]) != 1:
         return False
     for t in tensors_of(call):
-        spec = cut.specs[t]
+        spec = slices.specs[t]
         if spec.shape != () and (spec.shape, spec.stride) != (out.shape, out.stride):
             return False
-    times = out.shape[dim] // cut.unit
+    times = out.shape[dim] // slices.unit
     contiguous = torch.empty(out.shape, device="meta").stride() == out.stride
-    return contiguous and all(b * times * row % VECTOR == 0 for b in cut.bounds[1:-1])
+    return contiguous and all(b * times * row % VECTOR == 0 for b in slices.bounds[1:-1])
 
 
 def _is_positional(call: Call, specs: Sequence[TensorSpec]) -> bool:

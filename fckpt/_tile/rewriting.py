@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fckpt._tile.cut import Cut, Read
 from fckpt._tile.gathered import gathered
+from fckpt._tile.slices import Read, Slices
 from fckpt._tile.stretches import Gathered, Step, Stretch, Untileable
 from fckpt._tile.surroundings import faking
 from fckpt._tile.views import view_arguments
@@ -62,16 +62,16 @@ def tiled(trace: Trace, stretch: Stretch) -> Trace:
     Raises:
         Untileable: the stretch cannot be cut in this way.
     """
-    return Rewriting(Cut(trace, stretch)).trace()
+    return Rewriting(Slices(trace, stretch)).trace()
 
 
 class Rewriting:
     """The trace under construction."""
 
-    def __init__(self, cut: Cut):
-        self.cut = cut
-        self.old = cut.trace
-        self.tiles = len(cut.bounds) - 1
+    def __init__(self, slices: Slices):
+        self.slices = slices
+        self.old = slices.trace
+        self.tiles = len(slices.bounds) - 1
         self.specs = [dataclasses.replace(spec, value=-1) for spec in self.old.tensors]
         """By tensor; the values are those of the new graph, -1 if it does not have the value, or not yet."""
         self.members: dict[int, list[int]] = {}
@@ -89,9 +89,9 @@ class Rewriting:
         self.fakes: dict[int, torch.Tensor] = {}
         self.views: dict[tuple[int, int | None, int], int] = {}
         """By tensor, dimension and tile: the tensor of the tile."""
-        self.parts: dict[int, list[int]] = {t: [] for t in cut.made}
+        self.parts: dict[int, list[int]] = {t: [] for t in slices.made}
         """By result of the stretch: its tiles."""
-        self.sent: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {n: [] for n in cut.ways}
+        self.sent: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {n: [] for n in slices.ways}
         """By node of the stretch: the arguments of each tile."""
         self.sums: dict[int, int] = {}
         """By sum: the tensor that holds it so far."""
@@ -102,14 +102,14 @@ class Rewriting:
             if call.node is not None:
                 self.by_node.setdefault(call.node, []).append(call)
         self.whole = self._whole()
-        self.largest = max((graph.values[v].nbytes for v in cut.values), default=0) // self.tiles
+        self.largest = max((graph.values[v].nbytes for v in slices.values), default=0) // self.tiles
 
     def _whole(self) -> list[int]:
         """Returns the results of the stretch that must exist whole."""
-        cut, old = self.cut, self.old
-        ours = cut.values
-        read = {v for n in old.graph.nodes if n.id not in cut.ways for v in n.inputs}
-        read.update(self._value_of(r.tensor) for node in cut.ways for r in cut.reads[node] if r.base is None)
+        slices, old = self.slices, self.old
+        ours = slices.values
+        read = {v for n in old.graph.nodes if n.id not in slices.ways for v in n.inputs}
+        read.update(self._value_of(r.tensor) for node in slices.ways for r in slices.reads[node] if r.base is None)
         read.update((*old.graph.outputs, *old.graph.gradients))
         read.update(self._value_of(t) for t in (*old.outputs, *(g for g in old.gradients if g is not None)))
         return [t for v, t in ours.items() if v in read]
@@ -117,7 +117,7 @@ class Rewriting:
     @property
     def removed(self) -> list[int]:
         """The results of the stretch of which only tiles exist in the end."""
-        return [t for t, dim in self.cut.made.items() if dim != SUM and t not in self.whole]
+        return [t for t, dim in self.slices.made.items() if dim != SUM and t not in self.whole]
 
     def _value_of(self, tensor: int) -> int:
         return self.old.tensors[tensor].value
@@ -194,22 +194,22 @@ class Rewriting:
 
     def _phases(self) -> dict[int, int]:
         """Returns the phase of each node of the stretch."""
-        cut, graph = self.cut, self.old.graph
+        slices, graph = self.slices, self.old.graph
         level: list[int] = []  # by node: the phase, or for others the first phase that may follow
         most = 0
         for node in graph.nodes:
             least = most if node.id >= graph.boundary else 0
             if node.id == graph.boundary:
                 most = least = max(level, default=0) + 1
-            tiles = {self._value_of(r.tensor) for r in cut.reads.get(node.id, ()) if r.base is not None}
-            whole = {self._value_of(r.tensor) for r in cut.reads.get(node.id, ()) if r.base is None}
+            tiles = {self._value_of(r.tensor) for r in slices.reads.get(node.id, ()) if r.base is not None}
+            whole = {self._value_of(r.tensor) for r in slices.reads.get(node.id, ()) if r.base is None}
             for v in node.inputs:
                 producer = graph.values[v].producer
                 if producer is not None:
-                    ends = producer in cut.ways and (node.id not in cut.ways or v in whole or v not in tiles)
+                    ends = producer in slices.ways and (node.id not in slices.ways or v in whole or v not in tiles)
                     least = max(least, level[producer] + ends)
             level.append(least)
-        numbers = {n: level[n] for n in sorted(cut.ways)}
+        numbers = {n: level[n] for n in sorted(slices.ways)}
         compact = {p: i for i, p in enumerate(sorted(set(numbers.values())))}
         return {n: compact[p] for n, p in numbers.items()}
 
@@ -218,8 +218,8 @@ class Rewriting:
             for node in nodes:
                 self._tile(node, tile)
         for node in nodes:
-            for t in self.cut.calls[node].outputs:
-                if t in self.whole and self.cut.made[t] != SUM and not self._is_written(t):
+            for t in self.slices.calls[node].outputs:
+                if t in self.whole and self.slices.made[t] != SUM and not self._is_written(t):
                     self._concatenate(node, t)
 
     # -- nodes
@@ -248,15 +248,15 @@ class Rewriting:
 
     def _tile(self, index: int, tile: int) -> None:
         """Emits one tile of a node of the stretch."""
-        cut = self.cut
-        call, way = cut.calls[index], cut.ways[index]
-        sent = iter([self._read(read, tile) for read in cut.reads[index]])
+        slices = self.slices
+        call, way = slices.calls[index], slices.ways[index]
+        sent = iter([self._read(read, tile) for read in slices.reads[index]])
         args = _replaced(call.args, sent)
         kwargs = {k: _replaced(v, sent) for k, v in call.kwargs.items()}
         if way.sizes is not None:
             position, entry = way.sizes
             sizes = list(args[position])
-            first, end = cut.slice_of(call.outputs[0], way.makes[0], tile)  # type: ignore[arg-type]
+            first, end = slices.slice_of(call.outputs[0], way.makes[0], tile)  # type: ignore[arg-type]
             sizes[entry] = end - first
             args = (*args[:position], sizes, *args[position + 1 :])
         self.sent[index].append((args, kwargs))
@@ -266,7 +266,7 @@ class Rewriting:
             return
         made = self._add(index, call.op, args, kwargs)
         for t, new in zip(outputs, made, strict=True):
-            if cut.made[t] != SUM:
+            if slices.made[t] != SUM:
                 self.parts[t].append(new)
                 if t in self.whole and self._is_written(t):
                     self._write(index, t, new, tile)
@@ -284,7 +284,7 @@ class Rewriting:
             raise Untileable(f"{op} does not run on tiles: {error}") from error
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         node = len(self.nodes)
-        outputs = [t for t in self.cut.calls[index].outputs if t is not None]
+        outputs = [t for t in self.slices.calls[index].outputs if t is not None]
         names = [self.old.graph.values[self._value_of(t)].names for t in outputs]
         values = [self._new_value(fake, node, str(op), given) for fake, given in zip(results, names, strict=True)]
         numbers = [self._new(fake, value) for fake, value in zip(results, values, strict=True)]
@@ -348,8 +348,8 @@ class Rewriting:
             raise Untileable("a result has gaps")
         over = (self.specs[self.sums[t]].value,) if tile else ()
         new = self._version(t, node, tile)
-        first, end = self.cut.slice_of(t, self.cut.made[t], tile)
-        place = self._slice(new, self.cut.made[t], first, end)
+        first, end = self.slices.slice_of(t, self.slices.made[t], tile)
+        place = self._slice(new, self.slices.made[t], first, end)
         before: list[Call] = []
         replaced = ((self.sums[t], new),) if tile else ()
         if not tile:
@@ -361,12 +361,12 @@ class Rewriting:
 
     def _concatenate(self, index: int, t: int) -> None:
         spec, parts = self.specs[t], self.parts[t]
-        fake = aten.cat.default([self._fake(p) for p in parts], self.cut.made[t])
+        fake = aten.cat.default([self._fake(p) for p in parts], self.slices.made[t])
         if (tuple(fake.shape), fake.stride(), spec.offset) != (spec.shape, spec.stride, 0):
             raise Untileable("a result has another layout than its tiles put together")
         node = len(self.nodes)
         self._keep(self._value_of(t), node)
-        call = Call(aten.cat.default, ([Ref(p) for p in parts], self.cut.made[t]), {}, (t,), node)
+        call = Call(aten.cat.default, ([Ref(p) for p in parts], self.slices.made[t]), {}, (t,), node)
         self._node(index, call, ())
 
     def _check_layout(self, t: int, first: int) -> None:
@@ -401,7 +401,7 @@ class Rewriting:
         key = (read.tensor, read.dim, tile)
         if key not in self.views:
             if read.base is None:
-                self.views[key] = self._slice(read.tensor, read.dim, *self.cut.slice_of(read.tensor, read.dim, tile))
+                self.views[key] = self._slice(read.tensor, read.dim, *self.slices.slice_of(read.tensor, read.dim, tile))
             else:
                 self.views[key] = self._view(read, tile)
         return self.views[key]
@@ -410,14 +410,14 @@ class Rewriting:
         """Emits the calls that make the view of a tile of a result, if they do not exist yet; returns its number."""
         assert read.base is not None
         number = self.parts[read.base][tile]
-        chain = self.cut.views.chain(read.tensor)
+        chain = self.slices.views.chain(read.tensor)
         for step, then in itertools.zip_longest(chain, chain[1:]):
             made = read.tensor if then is None else then.args[0].tensor
-            dim = self.cut.views.rows_in(made, self.cut.made)
+            dim = self.slices.views.rows_in(made, self.slices.made)
             assert dim is not None
             key = (made, None, tile)
             if key not in self.views:
-                first, end = self.cut.slice_of(made, dim, tile)
+                first, end = self.slices.slice_of(made, dim, tile)
                 rest = view_arguments(step, dim, end - first)
                 self.views[key] = self._add_view(step, (Ref(number), *rest), made, self.specs[number].value)
             number = self.views[key]

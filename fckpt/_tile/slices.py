@@ -11,7 +11,7 @@ from fckpt._tile.views import Views
 from fckpt._tile.ways import SUM, Way, tensors_of, ways
 from fckpt._trace.operations import Call, Trace
 
-__all__ = ["Cut", "Read"]
+__all__ = ["Read", "Slices"]
 
 ALIGNED = 16
 """Tiles of more rows than this have a multiple of this number of rows."""
@@ -28,7 +28,7 @@ class Read:
     """The result inside the stretch whose tiles are read, `tensor` being a view of it; None if the whole is read."""
 
 
-class Cut:
+class Slices:
     """A stretch of a trace, checked: what each of its nodes reads and makes, and where the tiles begin and end."""
 
     def __init__(self, trace: Trace, stretch: Stretch):
