@@ -41,6 +41,7 @@ from fckpt import _tree as tree
 from fckpt._call.levels import below_all
 from fckpt._capture import marks
 from fckpt._capture.absences import absences_guarded
+from fckpt._capture.cached import cached_reader
 from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
 from fckpt._capture.function import GraphFunction
@@ -156,6 +157,10 @@ class Captured:
         classes = [cls for guard in graph_guards.guards for cls in classes_of(guard)]
         if any(map(guards_script, graph_guards.guards)):
             raise CaptureError("the function calls TorchScript, which has its own derivative formulas")
+        local = {"fn": taken[1], "this": taken[2], "args": passed[0], "kwargs": passed[1]}
+        reader = cached_reader(graph_guards.guards, taken[0].__globals__, local)
+        if reader:
+            raise CaptureError(f"the cached function `{reader}` reads variables, and Dynamo looks through the cache")
         self._classes = ClassFacts(classes, output.graph_capture_output.traced_code)
         self.builtins = BuiltinNames()
         """The built-in names that the function's code looked up."""

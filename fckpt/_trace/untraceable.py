@@ -44,6 +44,8 @@ class DataReadsRefused(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and self.recorder.owns(unwrapped(args[0])):
             raise TraceError(f"{current()}: {_looks(f'`{func.__name__}`')}")
+        if isinstance(func, torch._ops.HigherOrderOperator) and func.name() in _BRANCHING:
+            raise _refused_operator(current(), func.name())
         if func is torch.autograd.grad:
             if not self.recorder.in_last_backward:
                 self._choose_formulas(args[0] if args else (kwargs or {})["outputs"])
@@ -79,15 +81,23 @@ def errors_located() -> Iterator[None]:
         kind = type(error).__name__
         if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
             name = str(error).partition("HigherOrderOperator ")[2].partition(" ")[0] or "an operator"
-            raise HigherOrderError(
-                f"{_line_of(error)}: the function uses torch's operator `{name}`, which takes functions as arguments. "
-                "A plan cannot tell which operations it will run. Write the branch or the loop in Python, or put the "
-                f"budget around a part without the operator. {WAY_OUT}"
-            ) from error
+            raise _refused_operator(_line_of(error), name) from error
         hidden = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_DATA)
         if not hidden and not any(word in kind for word in ("DataDependent", "DynamicOutputShape", "UnsupportedFake")):
             raise
         raise TraceError(f"{_line_of(error)}: {_looks(f'{kind}: {_first_line(error)}')}") from error
+
+
+def _refused_operator(line: Any, name: str) -> HigherOrderError:
+    return HigherOrderError(
+        f"{line}: the function uses torch's operator `{name}`, which takes functions as arguments. A plan cannot tell "
+        "which operations it will run. Write the branch or the loop in Python, or put the budget around a part without "
+        f"the operator. {WAY_OUT}"
+    )
+
+
+_BRANCHING = {"cond", "while_loop", "map_impl", "scan", "associative_scan"}
+"""Operators that take functions, and choose at run time which of them to call, or how often."""
 
 
 def _looks(what: str) -> str:

@@ -291,6 +291,7 @@ def test_surroundings_are_out_of_force() -> None:
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11
 def test_an_outer_profiler_is_left_alone() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
