@@ -27,9 +27,9 @@ from fckpt._planned.plan import Plan
 from fckpt._planned.planner import traced_without_running
 from fckpt._planned.tracing import CapturedTensors, traced_call
 from fckpt._tile.choice import _calls, _grown
-from fckpt._tile.slices import Slices
 from fckpt._tile.exact import inexact
 from fckpt._tile.rewriting import Rewriting, rewritten
+from fckpt._tile.slices import Slices
 from fckpt._tile.stretches import Gathered, Step, Stretch, Untileable, step_from_json, step_to_json
 from fckpt._tile.ways import ways
 from fckpt._trace.layouts import layouts_below
