@@ -24,7 +24,7 @@ from fckpt._capture.sources import current
 from fckpt._trace.operations import DECLARED_PURE
 from fckpt.errors import TraceError
 
-__all__ = ["choose", "depends_on_wrapping"]
+__all__ = ["FormulaError", "choose", "depends_on_wrapping"]
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -174,10 +174,28 @@ def _of_cumprod(node: Any, found: Gradients, given: Gradients, last: bool) -> Gr
     return (torch.where((x == 0).any(), found[0], sums.div(x.conj())),)
 
 
+# -- det --------------------------------------------------------------------------------------------
+
+
+class FormulaError(TraceError):
+    """A plain run uses a derivative formula that a plan cannot repeat."""
+
+
+def _of_det(node: Any, found: Gradients, given: Gradients, last: bool) -> Gradients | None:
+    """Refuses a pass that autograd records: the formula sorts matrices by whether they are singular."""
+    if given[0] is None or not torch.is_grad_enabled():
+        return None
+    raise FormulaError(
+        f"{current()}: the gradient of `det` is recorded by autograd. The formula for that reads the data of a tensor, "
+        "so a plan cannot repeat it. Differentiate with torch.func.grad, whose formula reads no data."
+    )
+
+
 # -- hooks ------------------------------------------------------------------------------------------
 
 _PLAIN: dict[str, Callable[[Any, Gradients, Gradients, bool], Gradients | None]] = {
     "CumprodBackward0": _of_cumprod,
+    "LinalgDetBackward0": _of_det,
     "MaskedFillBackward1": _of_masked_fill,
     "MaxBackward1": _of_extreme,
     "MedianBackward0": _of_extreme,
