@@ -45,6 +45,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: F.silu(x * 1.5),
     "mish": lambda x: F.mish(x * 1.5),
     "group_norm": lambda x: F.group_norm(x[None] * 1.5, 3),
+    "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(x * 1.5, x.sigmoid().detach()),
     "det": lambda x: torch.linalg.det(x[:, :6] * 1.5),
     "det of several": lambda x: torch.linalg.det(torch.stack([x[:, :6], x[:, 1:7] * 1.5])),
     "slogdet": lambda x: torch.linalg.slogdet(x[:, :6] * 1.5)[1],
