@@ -23,6 +23,7 @@ from fckpt._call.levels import (
 )
 from fckpt._call.results import Returned
 from fckpt._planned.lower import Lowered, lower
+from fckpt._trace.formulas import FormulaError
 from fckpt._trace.operations import Backward, Ref, Trace, indices_of, is_expanded, statistics_of, strides_of
 from fckpt.errors import MutationError
 from fckpt.graph.graph import Graph
@@ -336,8 +337,12 @@ class Execution:
         if brought is None or reason:
             self.give_up(reason)
             return None
-        with self._below_level():
-            grads = self._grads(operands, tuple(given), brought, recorded, wrapped)
+        try:
+            with self._below_level():
+                grads = self._grads(operands, tuple(given), brought, recorded, wrapped)
+        except FormulaError:
+            self.give_up("second derivative")
+            return None
         self.over = True
         self.seen()
         return self._batched(grads, [self.program.trace.grad_dims[i] for i in self._gradients()])

@@ -24,7 +24,7 @@ from fckpt._capture.sources import current
 from fckpt._trace.operations import DECLARED_PURE
 from fckpt.errors import TraceError
 
-__all__ = ["choose", "depends_on_wrapping"]
+__all__ = ["FormulaError", "choose", "depends_on_wrapping"]
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -160,24 +160,62 @@ def _check_not_recorded(name: str, tensors: tuple[torch.Tensor, ...], last: bool
 # -- cumprod ----------------------------------------------------------------------------------------
 
 
+_ALWAYS_RECORDED = torch.torch_version.TorchVersion(torch.__version__) < (2, 12)
+"""Whether autograd uses the formula of a recorded pass for subclasses in any pass (torch 2.11)."""
+
+
+def _of_cumprod_unrecorded(grad: torch.Tensor, x: torch.Tensor, result: torch.Tensor, dim: int) -> torch.Tensor:
+    """Returns the gradient before the first zero by quotients, at the first zero by products, and zero after it."""
+    w = result.conj() * grad
+    zeros = (x == 0).cumsum(dim)
+    before, first = zeros == 0, zeros == 1
+    quotients = w.masked_fill(~before, 0).flip(dim).cumsum(dim).flip(dim).div_(x.conj())
+    index = first.max(dim, keepdim=True)[1]
+    at_zero = torch.zeros_like(first).scatter_(dim, index, True).logical_and_(first)
+    products = x.conj().masked_fill(~(first & ~at_zero), 1).cumprod(dim)
+    terms = products.mul_(grad.masked_fill(zeros != 1, 0)).sum(dim, keepdim=True)
+    terms = terms.mul_(result.conj().gather(dim, (index - 1).relu_()).masked_fill_(index == 0, 1))
+    return torch.where(at_zero, terms, torch.where(before, quotients, 0))
+
+
 def _of_cumprod(node: Any, found: Gradients, given: Gradients, last: bool) -> Gradients | None:
     """Chooses between two formulas by whether there are zeros, if autograd records; otherwise there is only one."""
     (grad,) = given
-    if grad is None or found[0] is None or not torch.is_grad_enabled():
+    if grad is None or found[0] is None or not (torch.is_grad_enabled() or _ALWAYS_RECORDED):
         return None
     x, result = node._saved_self.to(grad.dtype), node._saved_result
     if x.dim() == 0 or x.numel() == 0:
         return None
     _check_not_recorded("cumprod", (grad, x), last)
     dim = _dim(node, x)
+    if not torch.is_grad_enabled():
+        return (_of_cumprod_unrecorded(grad, x, result, dim),)
     sums = (result.conj() * grad).flip(dim).cumsum(dim).flip(dim)
     return (torch.where((x == 0).any(), found[0], sums.div(x.conj())),)
+
+
+# -- det --------------------------------------------------------------------------------------------
+
+
+class FormulaError(TraceError):
+    """A plain run uses a derivative formula that a plan cannot repeat."""
+
+
+def _of_det(node: Any, found: Gradients, given: Gradients, last: bool) -> Gradients | None:
+    """Refuses a pass that autograd records: the formula sorts matrices by whether they are singular."""
+    if given[0] is None or not torch.is_grad_enabled():
+        return None
+    raise FormulaError(
+        f"{current()}: the gradient of `det` is recorded by autograd. The formula for that reads the data of a tensor, "
+        "so a plan cannot repeat it. Differentiate with torch.func.grad, whose formula reads no data."
+    )
 
 
 # -- hooks ------------------------------------------------------------------------------------------
 
 _PLAIN: dict[str, Callable[[Any, Gradients, Gradients, bool], Gradients | None]] = {
     "CumprodBackward0": _of_cumprod,
+    "LinalgDetBackward0": _of_det,
     "MaskedFillBackward1": _of_masked_fill,
     "MaxBackward1": _of_extreme,
     "MedianBackward0": _of_extreme,

@@ -16,6 +16,7 @@ from fckpt._trace import formulas
 from fckpt._trace.lifetimes import nodes_behind
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.stand_ins import WAY_OUT
+from fckpt._trace.vmap_of_grad import at_a_level
 from fckpt.errors import TraceError
 
 __all__ = ["DataReadsRefused", "HigherOrderError", "errors_located"]
@@ -44,6 +45,8 @@ class DataReadsRefused(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and self.recorder.owns(unwrapped(args[0])):
             raise TraceError(f"{current()}: {_looks(f'`{func.__name__}`')}")
+        if self.wrapped and func in _COMPOSED and not transforms_active():
+            return at_a_level(func, args, kwargs or {})
         if isinstance(func, torch._ops.HigherOrderOperator) and func.name() in _BRANCHING:
             raise _refused_operator(current(), func.name())
         if func is torch.autograd.grad:
@@ -95,6 +98,19 @@ def _refused_operator(line: Any, name: str) -> HigherOrderError:
         f"the operator. {WAY_OUT}"
     )
 
+
+_COMPOSED = {
+    torch.binary_cross_entropy_with_logits,
+    torch.nn.functional.binary_cross_entropy_with_logits,
+    torch.dropout,
+    torch.nn.functional.dropout,
+    torch.alpha_dropout,
+    torch.nn.functional.alpha_dropout,
+    torch.feature_dropout,
+    torch.feature_alpha_dropout,
+    torch.nn.functional.feature_alpha_dropout,
+}
+"""Functions that torch composes of other operations at a level of torch.func."""
 
 _BRANCHING = {"cond", "while_loop", "map_impl", "scan", "associative_scan"}
 """Operators that take functions, and choose at run time which of them to call, or how often."""

@@ -45,6 +45,10 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: F.silu(x * 1.5),
     "mish": lambda x: F.mish(x * 1.5),
     "group_norm": lambda x: F.group_norm(x[None] * 1.5, 3),
+    "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(x * 1.5, x.sigmoid().detach()),
+    "det": lambda x: torch.linalg.det(x[:, :6] * 1.5),
+    "det of several": lambda x: torch.linalg.det(torch.stack([x[:, :6], x[:, 1:7] * 1.5])),
+    "slogdet": lambda x: torch.linalg.slogdet(x[:, :6] * 1.5)[1],
     "solve": lambda x: torch.linalg.solve(x[:, :6] * 1.5, x),
 }
 DATA = {"random": X, "one zero": ONE_ZERO, "two zeros": TWO_ZEROS, "nan": NAN}
@@ -88,6 +92,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.filterwarnings("ignore::fckpt.BudgetWarning")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_formulas_are_those_of_the_plain_function(name: str, way: str) -> None:
