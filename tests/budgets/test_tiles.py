@@ -312,7 +312,7 @@ def test_a_wrong_option_is_refused_and_tiles_need_a_budget() -> None:
 def test_a_budget_error_says_what_tiles_make_possible() -> None:
     fn, args = large_vocabulary()
     with pytest.raises(
-        fckpt.BudgetError, match=r"Slices into tiles.*at least .* with tile='exact', .* with tile=True\."
+        fckpt.BudgetError, match=r"Cut into tiles.*at least .* with tile='exact', .* with tile=True\."
     ) as info:
         fckpt.plan(fn, *args, budget=0.2)
     with pytest.raises(fckpt.BudgetError, match=r"at least .* with tile=True\.") as exact:
