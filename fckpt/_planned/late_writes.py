@@ -32,16 +32,20 @@ def writes_late(graph: Graph) -> bool:
 def settled(graph: Graph, schedule: Schedule) -> Schedule:
     """Returns a schedule in which each update runs after all computations that read the parameter, recomputes included.
 
-    Other computations keep their order.
+    What reads the result of a computation that is moved is moved with it. Other computations keep their order.
     """
     order = [step.node for step in schedule.backward if isinstance(step, Compute)]
     last: dict[int, int] = {}
     for place, index in enumerate(order):
         last.update(dict.fromkeys(graph.nodes[index].inputs, place))
     placed: list[tuple[int, bool, int]] = []
+    moved: dict[int, int] = {}  # by value whose producer is moved: the place behind which it runs
     for place, index in enumerate(order):
         node = graph.nodes[index]
-        target = max([last[v] for v in node.writes], default=place) if node.backward else place
+        behind = [last[v] for v in node.writes] if node.backward else []
+        target = max([place, *behind, *(moved[v] for v in node.inputs if v in moved)])
+        if target > place:
+            moved.update(dict.fromkeys(node.outputs, target))
         placed.append((target, target > place, index))  # behind the node at `target`
     forward = [step.node for step in schedule.forward if isinstance(step, Compute)]
     return schedule_of(graph, forward, [index for _, _, index in sorted(placed, key=lambda p: p[:2])])

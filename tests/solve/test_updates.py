@@ -131,3 +131,23 @@ def test_a_valid_order_of_a_small_graph_passes_and_the_others_do_not() -> None:
         except ScheduleError:
             continue
         assert order.index(update) > order.index(reader)
+
+
+def test_what_reads_a_moved_update_is_moved_with_it() -> None:
+    """Two writes in a row over one input, and a recomputation that reads its old value behind both."""
+    sizes = [(8, None), (8, 0), (8, 1), (0, 2), (0, 3), (8, 4)]
+    values = tuple(Value(i, nbytes, producer) for i, (nbytes, producer) in enumerate(sizes))
+    nodes = (
+        Node(0, "forward", (0,), (1,)),
+        Node(1, "gradient", (1,), (2,), backward=True),
+        Node(2, "mul_", (2, 0), (3,), backward=True, writes=(0,)),
+        Node(3, "sub_", (3, 2), (4,), backward=True, writes=(3,)),
+        Node(4, "late", (1, 2), (5,), backward=True),
+    )
+    graph = Graph(nodes, values, (0,), (), (), (4, 5), 1)
+    schedule = schedule_of(graph, [0], [1, 2, 3, 0, 4])
+    with pytest.raises(ScheduleError, match="node 2 has written over value 0"):
+        simulate(graph, schedule)
+    found = settled(graph, schedule)
+    assert [step.node for step in found.backward if isinstance(step, Compute)] == [1, 0, 2, 3, 4]
+    assert simulate(graph, found).peak_nbytes == 24
