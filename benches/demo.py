@@ -56,8 +56,6 @@ class Way:
     """The measurements of one way to run the step."""
 
     name: str
-    budget: float | None
-    """The budget as a fraction of the plain peak, if there is one."""
     peak_bytes: int
     step_seconds: Spread
     time_ratio: Spread
@@ -110,19 +108,7 @@ def vit(parsed: argparse.Namespace) -> Task:
     return Task("ViT-B/16", _described(parsed, "patches"), ViTForImageClassification(config), batch)
 
 
-def gpt2(parsed: argparse.Namespace) -> Task:
-    """GPT-2 small, which predicts the next token."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(
-        GPT2Config(n_layer=parsed.layers, n_embd=parsed.hidden, n_head=parsed.hidden // 64, use_cache=False)
-    )
-    model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # the default, which warns unless it is named
-    tokens = torch.randint(50_257, (parsed.batch, parsed.tokens))
-    return Task("GPT-2 small", _described(parsed, "tokens"), model, {"input_ids": tokens, "labels": tokens})
-
-
-MODELS: dict[str, Callable[[argparse.Namespace], Task]] = {"bert": bert, "vit": vit, "gpt2": gpt2}
+MODELS: dict[str, Callable[[argparse.Namespace], Task]] = {"bert": bert, "vit": vit}
 
 
 def _sizes(parsed: argparse.Namespace) -> dict[str, int]:
@@ -142,51 +128,40 @@ def _described(parsed: argparse.Namespace, what: str) -> str:
 # ---- the ways ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A model with a loss, ready for steps."""
-
-    model: nn.Module
-    loss: Callable[..., Tensor]
-    batch: Batch
-    budget: float | None = None
-
-    def step(self) -> Tensor:
-        """Runs forward, loss and backward, always from the same random seed. Returns the loss."""
-        torch.manual_seed(SEED)
-        self.model.zero_grad(set_to_none=True)
-        loss = self.loss(**self.batch)
-        loss.backward()
-        return loss.detach()
+Step = Callable[[], Tensor]
 
 
-def prepared(task: Task, budgets: Sequence[float]) -> dict[str, Prepared]:
-    """Returns the ways to train, by name. Their models share parameters."""
+def steps_of(task: Task, budgets: Sequence[float]) -> dict[str, Step]:
+    """Returns the steps to compare, by the name of the way. Their models share parameters."""
     shared = {id(t): t for t in (*task.model.parameters(), *task.model.buffers())}
     clone = lambda: copy.deepcopy(task.model, dict(shared))
     checkpointed, blockwise = clone(), clone()
-    _checkpoint(checkpointed)
+    enable = "activation_checkpointing_enable"  # from transformers 5 on
+    enable = enable if hasattr(checkpointed, enable) else "gradient_checkpointing_enable"
+    getattr(checkpointed, enable)({"use_reentrant": False})
     fckpt.remat_blocks(blockwise)
-    made = {
-        PLAIN: Prepared(task.model, _loss_of(task.model), task.batch),
-        "checkpoint per block": Prepared(checkpointed, _loss_of(checkpointed), task.batch),
-        "fckpt.remat_blocks": Prepared(blockwise, _loss_of(blockwise), task.batch),
-    }
+    models = {PLAIN: task.model, "checkpoint per block": checkpointed, "fckpt.remat_blocks": blockwise}
+    found = {name: _step(task, _loss_of(model)) for name, model in models.items()}
     for budget in budgets:
-        model = clone()
-        loss = fckpt.remat(_loss_of(model), budget=budget)
-        made[f"fckpt.remat, budget={budget:g}"] = Prepared(model, loss, task.batch, budget)
-    return made
+        found[f"fckpt.remat, budget={budget:g}"] = _step(task, fckpt.remat(_loss_of(clone()), budget=budget))
+    return found
 
 
 def _loss_of(model: nn.Module) -> Callable[..., Tensor]:
     return lambda **batch: model(**batch).loss
 
 
-def _checkpoint(model: Any) -> None:
-    """Enables the checkpointing of the model: torch's, around each block."""
-    name = "activation_checkpointing_enable"  # from transformers 5 on
-    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")({"use_reentrant": False})
+def _step(task: Task, loss: Callable[..., Tensor]) -> Step:
+    """Returns a function that runs forward, loss and backward, always from the same seed, and returns the loss."""
+
+    def step() -> Tensor:
+        torch.manual_seed(SEED)
+        task.model.zero_grad(set_to_none=True)
+        value = loss(**task.batch)
+        value.backward()
+        return value.detach()
+
+    return step
 
 
 # ---- the comparison ----------------------------------------------------------------------------------------
@@ -197,62 +172,40 @@ def run(
 ) -> Result:
     """Runs the first step of each way and compares it bitwise, then measures memory, then time."""
     task.model.to(device).train()
-    ready = prepared(task, budgets)
+    ready = steps_of(task, budgets)
     failed: dict[str, str] = {}
     expected: dict[str, Tensor] = {}
-    unequal: dict[str, list[str]] = {}
-    planning: dict[str, float] = {}
-    for name, way in list(ready.items()):
+    found: dict[str, dict[str, Any]] = {}
+    for name, step in list(ready.items()):
         advance(f"{name}: first step")
         start = time.perf_counter()
         try:
-            loss = way.step()
+            loss = step()
         except fckpt.FckptError as error:
             failed[name] = f"{type(error).__name__}: {error}"
             del ready[name]
             continue
-        planning[name] = time.perf_counter() - start
-        found = {n: p.grad.clone() for n, p in way.model.named_parameters() if p.grad is not None}
-        found |= {"loss": loss, "generator": _generator_state(device)}
-        expected = expected or found
-        unequal[name] = [n for n, t in expected.items() if n not in found or not torch.equal(t, found[n])]
+        seconds = time.perf_counter() - start
+        actual = {n: p.grad.clone() for n, p in task.model.named_parameters() if p.grad is not None}
+        actual |= {"loss": loss, "generator": _generator_state(device)}
+        expected = expected or actual
+        unequal = [n for n, t in expected.items() if n not in actual or not torch.equal(t, actual[n])]
+        found[name] = {"first_seconds": seconds, "unequal": unequal}
         task.model.zero_grad(set_to_none=True)
-        del found
+        del actual
         gc.collect()
-    gradient_bytes = sum(g.nbytes for n, g in expected.items() if n not in ("loss", "generator"))
-    count = len(expected) - 2
+    gradients = [t.nbytes for n, t in expected.items() if n not in ("loss", "generator")]
     expected.clear()
-    peaks = {}
-    for name, way in ready.items():
+    for name, step in ready.items():
         advance(f"{name}: memory")
-        peaks[name] = measure_peak(way.step, device).peak_bytes
+        found[name]["peak_bytes"] = measure_peak(step, device).peak_bytes
         task.model.zero_grad(set_to_none=True)
-    seconds = alternate(
-        {name: way.step for name, way in ready.items()},
-        rounds=rounds,
-        warm_up=WARM_UP,
-        device=device,
-        on_sample=lambda: advance("time"),
-    )
-    return Result(
-        model=task.name,
-        what=task.what,
-        gradients=count,
-        gradient_bytes=gradient_bytes,
-        ways=[
-            Way(
-                name=name,
-                budget=way.budget,
-                peak_bytes=peaks[name],
-                step_seconds=spread(seconds[name]),
-                time_ratio=paired_ratio(seconds, name, PLAIN),
-                first_seconds=planning[name],
-                unequal=unequal[name],
-            )
-            for name, way in ready.items()
-        ],
-        failed=failed,
-    )
+    samples = alternate(ready, rounds=rounds, warm_up=WARM_UP, device=device, on_sample=lambda: advance("time"))
+    ways = [
+        Way(name, **found[name], step_seconds=spread(values), time_ratio=paired_ratio(samples, name, PLAIN))
+        for name, values in samples.items()
+    ]
+    return Result(task.name, task.what, len(gradients), sum(gradients), ways, failed)
 
 
 def _generator_state(device: torch.device) -> Tensor:
@@ -276,7 +229,7 @@ def show(result: Result, console: Console) -> None:
     console.print(f"[bold]{result.model}[/]: {result.what}", highlight=False, soft_wrap=True)
     console.print(table)
     held = f"{mib(result.gradient_bytes)} of each peak are the {result.gradients} gradients themselves."
-    first = ", ".join(f"{way.name} {way.first_seconds:.0f} s" for way in result.ways if way.budget)
+    first = ", ".join(f"{way.name} {way.first_seconds:.0f} s" for way in result.ways if "budget" in way.name)
     console.print(f"  {held}" + (f" First steps, which plan: {first}." if first else ""), style="dim", highlight=False)
     for name, error in result.failed.items():
         console.print(f"  [bold red]{name} failed[/]: {error}", highlight=False)
@@ -284,7 +237,7 @@ def show(result: Result, console: Console) -> None:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Returns the tables as one Markdown table, for the README."""
+    """Returns the tables as one Markdown table, for docs/huggingface.md."""
     rows = [["model", "way", "peak", "of plain", "step", "of plain", "gradients"], ["---", "---", *["---:"] * 4, "---"]]
     for result in results:
         for i, way in enumerate(result.ways):

@@ -8,7 +8,6 @@
 #
 #     python -m benches budgets --device cuda --check --json benches/results/budgets-SLUG.json
 #     python -m benches overhead --device cuda --check --json benches/results/overhead-SLUG.json
-#     python -m benches equal_memory --device cuda --check --json benches/results/equal-memory-SLUG.json
 #     python -m benches multi_gpu --device cuda --check --json benches/results/multi-gpu-SLUG.json
 #
 # with the device's name for SLUG. The last uses all devices, and takes no options from here. The exit code is 1 if a
@@ -33,8 +32,8 @@ from benches.common.results import device_slug
 print(device_slug(torch.device(sys.argv[1])))' "$DEVICE")
 
 failed=0
-for bench in budgets overhead equal_memory; do
-    out="benches/results/${bench//_/-}-$slug.json"
+for bench in budgets overhead; do
+    out="benches/results/$bench-$slug.json"
     echo "== python -m benches $bench --device $DEVICE --check --json $out $*"
     "$PYTHON" -m benches "$bench" --device "$DEVICE" --check --json "$out" "$@" || failed=1
 done

@@ -16,7 +16,6 @@ If the steps were run, the points are measured. The curve and the bounds are by 
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import textwrap
@@ -35,7 +34,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
 
-from benches.common.command import described, picture_parser, steps
+from benches.common.command import parse_picture, steps
 from benches.common.drawing import (
     INK,
     OURS,
@@ -75,18 +74,15 @@ class Results:
 
 
 def load(path: Path) -> Results:
-    """Reads a file of `benches.networks`. Raises ValueError if it is not one."""
-    try:
-        document = read_json(path)
-        options, machine = document["options"], document["machine"]
-        device = machine["cpu"] if machine["device"] == "cpu" else machine["device"]
-        source = f"predicted for {options['profile']}" if "profile" in options else f"measured on {device}"
-        results = Results(options["solver"], source, [_report(network) for network in document["networks"]])
-        if not any(_is_known(report) for report in results.reports):
-            raise ValueError("it has figures of no network")
-        return results
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a result of benches.networks: {described(error)}") from error
+    """Reads a file of `benches.networks`. Raises one of several errors if it is not one."""
+    document = read_json(path)
+    options, machine = document["options"], document["machine"]
+    device = machine["cpu"] if machine["device"] == "cpu" else machine["device"]
+    source = f"predicted for {options['profile']}" if "profile" in options else f"measured on {device}"
+    results = Results(options["solver"], source, [_report(network) for network in document["networks"]])
+    if not any(_is_known(report) for report in results.reports):
+        raise ValueError("it has figures of no network")
+    return results
 
 
 def _report(network: dict[str, Any]) -> Report:
@@ -341,20 +337,9 @@ def _change(one: Comparison) -> str:
 # ---- the script ----------------------------------------------------------------------------------
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line, and reads the results."""
-    parser = picture_parser("networks_picture", __doc__, "networks-planned.json")
-    parsed = parser.parse_args(arguments)
-    try:
-        parsed.found = load(parsed.results)
-    except ValueError as error:
-        parser.error(str(error))
-    return parsed
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Draws all pictures."""
-    parsed = parse(arguments)
+    parsed = parse_picture("networks_picture", __doc__, "networks-planned.json", load, arguments)
     results, console = parsed.found, Console()
     with steps(len(results.reports) + 1) as advance:
         for report in results.reports:

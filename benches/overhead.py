@@ -10,8 +10,8 @@ Four parts; all methods run alternately in one process (see `common/timing.py`):
 tiny     forward and backward of a region with next to no computation: the cost of the call itself.
 planned  forward and backward by a plan that recomputes nothing, of small networks with many operations: the cost of a
          planned call in Python, the microseconds of its guards and the seconds of the first call.
-steps    a training step of ResNet-50, DenseNet-121 and a BERT-base encoder, one region per bottleneck, dense layer or
-         encoder layer: time, and peak bytes as counted by the allocator.
+steps    a training step of ResNet-50, DenseNet-121 and BERT in the sizes of `benches.budgets`, one region per
+         bottleneck, dense layer or encoder layer: time, and peak bytes as counted by the allocator.
 grad     a 16-block MLP: `fckpt.grad` compared with `torch.func.grad` and `torch.autograd.grad`, plain and with a region
          per block.
 
@@ -23,7 +23,6 @@ is compared with beyond noise (a sign test over the rounds, and a median above t
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import importlib
 import importlib.util
@@ -32,12 +31,11 @@ import sys
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -45,23 +43,12 @@ from torch.utils.checkpoint import checkpoint
 import fckpt
 from benches.common.command import DEVICE, mib, opening, report_parser, steps, table_of
 from benches.common.results import write_json
-from benches.common.timing import Spread, alternate, paired_ratio, set_up, sign_test, spread
-from benches.models.convolutional import densenet121, resnet50
-from benches.models.sequence import bert_base
-from benches.models.wrapping import TorchCheckpoint, wrap_blocks
+from benches.common.timing import Spread, alternate, is_slower, paired_ratio, set_up, spread
+from benches.common.training import size_of, step_of
+from benches.models.budget_networks import NETWORKS
+from benches.models.wrapping import TorchCheckpoint
 from fckpt._capture.captured import Captured
 from fckpt._memory import measure_peak
-
-SIGNIFICANCE = 0.01
-RESOLUTION = 1.01
-"""A smaller ratio of the medians is not reported: the places of tensors in memory make as large a difference."""
-
-# (batch, image side or tokens): about a second on the device, with activations much larger than weights.
-SIZES: dict[str, dict[str, tuple[int, int]]] = {
-    "cpu": {"resnet50": (8, 112), "densenet121": (4, 112), "bert": (4, 128)},
-    "cuda": {"resnet50": (64, 224), "densenet121": (32, 224), "bert": (32, 256)},
-    "quick": {"resnet50": (2, 64), "densenet121": (2, 64), "bert": (2, 128)},
-}
 
 Methods = Mapping[str, Callable[[], object]]
 
@@ -96,8 +83,6 @@ class Outcome:
     seconds: dict[str, Spread]
     to_reference: dict[str, Spread]
     to_other: dict[str, Spread]
-    slower_p: float
-    """Sign test: the probability of as many slower rounds, if `subject` and `other` are equally fast."""
     peak_bytes: dict[str, int]
     complaints: list[str]
     first_call: dict[str, float]
@@ -113,11 +98,9 @@ def measure(case: Case, device: torch.device, advance: Callable[[], object]) -> 
         # After the timed rounds, so that every library has allocated its permanent memory.
         peaks = {name: measure_peak(case.methods[name], device).peak_bytes for name in names}
     to_other = {name: paired_ratio(seconds, name, case.other) for name in names}
-    slower_p = sign_test(seconds, case.subject, case.other)
     complaints = []
-    median = to_other[case.subject].median
-    if case.checks_time and slower_p < SIGNIFICANCE and median > RESOLUTION:
-        complaints.append(f"takes {median:.3f} of the time of {case.other} (p = {slower_p:.4f})")
+    if case.checks_time and is_slower(seconds, case.subject, case.other):
+        complaints.append(f"takes {to_other[case.subject].median:.3f} of the time of {case.other}")
     if peaks and peaks[case.subject] > peaks[case.other]:
         more = peaks[case.subject] - peaks[case.other]
         complaints.append(f"peaks {more:,} bytes higher than {case.other}")
@@ -129,7 +112,6 @@ def measure(case: Case, device: torch.device, advance: Callable[[], object]) -> 
         seconds={name: spread(values) for name, values in seconds.items()},
         to_reference={name: paired_ratio(seconds, name, names[0]) for name in names},
         to_other=to_other,
-        slower_p=slower_p,
         peak_bytes=peaks,
         complaints=complaints,
         first_call=case.first_call() if case.first_call else {},
@@ -227,9 +209,8 @@ def _gpt2(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
 
 
 def _resnet(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
-    model, x = resnet50().to(device), torch.randn(2, 3, 32, 32, device=device)
-    labels = torch.randint(2, (2,), device=device)
-    return model, lambda: F.cross_entropy(model(x), labels)
+    task = replace(NETWORKS["resnet50"], sizes={"small": {"batch": 2, "side": 32}}).task("small", device)
+    return task.loss, lambda: task.loss(task.inputs, task.labels)
 
 
 def _planning(planned: Callable[..., Any], step: Callable[[], None]) -> dict[str, float]:
@@ -253,43 +234,18 @@ def _planning(planned: Callable[..., Any], step: Callable[[], None]) -> dict[str
 
 
 def step_cases(*, quick: bool, device: torch.device) -> Iterator[Case]:
-    """Training steps of real networks, one region per block."""
-    sizes = SIZES["quick" if quick else "cuda" if device.type == "cuda" else "cpu"]
-    for key, name, build in (
-        ("resnet50", "ResNet-50", resnet50),
-        ("densenet121", "DenseNet-121", densenet121),
-        ("bert", "BERT-base encoder", bert_base),
-    ):
-        torch.manual_seed(0)
-        batch, size = sizes[key]
-        plain = build().to(device)
-        if key == "bert":
-            shape, inputs = f"batch {batch}, {size} tokens", torch.randint(30_522, (batch, size))
-        else:
-            shape, inputs = f"batch {batch} of 3x{size}x{size}", torch.randn(batch, 3, size, size)
-        labels = torch.randint(2, (batch,), device=device)
-        models = {
-            "plain": plain,
-            "torch": wrap_blocks(copy.deepcopy(plain), TorchCheckpoint),
-            "fckpt": wrap_blocks(copy.deepcopy(plain), fckpt.remat),
-        }
+    """Training steps of networks of `benches.budgets`, one region per block."""
+    for name in ("resnet50", "densenet121", "bert"):
+        task = NETWORKS[name].task(size_of(device, quick=quick), device)
+        losses = {"plain": task.loss, "torch": task.in_blocks(TorchCheckpoint), "fckpt": task.in_blocks(fckpt.remat)}
         yield Case(
             part="steps",
-            name=f"{name}, {shape}",
-            methods={method: _training_step(model, inputs.to(device), labels) for method, model in models.items()},
+            name=f"{task.name}, {task.what}",
+            methods={method: step_of(loss, task) for method, loss in losses.items()},
             other="torch",
             subject="fckpt",
             rounds=7 if quick else 11,
         )
-
-
-def _training_step(model: nn.Module, inputs: Tensor, labels: Tensor) -> Callable[[], None]:
-    def step() -> None:
-        F.cross_entropy(model(inputs), labels).backward()
-        # Dropped at once: gradients that outlive the step would not be the step's own memory.
-        model.zero_grad(set_to_none=True)
-
-    return step
 
 
 # ---- grad: the transform -------------------------------------------------------------------------

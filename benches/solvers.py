@@ -2,15 +2,18 @@
 
     python -m benches.solvers --frozen frozen --seconds 60 --json benches/results/solvers-cpu.json
     python -m benches.solvers --graphs unet resnet50 --solvers auto greedy dtr xla --budgets 0.6 0.3     # a minute
+    git clone https://github.com/haoming-codes/moccasin
     python -m benches.solvers --graphs unet --files moccasin/data/*train_nx.json --check
 
 For each graph, solver and budget: the overhead of the plan, its simulated peak and the seconds to find it; if there is
-no plan, the least budget for which the solver has one. The graphs are those of `benches.graphs`, and files: graphs of
-fckpt, or of the Checkmate paper (`common/checkmate.py`). A budget is a fraction of the peak of the step as autograd
-runs it. A solver runs in a separate process, and is stopped after `--seconds`, or twice that for its least budget; then
-it is not run for the remaining budgets. The bound is the lower bound that `fckpt.solve.certificate` proves, within
-`--seconds` if possible, otherwise in about one second. A gap is the distance of a plan to the bound, in percent of the
-step.
+no plan, the least budget for which the solver has one. The graphs are those of `common/graphs.py`, and files: graphs of
+fckpt, or of the Checkmate and Moccasin papers (`common/checkmate.py`), which are not part of fckpt. `--frozen FOLDER`
+stores traced graphs, and reads those that it has.
+
+A budget is a fraction of the peak of the step as autograd runs it. A solver runs in a separate process, and is stopped
+after `--seconds`, or twice that for its least budget; then it is not run for the remaining budgets. The bound is the
+lower bound that `fckpt.solve.certificate` proves, within `--seconds` if possible, otherwise in about one second. A gap
+is the distance of a plan to the bound, in percent of the step.
 """
 
 from __future__ import annotations
@@ -211,7 +214,7 @@ def _parser(solvers: Sequence[str]) -> argparse.ArgumentParser:
         metavar="FILE",
         help="also graphs in files; only these with an empty --graphs",
     )
-    parser.add_argument("--frozen", type=Path, metavar="FOLDER", help="folder of traced graphs (benches.graphs)")
+    parser.add_argument("--frozen", type=Path, metavar="FOLDER", help="folder of traced graphs, filled if necessary")
     parser.add_argument("--solvers", nargs="+", choices=solvers, metavar="NAME", help=", ".join(solvers))
     parser.add_argument(
         "--budgets", nargs="+", type=float, default=BUDGETS, metavar="X", help="fractions of the plain peak"

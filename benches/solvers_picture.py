@@ -11,10 +11,10 @@ extra time of `auto` are left out.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from matplotlib import style
 from matplotlib.artist import Artist
@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from benches.common.command import described, picture_parser
+from benches.common.command import parse_picture
 from benches.common.drawing import (
     OURS,
     STYLE,
@@ -106,21 +106,16 @@ def _draw_proofs(axes: Axes, found: GraphResults) -> dict[str, Artist]:
     )
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = picture_parser("solvers_picture", __doc__, "solvers-cpu.json")
-    parsed = parser.parse_args(arguments)
-    try:
-        parsed.found = read_results(parsed.results)
-        if not parsed.found:
-            raise ValueError("it has no graphs")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        parser.error(f"{parsed.results} is not a result of benches.solvers: {described(error)}")
-    return parsed
+def _read(path: Path) -> list[GraphResults]:
+    found = read_results(path)
+    if not found:
+        raise ValueError("it has no graphs")
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Draws the picture."""
-    parsed = _parse(arguments)
+    parsed = parse_picture("solvers_picture", __doc__, "solvers-cpu.json", _read, arguments)
     save(picture(parsed.found), parsed.folder / "solvers.svg")
     Console().print(f"The picture is in {parsed.folder}.", highlight=False)
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,10 @@ def check(
     """
     plain = plain_of(fn)
     region = remat(fn, policy=policy, budget=budget, plan=plan) if plain is fn else fn
-    comparison = _Comparison(plain, args, kwargs, [outputs] if isinstance(outputs, (int, str)) else outputs)
+    donated = getattr(region._fckpt_region, "donated", None)  # type: ignore[attr-defined]
+    given = donated.tensors(args, kwargs) if donated else {}
+    chosen = [outputs] if isinstance(outputs, (int, str)) else outputs
+    comparison = _Comparison(plain, args, kwargs, chosen, given)
     comparison.run(region)  # traces and plans, if necessary
     expected, plain_peak = comparison.run(plain)
     actual, peak = comparison.run(region)
@@ -94,21 +97,27 @@ class _Comparison:
     """Runs functions on the same arguments and from the same state."""
 
     def __init__(
-        self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Sequence[int | str] | None = None
+        self,
+        fn: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        chosen: Sequence[int | str] | None,
+        donated: Collection[int],
     ):
-        self.args, self.kwargs, self.chosen = args, kwargs, chosen
+        """Prepares the runs; `donated` are the ids of the tensors over which the rematerialised function may write."""
+        self.args, self.kwargs, self.chosen, self.donated = args, kwargs, chosen, donated
         run = fn.forward if isinstance(fn, nn.Module) else fn
         arguments = Arguments(args, kwargs)
         observation = Observation([run], arguments.statics, arguments.tensors, {})
-        reached = CapturedTensors(observation, arguments.tensors)
+        captured = CapturedTensors(observation, arguments.tensors)
         paths = [arguments.path(i) for i in range(len(arguments.tensors))]
-        paths += [f"captured tensor {i}" for i in range(len(reached.tensors))]
+        paths += [f"captured tensor {i}" for i in range(len(captured.tensors))]
         if isinstance(fn, nn.Module):
             names = {id(t): name for name, t in (*fn.named_parameters(), *fn.named_buffers())}
             paths = [
-                names.get(id(t), path) for t, path in zip((*arguments.tensors, *reached.tensors), paths, strict=True)
+                names.get(id(t), path) for t, path in zip((*arguments.tensors, *captured.tensors), paths, strict=True)
             ]
-        pairs = list(zip(paths, (*arguments.tensors, *reached.tensors), strict=True))
+        pairs = list(zip(paths, (*arguments.tensors, *captured.tensors), strict=True))
         self.wanted = [(path, t) for path, t in pairs if t.requires_grad]
         self.state = [(path, t, t.detach().clone()) for path, t in pairs if not t.requires_grad]
         self.generators = observation.random
@@ -146,8 +155,11 @@ class _Comparison:
         peak = measure_peak(step, device=self.device).peak_bytes
         found["the random generator"] = torch.get_rng_state()
         with torch.no_grad():
+            for name, value in found.items():  # a result may be a donated tensor, which gets its old value back
+                found[name] = value.clone() if self.donated and value is not None else value
             for path, tensor, before in self.state:
-                found[f"{path} after the call"] = tensor.detach().clone()
+                if id(tensor) not in self.donated:
+                    found[f"{path} after the call"] = tensor.detach().clone()
                 tensor.copy_(before)
         self.generators.rewind()
         return found, peak

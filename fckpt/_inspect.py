@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fckpt import solve
+from fckpt._call.arguments import DonatedArguments
 from fckpt._call.results import is_number
 from fckpt._planned.ledger import Stats
 from fckpt._planned.making import check_budget, make_plan, plain_plan, priced
@@ -52,6 +53,8 @@ def plan(
     costs: CostSource | None = None,
     time_limit: float | None = None,
     outputs: Outputs | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> Plan:
     """Plans a call of `fn` without running it: which tensors to save, which to recompute, and the resulting peak and
@@ -74,6 +77,8 @@ def plan(
             `"hidden.0"`. By default the only scalar among the outputs that require grad, if there is exactly one,
             otherwise all of them; `Plan.loss_of` says which. (`remat` needs no such argument: it learns the outputs
             from the first backward pass.)
+        donate_argnums: see `remat`.
+        donate_argnames: see `remat`.
         kwargs: as in the call.
 
     Raises:
@@ -92,8 +97,8 @@ def plan(
         >>> plan.peak_bytes <= plan.baseline_peak_bytes / 2
         True
     """
-    tile = check_tile(tile, budget)
-    return _Looked(fn, args, kwargs, costs, outputs).plan(policy, budget, solver, time_limit, tile)
+    tile, donated = check_tile(tile, budget), (donate_argnums, donate_argnames)
+    return _Looked(fn, args, kwargs, costs, outputs, donated).plan(policy, budget, solver, time_limit, tile)
 
 
 def pareto(
@@ -105,6 +110,8 @@ def pareto(
     tile: Tile = False,
     costs: CostSource | None = None,
     outputs: Outputs | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> list[ParetoPoint]:
     """Plans a call for several budgets, from the least feasible one to the plain peak.
@@ -118,6 +125,8 @@ def pareto(
         tile: see `remat`.
         costs: see `plan`.
         outputs: see `plan`.
+        donate_argnums: see `remat`.
+        donate_argnames: see `remat`.
         kwargs: as in the call.
 
     Returns:
@@ -136,7 +145,7 @@ def pareto(
     if type(points) is not int or points < 2:
         raise ArgumentValueError(f"pareto needs at least 2 points, not {points!r}.")
     tile = check_tile(tile, 1.0)
-    looked = _Looked(fn, args, kwargs, costs, outputs)
+    looked = _Looked(fn, args, kwargs, costs, outputs, (donate_argnums, donate_argnames))
     plain = looked.plan(policy, 1.0, solver)
     most = plain.baseline_peak_bytes
     try:
@@ -237,13 +246,16 @@ class _Looked:
         kwargs: dict[str, Any],
         costs: CostSource | None,
         outputs: Outputs | None = None,
+        donated: tuple[Any, Any] = ((), ()),
     ):
         if not callable(fn):
             raise ArgumentTypeError(f"a plan needs a function or an nn.Module, not {type(fn).__name__}.")
         plain = plain_of(fn)
         run = plain.forward if isinstance(plain, nn.Module) else plain
         self.chosen = [outputs] if isinstance(outputs, (int, str)) else outputs
-        self.trace, tensors = traced_without_running(run, tuple(args), kwargs, self.chosen)
+        region = getattr(fn, "_fckpt_region", None)
+        given = DonatedArguments(run, *donated) or getattr(region, "donated", None)
+        self.trace, tensors = traced_without_running(run, tuple(args), kwargs, self.chosen, given)
         fake = next((t for t in tensors if isinstance(t, FakeTensor) or t.device.type == "meta"), None)
         if costs is None and fake is not None and fake.device.type == "meta":
             raise ArgumentValueError(

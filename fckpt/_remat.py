@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fckpt._call import ambient, casts
-from fckpt._call.arguments import Arguments, StaticArguments
+from fckpt._call.arguments import Arguments, DonatedArguments, StaticArguments, check_donated
 from fckpt._call.closure import closure_of
 from fckpt._call.conditions import BufferWrites, Conditions, Observation, Written
 from fckpt._call.levels import (
@@ -33,7 +33,7 @@ from fckpt._planned.batched import NOT_BATCHED, Batching, run_batched
 from fckpt._planned.execution import NOT_AGAIN, Execution, Program
 from fckpt._planned.making import check_budget
 from fckpt._planned.plan import Budget, Plan
-from fckpt._planned.planner import Planner, Programs
+from fckpt._planned.planner import LazyModules, Planner, Programs
 from fckpt._planned.tiling import Tile, check_tile
 from fckpt._planned.tracing import TRACING, CapturedTensors, graph_tracer
 from fckpt._recompute import saved_tensors
@@ -42,7 +42,7 @@ from fckpt._recompute.hooked import run_segment
 from fckpt._recompute.primitives import UserCall
 from fckpt._recompute.saved_tensors import HooksUnavailable
 from fckpt._repeats import repeated_blocks, replace_modules
-from fckpt._trace.layouts import layouts_below
+from fckpt._trace.layouts import as_differentiated, layouts_below
 from fckpt._trace.operations import Batch, Layout
 from fckpt._trace.trace import inlined, is_followed, is_tracing
 from fckpt._trace.untraceable import HigherOrderError
@@ -71,6 +71,8 @@ def remat(
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
+    donate_argnums: int | Sequence[int] = ...,
+    donate_argnames: str | Sequence[str] = ...,
     name: str | None = ...,
 ) -> M: ...
 @overload
@@ -85,6 +87,8 @@ def remat(
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
+    donate_argnums: int | Sequence[int] = ...,
+    donate_argnames: str | Sequence[str] = ...,
     name: str | None = ...,
 ) -> Callable[P, R]: ...
 @overload
@@ -99,6 +103,8 @@ def remat(
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
+    donate_argnums: int | Sequence[int] = ...,
+    donate_argnames: str | Sequence[str] = ...,
     name: str | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
@@ -114,6 +120,8 @@ def remat(
     untraceable: Untraceable = "raise",
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
     name: str | None = None,
 ) -> Any:
     """Returns `fn` with the same values and gradients, but with less memory held for the backward pass.
@@ -156,6 +164,11 @@ def remat(
         static_argnums: positions of arguments that are passed unchanged. Tensors inside them are treated like captured
             tensors.
         static_argnames: the same for keyword arguments.
+        donate_argnums: positions of arguments whose memory the caller gives away, as for parameters and optimizer state
+            in a training step: results are written over tensors of the same layout in these arguments, as soon as
+            nothing reads them any more, and are returned as these very tensors. Needs a budget or a plan, and a call
+            that nothing outside differentiates.
+        donate_argnames: the same for keyword arguments.
         name: the name of the function in warnings; by default its `__qualname__`.
 
     Returns:
@@ -164,7 +177,8 @@ def remat(
 
     Raises:
         ArgumentTypeError: `fn` is not callable; `static_argnums` or `static_argnames` has a wrong type.
-        ArgumentValueError: `static_argnums` is out of range; `budget` is not a size; a `solver` without a budget.
+        ArgumentValueError: `static_argnums` or `donate_argnums` is out of range; `budget` is not a size; a `solver` or
+            donated arguments without a budget.
 
     With a budget or a policy, the first call may raise `TraceError` (control flow depends on tensor values),
     `BudgetError` (no plan fits; the message says which budget would do) or `PlanError` (the plan was made for another
@@ -200,6 +214,8 @@ def remat(
             untraceable=untraceable,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
             name=name,
         )
     if torch.compiler.is_compiling():
@@ -217,14 +233,17 @@ def remat(
         raise ArgumentTypeError(f"name must be a str, not {type(name).__name__}: {name!r}.")
     if untraceable not in ("raise", "remat"):
         raise ArgumentValueError(f'untraceable must be "raise" or "remat", not {untraceable!r}.')
+    donated = DonatedArguments(fn.forward if isinstance(fn, nn.Module) else fn, donate_argnums, donate_argnames)
+    if donated and budget is None and plan is None:
+        raise ArgumentValueError("donated arguments need a budget or a plan: pass budget=...")
     if policy is not None or budget is not None or plan is not None:
         if isinstance(fn, nn.Module):
             check_plannable(fn)
         budget = None if budget is None else check_budget(budget)
         named = name_of(fn) if name is None else name
         is_module = isinstance(fn, nn.Module)
-        options = (policy, budget, plan, solver, tile, untraceable)
-        make = functools.partial(_PlannedRegion, static, *options, named, is_module)
+        options = (static, donated, policy, budget, plan, solver, tile, untraceable, named, is_module)
+        make = functools.partial(_PlannedRegion, *options)
     if isinstance(fn, nn.Module):
         return remat_module(fn, make)
     region = make()
@@ -291,11 +310,12 @@ class _Region:
 class _PlannedRegion(_Region):
     """A rematerialised function that is captured, traced and planned once per signature."""
 
-    __slots__ = ("planner", "plans_calls", "untraceable", "without_plan")
+    __slots__ = ("donated", "planner", "plans_calls", "untraceable", "without_plan")
 
     def __init__(
         self,
         static: StaticArguments,
+        donated: DonatedArguments,
         policy: PolicyLike | None,
         budget: Budget | None,
         plan: Plan | None,
@@ -306,6 +326,7 @@ class _PlannedRegion(_Region):
         is_module: bool,
     ):
         super().__init__(static, policy)
+        self.donated = donated if donated else None
         # With grad mode off, a module is evaluated or generates text: every length would need a plan.
         self.plans_calls = not is_module and (budget is not None or plan is not None)
         self.untraceable = untraceable
@@ -325,8 +346,12 @@ class _PlannedRegion(_Region):
             ledger.falls_back("untraceable")
             return self.without_plan(fn, args, kwargs)
         before = ledger.stats
+        donated = self.donated.tensors(args, kwargs) if self.donated else {}
         try:
-            result = self._run_planned_or_raise(fn, args, kwargs)
+            result = self._run_planned_or_raise(fn, args, kwargs, donated)
+        except LazyModules:
+            ledger.falls_back("lazy module")
+            return fn(*args, **kwargs)
         except TraceError as error:
             if self.untraceable == "raise":
                 raise
@@ -338,18 +363,21 @@ class _PlannedRegion(_Region):
             ledger.count("hits")
         return result
 
-    def _run_planned_or_raise(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_planned_or_raise(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], donated: dict[int, str]
+    ) -> Any:
         found = self.planner.captured(fn, args, kwargs)
         if found is not None:
             captured, programs = found
             try:
-                return captured.call(lambda inputs: self.run_captured(captured, programs, inputs), fn, args, kwargs)
+                run = functools.partial(self.run_captured, captured, programs, donated)
+                return captured.call(run, fn, args, kwargs)
             except HigherOrderError:  # if it ran as Python, torch would compile it, and would remember that it failed
                 raise
             except TraceError as error:  # tracing the Python code may work; if not, its error names the line
                 self.planner.refuse(captured, str(error))
         try:
-            return self.run_traced(fn, Arguments(args, kwargs, self.static))
+            return self.run_traced(fn, Arguments(args, kwargs, self.static), donated=donated)
         except TraceError as error:
             reasons = self.planner.refused()
             self.planner.refusals.clear()  # the obstacle may be gone at the next call
@@ -357,21 +385,31 @@ class _PlannedRegion(_Region):
                 raise
             raise TraceError(f"{error}{reasons}") from error
 
-    def run_captured(self, captured: Any, known: dict[Any, Programs], inputs: tuple[Any, ...]) -> list[Any]:
+    def run_captured(
+        self, captured: Any, known: dict[Any, Programs], donated: dict[int, str], inputs: tuple[Any, ...]
+    ) -> list[Any]:
         """Runs a captured graph by its plan; returns its outputs."""
         function = captured.function(inputs)
         key = (tuple(inputs[i] for i in captured.graph.decisive), ambient.capture())
-        finished = function.finished(self._run_graph(captured, known, function, key, ()))
+        places = tuple([i for i, t in enumerate(function.arguments) if id(t) in donated])
+        check_donated([function.arguments[i] for i in places], function.held.values(), donated)
+        finished = function.finished(self._run_graph(captured, known, function, key, (), places))
         function.release()
         return finished
 
     def _run_graph(
-        self, captured: Any, known: dict[Any, Programs], function: Any, key: tuple[Any, ...], sizes: tuple[int, ...]
+        self,
+        captured: Any,
+        known: dict[Any, Programs],
+        function: Any,
+        key: tuple[Any, ...],
+        sizes: tuple[int, ...],
+        donated: tuple[int, ...],
     ) -> list[Any]:
         """Runs a captured graph below the `vmap`s with batch sizes `sizes`, which have been taken off it."""
         closure = list(function.held.values())
         operands = [*function.arguments, *closure]
-        layouts, of_training = _as_differentiated(layouts_below(operands))
+        layouts, of_training = as_differentiated(layouts_below(operands))
         if self.planner.is_idle and not any(layout.requires_grad for layout in layouts):
             self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
             return function(*function.arguments)
@@ -380,14 +418,14 @@ class _PlannedRegion(_Region):
             level, size = interpreter.level(), interpreter.batch_size()
             below = BatchedGraph(function, level, size, interpreter.randomness())
             with interpreter.lower():
-                results = self._run_graph(captured, known, below, (*key, below.key), (*sizes, size))
+                results = self._run_graph(captured, known, below, (*key, below.key), (*sizes, size), ())
             return BatchedGraph.wrapped(results, level)
         level, batch = _outer_batch(operands)
         names = [i.name for i in captured.inputs]
         programs = self.planner.programs_of(
             known,
-            (*key, tuple(layouts), batch),
-            lambda: graph_tracer(function, names, layouts, batch),
+            (*key, tuple(layouts), batch, donated),
+            lambda: graph_tracer(function, names, layouts, batch, donated),
             len(function.arguments),
             (*sizes, *(() if batch is None else (batch.size,))),
             None
@@ -399,7 +437,13 @@ class _PlannedRegion(_Region):
         conditions = _GraphConditions(call, program, function, closure, layouts, key[1])
         return self._run_planned(call, programs, program, closure, conditions, level)
 
-    def run_traced(self, fn: Callable[..., Any], arguments: Arguments, batching: Batching = NOT_BATCHED) -> Any:
+    def run_traced(
+        self,
+        fn: Callable[..., Any],
+        arguments: Arguments,
+        batching: Batching = NOT_BATCHED,
+        donated: dict[int, str] | None = None,
+    ) -> Any:
         """Runs a call by tracing the function's Python code, below the `vmap`s of `batching`."""
         if vmap_around_grad() is not None:
             self.planner.ledger.falls_back("vmap")
@@ -408,11 +452,15 @@ class _PlannedRegion(_Region):
         with TRACING:
             observation = Observation(call.fn, arguments.statics, call.inputs, self.buffer_writes, facts=True)
             reached = CapturedTensors(observation, call.inputs, batching.passed)
-            layouts, _ = _as_differentiated(layouts_below((*call.inputs, *reached.tensors)))
+            layouts, _ = as_differentiated(layouts_below((*call.inputs, *reached.tensors)))
             idle = self.planner.is_idle and not any(layout.requires_grad for layout in layouts)
             programs = None
+            places = tuple([i for i, t in enumerate(call.inputs) if id(t) in (donated or {})])
+            check_donated([call.inputs[i] for i in places], reached.tensors, donated or {})
             if not idle and not innermost_is_vmap():
-                programs = self.planner.traced_programs(fn, arguments, observation, reached, layouts, batching.sizes)
+                programs = self.planner.traced_programs(
+                    fn, arguments, observation, reached, layouts, batching.sizes, places
+                )
         if idle:
             self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
             args, kwargs = arguments.rebuild(call.inputs)
@@ -491,16 +539,6 @@ class _GraphConditions:
         return Conditions(
             self.function, self.call.fn, (), self.ambient, self.random, self.watched, self.written, self.slots, [], []
         )
-
-
-def _as_differentiated(layouts: list[Layout]) -> tuple[list[Layout], list[Layout] | None]:
-    """Returns the layouts of operands as a call sees them: with grad mode off, nothing requires grad.
-
-    Also returns the layouts that the call would see with grad mode on, if these are others, otherwise None.
-    """
-    if torch.is_grad_enabled() or not any(layout.requires_grad for layout in layouts):
-        return layouts, None
-    return [layout._replace(requires_grad=False, computed=False) for layout in layouts], layouts
 
 
 def _outer_batch(operands: Sequence[torch.Tensor]) -> tuple[int, Batch | None]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from fckpt._trace.operations import TensorSpec
 from fckpt._trace.trace import is_tracing
 from fckpt._trace.untraceable import HigherOrderError
 from fckpt._trace.updates import Ending, running
-from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError, name_of
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError, TraceError, name_of
 from fckpt.spmd.mesh import mesh_in_use
 
 __all__ = ["TrainingStep", "step"]
@@ -53,8 +54,8 @@ def step(
         loss = loss_fn(model, batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
 
     But the gradients are never all alive: each parameter is updated as soon as its gradient and the last computation
-    that reads the old parameter allow. With a `budget`, activations are recomputed as in `remat`, and the budget is that
-    of the whole step.
+    that reads the old parameter allow. With a `budget`, activations are recomputed as in `remat`, and the budget is
+    that of the whole step.
 
     Args:
         model: the module to train.
@@ -66,7 +67,8 @@ def step(
         accumulate: the number of microbatches. The leaves of the batch are split along their first dimension, as
             `torch.Tensor.chunk` does; the losses of the parts are divided by the number of parts, and their gradients
             are summed in order.
-        clip_norm: the largest norm of all gradients together, as for `torch.nn.utils.clip_grad_norm_`.
+        clip_norm: the largest norm of all gradients together, as for
+            `torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)`.
         solver: see `fckpt.solve.names()`.
 
     Returns:
@@ -142,8 +144,8 @@ class TrainingStep:
         self._planner.ledger.name = f"the step of {name_of(loss_fn)}"
         self._fckpt_planner = self._planner
         self._traced: dict[Any, Any] = {}
-        self._budgets: dict[Any, Budget | None] = {}
-        """By layout of the microbatches: the budget of each, in bytes if it was a fraction."""
+        self._budgets: dict[Any, _Limits] = {}
+        """By layout of the microbatches: their budgets."""
         self._layout: Any = None
         self._losses: dict[int, Callable[[nn.Module, Any], torch.Tensor]] = {}
         self._lock = threading.RLock()
@@ -154,16 +156,18 @@ class TrainingStep:
             ledger = self._planner.ledger
             ledger.count("calls")
             before = ledger.stats
-            parts = self._begun(batch)
+            parts, limits = self._begun(batch)
             total: torch.Tensor | None = None
             carried, loss_dtype = (), None
             try:
                 for i, part in enumerate(parts):
-                    place = _Place(len(parts), i + 1 == len(parts), carried, loss_dtype)
+                    last = i + 1 == len(parts)
+                    place = _Place(len(parts), last, carried, loss_dtype, limits[last])
                     loss, carried = self._run(part, place)
                     total = loss if total is None else total + loss
                     loss_dtype = total.dtype
                     self._updates.sums.append(total)
+                    del loss  # the next microbatch would hold it
             finally:
                 self._updates.sums = []
             if before.captures == ledger.stats.captures and before.programs == ledger.stats.programs:
@@ -180,15 +184,14 @@ class TrainingStep:
             TraceError: the loss function cannot be traced.
         """
         with self._lock, running(self._updates):
-            parts = self._begun(batch)
-            programs = self._programs(parts)
+            programs, _ = self._programs(self._begun(batch)[0])
             plans = [self._planner.exact_plan(program) for program in programs]
             return max(plans, key=lambda plan: plan.peak_bytes)
 
     # -- before a call
 
-    def _begun(self, batch: Any) -> list[Any]:
-        """Checks that a step may run now, and returns the microbatches, for which plans exist."""
+    def _begun(self, batch: Any) -> tuple[list[Any], _Limits]:
+        """Checks that a step may run now, and returns the microbatches and their budgets."""
         if not torch.is_grad_enabled():
             raise ArgumentValueError("a step differentiates its loss: call it outside of torch.no_grad().")
         if transforms_active() or has_forward_mode() or is_recorded() or is_tracing():
@@ -200,44 +203,50 @@ class TrainingStep:
         self._check_parameters()
         parts = self._parts(batch)
         self._layout = self._updates.key()
-        self._planner.budget = self.budget
+        limits: _Limits = (None, self.budget)
         if len(parts) > 1:
             leaves = [t for part in (parts[0], parts[-1]) for t in tree.leaves(part) if isinstance(t, torch.Tensor)]
             key = (len(parts), tuple(layouts_below(leaves)), self._layout, ambient.capture(), self.model.training)
             if key not in self._budgets:
-                self._programs(parts)
-                self._budgets[key] = self._planner.budget
-            self._planner.budget = self._budgets[key]
-        return parts
+                self._budgets[key] = self._programs(parts)[1]
+            limits = self._budgets[key]
+        return parts, limits
 
     def _check_parameters(self) -> None:
-        names = {id(p): name for name, p in self.model.named_parameters()}
         for i, parameter in enumerate(self._updates.parameters):
-            name = names.get(id(parameter), f"number {i} of the optimizer")
             if parameter.grad is not None:
                 raise ArgumentValueError(
-                    f"parameter {name} has a gradient already, which a step would have to add to. Call "
+                    f"parameter {self._name(i)} has a gradient already, which a step would have to add to. Call "
                     "optimizer.zero_grad() first, or use accumulate=... for several microbatches."
                 )
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise ArgumentValueError(
-                    f"parameter {name} has a hook on its gradient, which a step would not call. Remove the hook, or "
-                    "use fckpt.remat for forward and backward."
+                    f"parameter {self._name(i)} has a hook on its gradient, which a step would not call. Remove the "
+                    "hook, or use fckpt.remat for forward and backward."
                 )
         if self.clip_norm is not None:
-            others = [n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in self._updates.numbers]
+            others = [
+                n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in self._updates.numbers
+            ]
             if others:
                 raise ArgumentValueError(
                     f"parameter {others[0]} requires grad, but is in no group of the optimizer: it is unclear whether "
                     "its gradient counts in clip_norm. Freeze it with requires_grad_(False), or add it to a group."
                 )
 
+    def _name(self, number: int) -> str:
+        parameter = self._updates.parameters[number]
+        names = [name for name, p in self.model.named_parameters() if p is parameter]
+        return names[0] if names else f"number {number} of the optimizer"
+
     def _parts(self, batch: Any) -> list[Any]:
         """Returns the microbatches."""
         leaves, spec = tree.flatten(batch)
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         if any(t.requires_grad for t in tensors):
-            raise ArgumentValueError("a tensor of the batch requires grad, and a step returns no gradient for it: detach it.")
+            raise ArgumentValueError(
+                "a tensor of the batch requires grad, and a step returns no gradient for it: detach it."
+            )
         if self.accumulate == 1:
             return [batch]
         for path, t in zip(spec.paths(), leaves, strict=True):
@@ -255,22 +264,29 @@ class TrainingStep:
             for i in range(count)
         ]
 
-    def _programs(self, parts: list[Any]) -> list[Program]:
-        """Returns a program for each microbatch. A float budget becomes a number of bytes: that of the last one."""
+    def _programs(self, parts: list[Any]) -> tuple[list[Program], _Limits]:
+        """Returns a program for each microbatch, and their budgets. A float budget is a fraction for the last one."""
         count = len(parts)
         if count == 1:
-            return [self._program(parts[0], _Place(1, True))[0]]
-        if isinstance(self.budget, float):
-            self._planner.budget = None
-        first, ending = self._program(parts[0], _Place(count, False))
+            return [self._program(parts[0], _Place(1, True, budget=self.budget))[0]], (None, self.budget)
+        first, ending = self._program(parts[0], _Place(count, False))  # without a budget, for what it carries
         carried, dtype = _carried(first, ending), _loss_of(first).dtype
-        self._planner.budget = self.budget
-        last = self._program(parts[-1], _Place(count, True, carried, dtype))[0]
-        if isinstance(self.budget, float):
-            self._planner.budget = self._planner.plan_of[last].budget_bytes
-        found = [self._program(parts[0], _Place(count, False))[0]]
-        found += [self._program(part, _Place(count, False, carried, dtype))[0] for part in parts[1:-1]]
-        return [*found, last]
+        last_place = _Place(count, True, carried, dtype, self.budget)
+        pairs = [(parts[0], _Place(count, False))]
+        pairs += [(part, _Place(count, False, carried, dtype)) for part in parts[1:-1]]
+        within = lambda limit: [self._program(part, place._replace(budget=limit))[0] for part, place in pairs]
+        try:
+            last = self._program(parts[-1], last_place)[0]
+        except BudgetError as error:
+            limit = error.least_bytes if isinstance(self.budget, float) else self.budget
+            self._raise_largest([error], [lambda: within(limit)])
+        if self.budget is None:
+            return [*within(None), last], (None, None)
+        plan = self._planner.plan_of[last]
+        try:  # so that the peak of the step is that of the last microbatch
+            return [*within(plan.peak_bytes), last], (plan.peak_bytes, self.budget)
+        except BudgetError:
+            return [*within(plan.budget_bytes), last], (plan.budget_bytes, self.budget)
 
     # -- one microbatch
 
@@ -289,7 +305,7 @@ class TrainingStep:
 
     def _captured(self, part: Any, place: _Place, use: Callable[[Any, dict[Any, Any]], Any]) -> Any:
         """Returns `use(capture, its programs)`; None if the loss function cannot be captured."""
-        fn = self._scaled(place.count)
+        fn = self._scaled(place.parts)
         found = self._planner.captured(fn, (self.model, part), {})
         if found is None or found[0].graph is None:
             return None
@@ -303,25 +319,54 @@ class TrainingStep:
 
     def _program(self, part: Any, place: _Place) -> tuple[Program, Ending]:
         """Returns the program of a microbatch, which does not run."""
-        fn = self._scaled(place.count)
+        fn = self._scaled(place.parts)
 
         def of_graph(captured: Any, programs: dict[Any, Any]) -> tuple[Program, Ending]:
-            return self._of_graph(captured, programs, captured.bound(fn, (self.model, part), {}), place)
+            function = captured.bound(fn, (self.model, part), {})
+            return checked(lambda place: self._of_graph(captured, programs, function, place))
 
+        def checked(make: Callable[[_Place], tuple[Program, Ending]]) -> tuple[Program, Ending]:
+            self._fitting(make, place)  # the first updates must fit, too
+            return make(place)
+
+        arguments = Arguments((self.model, part), {})
         found = self._captured(part, place, of_graph)
-        return self._of_python(Arguments((self.model, part), {}), place)[:2] if found is None else found
+        return checked(lambda place: self._of_python(arguments, place)[:2]) if found is None else found
+
+    def _fitting(self, make: Callable[[_Place], tuple[Program, Ending]], place: _Place) -> tuple[Program, Ending]:
+        """Returns the program of a microbatch that runs next; another one than later if the first updates need it.
+
+        Raises:
+            BudgetError: no plan fits. Its `least_bytes` are enough for the first updates, too.
+        """
+        if not place.last or place.budget is None or not self._updates.is_first:
+            return make(place)
+        try:
+            found = make(place)
+        except BudgetError as error:
+            self._raise_largest([error], [lambda: make(place._replace(first=True))])
+        return found if self._planner.fits_first(found[0]) else make(place._replace(first=True))
+
+    @staticmethod
+    def _raise_largest(errors: list[BudgetError], others: Iterable[Callable[[], Any]]) -> NoReturn:
+        """Raises the error with the largest least budget, also among those that `others` raise."""
+        for other in others:
+            try:
+                other()
+            except BudgetError as error:
+                errors.append(error)
+        raise max(errors, key=lambda error: error.least_bytes) from None
 
     def _run(self, part: Any, place: _Place) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Runs a microbatch; returns its loss, and the numbers of the parameters for which it leaves gradients."""
-        fn = self._scaled(place.count)
+        fn = self._scaled(place.parts)
         left: list[tuple[int, ...]] = []
 
         def of_graph(captured: Any, programs: dict[Any, Any]) -> Any:
             def run(inputs: tuple[Any, ...]) -> list[Any]:
                 function = captured.function(inputs)
-                program, ending = self._of_graph(captured, programs, function, place)
-                if place.last and self._updates.is_first and not self._planner.fits_first(program):
-                    program, ending = self._of_graph(captured, programs, function, place._replace(first=True))
+                make = lambda place: self._of_graph(captured, programs, function, place)
+                program, ending = self._fitting(make, place)
                 given = function.arguments
                 outputs = self._execute(program, ending, [*given, *function.held.values()])
                 left.append(_carried(program, ending))
@@ -332,9 +377,13 @@ class TrainingStep:
         loss = self._captured(part, place, of_graph)
         if loss is None:
             arguments = Arguments((self.model, part), {})
-            program, ending, operands = self._of_python(arguments, place)
-            if place.last and self._updates.is_first and not self._planner.fits_first(program):
-                program, ending, operands = self._of_python(arguments, place._replace(first=True))
+            operands: list[torch.Tensor] = []
+
+            def of_python(place: _Place) -> tuple[Program, Ending]:
+                program, ending, operands[:] = self._of_python(arguments, place)
+                return program, ending
+
+            program, ending = self._fitting(of_python, place)
             outputs = self._execute(program, ending, operands)
             left.append(_carried(program, ending))
             loss = _assembled(program, outputs, arguments.tensors)
@@ -344,7 +393,7 @@ class TrainingStep:
         """Returns what follows on the backward pass of a microbatch.
 
         Raises:
-            ArgumentValueError: a parameter of the optimizer is used under an alias, or something else is differentiated.
+            ArgumentValueError: a parameter is used under an alias, or a tensor with a graph is used.
         """
         numbers = self._updates.numbers
         mine = {t.untyped_storage()._cdata for t in self._updates.parameters}
@@ -363,8 +412,13 @@ class TrainingStep:
                     f"the loss function uses a tensor of shape {list(operand.shape)} that shares memory with a "
                     "parameter of the optimizer, so that an update would change it too. Use the parameter itself."
                 )
-        limits = (self.clip_norm, self._layout, place.first) if place.last else ()
-        return Ending(tuple(found), place.last, place.carried, place.loss, *limits)
+        if self.clip_norm is not None:  # `clip_grad_norm_(model.parameters(), ...)` adds up norms in this order
+            rank = {id(p): i for i, p in enumerate(self.model.parameters())}
+            found.sort(key=lambda pair: rank.get(id(operands[pair[0]]), len(rank)))
+        ending = Ending(tuple(found), place.last, place.carried, place.loss)
+        if not place.last:
+            return ending
+        return dataclasses.replace(ending, clip_norm=self.clip_norm, layout=self._layout, first=place.first)
 
     def _of_graph(
         self, captured: Any, programs: dict[Any, Any], function: GraphFunction, place: _Place
@@ -372,19 +426,19 @@ class TrainingStep:
         operands = [*function.arguments, *function.held.values()]
         ending, layouts = self._ending(operands, place), layouts_below(operands)
         planner, names = self._planner, [i.name for i in captured.inputs]
-        planner.then = ending
+        planner.then, planner.budget = ending, place.budget
         decisive = tuple(function.inputs[i] for i in captured.graph.decisive)
         key = (decisive, ambient.capture(), tuple(layouts), ending, planner.budget)
         tracer = lambda: graph_tracer(function, names, layouts)
         return planner.programs_of(programs, key, tracer, len(function.arguments)).likely(), ending
 
     def _of_python(self, arguments: Arguments, place: _Place) -> tuple[Program, Ending, list[torch.Tensor]]:
-        fn, planner = self._scaled(place.count), self._planner
+        fn, planner = self._scaled(place.parts), self._planner
         with TRACING:
             observation = Observation([fn], arguments.statics, arguments.tensors, {}, facts=True)
             reached = CapturedTensors(observation, arguments.tensors)
             operands = [*arguments.tensors, *reached.tensors]
-            planner.then = self._ending(operands, place)
+            planner.then, planner.budget = self._ending(operands, place), place.budget
             planner.traced = self._traced.setdefault((planner.then, planner.budget), {})
             try:
                 programs = planner.traced_programs(fn, arguments, observation, reached, layouts_below(operands))
@@ -414,15 +468,21 @@ class TrainingStep:
         return outputs
 
 
+_Limits = tuple[Budget | None, Budget | None]
+"""The budgets of the last microbatch (the second one) and of the others (the first one)."""
+
+
 class _Place(NamedTuple):
     """The place of a microbatch in its step."""
 
-    count: int
+    parts: int
+    """The number of microbatches."""
     last: bool
     carried: tuple[int, ...] = ()
     """The numbers of the parameters for which earlier microbatches left a gradient."""
     loss: torch.dtype | None = None
     """The dtype of the loss of earlier microbatches; None if there are none."""
+    budget: Budget | None = None
     first: bool = False
     """See `Ending.first`."""
 

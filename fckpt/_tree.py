@@ -9,7 +9,10 @@ import optree
 import torch
 from torch.utils import _pytree as torch_pytree
 
-__all__ = ["TreeSpec", "describe", "flatten", "leaves", "map_leaves", "selected", "spread", "unflatten"]
+__all__ = ["STRUCTURE", "TreeSpec", "describe", "flatten", "leaves", "map_leaves", "selected", "spread", "unflatten"]
+
+STRUCTURE = optree.PyTreeSpec
+"""The type of optree's descriptions of structures: immutable, comparable and hashable."""
 
 # Containers that only torch's registry knows (such as Hugging Face's ModelOutput) are flattened through that registry;
 # all others through optree.

@@ -33,7 +33,7 @@ def frozen() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what needs a device that is not here, and freezes where peaks are measured hundreds of times."""
     for item in items:
-        measures = item.path.parent.name in ("street", "stateful") and isinstance(item, pytest.Function)
+        measures = item.path.parent.name in ("right_or_loud", "stateful") and isinstance(item, pytest.Function)
         if measures and "frozen" not in item.fixturenames:  # a list that the cases of one test share
             item.fixturenames.insert(0, "frozen")
     if torch.cuda.is_available():

@@ -89,12 +89,3 @@ def _graph(found: Sequence[dict[str, Any]], reads: Sequence[list[int]], path: st
     ends = tuple(sorted(set(range(count)).difference(*reads)))
     outputs, gradients = ((), ends) if marked else (ends, ())
     return Graph(tuple(nodes), tuple(values), (), cotangents, outputs, gradients, boundary)
-
-
-def working_set(graph: Graph) -> int:
-    """Returns the most bytes that one node reads, makes and uses: no lower budget is feasible."""
-    return max(
-        node.temporary_nbytes
-        + sum(graph.values[v].nbytes for v in {*node.inputs, *node.outputs}.difference(graph.inputs))
-        for node in graph.nodes
-    )

@@ -42,15 +42,25 @@ def report_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def picture_parser(name: str, doc: str | None, report: str) -> argparse.ArgumentParser:
-    """Returns a parser for a script that draws results, read by default from the file `report` in benches/results."""
+def parse_picture(
+    name: str, doc: str | None, report: str, read: Callable[[Path], Any], arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """Parses the command line of a script that draws results; `found` is what `read` returns for their file.
+
+    By default that is the file `report` in benches/results. If `read` raises an error, the script ends.
+    """
     parser = script_parser(name, doc)
     for flag, default, metavar in (
         ("--results", f"benches/results/{report}", "JSON"),
         ("--folder", "docs/pictures", "OUT"),
     ):
         parser.add_argument(flag, type=Path, default=Path(default), metavar=metavar, help=f"default: {default}")
-    return parser
+    parsed = parser.parse_args(arguments)
+    try:
+        parsed.found = read(parsed.results)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        parser.error(f"{parsed.results} is not a result of benches.{name.removesuffix('_picture')}: {described(error)}")
+    return parsed
 
 
 def network_parser(name: str, doc: str | None, check: str, networks: Mapping[str, Network]) -> argparse.ArgumentParser:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from benches.common.training import Task, TrainingLoss
 from benches.models.convolutional import DenseNet, InceptionV3, ResNet, UNet
-from benches.models.sequence import Decoder, MixtureOfExperts, UnrolledLSTM, ViT, bert_base
+from benches.models.sequence import BertEncoder, Decoder, MixtureOfExperts, UnrolledLSTM, ViT
 from fckpt.cost import Analytic, profiles
 from fckpt.graph import Graph, Node, Value
 
@@ -55,10 +55,6 @@ def _gpt(layers: int) -> Step:
     return _text(Decoder(layers=layers, positions=512, dropout=0.0), 8, 512)
 
 
-def _bert() -> Step:
-    return bert_base(), torch.empty(16, 512, dtype=torch.long), torch.empty(16, dtype=torch.long)
-
-
 def _moe() -> Step:
     return _text(MixtureOfExperts(hidden=768, layers=8, heads=12, experts=8, vocabulary=32000, tokens=512), 8, 512)
 
@@ -80,7 +76,7 @@ STEPS: dict[str, Callable[[], Step]] = {
     "gpt48": lambda: _gpt(48),
     "gpt400": lambda: _gpt(400),
     "gpt850": lambda: _gpt(850),
-    "bert": _bert,
+    "bert": lambda: (BertEncoder(), torch.empty(16, 512, dtype=torch.long), torch.empty(16, dtype=torch.long)),
     "vit": lambda: _labelled(ViT(classes=1000), 64, 3, 224, 224),
     "moe": _moe,
     "lstm": lambda: _labelled(UnrolledLSTM(features=256, hidden=1024, span=8), 96, 128, 256, axis=1),

@@ -18,6 +18,10 @@ from dataclasses import dataclass
 import torch
 from scipy.stats import binomtest
 
+SIGNIFICANCE = 0.01
+RESOLUTION = 1.01
+"""A smaller ratio of the medians is not reported: the places of tensors in memory make as large a difference."""
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -101,15 +105,16 @@ def paired_ratio(seconds: Mapping[str, Sequence[float]], of: str, to: str) -> Sp
     return spread([a / b for a, b in zip(seconds[of], seconds[to], strict=True)])
 
 
-def sign_test(seconds: Mapping[str, Sequence[float]], of: str, to: str) -> float:
-    """Returns the probability that `of` is slower than `to` in as many rounds or more, if both are equally fast.
+def is_slower(seconds: Mapping[str, Sequence[float]], of: str, to: str) -> bool:
+    """Whether `of` is slower than `to` beyond noise: in significantly many rounds, and by more than `RESOLUTION`.
 
-    The one-sided sign test, which assumes nothing about the distribution of the noise: on a shared machine that has a
-    long tail. Seven rounds of seven have p = 0.008.
+    The one-sided sign test assumes nothing about the distribution of the noise: on a shared machine that has a long
+    tail. Seven rounds of seven have p = 0.008.
     """
     pairs = list(zip(seconds[of], seconds[to], strict=True))
     lost = sum(a > b for a, b in pairs)
-    return float(binomtest(lost, len(pairs), alternative="greater").pvalue)
+    p = float(binomtest(lost, len(pairs), alternative="greater").pvalue)
+    return p < SIGNIFICANCE and paired_ratio(seconds, of, to).median > RESOLUTION
 
 
 def set_up(name: str | None) -> torch.device:

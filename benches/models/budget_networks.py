@@ -1,4 +1,4 @@
-"""Eleven networks of different kinds, for `benches.budgets` and `benches.equal_memory`.
+"""Eleven networks of different kinds, for `benches.budgets` and `benches.overhead`.
 
 The sizes make activations take several times the bytes of the gradients. Where a paper's width is too slow for a CPU,
 the sizes for CPUs are narrower. `quick` and `tiny` are also shallower.

@@ -20,6 +20,8 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -154,11 +156,6 @@ def _stem(channels: int, *, small: bool, normalise: bool) -> nn.Sequential:
     return nn.Sequential(conv, *norm, *pool)
 
 
-def densenet121(classes: int = 1000) -> DenseNet:
-    """DenseNet-121, k=32, for images from 3x64x64 up, 3x224x224 in the paper (8.0 million parameters)."""
-    return DenseNet(32, (6, 12, 24, 16), classes=classes, small=False)
-
-
 # ---- ResNet -------------------------------------------------------------------------------------
 
 
@@ -241,11 +238,6 @@ class ResNet(nn.Module):
         return self.head(self.features(x).mean((2, 3)))
 
 
-def resnet50(classes: int = 1000, *, small: bool = False) -> ResNet:
-    """ResNet-50 (25.6 million parameters with 1000 classes)."""
-    return ResNet((3, 4, 6, 3), classes=classes, small=small)
-
-
 # ---- AlexNet and VGG ----------------------------------------------------------------------------
 
 
@@ -254,21 +246,20 @@ class Stage(nn.Sequential):
 
 
 class _Classified(nn.Module):
-    """Stages of convolutions, and a classifier of two hidden layers on `side` x `side` features."""
+    """Stages of convolutions, and a classifier of two hidden layers on `features` values, with dropout or without."""
 
     block: ClassVar[type[nn.Module]] = Stage
 
-    def __init__(self, stages: list[Stage], channels: int, side: int, hidden: int, classes: int) -> None:
+    def __init__(
+        self, stages: list[Stage], pool: nn.Module, features: int, hidden: int, classes: int, *, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.features = nn.Sequential(*stages)
-        self.pool = nn.AdaptiveAvgPool2d(side)
-        self.classifier = nn.Sequential(
-            nn.Linear(channels * side * side, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, classes),
-        )
+        self.pool = pool
+        layers: list[nn.Module] = []
+        for width in (features, hidden):
+            layers += [nn.Linear(width, hidden), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
+        self.classifier = nn.Sequential(*layers, nn.Linear(hidden, classes))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.pool(self.features(x)).flatten(1))
@@ -285,62 +276,47 @@ class AlexNet(_Classified):
             Stage(nn.Conv2d(384, 256, 3, padding=1), nn.ReLU()),
             Stage(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)),
         ]
-        super().__init__(stages, 256, 6, hidden, classes)
+        super().__init__(stages, nn.AdaptiveAvgPool2d(6), 256 * 36, hidden, classes)
 
 
 class VGG(_Classified):
     """VGG without BatchNorm, for images from 3x32x32 up, with `layers` convolutions in each of the five stages."""
 
     def __init__(self, layers: tuple[int, ...], *, hidden: int = 4096, classes: int = 1000) -> None:
-        widths = (3, 64, 128, 256, 512, 512)
-        stages = [_vgg_stage(*sizes) for sizes in zip(widths, widths[1:], layers, strict=False)]
-        super().__init__(stages, widths[-1], 7, hidden, classes)
+        stages = _vgg_stages(64, layers, lambda a, b: [nn.Conv2d(a, b, 3, padding=1), nn.ReLU()])
+        super().__init__(stages, nn.AdaptiveAvgPool2d(7), 512 * 49, hidden, classes)
 
 
-def _vgg_stage(channels: int, width: int, layers: int) -> Stage:
-    convolutions = [nn.Conv2d(width if i else channels, width, 3, padding=1) for i in range(layers)]
-    return Stage(*(module for conv in convolutions for module in (conv, nn.ReLU())), nn.MaxPool2d(2))
+class NormalisedVGG(_Classified):
+    """VGG-16 with BatchNorm and dropout. The first stage has `width` channels, later ones up to eight times as many."""
+
+    def __init__(self, *, width: int = 64, hidden: int = 4096, side: int = 224, classes: int = 10) -> None:
+        stages = _vgg_stages(width, (2, 2, 3, 3, 3), lambda a, b: [ConvNorm(a, b, 3)])
+        super().__init__(stages, nn.Identity(), 8 * width * (side // 32) ** 2, hidden, classes, dropout=0.5)
+
+
+def _vgg_stages(width: int, layers: tuple[int, ...], conv: Callable[[int, int], list[nn.Module]]) -> list[Stage]:
+    """Returns stages of `layers` convolutions, and the pooling after them."""
+    widths = (3, width, 2 * width, 4 * width, 8 * width, 8 * width)
+    return [
+        Stage(*conv(a, b), *(module for _ in range(count - 1) for module in conv(b, b)), nn.MaxPool2d(2))
+        for a, b, count in zip(widths, widths[1:], layers, strict=False)
+    ]
+
+
+Kernel = int | tuple[int, int]
 
 
 class ConvNorm(nn.Sequential):
-    """Convolution, BatchNorm, ReLU."""
+    """Convolution, BatchNorm, ReLU; padded to the size of its input unless `valid`."""
 
-    def __init__(self, channels: int, out: int, kernel: int, *, stride: int = 1) -> None:
-        conv = nn.Conv2d(channels, out, kernel, stride=stride, padding=kernel // 2, bias=False)
-        super().__init__(conv, nn.BatchNorm2d(out), nn.ReLU())
-
-
-class VGGStage(nn.Sequential):
-    """Convolutions of one width, and the pooling after them."""
-
-    def __init__(self, channels: int, out: int, layers: int) -> None:
-        convolutions = [ConvNorm(channels if i == 0 else out, out, 3) for i in range(layers)]
-        super().__init__(*convolutions, nn.MaxPool2d(2))
-
-
-class NormalisedVGG(nn.Module):
-    """VGG-16 with BatchNorm and dropout. The first stage has `width` channels, later ones up to eight times as many."""
-
-    block: ClassVar[type[nn.Module]] = VGGStage
-
-    def __init__(self, *, width: int = 64, hidden: int = 4096, side: int = 224, classes: int = 10) -> None:
-        super().__init__()
-        widths = [3, width, 2 * width, 4 * width, 8 * width, 8 * width]
-        self.features = nn.Sequential(
-            *(VGGStage(a, b, n) for a, b, n in zip(widths, widths[1:], (2, 2, 3, 3, 3), strict=False))
-        )
-        self.classifier = nn.Sequential(
-            nn.Linear(widths[-1] * (side // 32) ** 2, hidden),
-            nn.ReLU(),
-            nn.Dropout(0.5),
-            nn.Linear(hidden, hidden),
-            nn.ReLU(),
-            nn.Dropout(0.5),
-            nn.Linear(hidden, classes),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(self.features(x).flatten(1))
+    def __init__(
+        self, channels: int, out: int, kernel: Kernel, *, stride: int = 1, valid: bool = False, eps: float = 1e-5
+    ) -> None:
+        high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
+        padding = 0 if valid else (high // 2, wide // 2)
+        conv = nn.Conv2d(channels, out, (high, wide), stride=stride, padding=padding, bias=False)
+        super().__init__(conv, nn.BatchNorm2d(out, eps=eps), nn.ReLU())
 
 
 # ---- Inception ----------------------------------------------------------------------------------
@@ -414,15 +390,7 @@ class GoogLeNet(nn.Module):
         return self.head(self.dropout(self.features(x).mean((2, 3))))
 
 
-Kernel = int | tuple[int, int]
-
-
-def _conv(channels: int, out: int, kernel: Kernel, *, stride: int = 1, valid: bool = False) -> nn.Sequential:
-    """Convolution, BatchNorm, ReLU; padded to the size of its input unless `valid`."""
-    high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
-    padding = 0 if valid else (high // 2, wide // 2)
-    conv = nn.Conv2d(channels, out, (high, wide), stride=stride, padding=padding, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(out, eps=1e-3), nn.ReLU())
+_conv = partial(ConvNorm, eps=1e-3)  # as in Inception-v3
 
 
 def _convs(channels: int, *layers: tuple[int, Kernel]) -> nn.Sequential:

@@ -42,13 +42,11 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(hidden, hidden)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
             project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.query, self.key, self.value)
         )
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        if mask is not None:
-            scores = scores.masked_fill(~mask[:, None, None, :], float("-inf"))
         probabilities = self.dropout(scores.softmax(-1))
         return self.out((probabilities @ v).transpose(1, 2).flatten(2))
 
@@ -64,13 +62,13 @@ class EncoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(hidden, eps=1e-12)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = self.norm1(x + self.dropout(self.attention(x, mask)))
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.dropout(self.attention(x)))
         return self.norm2(x + self.dropout(self.mlp(x)))
 
 
 class BertEncoder(nn.Module):
-    """BERT: embeddings, encoder layers, pooler and a classifier, with dropout wherever BERT has it.
+    """BERT-base by default: embeddings, encoder layers, pooler and a classifier, with dropout wherever BERT has it.
 
     A token has `hidden` features, and the MLP of a layer four times as many; a sequence has at most `positions` tokens.
     """
@@ -99,13 +97,13 @@ class BertEncoder(nn.Module):
         self.head = nn.Linear(hidden, classes)
         self.apply(_initialise)
 
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         position = torch.arange(tokens.shape[1], device=tokens.device)
         # All tokens belong to the first segment, whose embedding is one vector.
         x = self.words(tokens) + self.positions(position) + self.types.weight[0]
         x = self.dropout(self.norm(x))
         for layer in self.layers:
-            x = layer(x, mask)
+            x = layer(x)
         return self.head(self.pooler(x[:, 0]))
 
 
@@ -115,11 +113,6 @@ def _initialise(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear):
         nn.init.zeros_(module.bias)
-
-
-def bert_base(classes: int = 2, *, dropout: float = 0.1) -> BertEncoder:
-    """BERT-base: hidden 768, 12 layers, 12 heads, MLP 3072 (109 million parameters)."""
-    return BertEncoder(classes=classes, dropout=dropout)
 
 
 # ---- ViT and GPT-2 ------------------------------------------------------------------------------

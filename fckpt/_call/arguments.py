@@ -5,32 +5,37 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from fckpt import _tree as tree
+from fckpt._call.levels import is_wrapped, unseen, unwrapped
+from fckpt._call.modules import storage_of
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, MutationError, region_name
 
-__all__ = ["Arguments", "StaticArguments", "argument_written", "outlived"]
+__all__ = ["Arguments", "DonatedArguments", "StaticArguments", "argument_written", "check_donated", "outlived"]
 
 
-class StaticArguments:
-    """The arguments that are passed to the function unchanged, by position and by name."""
+class _SelectedArguments:
+    """Arguments that an option of `remat` selects, by position and by name."""
 
     __slots__ = ("names", "nums")
 
+    option = ""
+
     def __init__(self, fn: Callable[..., Any], argnums: int | Sequence[int] = (), argnames: str | Sequence[str] = ()):
-        nums = _tuple_of(argnums, int, "static_argnums", "an int or a tuple of ints")
-        self.names = frozenset(_tuple_of(argnames, str, "static_argnames", "a str or a tuple of strs"))
+        option = self.option
+        nums = _tuple_of(argnums, int, f"{option}_argnums", "an int or a tuple of ints")
+        self.names = frozenset(_tuple_of(argnames, str, f"{option}_argnames", "a str or a tuple of strs"))
         parameters = _positional(fn)
         if parameters is not None:
             for num in nums:
                 if not -len(parameters) <= num < len(parameters):
                     raise ArgumentValueError(
-                        f"static_argnums={num} is out of range: {_name(fn)} takes {len(parameters)} positional "
-                        f"arguments ({', '.join(parameters)}), so {-len(parameters)} <= static_argnums < "
+                        f"{option}_argnums={num} is out of range: {_name(fn)} takes {len(parameters)} positional "
+                        f"arguments ({', '.join(parameters)}), so {-len(parameters)} <= {option}_argnums < "
                         f"{len(parameters)}."
                     )
         self.nums = nums
@@ -39,8 +44,70 @@ class StaticArguments:
         return bool(self.nums or self.names)
 
     def positions(self, count: int) -> set[int]:
-        """Returns the static positions of a call with `count` positional arguments."""
+        """Returns the selected positions of a call with `count` positional arguments."""
         return {n % count for n in self.nums if -count <= n < count} if count else set()
+
+
+class StaticArguments(_SelectedArguments):
+    """The arguments that are passed to the function unchanged."""
+
+    __slots__ = ()
+
+    option = "static"
+
+
+class DonatedArguments(_SelectedArguments):
+    """The arguments whose memory the caller gives away: results may be written over it."""
+
+    __slots__ = ()
+
+    option = "donate"
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, str]:
+        """Returns the donated tensors of a call, as the paths of the tensors by the tensors' ids.
+
+        Raises:
+            ArgumentValueError: a donated tensor requires grad, is a wrapper of torch.func, or shares memory with
+                another tensor among the arguments.
+        """
+        arguments = Arguments(args, kwargs)
+        chosen = [f"args[{n}]" for n in sorted(self.positions(len(args)))]
+        chosen += [f"kwargs[{name!r}]" for name in kwargs if name in self.names]
+        places: dict[int, list[str]] = {}
+        found: dict[int, str] = {}
+        for position, index in arguments._where:
+            path, tensor = arguments._path(position), arguments.tensors[index]
+            with unseen():
+                places.setdefault(storage_of(unwrapped(tensor)), []).append(path)
+            if any(path == own or path.startswith((f"{own}[", f"{own}.")) for own in chosen):
+                found[id(tensor)] = path
+                if is_wrapped(tensor) or (tensor.requires_grad and torch.is_grad_enabled()):
+                    raise ArgumentValueError(
+                        f"{path} is donated, but is differentiated from outside: its old value belongs to that "
+                        "backward pass. Differentiate inside of the function, and pass tensors that do not require "
+                        "grad, or call the function under torch.no_grad()."
+                    )
+        for path in found.values():
+            shared = next((paths for s, paths in places.items() if s and path in paths and len(paths) > 1), None)
+            if shared is not None:
+                other = next(p for p in shared if p != path)
+                raise ArgumentValueError(
+                    f"{path} is donated, but shares memory with {other}, which would change as well. Donate a tensor "
+                    f"that nothing else uses: {path}.clone()."
+                )
+        return found
+
+
+def check_donated(tensors: Sequence[torch.Tensor], closure: Iterable[torch.Tensor], paths: dict[int, str]) -> None:
+    """Raises `ArgumentValueError` if a donated tensor shares memory with a captured tensor."""
+    if tensors:
+        captured = {storage_of(unwrapped(t)) for t in closure} - {0}
+        for tensor in tensors:
+            if storage_of(tensor) in captured:
+                raise ArgumentValueError(
+                    f"{paths[id(tensor)]} is donated, but shares memory with a tensor that the function closes over, "
+                    "which would change as well. Pass that tensor as an argument, or donate a clone."
+                )
 
 
 def _tuple_of(value: Any, kind: type, what: str, wanted: str) -> tuple[Any, ...]:

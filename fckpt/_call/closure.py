@@ -1,7 +1,7 @@
 """The closure of a function: the modules, tensors, generators and other values that it reads besides its arguments.
 
 Autograd differentiates captured tensors by itself. A recompute needs more: the captured tensors must be unchanged,
-module buffers must not be written a second time, and generators must be set back. It also needs the places of these
+module buffers must not be written a second time, and generators must be reset. It also needs the places of these
 values, because it may have to find other tensors there.
 """
 
@@ -168,7 +168,7 @@ class Snapshot:
         return new
 
     def forget_changes(self) -> None:
-        """Drops the places whose values have changed by now."""
+        """Removes the places whose values have changed since the snapshot."""
         self.places = [slot for slot in self.places if present(slot)]
         self.lists = [slot for slot in self.lists if present(slot)]
         self.values = [(held, then) for held, then in self.values if present((held, None, then))]
@@ -323,7 +323,10 @@ class _Walk:
 
     @property
     def most(self) -> int:
-        """Size limit for containers. A longer log is not searched, but additions to it are seen."""
+        """The most entries of a container whose contents are recorded.
+
+        Containers with more than `LARGE` entries are compared as a whole, but their entries are not searched.
+        """
         return LARGE if self.state is None else _NOTED
 
     def function(self, fn: types.FunctionType, depth: int) -> None:

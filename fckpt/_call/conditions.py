@@ -1,8 +1,8 @@
 """The conditions of a call: everything besides its arguments that determines its result.
 
 These are generator states, ambient settings, module buffers and captured tensors. They are observed before and after
-the forward. A recompute runs on copies that hold them (see `shadow`), so it sees what the forward saw, and generators
-and buffers end where the plain function leaves them.
+the forward. A recompute runs on a copy of the function with the observed values (see `shadow`). So it sees what the
+forward saw, and generators and buffers end where the plain function leaves them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fckpt._call.modules import BufferKey, BufferWrites, ModuleState, parts_of
 from fckpt._call.places import Slot, frozen, placed, present, replaced, tensors_in
 from fckpt._call.rng import RandomState
 from fckpt._call.shadow import shadow
-from fckpt.errors import MutationError, region_name
+from fckpt.errors import ImpureFunctionError, MutationError, region_name
 
 __all__ = [
     "Again",
@@ -162,7 +162,7 @@ class Observation:
         return (tuple(self.facts), tuple(part.settings() for part in self.parts), places)
 
     def conditions(self, draws: bool | None = None) -> Conditions:
-        """Returns the conditions of the run that has just ended, without what the run did not use.
+        """Returns the conditions of the run that has just ended, reduced to those that the run used.
 
         Args:
             draws: whether the run drew random numbers, if that is known.
@@ -346,6 +346,7 @@ class Conditions:
         changes = [slot for slot in self.slots if not present(slot)]
         for state in self.state:
             changes += state.changes()
+        _check_dispatch(changes, self.fn)
         stand_ins = [(buffer, buffer.stand_in()) for buffer in self.written]
         new = {id(buffer.tensor): t for buffer, t in stand_ins}  # replaced in every other place, too
         if self.statistics and not transforms_active():
@@ -359,6 +360,19 @@ class Conditions:
         changes += placing
         changes += [(buffer.buffers, buffer.name, t) for buffer, t in stand_ins]
         return changes, frozenset(id(t) for _, t in stand_ins)
+
+
+def _check_dispatch(changes: Sequence[Slot], fn: Any) -> None:
+    """Raises `ImpureFunctionError` if a function was registered with `functools.singledispatch` since the forward.
+
+    The dispatcher caches its choices in a place that no copy replaces, so a recompute would spoil later calls.
+    """
+    for holder, key, _ in changes:
+        if isinstance(key, type) and type(holder) is dict and object in holder and all(map(callable, holder.values())):
+            raise ImpureFunctionError(
+                f"between forward and backward, a function for {key.__name__} was registered with a singledispatch "
+                f"function that {region_name(fn)} calls. Register it before the call, or run backward first."
+            )
 
 
 def copy_of(tensor: torch.Tensor, live: torch.Tensor) -> torch.Tensor:

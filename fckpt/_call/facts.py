@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from fckpt._call.places import ARRAYS, PLAIN
+from fckpt._tree import STRUCTURE
 
 __all__ = ["LARGE", "SCRIPT", "Unguarded", "attribute", "fact", "is_library", "is_small", "is_user_class"]
 
@@ -35,6 +36,10 @@ class Unguarded:
         self.what = what
 
 
+_COMPARED = (torch.dtype, torch.device, torch.Size, type, range, decimal.Decimal, Fraction, STRUCTURE)
+"""Types of immutable values that compare by contents."""
+
+
 def fact(value: Any) -> Any:
     """Returns a hashable fact about a value, without the tensors in it; equal for values that a function treats alike.
 
@@ -45,8 +50,10 @@ def fact(value: Any) -> Any:
         return (kind, repr(value)) if kind in (float, complex) else (kind, value)  # repr, so that NaN equals itself
     if kind is types.FunctionType:
         return value.__code__
-    if isinstance(value, (enum.Enum, torch.dtype, torch.device, torch.Size, type, range, decimal.Decimal, Fraction)):
-        return (kind, value.name) if isinstance(value, enum.Enum) else (kind, value)
+    if isinstance(value, enum.Enum):
+        return (kind, value.name)
+    if isinstance(value, _COMPARED):
+        return (kind, value)
     if isinstance(value, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         return Unguarded(SCRIPT)
     if kind is slice:

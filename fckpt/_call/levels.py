@@ -23,6 +23,7 @@ from torch._C._functorch import (
     get_unwrapped,
     is_functorch_wrapped_tensor,
     is_legacy_batchedtensor,
+    pop_dynamic_layer_stack_and_undo_to_depth,
 )
 from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_clear_interpreter_stack
 from torch._functorch.vmap import restore_vmap
@@ -59,8 +60,6 @@ unseen = torch._C.DisableTorchFunction
 
 transforms_active = torch._C._are_functorch_transforms_active
 """Whether any transform of torch.func is active."""
-below_all = temporarily_clear_interpreter_stack
-"""Context manager whose body runs as if no transform of torch.func were active."""
 is_wrapped = is_functorch_wrapped_tensor
 """Whether a tensor is a wrapper that a level has made."""
 is_legacy_batch = is_legacy_batchedtensor
@@ -175,6 +174,19 @@ def is_recorded() -> bool:
 
 
 # ---- leaving them -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def below_all() -> Iterator[None]:
+    """Runs the body as if no transform of torch.func were active. If the body fails, leaves the levels that it opened:
+    a captured graph opens and closes levels by separate calls.
+    """
+    with temporarily_clear_interpreter_stack():
+        try:
+            yield
+        except BaseException:
+            pop_dynamic_layer_stack_and_undo_to_depth(0)
+            raise
 
 
 @contextlib.contextmanager

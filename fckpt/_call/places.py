@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fckpt._tree import STRUCTURE
+
 __all__ = [
     "ABSENT",
     "ARRAYS",
@@ -52,7 +54,7 @@ PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 INERT = frozenset(
     {
         type(None), bool, int, float, complex, str, bytes, types.ModuleType, type, torch.dtype, torch.device,
-        torch.Size,
+        torch.Size, STRUCTURE,
     }
 )  # fmt: skip
 

@@ -51,13 +51,15 @@ class Rebuilt(NamedTuple):
     """Whether gradients flow through the view; otherwise it is detached."""
     steps: tuple[View, ...]
     """The view operations, in order of application."""
+    unrecorded: bool = False
+    """Whether the view was made under `no_grad`: no gradients flow through it, and autograd refuses writes to it."""
 
     def of(self, tensor: torch.Tensor, made: dict[Any, Any]) -> torch.Tensor:
         """Returns the view of `tensor`; `made` holds the results of calls that several views share."""
-        with nullcontext() if self.tracked else torch.no_grad():
+        with torch.no_grad() if self.unrecorded else nullcontext():
             if not self.tracked or not self.steps:
                 tensor = tensor.view_as(tensor) if self.tracked else tensor.detach()
-            path: tuple[Any, ...] = (self.source, self.tracked)
+            path: tuple[Any, ...] = (self.source, self.tracked, self.unrecorded)
             for number, op, args, kwargs, index in self.steps:
                 path = (*path, number)
                 if path not in made:
@@ -69,7 +71,7 @@ class Rebuilt(NamedTuple):
 
 
 def numbered(leaves: list[Any], known: dict[int, tuple[str, int]], fn: Any = None) -> Flat:
-    """Replaces the tensors in `leaves` by their numbers, in place; returns the distinct tensors that `known` lacks."""
+    """Replaces the tensors in `leaves` by numbers, in place; returns the distinct tensors that are not in `known`."""
     outputs: Flat = []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):

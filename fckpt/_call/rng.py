@@ -1,4 +1,4 @@
-"""Generator states: read at the call, set back for a recompute, and restored after it.
+"""Generator states: read at the call, reset for a recompute, and restored after it.
 
 Every generator that a function may use implicitly is covered: torch's default generators (on the CPU and on the devices
 in use), Python's `random`, `numpy.random`, and generator objects among the arguments or in the closure. The states of
@@ -197,7 +197,7 @@ def _global_sources(devices: Iterable[torch.device]) -> list[Any]:
 
 
 class _Rewinds(threading.local):
-    """The number of times that generators were set back: in this thread, and in all threads."""
+    """Counts how often generators were reset for a replay: by this thread, and by all threads."""
 
     total = 0
     running = 0
@@ -222,7 +222,7 @@ class _Rewinds(threading.local):
         self.own_running -= 1
 
     def others(self) -> int:
-        """Returns a number that changes when another thread sets generators back; -1 while another thread replays."""
+        """Returns how often other threads have reset generators; -1 while another thread replays."""
         if self.alone:
             return 0
         with _Rewinds.lock:
@@ -275,7 +275,7 @@ class RandomState:
         self.threaded = threaded
         """Whether other threads may draw from the same generators."""
         self.disturbed = disturbed
-        """Whether another thread replayed during the call, so that the states of this call mean nothing."""
+        """Whether another thread replayed during the call, so that the states read around this call are meaningless."""
         self.others = others
 
     @staticmethod
@@ -312,7 +312,7 @@ class RandomState:
         return RandomState(states)
 
     def rewind(self) -> None:
-        """Sets every generator back to its state before the call, permanently."""
+        """Resets every generator to its state before the call, permanently."""
         for source, before, _ in self.states:
             source.set(before)
 

@@ -41,6 +41,7 @@ from fckpt import _tree as tree
 from fckpt._call.levels import below_all
 from fckpt._capture import marks
 from fckpt._capture.absences import absences_guarded
+from fckpt._capture.cached import cached_reader
 from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
 from fckpt._capture.function import GraphFunction
@@ -112,7 +113,7 @@ class Entry:
             self._functions.append(types.FunctionType(code, scope))
 
     def taken(self, fn: Any) -> tuple[types.FunctionType, Any, Any]:
-        """Returns (entry, function, bound object).
+        """Returns (entry, function, bound object) for a region's function.
 
         A bound method is split into function and object, because Python makes a new bound method at each access.
         """
@@ -121,11 +122,14 @@ class Entry:
         return self._of(fn)[0], fn, None
 
     def _of(self, fn: Any) -> list[types.FunctionType]:
-        """Returns the entries for a function. Dynamo finds a module's globals by the module's name."""
+        """Returns the entries for a function and for a bound method.
+
+        Dynamo looks up the globals of a function by the name of its module. For a function that `exec` defined in a
+        namespace of no module, the entries therefore get that namespace as their globals.
+        """
         scope = getattr(fn, "__globals__", None)
         if scope is None or vars(sys.modules.get(scope.get("__name__", ""), types)) is scope:
             return self._functions
-        # The function's code was run by `exec`, in a namespace that belongs to no module.
         return [types.FunctionType(entry.__code__, scope) for entry in self._functions]
 
 
@@ -153,6 +157,10 @@ class Captured:
         classes = [cls for guard in graph_guards.guards for cls in classes_of(guard)]
         if any(map(guards_script, graph_guards.guards)):
             raise CaptureError("the function calls TorchScript, which has its own derivative formulas")
+        local = {"fn": taken[1], "this": taken[2], "args": passed[0], "kwargs": passed[1]}
+        reader = cached_reader(graph_guards.guards, taken[0].__globals__, local)
+        if reader:
+            raise CaptureError(f"the cached function `{reader}` reads variables, and Dynamo looks through the cache")
         self._classes = ClassFacts(classes, output.graph_capture_output.traced_code)
         self.builtins = BuiltinNames()
         """The built-in names that the function's code looked up."""
@@ -252,7 +260,7 @@ def _callable(output: Any, compiled: Callable[..., Any], scope: dict[str, Any]) 
 
 
 class _Bound(BaseException):
-    """Ends a call as soon as its inputs are known, before any operation has run."""
+    """Raised in place of the graph to end a call as soon as its inputs are known, before any operation has run."""
 
 
 def capture(entry: Entry, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, below: bool = False) -> Captured:
@@ -273,7 +281,7 @@ def capture(entry: Entry, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         output, guards, names, builtin_names = _captured(taken, args, kwargs, below, dynamic=True)
     except CaptureError:
-        # Dynamo assumes that a number which has changed once will change again. Some code cannot be captured so.
+        # Dynamo makes a number that has changed once an input of the graph, which some code does not allow.
         output, guards, names, builtin_names = _captured(taken, args, kwargs, below, dynamic=False)
     captured = Captured(entry, taken, (args, kwargs), output, guards, below)
     captured.keywords, captured._names, captured.builtins = tuple(kwargs), names, builtin_names

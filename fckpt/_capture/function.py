@@ -105,7 +105,7 @@ class BatchedGraph:
     """A captured graph under `vmap`, as a function of the batched tensors."""
 
     def __init__(self, inner: GraphFunction | BatchedGraph, level: int, size: int, randomness: str):
-        """Removes one level of `vmap` from a call of `inner`."""
+        """Takes a call of `inner` under the `vmap` of `level`, and unwraps the tensors of the call from that level."""
         self.inner = inner
         self.size = size
         self.randomness = randomness

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import torch
 
 __all__ = [
-    "Marked",
     "Marks",
     "answered",
     "begin",
@@ -31,12 +30,6 @@ __all__ = [
     "name",
     "register",
 ]
-
-
-class Marked(Protocol):
-    """A rematerialised region, as a mark refers to it."""
-
-    key: int
 
 
 class Marks(Protocol):

@@ -62,9 +62,9 @@ def _noting(names: BuiltinNames) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def _may_equal_another(value: Any) -> bool:
-    """Whether something may equal a value and be another one: -0.0 a zero, or 1.0 and True each other in a container.
+    """Whether a different value may compare equal to this one: -0.0 to 0.0, or (True, 0.0) to (1.0, 0.0).
 
-    Containers of nothing but ints, strides and sizes for the most part, are left alone: there are hundreds.
+    Containers of ints only, which are mostly strides and sizes, get no further guard, because there are hundreds.
     """
     if isinstance(value, (tuple, list, set, frozenset)):
         return any(isinstance(v, (bool, float, complex)) or _may_equal_another(v) for v in value)
@@ -72,7 +72,7 @@ def _may_equal_another(value: Any) -> bool:
 
 
 def _exactly(value: Any) -> Any:
-    """A value with the kinds and the signs of the numbers in it."""
+    """Returns a form of the value with the types and signs of its numbers: that of 0.0 differs from that of -0.0."""
     if isinstance(value, (set, frozenset)):
         return type(value), frozenset(map(_exactly, value))
     if isinstance(value, (tuple, list)):
@@ -89,7 +89,7 @@ def _guarding_sign(original: Callable[..., Any]) -> Callable[..., Any]:
         value = self.get(guard)
         if _may_equal_another(value):
             then = _exactly(value)
-            # The tuple itself is kept, so that no other one takes its address; lists and sets may change.
+            # An immutable value is recognised by identity, which is fast; lists and sets may have changed.
             known = value if isinstance(value, (tuple, frozenset)) else None
             same = lambda now: (now is known and known is not None) or _exactly(now) == then
             add = self.get_guard_manager(guard).add_lambda_guard

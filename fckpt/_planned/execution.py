@@ -23,6 +23,7 @@ from fckpt._call.levels import (
 )
 from fckpt._call.results import Returned
 from fckpt._planned.lower import Lowered, lower
+from fckpt._trace.formulas import FormulaError
 from fckpt._trace.operations import Backward, Ref, Trace, indices_of, is_expanded, statistics_of, strides_of
 from fckpt.errors import MutationError
 from fckpt.graph.graph import Graph
@@ -306,9 +307,16 @@ class Execution:
         return found
 
     def backward(
-        self, operands: Sequence[torch.Tensor], given: Sequence[int], cotangents: Sequence[torch.Tensor]
+        self,
+        operands: Sequence[torch.Tensor],
+        given: Sequence[int],
+        cotangents: Sequence[torch.Tensor],
+        *,
+        recorded: bool,
+        wrapped: bool,
     ) -> list[Any] | None:
-        """Runs the backward pass by a plan; returns None if that is not possible.
+        """Runs the backward pass by a plan; returns None if that is not possible. See `Backward` for `recorded` and
+        `wrapped`.
 
         A backward pass for other outputs than planned, or a second backward pass, has no residuals: the saved ones are
         freed, and the forward pass of the matching plan runs again.
@@ -316,10 +324,11 @@ class Execution:
         brought = self._cotangents(given, cotangents)
         operands = [t for t, _ in map(self._batch, operands)]
         tensors = (*operands, *(brought or ()))
+        records = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         reason = ""
         if brought is None or any(map(is_wrapped, tensors)):
             reason = "batched backward"
-        elif torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        elif records or not (self.retraceable or self._formulas_match(recorded, wrapped)):
             reason = "second derivative"
         elif self.program.writes_late and any(map(is_legacy_batch, tensors)):
             reason = "batched backward"
@@ -328,11 +337,20 @@ class Execution:
         if brought is None or reason:
             self.give_up(reason)
             return None
-        with self._below_level():
-            grads = self._grads(operands, tuple(given), brought)
+        try:
+            with self._below_level():
+                grads = self._grads(operands, tuple(given), brought, recorded, wrapped)
+        except FormulaError:
+            self.give_up("second derivative")
+            return None
         self.over = True
         self.seen()
         return self._batched(grads, [self.program.trace.grad_dims[i] for i in self._gradients()])
+
+    def _formulas_match(self, recorded: bool, wrapped: bool) -> bool:
+        """Whether the plan was made with the derivative formulas of this backward pass."""
+        planned = self.program.backward
+        return recorded == planned.recorded and planned.wrapped in (None, wrapped)
 
     def give_up(self, reason: str) -> None:
         """Frees the residuals of a forward pass whose planned backward pass will not run, and says why."""
@@ -344,7 +362,12 @@ class Execution:
         return [*range(self.program.count), *self.read_only]
 
     def _grads(
-        self, operands: Sequence[torch.Tensor], given: tuple[int, ...], cotangents: list[torch.Tensor]
+        self,
+        operands: Sequence[torch.Tensor],
+        given: tuple[int, ...],
+        cotangents: list[torch.Tensor],
+        recorded: bool,
+        wrapped: bool,
     ) -> list[Any]:
         with self.lock:
             residuals, self.residuals = self.residuals, None
@@ -353,7 +376,8 @@ class Execution:
         functional = any(map(is_legacy_batch, cotangents))
         planned = self.program.backward
         strides = tuple([strides_of(ct.shape, ct.stride()) for ct in cotangents])
-        backward = Backward(given, ambient.autocast(), strides)
+        asked = Backward(given, ambient.autocast(), strides, recorded=recorded, wrapped=wrapped)
+        backward = asked if planned.wrapped is not None else asked._replace(wrapped=None)
         if backward != planned and backward._replace(strides=planned.strides) == planned:
             if not functional and not self.program.takes(strides) and not self.retraceable:
                 self.gives_up("other strides")
@@ -362,7 +386,7 @@ class Execution:
                 backward = planned
         if backward != self.program.backward:
             with ambient.restored(self.program.ambient):
-                program = self.replan(backward)
+                program = self.replan(asked)
             if program.lowered.source != self.program.lowered.source:  # it would have saved other residuals
                 residuals = None
                 self.shared = []

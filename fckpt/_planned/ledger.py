@@ -60,6 +60,11 @@ _REASONS = {
     "untraceable": _Reason(
         "it cannot be traced into a graph", way_out="Put the budget around a part of it that can be traced."
     ),
+    "lazy module": _Reason(
+        "it is the first call of a lazy module, which creates its parameters",
+        way_out="Run the module once before training, without gradients.",
+        does="runs like the plain function",
+    ),
     "nothing to differentiate": _Reason(
         "none of its arguments and closed-over tensors requires grad",
         way_out="Use torch.no_grad() for inference, or put the budget around the function that is differentiated.",

@@ -8,20 +8,21 @@ import warnings
 from typing import Any
 
 from fckpt import solve
+from fckpt._planned.late_writes import solved_with_writes, writes_late
 from fckpt._planned.plan import Budget, Plan
+from fckpt._planned.solving import solved
 from fckpt._planned.tracing import TRACING
 from fckpt._trace.operations import Trace
-from fckpt._units import format_bytes, parse_bytes
+from fckpt._units import parse_bytes
 from fckpt.cost import Measured, price
 from fckpt.cost.calls import CostSource
 from fckpt.cost.pricing import WARNINGS
-from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import plain_schedule
 from fckpt.graph.simulation import simulate
 from fckpt.policies.decisions import Policy
 from fckpt.policies.named import apply_policy
-from fckpt.report.progress import Line
 
 __all__ = ["check_budget", "make_plan", "nbytes_of", "plain_plan", "priced"]
 
@@ -103,38 +104,12 @@ def make_plan(
     if budget is None:
         return Plan(graph, solve.get("policy")(graph, None), "policy", None, torch_version)
     nbytes = nbytes_of(budget, graph)
-    if time_limit is not None and not 0 < time_limit < float("inf"):
-        raise ArgumentValueError(f"a time limit is a number of seconds above 0, not {time_limit!r}.")
-    chosen = solve.get(solver)
-    if chosen is not solve.auto:
-        if time_limit is not None:
-            raise ArgumentValueError(f"the solver {solver!r} takes no time limit; 'auto' does.")
-        return _within(Plan(graph, chosen(graph, nbytes), solver, nbytes, torch_version), nbytes)
-    with Line() as line:
-
-        def tell(what: str, done: int, of: int) -> None:
-            if of:
-                line.update(done, of, f"{what}: {{}} of {{}}")
-            else:
-                line.say(f"{what}: {done}" if done else what)
-
-        schedule = solve.auto(graph, nbytes, time_limit=time_limit, watch=tell)
-    return _within(Plan(graph, schedule, solver, nbytes, torch_version), nbytes)
+    make = solved_with_writes if writes_late(graph) else solved
+    return make(graph, nbytes, solver, torch_version, time_limit)
 
 
 def nbytes_of(budget: Budget, graph: Graph) -> int:
     """Returns a budget in bytes; a float is a fraction of the plain peak of `graph`."""
     if isinstance(budget, float):
-        return int(simulate(graph.eager, plain_schedule(graph)).peak_nbytes * budget)
+        return max(1, int(simulate(graph.eager, plain_schedule(graph)).peak_nbytes * budget))
     return parse_bytes(budget)
-
-
-def _within(plan: Plan, nbytes: int) -> Plan:
-    """Returns the plan if its peak is within the budget; otherwise raises `BudgetError`."""
-    if plan.peak_bytes <= nbytes:
-        return plan
-    raise BudgetError(
-        f"the solver {plan.solver!r} returned a plan that needs {format_bytes(plan.peak_bytes)} where the budget is "
-        f"{format_bytes(nbytes)}. Name that budget or another solver; a solver should raise a BudgetError itself.",
-        plan.peak_bytes,
-    )

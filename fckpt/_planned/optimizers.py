@@ -89,6 +89,9 @@ class Updates:
         self._step = inspect.unwrap(type(optimizer).step)
         self._coming: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         """By parameter without its whole state: memory for what the optimizer makes at the first update."""
+        self._seen: Any = None
+        self._signatures: list[Any] = []
+        """By parameter: everything on which its state and the cost of its update depend."""
         self._layouts: dict[Any, dict[str, _Layout]] = {}
         self._costs: dict[Any, tuple[OpCost, int]] = {}
         self.sums: list[torch.Tensor] = []
@@ -96,26 +99,41 @@ class Updates:
         self.refresh()
 
     def refresh(self) -> None:
-        """Reads the parameters again: groups may have been added."""
+        """Reads parameters and options again: groups may have been added, and options changed."""
         groups = self.optimizer.param_groups
         self.parameters = [p for group in groups for p in group["params"]]
         self.group_of = [group for group in groups for _ in group["params"]]
         self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
+        layouts = [(p.shape, p.stride(), p.dtype, p.device) for p in self.parameters]
+        found = tuple(map(_options, groups)), layouts, list(self.numbers)
+        if found != self._seen:
+            self._seen = found
+            options = [known for known, group in zip(found[0], groups, strict=True) for _ in group["params"]]
+            self._signatures = list(zip(layouts, options, strict=True))
+            self._after: dict[int, dict[str, _Layout]] = {}
 
     def key(self) -> Any:
         """Returns everything but the parameters on which the memory of updates depends."""
-        options = tuple(map(_options, self.optimizer.param_groups))
         state = []
         for number, parameter in enumerate(self.parameters):
             has = self._entry(parameter)
-            state.append(tuple([(k, has[k].dtype if torch.is_tensor(has.get(k)) else t.dtype)
-                for k, t in self._state_after(number).items()]))
-        return type(self.optimizer), options, tuple(state), tuple([len(g["params"]) for g in self.optimizer.param_groups])
-
+            state.append(
+                tuple(
+                    [
+                        (k, has[k].dtype if torch.is_tensor(has.get(k)) else t.dtype)
+                        for k, t in self._state_after(number).items()
+                    ]
+                )
+            )
+        return (
+            type(self.optimizer),
+            self._seen[0],
+            tuple(state),
+            tuple([len(g["params"]) for g in self.optimizer.param_groups]),
+        )
 
     def _entry(self, parameter: torch.Tensor) -> dict[str, Any]:
-        state = self.optimizer.state
-        return state[parameter] if parameter in state else {}
+        return self.optimizer.state.get(parameter, {})
 
     # -- the state
 
@@ -139,7 +157,9 @@ class Updates:
 
     def _state_after(self, number: int) -> dict[str, _Layout]:
         """Returns the layouts of a parameter's state after its first update."""
-        key = self._signature(number)
+        if number in self._after:
+            return self._after[number]
+        key = self._signatures[number]
         if key not in self._layouts:
             parameter = self.parameters[number]
             made = torch.zeros_like(parameter).requires_grad_()
@@ -147,8 +167,9 @@ class Updates:
             with below_autograd():
                 self._initialise(sibling, made)
                 self._run(sibling, made, torch.zeros_like(made))
-            state = sibling.state[made] if made in sibling.state else {}
+            state = sibling.state.get(made, {})
             self._layouts[key] = {k: _Layout(t) for k, t in state.items() if torch.is_tensor(t)}
+        self._after[number] = self._layouts[key]
         return self._layouts[key]
 
     @staticmethod
@@ -200,11 +221,6 @@ class Updates:
 
     # -- the cost
 
-    def _signature(self, number: int) -> Any:
-        parameter, group = self.parameters[number], self.group_of[number]
-        layout = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
-        return layout, _options(group)
-
     def cost(self, number: int) -> OpCost:
         """Returns the cost of the update of the parameter with this number; of a later update, not of its first one."""
         return self._cost(number)[0]
@@ -216,11 +232,12 @@ class Updates:
 
     @property
     def is_first(self) -> bool:
-        """Whether a parameter is still without a part of its state."""
-        return not all(map(self._is_whole, range(len(self.parameters))))
+        """Whether the next updates take more memory than later ones, because they make a part of the state."""
+        missing = [i for i in range(len(self.parameters)) if not self._is_whole(i)]
+        return any(self.first_nbytes(i) > self.cost(i).temporary_nbytes for i in missing)
 
     def _cost(self, number: int) -> tuple[OpCost, int]:
-        key = self._signature(number)
+        key = self._signatures[number]
         if key not in self._costs:
             self._costs[key] = self._measured(number)
         return self._costs[key]
@@ -234,7 +251,7 @@ class Updates:
             gradient = torch.rand_like(parameter)
             sibling = self._sibling(number, made, {})
             self._initialise(sibling, made)
-            has = sibling.state[made] if made in sibling.state else {}
+            has = sibling.state.get(made, {})
             layout = self._state_after(number)
             coming = {name: t.made() for name, t in layout.items() if not torch.is_tensor(has.get(name))}
 
@@ -295,3 +312,4 @@ def _free(call: Call, specs: Sequence[TensorSpec]) -> OpCost:
 
 register_cost("fckpt_step::update", _cost)
 register_cost("fckpt_step::carried", _free)
+register_cost("fckpt_step::held", _free)

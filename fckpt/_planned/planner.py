@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 
+from fckpt import _tree as tree
 from fckpt import solve
 from fckpt._call import ambient
-from fckpt._call.arguments import Arguments, outlived
+from fckpt._call.arguments import Arguments, DonatedArguments, outlived
+from fckpt._call.closure import closure_of
 from fckpt._call.conditions import Observation
 from fckpt._call.facts import SCRIPT, Unguarded
 from fckpt._call.levels import transforms_active
@@ -43,12 +46,22 @@ from fckpt.graph.identity import difference, fingerprint
 from fckpt.policies.decisions import PolicyLike, as_policy
 from fckpt.spmd.mesh import mesh_in_use
 
-__all__ = ["Planner", "Programs", "traced_without_running"]
+__all__ = ["LazyModules", "Planner", "Programs", "traced_without_running"]
 
 
 _MOST_CAPTURES = 32  # per function
 _MOST = 128  # signatures per function: a number that changes at every call makes a new signature each time
 _MOST_BACKWARD = 32  # backward passes per signature: with other outputs, or other strides of cotangents
+
+
+class LazyModules(TraceError):
+    """The call creates the parameters of a lazy module, so it cannot be planned."""
+
+
+def _has_lazy_modules(fn: Callable[..., Any], given: Any) -> bool:
+    modules = closure_of([fn], [leaf for leaf in tree.leaves(given) if not isinstance(leaf, torch.Tensor)]).modules
+    lazy = [m for module in modules for m in module.modules() if isinstance(m, LazyModuleMixin)]
+    return any(module.has_uninitialized_params() for module in lazy)  # type: ignore[misc]
 
 
 class Programs:
@@ -76,6 +89,9 @@ class Programs:
 
     def differentiating(self, backward: Backward) -> Program:
         """Returns the program for a backward pass, and makes it the likely program from now on."""
+        either = backward._replace(wrapped=None)  # for a program that does not depend on it
+        if backward not in self._made and either in self._made:
+            backward = either
         if backward not in self._made:
             with TRACING:
                 if backward not in self._made:
@@ -173,6 +189,12 @@ class Planner:
     ) -> tuple[Any, dict[Any, Programs]] | None:
         from fckpt._capture.captured import CaptureError, Entry, capture  # imports Dynamo, which takes a second
 
+        if _has_lazy_modules(fn, (args, kwargs)):
+            raise LazyModules(
+                "the function uses a lazy module (nn.LazyLinear, for example), which creates its parameters in its "
+                "first call. Call the function once before a plan is made."
+            )
+
         if self._entry is None:
             self._entry = Entry()
         why = next((c.why(fn, args, kwargs) for c, _ in self.captures if c.below == below), "")
@@ -259,6 +281,7 @@ class Planner:
         captured: CapturedTensors,
         layouts: Sequence[Layout],
         batches: tuple[int, ...] = (),
+        donated: tuple[int, ...] = (),
     ) -> Programs:
         """Returns the programs for a call that Dynamo cannot capture, from a trace of the function's Python code."""
         unguarded = next((fact for fact in observation.facts if isinstance(fact, Unguarded)), None)
@@ -266,7 +289,10 @@ class Planner:
             unguarded = Unguarded(SCRIPT)
         if unguarded is not None:
             raise unguarded_error(unguarded)
-        key = (arguments.signature(), tuple(layouts), captured.order, observation.ambient, observation.settings())
+        ambient_now = (observation.ambient, torch.is_grad_enabled())
+        key = (
+            arguments.signature(), tuple(layouts), captured.order, donated, ambient_now, observation.settings(),
+        )  # fmt: skip
         for other in [key for key in self.traced if outlived(key[0])]:
             del self.traced[other]
         with TRACING:
@@ -279,7 +305,7 @@ class Planner:
             elif any(other[:-1] == key[:-1] for other, made in self.traced.items() if made):
                 self.ledger.captured_again("the function's closure, or the contents of its arguments")
             facts = [*observation.facts, *(kind for part in observation.parts for kind in part.kinds)]
-            return self._traced_now(known, fn, arguments, facts, captured, layouts, batches)
+            return self._traced_now(known, fn, arguments, facts, captured, layouts, batches, donated)
 
     def _traced_now(
         self,
@@ -290,6 +316,7 @@ class Planner:
         captured: CapturedTensors,
         layouts: Sequence[Layout],
         batches: tuple[int, ...],
+        donated: tuple[int, ...],
     ) -> Programs:
         """Traces the Python code of a call, and stores guards on everything that the code may have read."""
         count, reads = len(arguments.tensors), Reads()
@@ -301,7 +328,7 @@ class Planner:
                     "cannot be traced again after its call has ended. Return only the loss from the planned function: "
                     f"remat(lambda *args: fn(*args).loss, budget=...). {WAY_OUT}"
                 )
-            return traced_call(fn, arguments, captured, layouts, backward, reads)
+            return traced_call(fn, arguments, captured, layouts, backward, reads, donated)
 
         programs = Programs(functools.partial(self._make, traced, count, batches, None))
         programs.likely()
@@ -338,7 +365,7 @@ class Planner:
             key = (_identity(traced), batches, None if of_training is None else _identity(of_training))
             if key not in self.plans:
                 graph, budget = self._priced(traced, batches), self.budget
-                if of_training is not None:
+                if of_training is not None and budget is not None:
                     budget = nbytes_of(budget, self._priced(of_training, batches))
                 with self.ledger.timed("solve"):
                     make = lambda graph, budget: make_plan(graph, budget, self.solver, version)
@@ -383,24 +410,31 @@ def _identity(traced: Trace) -> tuple[Any, ...]:
 
 
 def traced_without_running(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Sequence[int | str] | None = None
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    chosen: Sequence[int | str] | None = None,
+    donated: DonatedArguments | None = None,
 ) -> tuple[Trace, Sequence[torch.Tensor]]:
     """Returns the trace of a call, which does not run, with a backward pass for the chosen outputs; and the tensors.
 
     If outputs are `chosen`, the Python code is traced, because the results of a captured graph have no names.
     """
-    planner = Planner()
+    planner, paths = Planner(), donated.tensors(args, kwargs) if donated else {}
+    places_in = lambda tensors: [i for i, t in enumerate(tensors) if id(t) in paths]
     backward = Backward(chosen=None if chosen is None else tuple(chosen))
     found = planner.captured(fn, args, kwargs) if chosen is None else None
     if found is not None and found[0].graph is not None:
         function = found[0].bound(fn, args, kwargs)
         tensors = [*function.arguments, *function.held.values()]
         with TRACING, contextlib.suppress(TraceError):  # see `_PlannedRegion`
-            trace = graph_tracer(function, [i.name for i in found[0].inputs], layouts_below(tensors))
-            return trace(backward), tensors
+            names = [i.name for i in found[0].inputs]
+            places = places_in(function.arguments)
+            return graph_tracer(function, names, layouts_below(tensors), donated=places)(backward), tensors
     arguments = Arguments(args, kwargs)
     with TRACING:
         observation = Observation([fn], arguments.statics, arguments.tensors, {})
         captured = CapturedTensors(observation, arguments.tensors)
         tensors = [*arguments.tensors, *captured.tensors]
-        return traced_call(fn, arguments, captured, layouts_below(tensors), backward), tensors
+        places = places_in(arguments.tensors)
+        return traced_call(fn, arguments, captured, layouts_below(tensors), backward, donated=places), tensors

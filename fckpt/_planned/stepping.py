@@ -1,9 +1,4 @@
-"""Plans of whole training steps: forward, backward and updates as one graph, within one budget.
-
-Solvers need not know about updates. They get the graph of a step without the rule that nothing may read a parameter
-after its update; in their schedules an update comes directly after its gradient, as in program order. `settled` then
-moves an update behind the last computation that reads the old parameter, where there is one, and `simulate` judges.
-"""
+"""The planner of training steps: forward, backward and updates as one graph, within one budget."""
 
 from __future__ import annotations
 
@@ -16,91 +11,25 @@ import torch
 
 from fckpt._call import ambient
 from fckpt._planned.execution import Program
+from fckpt._planned.late_writes import without_recomputation
 from fckpt._planned.making import make_plan, priced
 from fckpt._planned.plan import Plan
 from fckpt._planned.planner import Planner, _identity
 from fckpt._trace.operations import Backward, Trace
 from fckpt._trace.updates import UPDATE, Ending, runs
-from fckpt._units import format_bytes
-from fckpt.errors import BudgetError
 from fckpt.graph.graph import Graph
-from fckpt.graph.schedule import Compute, Schedule, schedule_of
-from fckpt.solve.core.rules import Rules
-from fckpt.solve.core.starts import save_everything
 
-__all__ = ["StepPlanner", "plan_of_step", "settled"]
-
-_ATTEMPTS = 4
+__all__ = ["StepPlanner"]
 
 
-def settled(graph: Graph, schedule: Schedule) -> Schedule:
-    """Returns a schedule in which each update runs after all computations that read the parameter, recomputes included.
-
-    The schedule itself is returned if it is one already.
-    """
-    order = [step.node for step in schedule.backward if isinstance(step, Compute)]
-    last: dict[int, int] = {}
-    for place, index in enumerate(order):
-        last.update(dict.fromkeys(graph.nodes[index].inputs, place))
-    behind: dict[int, list[int]] = {}
-    for place, index in enumerate(order):
-        node = graph.nodes[index]
-        target = max([last[v] for v in node.writes], default=place) if node.backward else place
-        if target > place:
-            behind.setdefault(target, []).append(index)
-    if not behind:
-        return schedule
-    moved = {index for indices in behind.values() for index in indices}
-    found: list[int] = []
-    for place, index in enumerate(order):
-        found += [] if index in moved else [index]
-        found += behind.get(place, [])
-    forward = [step.node for step in schedule.forward if isinstance(step, Compute)]
-    return schedule_of(graph, forward, found)
-
-
-def _relaxed(graph: Graph) -> Graph:
-    """Returns the graph without the rule that nothing may read a parameter after its update."""
-    nodes = (dataclasses.replace(node, writes=()) if node.backward and node.writes else node for node in graph.nodes)
-    return dataclasses.replace(graph, nodes=tuple(nodes))
-
-
-def plan_of_step(graph: Graph, budget: int | float | str | None, solver: str, version: str) -> Plan:
-    """Solves the priced graph of a step.
-
-    Args:
-        graph: the graph of a training step with its updates.
-        budget: see `remat`; None for a plan that recomputes nothing and updates early.
-        solver: the name of a solver.
-        version: the version of torch, which the plan records.
-
-    Raises:
-        BudgetError: no plan fits the budget.
-    """
-    if budget is None:
-        rules = Rules(_relaxed(graph))
-        return Plan(graph, settled(graph, schedule_of(graph, *save_everything(rules))), "save_all", None, version)
-    relaxed = _relaxed(graph)
-    wanted: int | float | str = budget
-    least = None
-    for _ in range(_ATTEMPTS):
-        made = make_plan(relaxed, wanted, solver, version)
-        assert made.budget_bytes is not None
-        nbytes = made.budget_bytes if least is None else nbytes
-        found = dataclasses.replace(made, graph=graph, schedule=settled(graph, made.schedule), budget_bytes=nbytes)
-        if found.peak_bytes <= nbytes:
-            return found
-        least = min(least or found.peak_bytes, found.peak_bytes)
-        wanted = made.budget_bytes - (found.peak_bytes - nbytes)
-        if wanted <= 0:
-            break
-    assert least is not None
-    raise BudgetError(
-        f"no plan fits {format_bytes(nbytes)} ({nbytes} bytes): updates wait for recomputations that read the old "
-        f"parameters, and the least that the solver {solver!r} finds with them is {format_bytes(least)}. Give at "
-        "least that, or a smaller batch.",
-        least,
-    )
+def _with_updates(traced: Trace) -> Graph:
+    """Returns the graph of a trace with the costs of updates, and of no other operations."""
+    nodes = list(traced.graph.nodes)
+    for call in traced.calls:
+        if call.op is UPDATE and call.node is not None:
+            nbytes = runs().cost(call.args[-1]).temporary_nbytes
+            nodes[call.node] = dataclasses.replace(nodes[call.node], temporary_nbytes=nbytes)
+    return dataclasses.replace(traced.graph, nodes=tuple(nodes))
 
 
 def _with_first_updates(graph: Graph, trace: Trace) -> Graph:
@@ -123,22 +52,18 @@ class StepPlanner(Planner):
         self.plan_of: weakref.WeakKeyDictionary[Program, Plan] = weakref.WeakKeyDictionary()
         self._exact: weakref.WeakKeyDictionary[Program, Plan] = weakref.WeakKeyDictionary()
 
-    def _make(self, call: Callable[[Backward], Trace], *rest: Any) -> Program:
+    def _make(self, call: Callable[[Backward], Trace], *rest: Any) -> Program:  # type: ignore[override]
         then, autocast = self.then, ambient.autocast()
 
         def completed(backward: Backward) -> Trace:
-            try:
-                return call(backward._replace(then=then, autocast=autocast))
-            finally:
-                if then is not None:
-                    then.forget()
+            return call(backward._replace(then=then, autocast=autocast))
 
         program = super()._make(completed, *rest)
         self.plan_of[program] = self._latest
         return program
 
     def exact_plan(self, program: Program) -> Plan:
-        """Returns the plan of a program, with the temporaries of its operations. Without a budget they are measured now."""
+        """Returns the plan of a program with all temporaries, which are measured now if there is no budget."""
         plan = self.plan_of[program]
         if plan.budget_bytes is not None:
             return plan
@@ -147,15 +72,19 @@ class StepPlanner(Planner):
             self._exact[program] = dataclasses.replace(plan, graph=graph)
         return self._exact[program]
 
-    def plan(self, traced: Trace, *rest: Any) -> Plan:
+    def plan(self, traced: Trace, *rest: Any) -> Plan:  # type: ignore[override]
         """Prices and solves a trace of one microbatch."""
         first = self.then is not None and self.then.first
         key = (_identity(traced), self.budget, first)
         if key not in self.plans:
-            graph = traced.graph if self.budget is None else self._priced(traced, ())
+            graph = _with_updates(traced) if self.budget is None else self._priced(traced, ())
             with self.ledger.timed("solve"):
                 graph = _with_first_updates(graph, traced) if first else graph
-                self.plans[key] = plan_of_step(graph, self.budget, self.solver, str(torch.__version__))
+                version = str(torch.__version__)
+                if self.budget is None:
+                    self.plans[key] = Plan(graph, without_recomputation(graph), "save_all", None, version)
+                else:
+                    self.plans[key] = make_plan(graph, self.budget, self.solver, version)
             self.ledger.count("plans")
         self._latest = self.plans[key]
         return self._latest

@@ -96,6 +96,7 @@ def traced_call(
     layouts: Sequence[Layout],
     backward: Backward,
     reads: Reads | None = None,
+    donated: Sequence[int] = (),
 ) -> Trace:
     """Traces the Python code of a call, below all levels of torch.func, and a backward pass."""
     _check_traceable((*arguments.tensors, *captured.tensors))
@@ -104,14 +105,18 @@ def traced_call(
     origins += [names.tensors.get(id(t)) or _origin(captured.slots, t) for t in captured.tensors]
     with named(names):
         where = (captured.tensors, captured.slots, layouts, origins, captured.state)
-        traced = trace(fn, arguments, *where, backward, reads=reads)
+        traced = trace(fn, arguments, *where, backward, reads=reads, donated=donated)
     _check_random(captured.random)
     _check_generators(traced, captured.random)
     return traced
 
 
 def graph_tracer(
-    function: GraphFunction, names: Sequence[str], layouts: Sequence[Layout], batch: Batch | None = None
+    function: GraphFunction,
+    names: Sequence[str],
+    layouts: Sequence[Layout],
+    batch: Batch | None = None,
+    donated: Sequence[int] = (),
 ) -> Callable[[Backward], Trace]:
     """Returns a function that traces a captured graph with a given backward pass; it keeps no tensor alive.
 
@@ -120,6 +125,7 @@ def graph_tracer(
         names: the names of the inputs.
         layouts: the layouts of the operands: arguments, then captured tensors.
         batch: the `vmap` outside of the transform that differentiates, if any.
+        donated: the positions of donated arguments.
     """
     tensors = [*function.arguments, *function.held.values()]
     _check_traceable(tensors)
@@ -129,7 +135,8 @@ def graph_tracer(
     origins = [names[i] if i < len(names) else "a constant" for i in (*function.passed, *function.held)]
 
     def traced(backward: Backward) -> Trace:
-        made = trace(blueprint, arguments, closure, blueprint.slots, layouts, origins, None, backward, batch)
+        where = (closure, blueprint.slots, layouts, origins, None, backward, batch)
+        made = trace(blueprint, arguments, *where, donated=donated)
         return dataclasses.replace(made, given=given)
 
     return traced

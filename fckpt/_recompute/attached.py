@@ -301,6 +301,7 @@ class _Recompute(_SingleLevelFunction):
                 given,
                 needs,
                 plain=level == 0,
+                wrapped=alive and level > 0,
                 create_graph=torch.is_grad_enabled(),
                 computed=[x.requires_grad and not remembers_casts_of(x) for x in saved],
             )

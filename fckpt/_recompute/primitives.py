@@ -12,7 +12,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor, unwrap_if_dead
+from torch._C._functorch import _unwrap_for_grad, _wrap_for_grad, is_functorch_wrapped_tensor, unwrap_if_dead
+from torch._functorch.eager_transforms import _create_differentiable, grad_increment_nesting
 from torch._functorch.vmap import restore_vmap
 
 from fckpt import _tree as tree
@@ -41,7 +42,13 @@ class Planned(Protocol):
     def forward(self, operands: Sequence[torch.Tensor]) -> Flat | None: ...
 
     def backward(
-        self, operands: Sequence[torch.Tensor], given: Sequence[int], cotangents: Sequence[torch.Tensor]
+        self,
+        operands: Sequence[torch.Tensor],
+        given: Sequence[int],
+        cotangents: Sequence[torch.Tensor],
+        *,
+        recorded: bool,
+        wrapped: bool,
     ) -> Flat | None: ...
 
     def give_up(self, reason: str) -> None: ...
@@ -329,6 +336,7 @@ class Pullback:
         needs: Sequence[bool],
         *,
         plain: bool,
+        wrapped: bool,
         create_graph: bool,
         computed: Sequence[bool],
         layers: tuple[_Layer, ...] = (),
@@ -341,6 +349,8 @@ class Pullback:
         self.plain = plain
         """Whether plain autograd recorded the forward. If so, its derivative formulas are used; otherwise torch.func's.
         """
+        self.wrapped = wrapped
+        """Whether the backward pass runs at a level of torch.func, which is still open."""
         self.create_graph = create_graph
         """The grad mode of the backward pass; some derivative formulas depend on it."""
         self.computed = tuple(computed)
@@ -358,6 +368,7 @@ class Pullback:
             self.outputs,
             self.needs,
             plain=self.plain,
+            wrapped=self.wrapped,
             create_graph=self.create_graph,
             computed=self.computed,
             layers=layers,
@@ -374,14 +385,40 @@ class Pullback:
         if planned is not None and self.layers:
             planned.give_up("batched backward")
         elif planned is not None:
-            grads = planned.backward(inputs, self.outputs, cotangents)
+            grads = planned.backward(inputs, self.outputs, cotangents, recorded=self.create_graph, wrapped=self.wrapped)
             if grads is not None:
                 return [grad for grad, need in zip(grads, self.needs, strict=True) if need]
         wanted = [i for i, need in enumerate(self.needs) if need]
+        if self.wrapped and not self.layers and not any(map(is_functorch_wrapped_tensor, operands)):
+            return self._at_a_level(inputs, wanted, cotangents)
         pull = self._plain(inputs, wanted, operands) if self.plain else self._functional(inputs, wanted)
         for layer in self.layers:
             pull = layer.around(pull)
         return list(pull(*cotangents))
+
+    def _at_a_level(
+        self, inputs: Sequence[torch.Tensor], wanted: list[int], cotangents: Sequence[torch.Tensor]
+    ) -> Flat:
+        """Evaluates the product at a level of torch.func that is open until the end: formulas depend on that."""
+        with grad_increment_nesting() as level, torch.enable_grad():
+            seen = [_wrap_for_grad(x, level) for x in inputs]
+            for i in wanted:
+                seen[i] = _create_differentiable(seen[i], level)
+            outputs = self.primitive(
+                *(x.view_as(x) if flag else x for x, flag in zip(seen, self.computed, strict=True))
+            )
+            pairs = [(outputs[i], _wrap_for_grad(ct, level)) for i, ct in zip(self.outputs, cotangents, strict=True)]
+            pairs = [(y, ct) for y, ct in pairs if y is not None and y.requires_grad]
+            found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+            if pairs:
+                ys, cts = [y for y, _ in pairs], [ct for _, ct in pairs]
+                xs = [seen[i] for i in wanted]
+                found = torch.autograd.grad(ys, xs, cts, create_graph=self.create_graph, allow_unused=True)
+            grads = [
+                torch.zeros_like(inputs[i]) if grad is None else _unwrap_for_grad(grad, level)
+                for i, grad in zip(wanted, found, strict=True)
+            ]
+        return grads
 
     def _functional(self, inputs: Sequence[torch.Tensor], wanted: list[int]) -> Callable[..., Any]:
         def chosen(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:

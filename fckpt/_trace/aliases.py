@@ -3,6 +3,8 @@
 A plan computes outputs that do not share memory. An output that is a view in the plain function is created again after
 every call, as a view of the same argument or output. So in-place changes are visible to the other tensors and to
 autograd (or raise an error) as in the plain function, and gradients are summed in the same places.
+
+Private in torch 2.11 and 2.13: `torch._C._autograd._get_creation_meta`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._C._autograd import CreationMeta, _get_creation_meta
 
 from fckpt._call.levels import unwrapped
 from fckpt._call.modules import storage_of
@@ -66,7 +69,7 @@ def _of(
         if steps is None:
             return None
         if results[i] is not base:
-            found[i] = Rebuilt(source, results[i].requires_grad, steps)
+            found[i] = Rebuilt(source, results[i].requires_grad, steps, is_unrecorded(results[i]))
     return found
 
 
@@ -83,7 +86,13 @@ def _of_one_another(
     # A single view whose base is not visible is equivalent to a separate tensor, if autograd allows writing to it.
     calls = [view.op for rebuilt in found.values() for view in rebuilt.steps]
     several = any(isinstance(op._schema.returns[0].type, torch.ListType) for op in calls)
+    several |= any(rebuilt.unrecorded for rebuilt in found.values())
     return (bases[0], found) if found and (len(members) > 1 or several) else (None, {})
+
+
+def is_unrecorded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view that was made under `no_grad`."""
+    return tensor._is_view() and _get_creation_meta(tensor) == CreationMeta.NO_GRAD_MODE
 
 
 def _place(base: torch.Tensor, members: Sequence[int], results: Sequence[torch.Tensor]) -> int:

@@ -105,6 +105,7 @@ class Assembly:
             boundary = self._split()
             gradients |= dict.fromkeys(v for v in outputs if (self.values[v].producer or 0) >= boundary)
             outputs = dict.fromkeys(v for v in outputs if v not in gradients)
+            gradients |= dict.fromkeys(self._updated())
         specs = tuple(self._spec(t, value) for t, value in zip(recorder.tensors, recorder.values, strict=True))
         plain = {self.known[recorder.values[t]] for t in late if self._is_plain(t)}
         written = {call.node: arguments_of(call, specs, plain) for call in self.calls}
@@ -134,17 +135,29 @@ class Assembly:
         """Divides a call that has no backward pass of its own into two halves; returns the boundary between them.
 
         The second half begins with the first backward pass inside of the function or, if there is none, with the first
-        node, because schedules may recompute anything in their second half. Nodes with an effect stay in the first half.
+        node: schedules may recompute anything in their second half. Nodes with an effect stay in the first half.
         """
-        effects = [node.id for node in self.nodes if node.once or node.writes]
+        updates = {node.id for node in self.nodes if node.writes and self._may_wait(node)}
+        effects = [node.id for node in self.nodes if node.once or (node.writes and node.id not in updates)]
         inner = [node for position, node in self.node_of.items() if self.recorded[position].differentiates]
         boundary = max(min(inner, default=0), max(effects, default=-1) + 1)
-        mine = {node for node in inner if node >= boundary}
+        mine = {node for node in (*inner, *updates) if node >= boundary}
         for node in self.nodes[boundary:]:
             if node.id in mine or not self.late.isdisjoint(node.inputs):
                 self.late.update(node.outputs)
                 self.nodes[node.id] = dataclasses.replace(node, backward=True)
         return boundary
+
+    def _may_wait(self, node: Node) -> bool:
+        """Whether all memory that a node writes over is that of donated operands."""
+        versions = {value: version for version, value in self.known.items()}
+        return all(versions[v] in self.recorder.updated for v in node.writes)
+
+    def _updated(self) -> list[int]:
+        """Returns the values that stay in the memory of donated operands at the end."""
+        written = self.recorder.written
+        ends = [written[v] for v in self.recorder.updated if written[v] not in written]
+        return sorted(self.known[v] for v in ends)
 
     def nodes_before(self, position: int) -> int:
         """Returns the number of nodes before a recorded call; call `trace` first."""
@@ -181,7 +194,7 @@ class Assembly:
         return same or is_expanded(known.shape, known.stride())
 
     def _lived(self) -> tuple[Value, ...]:
-        """Returns the values with the node until which the plain function holds each (`Value.held_to`)."""
+        """Returns the values, each with the last node at which the plain function still holds it (`Value.held_to`)."""
         if not self.nodes:
             return tuple(self.values)
         nodes = [*self.before, len(self.nodes)]

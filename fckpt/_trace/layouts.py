@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import torch
 
 from fckpt._call.casts import remembers_casts_of
-from fckpt._call.levels import layers, transforms_active, unseen
+from fckpt._call.levels import is_wrapped, layers, transforms_active, unseen
 from fckpt._trace.operations import Layout
 
-__all__ = ["layouts_below"]
+__all__ = ["as_differentiated", "layouts_below"]
 
 
 def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
@@ -29,6 +29,7 @@ def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
                     tracked := t.requires_grad,
                     leaf := t.is_leaf,
                     tracked and (not leaf or t._is_view()),
+                    False,
                 )
             )
             for t in tensors
@@ -37,11 +38,23 @@ def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
         return [_layout_below(t) for t in tensors]
 
 
+def as_differentiated(layouts: list[Layout]) -> tuple[list[Layout], list[Layout] | None]:
+    """Returns the layouts of operands as a call sees them: with grad mode off, nothing requires grad.
+
+    Also returns the layouts that the call would see with grad mode on, if these are others, otherwise None.
+    """
+    if torch.is_grad_enabled() or not any(layout.requires_grad for layout in layouts):
+        return layouts, None
+    return [layout._replace(requires_grad=False, computed=False) for layout in layouts], layouts
+
+
 def _layout_below(tensor: torch.Tensor) -> Layout:
     tracked = tensor.requires_grad
+    transformed = False
     remembered = remembers_casts_of(tensor)
     for layer in layers(tensor):
         tracked = tracked or layer.requires_grad
+        transformed = transformed or (layer.requires_grad and is_wrapped(layer))
         tensor = layer
     return Layout(
         tensor.shape,
@@ -51,6 +64,7 @@ def _layout_below(tensor: torch.Tensor) -> Layout:
         tracked,
         tensor.is_leaf and tensor.requires_grad,
         tracked and not remembered,
+        transformed,
     )
 
 

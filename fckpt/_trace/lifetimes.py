@@ -11,16 +11,16 @@ Seen on torch 2.11 and 2.13: the Python object of a storage lives as long as the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import torch
 
-__all__ = ["Lifetimes", "Sums"]
+__all__ = ["Lifetimes", "Sums", "nodes_behind"]
 
 
 class Lifetimes:
-    """The time at which each version of a storage ended, as the number of calls recorded before."""
+    """The time at which each version of a storage ended. A time is the number of calls recorded before it."""
 
     def __init__(self, calls: Sized):
         self.ended: dict[int, int] = {}
@@ -42,14 +42,28 @@ class Lifetimes:
         self.ended[version] = len(self._calls)
 
 
+def nodes_behind(results: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yields every autograd node behind `results`, without those that accumulate gradients in leaves."""
+    todo = [t.grad_fn for t in results if t.grad_fn is not None]
+    known = set(todo)
+    while todo:
+        node = todo.pop()
+        yield node
+        new = {n for n, _ in node.next_functions if n is not None} - known
+        known |= new
+        todo += [n for n in new if n.name() != "torch::autograd::AccumulateGrad"]
+
+
 class Sums:
     """Detector of the additions with which autograd's engine accumulates gradients between two nodes."""
 
     def __init__(self) -> None:
         self._done: Any = None  # the autograd node whose formula ended last
 
-    def mark(self, results: Iterable[torch.Tensor]) -> None:
-        """Adds a hook to every autograd node behind `results` that notes when the node's formula has ended."""
+    def mark(self, results: Iterable[torch.Tensor], prepare: Callable[[Any], None]) -> None:
+        """Calls `prepare` with every autograd node behind `results`, and adds a hook to each that notes when its
+        formula has ended.
+        """
         reference = weakref.ref(self)
 
         def ended(*_: Any) -> None:
@@ -57,14 +71,9 @@ class Sums:
             if sums is not None:
                 sums._done = torch._C._current_autograd_node()
 
-        todo = [t.grad_fn for t in results if t.grad_fn is not None]
-        known = set(todo)
-        while todo:
-            node = todo.pop()
+        for node in nodes_behind(results):
+            prepare(node)
             node.register_hook(ended)
-            new = {n for n, _ in node.next_functions if n is not None} - known
-            known |= new
-            todo += [n for n in new if n.name() != "torch::autograd::AccumulateGrad"]
 
     def is_one(self, func: Any) -> bool:
         """Whether the current call is made by the engine, after a node's formula.

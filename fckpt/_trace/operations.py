@@ -88,6 +88,8 @@ class Layout(NamedTuple):
     computed: bool = False
     """Whether autocast casts the tensor for each operation. Autocast caches only the casts of leaves that are not
     views."""
+    transformed: bool = False
+    """Whether a level of torch.func differentiates with respect to the tensor."""
 
 
 class Backward(NamedTuple):
@@ -103,6 +105,12 @@ class Backward(NamedTuple):
     """An alternative to `outputs`: tensors of the result, by position or name."""
     then: Any = None
     """An `updates.Ending`: what follows on the backward pass, a gradient being no result of the call then."""
+    recorded: bool | None = None
+    """Whether autograd records the backward pass (`create_graph=True`), which changes derivative formulas; None to
+    guess it."""
+    wrapped: bool | None = None
+    """Whether the backward pass runs at a level of torch.func, which changes derivative formulas; None to guess it. In
+    a trace, None means that the operations do not depend on it."""
 
 
 _LIKELY = Backward()
@@ -190,7 +198,18 @@ def statistics_of(op: Any, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 # Namespaces whose operations carry the tag `nondeterministic_seeded` whenever they draw random numbers.
-_BUILT_IN = {"aten", "prims", "prim", "fckpt", "fckpt_step", "quantized", "inductor", "mkldnn", "onednn", "_c10d_functional"}
+_BUILT_IN = {
+    "aten",
+    "prims",
+    "prim",
+    "fckpt",
+    "fckpt_step",
+    "quantized",
+    "inductor",
+    "mkldnn",
+    "onednn",
+    "_c10d_functional",
+}
 DECLARED_PURE: set[str] = set()
 """Names of other operations that their author has declared free of side effects (`fckpt.cost.register_pure`)."""
 

@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         self.written: dict[int, int] = {}
         """By version of a held storage that the function writes over: the next version."""
         self.updated: set[int] = set()
-        """The versions among them that what follows on the backward pass writes over."""
+        """The versions among them that what follows on the backward pass writes over, and those of donated operands."""
         self.constants: dict[int, torch.Tensor] = {}
         self.names: dict[int, list[str]] = {}
         self.sources: dict[int, Source] = {}
@@ -78,10 +78,13 @@ class Recorder(TorchDispatchMode):
         self.ending: int | None = None
         """The number of calls before those that follow on the backward pass, if there are any. They may write to
         operands."""
+        self.in_last_backward = False
+        """Whether the last backward pass is about to run."""
         self.autograd_nodes: list[Any] = []
         self.regions: list[tuple[range, set[int], Any]] = []
         """The rematerialised regions inside: their calls, the versions that they return, their policies."""
         self._open: list[tuple[Any, int]] = []  # the regions that have begun, and the number of calls before each
+        self._donated: set[int] = set()  # the storages of donated operands
         self._refused: dict[int, Callable[[], Exception]] = {}  # by storage that must not be written: the error
         self._blocks: dict[int, _Block] = {}
         self._by_fake: dict[int, _Block] = {}
@@ -100,6 +103,10 @@ class Recorder(TorchDispatchMode):
     def refuse_writes(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
         """Makes any later write to the storage of a tensor raise `error()`."""
         self._refused[tensor.untyped_storage()._cdata] = error
+
+    def donate(self, tensor: torch.Tensor) -> None:
+        """Notes that the caller gives an operand away: the function may write over it."""
+        self._donated.add(tensor.untyped_storage()._cdata)
 
     def number(self, tensor: torch.Tensor) -> int:
         """Returns the number of a tensor, in the present version of its storage.
@@ -430,7 +437,7 @@ class Recorder(TorchDispatchMode):
                     block.held = False
                 else:
                     self.written[self.values[old]] = self.values[block.base]
-                    if self.ending is not None:
+                    if self.ending is not None or key in self._donated:
                         self.updated.add(self.values[old])
             replaced.append((old, block.base))
         return tuple(replaced)

@@ -10,6 +10,7 @@ import torch
 from fckpt import _tree as tree
 from fckpt._call import ambient
 from fckpt._call.results import is_number, numbered
+from fckpt._trace import formulas
 from fckpt._trace.aliases import apart
 from fckpt._trace.assemble import Interface
 from fckpt._trace.operations import Backward, Layout, is_dense, strides_of
@@ -92,8 +93,13 @@ class Results:
         """Returns a tensor below the levels of the trace, and its batch dimension."""
         return (tensor, None) if self.levels is None else self.levels.below(tensor)
 
-    def differentiate(self, backward: Backward) -> None:
-        """Runs a backward pass."""
+    def differentiate(self, backward: Backward, carried: dict[int, torch.Tensor] | None = None) -> None:
+        """Runs a backward pass, and what follows on it.
+
+        Args:
+            backward: the backward pass.
+            carried: what was carried from earlier microbatches, see `Ending.begun`.
+        """
         recorder = self.recorder
         differentiated = backward.outputs if backward.chosen is None else self._chosen(backward.chosen)
         if differentiated is None:
@@ -108,7 +114,6 @@ class Results:
             cotangents.append(recorder.stand_in(layout) if i in differentiated else None)
             strides += [given.get(i, own)] if i in differentiated else []
             del t
-        self.backward = Backward(differentiated, backward.autocast, tuple(strides), then=backward.then)
         self.cotangents = tuple(None if ct is None else recorder.number(ct) for ct in cotangents)
         if self.levels is not None:
             pairs = list(zip(cotangents, self.out_dims, strict=True))
@@ -117,33 +122,49 @@ class Results:
         wanted = [t for t in self.operands if t.requires_grad]
         pairs = [(y, ct) for y, ct in zip(self.results, cotangents, strict=True) if ct is not None]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        guess = self.levels is not None or any(layout.transformed for layout in self.layouts)
+        recorded = guess if backward.recorded is None else backward.recorded
+        wrapped = guess if backward.wrapped is None else backward.wrapped
+        dependent: list[Any] = []
+
+        def prepare(node: Any) -> None:
+            dependent.extend([True] * formulas.depends_on_wrapping(node))
+            formulas.choose(node, wrapped=wrapped, saved=guess, recorded=recorded, last=True)
+
         if wanted and pairs:
             ys, cts = [y for y, _ in pairs], [ct for _, ct in pairs]
-            recorder.sums.mark(ys)
+            recorder.sums.mark(ys, prepare)
             self.results.clear()
             pairs.clear()
+            recorder.in_last_backward = True
             with ambient.autocast_as(backward.autocast):
                 found = torch.autograd.grad(ys, wanted, cts, allow_unused=True)
-            del ys
             recorder.release()
+            del ys
+        how = {"recorded": recorded, "wrapped": wrapped if dependent else None}
+        self.backward = Backward(differentiated, backward.autocast, tuple(strides), then=backward.then, **how)
         grads = iter(found)
         taken = {recorder.values[t] for t in self.outputs}
-        own: list[torch.Tensor | None] = []
+        added = backward.then is not None and backward.then.loss is not None
+        """Whether autograd adds the gradients to those of earlier microbatches."""
+        ends: list[torch.Tensor | None] = []
         dims: list[int | None] = []
         for operand, layout in zip(self.operands, self.layouts, strict=True):
             grad, dim = next(grads) if operand.requires_grad else None, None
             if grad is not None:
                 grad, dim = self._below(grad)
             dims.append(dim)
-            if grad is not None and layout.accumulates and self.levels is None:
+            if grad is not None and layout.accumulates and self.levels is None and not added:
                 grad = self._own(grad, layout, taken)
-            own.append(grad)
+            ends.append(grad)
         if backward.then is not None:
-            own = self._ended(backward.then, own, [ct for ct in cotangents if ct is not None])
-        self.gradients = tuple(None if grad is None else recorder.number(grad) for grad in own)
+            ends = self._ended(backward.then, ends, [ct for ct in cotangents if ct is not None], carried or {})
+        self.gradients = tuple(None if grad is None else recorder.number(grad) for grad in ends)
         self.grad_dims = tuple(dims)
 
-    def _ended(self, then: Any, gradients: list[Any], cotangents: list[torch.Tensor]) -> list[Any]:
+    def _ended(
+        self, then: Any, gradients: list[Any], cotangents: list[torch.Tensor], carried: dict[int, torch.Tensor]
+    ) -> list[Any]:
         """Records what follows on the backward pass; returns its results, by operand.
 
         Raises:
@@ -152,7 +173,7 @@ class Results:
         """
         if not any(self.flags):
             raise ArgumentValueError(
-                "the loss does not require grad: it depends on no parameter that does, or the loss function detaches it."
+                "the loss does not require grad: it depends on no parameter that does, or loss_fn detaches it."
             )
         if sum(self.flags) != 1 or len(cotangents) != 1:
             raise TraceError(
@@ -165,7 +186,7 @@ class Results:
             )
         self.recorder.start_ending()
         with torch.no_grad():
-            return then.finished(self.operands, gradients, cotangents[0])
+            return then.finished(self.operands, gradients, cotangents[0], carried)
 
     def _chosen(self, chosen: Sequence[int | str]) -> tuple[int, ...]:
         """Returns the outputs that the user selected as the loss."""

@@ -7,15 +7,24 @@ Seen on torch 2.11 and 2.13: `torch._C._construct_storage_from_data_pointer`, `t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fckpt._capture.sources import current
 from fckpt.errors import TraceError
 
-__all__ = ["WAY_OUT", "StandIn", "as_computed", "check_dense", "storage_without_memory", "viewing"]
+__all__ = [
+    "WAY_OUT",
+    "StandIn",
+    "as_computed",
+    "check_dense",
+    "prepare_fake_tensors",
+    "storage_without_memory",
+    "viewing",
+]
 
 WAY_OUT = "fckpt.remat without policy and budget takes any function; nothing is traced then."
 
@@ -90,6 +99,15 @@ _anchor = torch.zeros((), requires_grad=True)
 def as_computed(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor that requires grad and is not a leaf, on the storage of `tensor`."""
     return _Computed.apply(_anchor, [tensor])
+
+
+@functools.cache
+def prepare_fake_tensors() -> None:
+    """Enters torch's mode for fake tensors once in the process. On a CUDA build without a device, the first entry
+    replaces a table of torch, which ends the process if another thread is running an operation.
+    """
+    with FakeTensorMode():
+        pass
 
 
 def storage_without_memory(nbytes: int, device: torch.device) -> torch.UntypedStorage:

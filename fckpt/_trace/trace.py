@@ -25,6 +25,7 @@ from fckpt._capture.function import BatchedGraph, GraphFunction
 from fckpt._capture.marks import marks_answered
 from fckpt._capture.reads import Reads
 from fckpt._trace.assemble import Assembly
+from fckpt._trace.donation import written_over_donated
 from fckpt._trace.effects import (
     check_assignments,
     check_writes,
@@ -35,8 +36,8 @@ from fckpt._trace.effects import (
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.results import Results
-from fckpt._trace.updates import with_early_updates
 from fckpt._trace.untraceable import DataReadsRefused, errors_located
+from fckpt._trace.updates import with_early_updates
 from fckpt._trace.vmap_of_grad import under_vmap
 from fckpt.policies.names import names_recorded
 
@@ -56,6 +57,7 @@ def trace(
     backward: Backward = _LIKELY,
     batch: Batch | None = None,
     reads: Reads | None = None,
+    donated: Sequence[int] = (),
 ) -> Trace:
     """Traces one call of `fn` and its backward pass, with the autocast state of the caller.
 
@@ -70,6 +72,7 @@ def trace(
         backward: the backward pass. Its outputs are numbers of distinct new tensors; None for `likely_differentiated`.
         batch: the `vmap` outside of the transform that differentiates; if given, the layouts are those of the batches.
         reads: records which of the user's Python code runs.
+        donated: the positions of arguments over which results are written; see `donation`.
 
     Raises:
         TraceError: the control flow of the function depends on the data of tensors, or the function uses a tensor that
@@ -89,6 +92,7 @@ def trace(
         batch,
         reads or Reads(),
         recorder,
+        donated,
     )
     if not isinstance(fn, (GraphFunction, BatchedGraph)):  # a captured graph only calls torch
         refuse_leftover_tensors(recorder)
@@ -107,14 +111,22 @@ def _traced(
     batch: Batch | None,
     reads: Reads,
     recorder: Recorder,
+    donated: Sequence[int],
 ) -> Trace:
     tensors = [*arguments.tensors, *closure]
     enabled = torch.is_grad_enabled() or any(layout.requires_grad for layout in layouts)
-    with _active.set_to(recorder), _tracing(recorder, enabled), errors_located(), contextlib.ExitStack() as stack:
+    wrapped = batch is not None or any(layout.transformed for layout in layouts)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_active.set_to(recorder))
+        stack.enter_context(_tracing(recorder, wrapped, enabled))
+        stack.enter_context(errors_located())
         stand_ins = [recorder.stand_in(_untracked(layout) if batch else layout) for layout in layouts]
         numbers = [recorder.number(t) for t in stand_ins]
         count = len(arguments.tensors)
         for i, operand in enumerate(stand_ins[:count]):
+            if i in donated:
+                recorder.donate(operand)
+                continue
             recorder.refuse_writes(
                 operand, functools.partial(argument_written, origins[i] if i < len(origins) else arguments.path(i))
             )
@@ -128,8 +140,7 @@ def _traced(
         closed = [(holder, key, replaced(value, new)) for holder, key, value in slots]
         with placed(closed), names_recorded(recorder.name), marks_answered(recorder):
             before = state.again()
-            if backward.then is not None:
-                backward.then.begin(operands)
+            carried = {} if backward.then is None else backward.then.begun(operands)
             graph = isinstance(fn, (GraphFunction, BatchedGraph))
             if not graph:
                 for tensor, operand in zip(tensors, operands, strict=True):
@@ -141,11 +152,13 @@ def _traced(
                     python.enter_context(impure_calls_refused(reads))
                 result = fn(*args, **kwargs)
             check_assignments(closed, before, recorder)
+        if donated:
+            result = written_over_donated(result, operands, donated, recorder)
         results = Results(result, operands, numbers, layouts, count, recorder, levels)
         check_writes(operands, numbers, recorder, tensors)
         recorder.start_backward()
         with contextlib.nullcontext() if graph else impure_calls_refused(reads):
-            results.differentiate(backward)
+            results.differentiate(backward, carried)
     names = [*origins, *[""] * (len(operands) - len(origins))]
     assembly = Assembly(recorder, results.interface(), names)
     traced = assembly.trace()
@@ -206,10 +219,11 @@ def inlined(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @contextlib.contextmanager
-def _tracing(recorder: Recorder, enabled: bool) -> Iterator[None]:
+def _tracing(recorder: Recorder, wrapped: bool, enabled: bool) -> Iterator[None]:
     """Records the body, with grad mode on or off as in the plain call."""
     grad = torch.set_grad_enabled(enabled)
-    with torch.inference_mode(False), below_all(), seeding_refused(), recorder, grad, DataReadsRefused(recorder):
+    reads = DataReadsRefused(recorder, wrapped)
+    with torch.inference_mode(False), below_all(), seeding_refused(), recorder, grad, reads:
         yield
 
 

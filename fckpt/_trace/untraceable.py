@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fckpt._call.levels import unwrapped
+from fckpt._call.levels import is_wrapped, transforms_active, unwrapped
 from fckpt._capture.sources import current, failing_module, is_users
+from fckpt._trace import formulas
+from fckpt._trace.lifetimes import nodes_behind
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.stand_ins import WAY_OUT
+from fckpt._trace.vmap_of_grad import at_a_level
 from fckpt.errors import TraceError
 
 __all__ = ["DataReadsRefused", "HigherOrderError", "errors_located"]
@@ -28,16 +31,36 @@ _READS = {
 
 
 class DataReadsRefused(TorchFunctionMode):
-    """A mode that raises `TraceError` for calls that would read the memory of a traced tensor, which has none."""
+    """A mode that raises `TraceError` for calls that would read the memory of a traced tensor, which has none.
 
-    def __init__(self, recorder: Recorder):
+    It also chooses the formulas of backward passes inside of the traced function.
+    """
+
+    def __init__(self, recorder: Recorder, wrapped: bool):
         super().__init__()
         self.recorder = recorder
+        self.wrapped = wrapped
+        """Whether the traced function runs at a level of torch.func."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and self.recorder.owns(unwrapped(args[0])):
             raise TraceError(f"{current()}: {_looks(f'`{func.__name__}`')}")
+        if self.wrapped and func in _COMPOSED and not transforms_active():
+            return at_a_level(func, args, kwargs or {})
+        if isinstance(func, torch._ops.HigherOrderOperator) and func.name() in _BRANCHING:
+            raise _refused_operator(current(), func.name())
+        if func is torch.autograd.grad:
+            if not self.recorder.in_last_backward:
+                self._choose_formulas(args[0] if args else (kwargs or {})["outputs"])
+            self.recorder.in_last_backward = False
         return func(*args, **(kwargs or {}))
+
+    def _choose_formulas(self, given: torch.Tensor | Sequence[torch.Tensor]) -> None:
+        outputs = [given] if isinstance(given, torch.Tensor) else given
+        wrapped = self.wrapped or transforms_active()
+        saved = wrapped or any(map(is_wrapped, outputs))
+        for node in nodes_behind(outputs):
+            formulas.choose(node, wrapped=wrapped, saved=saved)
 
 
 _NO_DATA = (
@@ -61,15 +84,36 @@ def errors_located() -> Iterator[None]:
         kind = type(error).__name__
         if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
             name = str(error).partition("HigherOrderOperator ")[2].partition(" ")[0] or "an operator"
-            raise HigherOrderError(
-                f"{_line_of(error)}: the function uses torch's operator `{name}`, which takes functions as arguments. "
-                "A plan cannot tell which operations it will run. Write the branch or the loop in Python, or put the "
-                f"budget around a part without the operator. {WAY_OUT}"
-            ) from error
+            raise _refused_operator(_line_of(error), name) from error
         hidden = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_DATA)
         if not hidden and not any(word in kind for word in ("DataDependent", "DynamicOutputShape", "UnsupportedFake")):
             raise
         raise TraceError(f"{_line_of(error)}: {_looks(f'{kind}: {_first_line(error)}')}") from error
+
+
+def _refused_operator(line: Any, name: str) -> HigherOrderError:
+    return HigherOrderError(
+        f"{line}: the function uses torch's operator `{name}`, which takes functions as arguments. A plan cannot tell "
+        "which operations it will run. Write the branch or the loop in Python, or put the budget around a part without "
+        f"the operator. {WAY_OUT}"
+    )
+
+
+_COMPOSED = {
+    torch.binary_cross_entropy_with_logits,
+    torch.nn.functional.binary_cross_entropy_with_logits,
+    torch.dropout,
+    torch.nn.functional.dropout,
+    torch.alpha_dropout,
+    torch.nn.functional.alpha_dropout,
+    torch.feature_dropout,
+    torch.feature_alpha_dropout,
+    torch.nn.functional.feature_alpha_dropout,
+}
+"""Functions that torch composes of other operations at a level of torch.func."""
+
+_BRANCHING = {"cond", "while_loop", "map_impl", "scan", "associative_scan"}
+"""Operators that take functions, and choose at run time which of them to call, or how often."""
 
 
 def _looks(what: str) -> str:

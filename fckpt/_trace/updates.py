@@ -14,7 +14,7 @@ import dataclasses
 import heapq
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -92,6 +92,13 @@ def _gradient_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return own if is_dense(tensor.shape, own) else tuple(torch.empty(tensor.shape, device="meta").stride())
 
 
+def _held(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.empty(0, device=values[0].device)
+
+
+_library.define("held(Tensor[] values) -> Tensor")
+_library.impl("held", _held, "CompositeExplicitAutograd")
+torch.library.register_fake("fckpt_step::held", _held, lib=_library)
 _library.impl("update", _update, "CompositeExplicitAutograd")
 _library.impl("carried", _carried, "CompositeExplicitAutograd")
 torch.library.register_fake("fckpt_step::update", lambda *_: None, lib=_library)
@@ -100,7 +107,10 @@ torch.library.register_fake("fckpt_step::carried", _carried_layouts, lib=_librar
 UPDATE = torch.ops.fckpt_step.update.default
 """Runs an optimizer's own code for one parameter: the parameter is `number` in the optimizer. `after` is only read."""
 CARRIED = torch.ops.fckpt_step.carried.default
-"""Returns the sums of the gradients of earlier microbatches, in the layout of gradients of `like`, and of the losses."""
+"""Returns the sums of the gradients of earlier microbatches, laid out like gradients of `like`, and of the losses."""
+
+HELD = torch.ops.fckpt_step.held.default
+"""Reads tensors, and returns an empty one."""
 
 
 @dataclass(frozen=True)
@@ -120,23 +130,29 @@ class Ending:
     """Everything else on which the memory of an update depends."""
     first: bool = False
     """Whether the optimizer makes a part of its state in these updates, which takes more memory."""
-    _begun: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
-    def begin(self, operands: Sequence[torch.Tensor]) -> None:
-        """Records that the sums of earlier microbatches are held, before the forward pass."""
-        self._begun.clear()
-        if self.loss is not None:
-            place = {number: operand for operand, number in self.numbers}
-            with torch.no_grad():
-                found = CARRIED([operands[place[number]] for number in self.carried], self.loss)
-            self._begun.update(zip([*self.carried, -1], found, strict=True))
+    def begun(self, operands: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Records, before the forward pass, that the sums of earlier microbatches are held.
 
-    def forget(self) -> None:
-        """Drops the tensors of a trace that did not end."""
-        self._begun.clear()
+        Args:
+            operands: the operands of the trace.
+
+        Returns:
+            The sums of the gradients by number of the parameter, and that of the losses under -1.
+        """
+        if self.loss is None:
+            return {}
+        place = {number: operand for operand, number in self.numbers}
+        with torch.no_grad():
+            found = CARRIED([operands[place[number]] for number in self.carried], self.loss)
+        return dict(zip([*self.carried, -1], found, strict=True))
 
     def finished(
-        self, operands: Sequence[torch.Tensor], gradients: list[torch.Tensor | None], cotangent: torch.Tensor
+        self,
+        operands: Sequence[torch.Tensor],
+        gradients: list[torch.Tensor | None],
+        cotangent: torch.Tensor,
+        carried: dict[int, torch.Tensor],
     ) -> list[torch.Tensor | None]:
         """Records what follows on the backward pass.
 
@@ -144,12 +160,11 @@ class Ending:
             operands: the operands of the trace.
             gradients: by operand: its gradient, if it has one.
             cotangent: the cotangent of the loss.
+            carried: the result of `begun`, which is emptied.
 
         Returns:
             By operand: the updated parameter, or the sum of its gradients; None for other operands.
         """
-        carried = dict(self._begun)
-        self._begun.clear()
         total = [carried.pop(-1)] if carried else []
         found: dict[int, torch.Tensor] = {}
         for operand, number in self.numbers:
@@ -166,6 +181,10 @@ class Ending:
                 if operand in found:
                     UPDATE(operands[operand], found[operand], [cotangent, *total], number)
                     found[operand] = operands[operand]
+        elif total and found:  # the sum of the losses is held to the end
+            other = next((i for i in range(len(operands)) if i not in found), None)
+            if other is not None:
+                found[other] = HELD([*total, *found.values()])
         return [found.get(i) for i in range(len(operands))]
 
 
@@ -187,12 +206,14 @@ def with_early_updates(trace: Trace, first: int) -> Trace:
     order = _early_order(graph, first)
     new = {old: i for i, old in enumerate(order)}
     plain = [*[i for i in order if i < first or i in prompt], *[i for i in range(first, len(order)) if i not in prompt]]
+    place = {index: i for i, index in enumerate(plain)}
     nodes = [dataclasses.replace(graph.nodes[old], id=i) for i, old in enumerate(order)]
     values = []
     for value in graph.values:
         held = value.held_to
-        if held is not None and held >= first:  # autograd's engine adds a gradient to `.grad` when the gradient comes
-            held = next((n for n in graph.consumers[value.id] if n in prompt), held)
+        readers = graph.consumers[value.id]
+        if not prompt.isdisjoint(readers) and all(n < first or n in prompt for n in readers):
+            held = max(readers, key=place.__getitem__)  # autograd's engine adds a gradient to `.grad` at once
         ends = {"producer": value.producer, "held_to": held}
         values.append(dataclasses.replace(value, **{k: None if v is None else new[v] for k, v in ends.items()}))
     moved = dataclasses.replace(

@@ -7,7 +7,7 @@ recorded operations are those on the batched tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch._functorch.vmap import vmap_increment_nesting
 
 from fckpt._trace.operations import Batch
 
-__all__ = ["Levels", "batch_dim", "under_vmap"]
+__all__ = ["Levels", "at_a_level", "batch_dim", "under_vmap"]
 
 
 class Levels:
@@ -75,6 +75,13 @@ def under_vmap(batch: Batch) -> Iterator[Levels]:
         levels = Levels(outer, inner)
         levels.dims = batch.dims
         yield levels
+
+
+def at_a_level(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls `fn` at a level of torch.func, where torch composes a few functions of other operations."""
+    with grad_increment_nesting() as level:
+        seen = lambda value: _wrap_for_grad(value, level) if isinstance(value, torch.Tensor) else value
+        return _unwrap_for_grad(fn(*map(seen, args), **{k: seen(v) for k, v in kwargs.items()}), level)
 
 
 def batch_dim(tensor: torch.Tensor, level: int) -> int | None:

@@ -18,11 +18,11 @@ from fckpt._call.rng import RandomState
 from fckpt._memory import _measure_cpu
 from fckpt._trace.operations import Call, TensorSpec, statistics_of
 from fckpt.cost.analytic import Analytic, flops_of
-from fckpt.cost.calls import OpCost, is_custom, is_pure, refs, registered
+from fckpt.cost.calls import OpCost, is_custom, is_pure, packet, refs, registered
 from fckpt.cost.devices import profile_of
 from fckpt.cost.pairs import code_of, opaque_operands, paired_signature, workspace_maker
 from fckpt.cost.store import Store, environment
-from fckpt.cost.synthetic import EXTREMES, FILLS, arguments, made_up
+from fckpt.cost.synthetic import EXTREMES, FILLS, PRODUCTS, arguments, made_up
 
 __all__ = ["Measured"]
 
@@ -185,7 +185,9 @@ def _prepared(
 
 
 def _looks_at_data(call: Call, specs: Sequence[TensorSpec]) -> bool:
-    """Whether the allocations of a kernel may depend on the contents of masks or indices."""
+    """Whether the allocations of a kernel may depend on the contents of masks, indices or factors."""
+    if packet(call) in PRODUCTS:
+        return True
     if torch.Tag.pointwise in getattr(call.op, "tags", ()):
         return False
     operands = {ref.tensor for ref in refs((call.args, call.kwargs))}

@@ -12,7 +12,7 @@ import torch
 from fckpt._trace.operations import Call, Ref, TensorSpec
 from fckpt.cost.calls import extent, named, packet, refs
 
-__all__ = ["EXTREMES", "FILLS", "arguments", "made_up"]
+__all__ = ["EXTREMES", "FILLS", "PRODUCTS", "arguments", "made_up"]
 
 FILLS = ("usual", "zeros", "ones")
 """Ways to fill tensors, tried in this order until an operation accepts its arguments.
@@ -40,7 +40,7 @@ def made_up(
     """
     given = given or {}
     bounds = _index_bounds(call, specs) if fill in ("usual", "full") else {}
-    fixed = _fitting(call, specs) if fill in ("usual", "full") else {}
+    fixed = _fitting(call, specs, fill) if fill in ("usual", "full") else {}
     indices = dict.fromkeys(ref.tensor for ref in refs((call.args, call.kwargs)))
     missing = [i for i in indices if i not in given]
     alone = [i for i in missing if not _is_shared(specs, missing, i)]
@@ -101,13 +101,20 @@ def arguments(
     return tuple(map(substituted, call.args)), substituted(call.kwargs)
 
 
-def _fitting(call: Call, specs: Sequence[TensorSpec]) -> dict[int, torch.Tensor]:
-    """Makes tensors whose contents depend on other arguments: masks with one true element per row, offsets of bags."""
+def _fitting(call: Call, specs: Sequence[TensorSpec], fill: str) -> dict[int, torch.Tensor]:
+    """Makes tensors whose contents matter or depend on other arguments: masks with one true element per row, offsets of
+    bags, a zero among the factors of a product.
+    """
     given = named(call)
     if packet(call) in _BAGS:
         spec, count = specs[given["offsets"].tensor], specs[given["indices"].tensor].shape[0]
         offsets = torch.arange(spec.shape[0], device=spec.device) * count // max(1, spec.shape[0])
         return {given["offsets"].tensor: offsets.to(spec.dtype)}
+    if packet(call) in PRODUCTS and fill == "full":
+        spec = specs[given["x"].tensor]
+        x = _tensor(spec, 0, "usual")
+        x[(0,) * x.dim()].zero_()
+        return {given["x"].tensor: x}
     if packet(call) not in _PUTS:
         return {}
     indices = list(refs(given["indices"]))
@@ -122,6 +129,8 @@ def _fitting(call: Call, specs: Sequence[TensorSpec]) -> dict[int, torch.Tensor]
 
 
 _PUTS = {"aten.index_put", "aten.index_put_", "aten._index_put_impl_", "aten._unsafe_index_put"}
+PRODUCTS = {"fckpt_formulas.prod_backward", "fckpt_formulas.prod_backward_dim"}
+"""Operations that allocate most if there is one zero."""
 _BAGS = {"aten._embedding_bag", "aten._embedding_bag_forward_only"}
 
 

@@ -88,7 +88,7 @@ class Node:
     writes: tuple[int, ...] = ()
     """Values whose memory the node's first run overwrites, visibly to the caller; nothing may read these values
     afterwards. Each is an input of the graph, or was made from such an input by an earlier node in the same way. A node
-    of the backward pass (the update of a parameter) writes only to inputs of the graph, and runs once."""
+    of the backward pass that writes (the update of a parameter) runs once."""
     arguments: str = ""
     """Everything else on which the node's memory use depends: `self=%0=float32[2,3](3,1), dim=[1]`."""
     accumulates: tuple[int, ...] = ()
@@ -153,7 +153,7 @@ class Graph:
             )
             if node.writes:
                 _require(
-                    made.issuperset(node.writes) and (not node.backward or self.held.issuperset(node.writes)),
+                    made.issuperset(node.writes) and (not node.backward or all(map(self._is_callers, node.writes))),
                     f"{name} writes to a value that it may not write",
                 )
                 gone.update(node.writes)
@@ -182,6 +182,11 @@ class Graph:
     def held(self) -> frozenset[int]:
         """Inputs and cotangents: values that are never freed by a schedule."""
         return frozenset(self.inputs) | frozenset(self.cotangents)
+
+    def _is_callers(self, value: int) -> bool:
+        """Whether a value is in the caller's memory: an input, or made by a write over one."""
+        producer = self.values[value].producer
+        return value in self.held or (producer is not None and bool(self.nodes[producer].writes))
 
     @functools.cached_property
     def plain_places(self) -> tuple[int, ...]:

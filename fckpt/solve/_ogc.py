@@ -82,32 +82,32 @@ def ogc(graph: Graph, budget: int | None = None) -> Schedule:
         BudgetError: the plan does not fit.
     """
     rules = Rules(graph)
-    vertices, edges = between_ends(graph, tensor_graph(rules))
-    nbytes = [_tensor_nbytes(graph, vertex) for vertex in vertices]
+    tensors, edges = between_ends(graph, tensor_graph(rules))
+    nbytes = [_tensor_nbytes(graph, tensor) for tensor in tensors]
     saved: list[int] = []
-    if vertices:
+    if tensors:
         best = best_checkpoints([0, *nbytes, 0], edges)
-        saved = [v for i in best.chosen for v in vertices[i - 1].values]
+        saved = [v for i in best.chosen for v in tensors[i - 1].values]
     return within_budget(graph, schedule_of(graph, *replay(rules, saved)), budget, "ogc")
 
 
-def _tensor_nbytes(graph: Graph, vertex: TensorVertex) -> int:
-    return sum(graph.values[v].nbytes for v in vertex.values if v not in graph.outputs)
+def _tensor_nbytes(graph: Graph, tensor: TensorVertex) -> int:
+    return sum(graph.values[v].nbytes for v in tensor.values if v not in graph.outputs)
 
 
-def between_ends(graph: Graph, vertices: list[TensorVertex]) -> tuple[list[TensorVertex], list[Edge]]:
+def between_ends(graph: Graph, tensors: list[TensorVertex]) -> tuple[list[TensorVertex], list[Edge]]:
     """Returns the vertices on the paths from the data to the ends, and the edges.
 
     In the edges, 0 is the source, the vertices are numbered from 1, and the target has the last number.
     """
-    count = len(vertices)
-    weight = np.array([1.0 + _tensor_nbytes(graph, vertex) for vertex in vertices])
+    count = len(tensors)
+    weight = np.array([1.0 + _tensor_nbytes(graph, tensor) for tensor in tensors])
     below = np.eye(count, dtype=bool)
     for i in range(count - 1, -1, -1):
-        below[list(vertices[i].reads)] |= below[i]
+        below[list(tensors[i].reads)] |= below[i]
     users: dict[int, list[int]] = {}
-    for i, vertex in enumerate(vertices):
-        for value in vertex.held:
+    for i, tensor in enumerate(tensors):
+        for value in tensor.held:
             users.setdefault(value, []).append(i)
     inputs = np.array([below[mine].any(axis=0) for mine in users.values()], dtype=bool).reshape(len(users), count)
     data = _covering(inputs, weight)
@@ -117,9 +117,9 @@ def between_ends(graph: Graph, vertices: list[TensorVertex]) -> tuple[list[Tenso
     inside = np.flatnonzero(below[:, ends].any(axis=1) & depends).tolist()
     number = {i: k for k, i in enumerate(inside, start=1)}
     first = {i for k, mine in enumerate(users.values()) if k in data for i in mine}
-    edges = {(number[j], number[i]) for i in inside for j in vertices[i].reads if j in number}
+    edges = {(number[j], number[i]) for i in inside for j in tensors[i].reads if j in number}
     edges |= {(0, number[i]) for i in inside if i in first} | {(number[i], len(inside) + 1) for i in ends}
-    return [vertices[i] for i in inside], sorted(edges)
+    return [tensors[i] for i in inside], sorted(edges)
 
 
 def _covering(rows: np.ndarray, weight: np.ndarray) -> list[int]:

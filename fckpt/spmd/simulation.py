@@ -15,6 +15,7 @@ import torch._functorch.eager_transforms as eager_transforms
 
 from fckpt._call import ambient
 from fckpt._call.levels import share_idle_level
+from fckpt._trace.stand_ins import prepare_fake_tensors
 from fckpt.errors import ArgumentValueError, RankFailure
 from fckpt.spmd.isolated import Isolated
 from fckpt.spmd.links import Link
@@ -72,6 +73,7 @@ class Simulation:
             Exception: the exception of the first rank that failed. If a rank waits for another rank that does not
                 arrive, a `RankFailure` that names the missing rank.
         """
+        prepare_fake_tensors()  # before there are threads
         isolated = Isolated(program, args, kwargs, self.mesh.size)
         turns = Turns(isolated, self.mesh.size)
         meeting = Meeting(self.mesh, self.timeout_seconds, self.links, turns)

@@ -30,7 +30,7 @@ class Piece(nn.Module):
 
 
 class _Reads(Piece):
-    """Reads a number in one of the places of `places.py`."""
+    """Reads a number in one of the places of `places`."""
 
     def __init__(self, place: Any, way: str) -> None:
         super().__init__()

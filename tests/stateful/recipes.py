@@ -15,18 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import places
 import torch
 from hypothesis import strategies as st
 from judge import Session, fresh, leaves_of
 from torch import Tensor, nn
 
-TESTS = Path(__file__).parent.parent
-FILES = {
-    "pieces": TESTS / "stateful" / "pieces.py",
-    "memory": TESTS / "stateful" / "memory.py",
-    "places": TESTS / "places.py",
-    "places_code": TESTS / "places_code.py",
-}
+HERE = Path(__file__).parent
+FILES = {"pieces": HERE / "pieces.py", "memory": HERE / "memory.py", **places.FILES}
 
 
 def _names() -> dict[str, list[str]]:
@@ -34,7 +30,7 @@ def _names() -> dict[str, list[str]]:
     for stem, path in FILES.items():
         with fresh(path) as module:
             table = module.PIECES if hasattr(module, "PIECES") else module.PLACES
-            found[stem] = [name for name in table if name != "Contained"]
+            found[stem] = list(table)
     return found
 
 
@@ -292,9 +288,9 @@ def parts() -> st.SearchStrategy[Part]:
     """Pieces of all kinds: half of them work, a quarter remembers, a quarter reads places."""
     usual = [Part(file, name) for file in ("pieces", "memory") for name in NAMES[file] if name not in REFUSED]
     works, remembers = [p for p in usual if p.file == "pieces"], [p for p in usual if p.file == "memory"]
-    places = [(file, name) for file in ("places", "places_code") for name in NAMES[file] if name not in REFUSED]
+    read = [(file, name) for file in places.FILES for name in NAMES[file] if name not in REFUSED]
     ways = st.sampled_from(["direct", "property", "hook"])
-    reads = st.tuples(st.sampled_from(places), ways).map(lambda both: Part(*both[0], both[1]))
+    reads = st.tuples(st.sampled_from(read), ways).map(lambda both: Part(*both[0], both[1]))
     rare = [Part("memory", name) for name in NAMES["memory"] if name in REFUSED]
     return st.integers(0, 39).flatmap(
         lambda n: st.sampled_from(works) if n < 19 else st.sampled_from(remembers) if n < 29

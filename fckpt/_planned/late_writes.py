@@ -1,0 +1,144 @@
+"""Plans of graphs that write over their inputs: parameters that a step updates, donated arguments.
+
+Solvers need not know about such writes. They get the graph without the rule that nothing may read a value after it was
+overwritten; in their schedules a write comes directly after what it writes, as in program order. `settled` then moves
+the write behind the last computation that reads the old value, where there is one, and `simulate` judges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from fckpt._planned.plan import Plan
+from fckpt._planned.solving import solved
+from fckpt._units import format_bytes
+from fckpt.errors import BudgetError
+from fckpt.graph.graph import Graph
+from fckpt.graph.schedule import Compute, Schedule, schedule_of
+from fckpt.solve.core.rules import Rules, peak_of
+from fckpt.solve.core.starts import backward_orders, save_everything
+
+__all__ = ["settled", "solved_with_writes", "without_recomputation", "writes_late"]
+
+_STARTS = 12
+
+
+def writes_late(graph: Graph) -> bool:
+    """Whether a node of the backward half writes over an input."""
+    return any(node.backward and node.writes for node in graph.nodes)
+
+
+def settled(graph: Graph, schedule: Schedule) -> Schedule:
+    """Returns a schedule in which each update runs after all computations that read the parameter, recomputes included.
+
+    Other computations keep their order.
+    """
+    order = [step.node for step in schedule.backward if isinstance(step, Compute)]
+    last: dict[int, int] = {}
+    for place, index in enumerate(order):
+        last.update(dict.fromkeys(graph.nodes[index].inputs, place))
+    placed: list[tuple[int, bool, int]] = []
+    for place, index in enumerate(order):
+        node = graph.nodes[index]
+        target = max([last[v] for v in node.writes], default=place) if node.backward else place
+        placed.append((target, target > place, index))  # behind the node at `target`
+    forward = [step.node for step in schedule.forward if isinstance(step, Compute)]
+    return schedule_of(graph, forward, [index for _, _, index in sorted(placed, key=lambda p: p[:2])])
+
+
+def _relaxed(graph: Graph) -> Graph:
+    """Returns the graph without the rule that nothing may read a parameter after its update.
+
+    So that solvers, which may reorder the backward pass, still run an update after the other nodes of the backward pass
+    that read the parameter, the update reads their results.
+    """
+    before: list[int] = []  # by node: the nodes on which it depends, as bits
+    nodes = []
+    for node in graph.nodes:
+        needed = 0
+        for producer in (graph.values[v].producer for v in node.inputs):
+            needed |= 0 if producer is None else before[producer] | 1 << producer
+        before.append(needed)
+        if node.backward and node.writes:
+            readers = [n for v in node.writes for n in graph.consumers[v] if graph.boundary <= n < node.id]
+            others = [graph.nodes[n].outputs[0] for n in readers if not needed >> n & 1]
+            node = dataclasses.replace(node, writes=(), inputs=tuple(dict.fromkeys((*node.inputs, *others))))
+        nodes.append(node)
+    return dataclasses.replace(graph, nodes=tuple(nodes))
+
+
+def without_recomputation(graph: Graph) -> Schedule:
+    """Returns the schedule with the lowest peak of a few that recompute nothing.
+
+    All updates that could run earlier wait for a node of the backward pass, because the temporaries of an update may
+    be larger than its gradient. Later updates run as early as they may.
+    """
+    rules = Rules(_relaxed(graph))
+    updates = {node.id for node in graph.nodes if node.backward and node.writes}
+    orders = [list(order) for order in backward_orders(rules)]
+    found = []
+    for order in orders:
+        size = len(order)
+        for start in dict.fromkeys(size * i // _STARTS for i in range(_STARTS + 1)):
+            waiting = [i for i in order[:start] if i in updates]
+            moved = [*[i for i in order[:start] if i not in updates], *waiting, *order[start:]]
+            found.append(save_everything(rules, moved))
+    return settled(graph, schedule_of(graph, *min(found, key=lambda order: peak_of(rules, order))))
+
+
+def solved_with_writes(
+    graph: Graph, nbytes: int, solver: str, torch_version: str, time_limit: float | None = None
+) -> Plan:
+    """Solves a priced graph with writes over inputs in its backward half.
+
+    Args:
+        graph: the graph.
+        nbytes: the budget.
+        solver: the name of a solver.
+        torch_version: the version of torch, which the plan records.
+        time_limit: see `solved`.
+
+    Raises:
+        BudgetError: no plan fits the budget.
+    """
+    smallest: Plan | None = None
+    why: BudgetError | None = None
+    solve = lambda graph, nbytes: solved(graph, nbytes, solver, torch_version, time_limit)
+    for made in _tries(_relaxed(graph), nbytes, solve):
+        if isinstance(made, BudgetError):
+            why = made
+            continue
+        found = dataclasses.replace(made, graph=graph, schedule=settled(graph, made.schedule), budget_bytes=nbytes)
+        if found.peak_bytes <= nbytes:
+            return found
+        if smallest is None or found.peak_bytes < smallest.peak_bytes:
+            smallest = found
+    if smallest is None or (why is not None and smallest.peak_bytes == why.least_bytes):
+        assert why is not None
+        raise why
+    least = smallest.peak_bytes
+    raise BudgetError(
+        f"no plan fits {format_bytes(nbytes)} ({nbytes} bytes): the least that the solver {solver!r} finds is "
+        f"{format_bytes(least)} ({least} bytes), because updates wait for recomputations that read the old values. "
+        "Give at least that, or a smaller batch.",
+        least,
+    )
+
+
+def _tries(relaxed: Graph, nbytes: int, solve: Callable[[Graph, int], Plan]) -> Iterator[Plan | BudgetError]:
+    """Yields plans without regard to updates: for the budget, for less, and the smallest that the solver finds.
+
+    An error stands for a budget that no plan fits; the smallest plan follows on it.
+    """
+    error: BudgetError | None = None
+    for size in (nbytes, int(nbytes * 0.99), int(nbytes * 0.95), 1):
+        try:
+            yield solve(relaxed, max(1, size))
+        except BudgetError as found:
+            error = found
+            break
+    if error is not None:
+        least = error.least_bytes
+        yield error
+        yield solve(relaxed, least)

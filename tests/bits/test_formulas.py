@@ -1,0 +1,165 @@
+"""Gradients by a plan are those of the formulas that autograd uses in the same place without one.
+
+Autograd chooses formulas by whether tensors are subclasses (as all are below a dispatch mode), whether the backward
+pass runs at a level of torch.func, and whether it is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_equal, leaf
+from torch import Tensor
+
+import fckpt
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+ONE_ZERO = X.clone()
+ONE_ZERO[1, 2] = 0
+TWO_ZEROS = ONE_ZERO.clone()
+TWO_ZEROS[1, 3] = 0
+NAN = X.clone()
+NAN[2, 3] = float("nan")
+MASK = X > 0
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "prod": lambda x: (x * 1.5).prod(),
+    "prod of a column": lambda x: (x * 1.5)[:1, :1].prod(),
+    "prod along a dimension": lambda x: (x * 1.5).prod(-1),
+    "prod that keeps the dimension": lambda x: (x * 1.5).prod(0, keepdim=True),
+    "prod of a transpose": lambda x: (x * 1.5).t().prod(),
+    "cumprod": lambda x: (x * 1.5).cumprod(-1),
+    "masked_fill": lambda x: (x * x).masked_fill(MASK, (x * 1.5).sum()).sin() * x,
+    "masked_fill_": lambda x: (x * x).masked_fill_(MASK, (x * 1.5).sum()).sin() * x,
+    "masked_fill of a row": lambda x: (x * x).masked_fill(MASK[0], (x * 1.5).sum()).sin() * x,
+    "max": lambda x: (x * 1.5).max(),
+    "min": lambda x: (x * 1.5).min(),
+    "median": lambda x: (x * 1.5).median(),
+    "nanmedian": lambda x: (x * 1.5).nanmedian(),
+    "max of ties": lambda x: (x * 1.5).round().max() * x.sum(),
+    "silu": lambda x: F.silu(x * 1.5),
+    "mish": lambda x: F.mish(x * 1.5),
+    "group_norm": lambda x: F.group_norm(x[None] * 1.5, 3),
+    "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(x * 1.5, x.sigmoid().detach()),
+    "det": lambda x: torch.linalg.det(x[:, :6] * 1.5),
+    "det of several": lambda x: torch.linalg.det(torch.stack([x[:, :6], x[:, 1:7] * 1.5])),
+    "slogdet": lambda x: torch.linalg.slogdet(x[:, :6] * 1.5)[1],
+    "solve": lambda x: torch.linalg.solve(x[:, :6] * 1.5, x),
+}
+DATA = {"random": X, "one zero": ONE_ZERO, "two zeros": TWO_ZEROS, "nan": NAN}
+
+
+def signs(tree: Any) -> list[Tensor]:
+    return [torch.signbit(t.nan_to_num(nan=0.5)).byte() for t in optree.tree_leaves(tree)]
+
+
+def by_autograd(fn: Any, x: Tensor, factor: float, **options: Any) -> Any:
+    x = leaf(x)
+    y = fn(x)
+    return y, torch.autograd.grad(y, x, torch.full_like(y, factor), **options)
+
+
+def by_grad(fn: Any, x: Tensor, factor: float) -> Any:
+    return torch.func.grad_and_value(lambda x: fn(x).sum() * factor)(x)
+
+
+def by_vjp(fn: Any, x: Tensor, factor: float) -> Any:
+    y, pullback = torch.func.vjp(fn, x)
+    return y, pullback(torch.full_like(y, factor))
+
+
+def by_vmap_of_grad(fn: Any, x: Tensor, factor: float) -> Any:
+    return torch.func.vmap(torch.func.grad(lambda x: fn(x).sum() * factor))(torch.stack([x, 0.5 * x]))
+
+
+def by_second_derivative(fn: Any, x: Tensor, factor: float) -> Any:
+    return torch.func.grad(lambda x: (torch.func.grad(lambda x: fn(x).sum() * factor)(x) * X).sum())(x)
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "autograd": by_autograd,
+    "autograd, recorded": lambda fn, x, factor: by_autograd(fn, x, factor, create_graph=True),
+    "grad": by_grad,
+    "vjp": by_vjp,
+    "vmap of grad": by_vmap_of_grad,
+    "second derivative": by_second_derivative,
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.filterwarnings("ignore::fckpt.BudgetWarning")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_formulas_are_those_of_the_plain_function(name: str, way: str) -> None:
+    fn = FUNCTIONS[name]
+    planned = fckpt.remat(fn, policy=fckpt.policies.nothing_saveable)
+    for x in DATA.values():
+        for factor in (1.0, -3.0, float("inf")):
+            try:
+                expected = WAYS[way](fn, x, factor)
+            except RuntimeError:  # singular, or refused under vmap
+                continue
+            got = WAYS[way](planned, x, factor)
+            assert_equal(got, expected)
+            assert_equal(signs(got), signs(expected))
+
+
+@pytest.mark.parametrize("name", ["masked_fill", "max", "median", "silu"])
+def test_formulas_of_a_gradient_inside(name: str) -> None:
+    fn = FUNCTIONS[name]
+
+    def penalty(x: Tensor) -> Tensor:
+        h = x.sin()
+        (g,) = torch.autograd.grad(fn(h).sum(), h, create_graph=True)
+        return g.square().sum()
+
+    def first(x: Tensor) -> Tensor:
+        h = (x.detach() * 2).requires_grad_()
+        (g,) = torch.autograd.grad(fn(h).sum(), h)
+        return (g * x).sum()
+
+    for program in (first,) if name in ("max", "median") else (penalty, first):  # plain refuses the other one
+        planned = fckpt.remat(program, policy=fckpt.policies.nothing_saveable)
+        assert_equal(by_autograd(planned, X, 2.0), by_autograd(program, X, 2.0))
+
+
+@pytest.mark.parametrize("name", ["prod", "cumprod"])
+def test_a_recorded_gradient_inside_by_a_formula_that_reads_data_is_refused(name: str) -> None:
+    def penalty(x: Tensor) -> Tensor:
+        h = x.sin()
+        (g,) = torch.autograd.grad(FUNCTIONS[name](h).sum(), h, create_graph=True)
+        return g.square().sum()
+
+    planned = fckpt.remat(penalty, policy=fckpt.policies.nothing_saveable)
+    with pytest.raises(fckpt.TraceError, match=f"differentiates `{name}` inside.*torch.func.grad"):
+        planned(leaf(X))
+
+    def with_func(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda h: FUNCTIONS[name](h).sum())(x.sin()).square().sum()
+
+    planned = fckpt.remat(with_func, policy=fckpt.policies.nothing_saveable)
+    assert_equal(by_autograd(planned, X, 2.0), by_autograd(with_func, X, 2.0))
+
+
+@pytest.mark.parametrize("name", ["prod", "prod along a dimension", "masked_fill"])
+@pytest.mark.parametrize("data", DATA)
+def test_a_budget_holds_whatever_the_data(name: str, data: str) -> None:
+    """Formulas that read data allocate more for some data: the plan is for the most."""
+    x = DATA[data].repeat(50, 10).contiguous()
+    mask = x > 2.5 if data == "random" else x > -9
+    fn = {**FUNCTIONS, "masked_fill": lambda x: (x * x).masked_fill(mask, (x * 1.5).sum()).sin() * x}[name]
+
+    def step(f: Any) -> Any:
+        f(given).backward()
+        given.grad = None
+
+    given, loss = leaf(x), lambda x: fn(x).sum()
+    plan = fckpt.plan(loss, given, budget=1.0)
+    planned = fckpt.remat(loss, budget=1.0)
+    step(planned)
+    assert fckpt.measure_peak(lambda: step(planned)).peak_bytes <= plan.baseline_peak_bytes

@@ -1,0 +1,387 @@
+"""What libraries do to modules (wrap, parametrize, replicate, compile, copy), done to rematerialised ones."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_equal, leaf
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+import fckpt
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.b(torch.tanh(self.norm(self.a(x))))).exp().sin()
+
+
+def made(cls: Callable[[], nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(0)
+    return cls()
+
+
+def gradients(module: nn.Module, call: Callable[[Tensor], Tensor] | None = None) -> list[Any]:
+    x = leaf(X)
+    (module if call is None else call)(x).sum().backward()
+    found = [x.grad, *(p.grad for _, p in sorted(module.named_parameters()))]
+    module.zero_grad()
+    return [*found, *(b.clone() for b in module.buffers())]
+
+
+def retained(call: Callable[[Tensor], Tensor]) -> int:
+    x = torch.randn(256, 6, requires_grad=True)
+    return fckpt.measure_peak(lambda: call(x)).retained_bytes
+
+
+def hooked(module: nn.Module, log: list[str]) -> nn.Module:
+    """Replaces the forward of a module as accelerate's `add_hook_to_module` does."""
+    old = module.forward
+    module._old_forward = old  # type: ignore[assignment]
+
+    def new_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        log.append("called")
+        return module._old_forward(*args, **kwargs)
+
+    module.forward = functools.update_wrapper(functools.partial(new_forward, module), old)  # type: ignore[method-assign]
+    return module
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_forward_replaced_on_the_result(copied: bool) -> None:
+    expected, log = gradients(made()), []
+    region = hooked(fckpt.remat(made()), log)
+    if copied:
+        region = copy.deepcopy(region)
+    assert_equal(gradients(region), expected)
+    assert len(log) == 1 or copied  # around the region, not again in its recompute
+    assert retained(region) < retained(made())
+    region.forward = region._old_forward  # type: ignore[method-assign, assignment]
+    expected = gradients(made())
+    assert_equal(gradients(region)[:5], expected[:5])
+    del region.forward
+    assert_equal(gradients(region)[:5], expected[:5])
+
+
+def test_forward_replaced_before() -> None:
+    log: list[str] = []
+    region = fckpt.remat(hooked(made(), log))
+    assert_equal(gradients(region), gradients(made()))
+    assert log
+    assert retained(region) < retained(made())
+
+
+def test_the_module_itself_stays_as_it_is() -> None:
+    plain, log = made(), []
+    hooked(fckpt.remat(plain), log)
+    gradients(plain)
+    assert not log
+
+
+class Symmetric(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w.triu() + w.triu(1).T
+
+
+def symmetric(module: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(module, "weight", Symmetric())
+    return module
+
+
+def old_weight_norm(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated, and in use
+        return nn.utils.weight_norm(module)
+
+
+PARAMETRIZE = [symmetric, parametrizations.weight_norm, parametrizations.orthogonal, old_weight_norm]
+
+
+@pytest.mark.parametrize("change", PARAMETRIZE)
+@pytest.mark.parametrize("order", ["before", "after", "inside"])
+def test_parametrizations(change: Any, order: str) -> None:
+    linear = lambda: nn.Linear(6, 6)
+    plain = made(lambda: nn.Sequential(change(linear()), nn.Tanh()))
+    if order == "inside":
+        region = fckpt.remat(made(lambda: nn.Sequential(change(linear()), nn.Tanh())))
+    else:
+        wrap = (lambda m: fckpt.remat(change(m))) if order == "before" else (lambda m: change(fckpt.remat(m)))
+        region = made(lambda: nn.Sequential(wrap(linear()), nn.Tanh()))
+    assert list(region.state_dict()) == list(plain.state_dict())
+    assert_equal(gradients(region), gradients(plain))
+    assert_equal(gradients(region), gradients(plain))
+
+
+def test_a_parametrization_that_is_taken_away() -> None:
+    region = symmetric(fckpt.remat(made(lambda: nn.Linear(6, 6))))
+    gradients(region)
+    parametrize.remove_parametrizations(region, "weight")
+    assert sorted(dict(region.named_parameters())) == ["bias", "weight"]
+    gradients(region)
+
+
+def replicated(module: nn.Module) -> nn.Module:
+    """A replica as `torch.nn.parallel.replicate` makes it: parameters are tensors with a history."""
+    replica = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        replica._modules[name] = replicated(child)  # type: ignore[arg-type]
+    for name, p in module._parameters.items():
+        setattr(replica, name, p * 1.0)  # type: ignore[operator]
+    for name, buffer in module._buffers.items():
+        replica._buffers[name] = buffer.clone()  # type: ignore[union-attr]
+    return replica
+
+
+def test_replicas() -> None:
+    plain, region = made(), fckpt.remat(made())
+    assert_equal(gradients(region, replicated(region)), gradients(plain, replicated(plain)))
+    assert retained(replicated(region)) < retained(replicated(plain))
+
+
+def test_compiled_before() -> None:
+    plain, inner = made(), made()
+    plain.compile(backend="eager")
+    inner.compile(backend="eager")
+    region = fckpt.remat(inner)
+    assert_equal(gradients(region), gradients(plain))
+    assert retained(region) < retained(plain)
+    region = fckpt.remat(torch.compile(made(), backend="eager"))
+    assert_equal(gradients(region), gradients(made()))
+
+
+def test_compiled_after() -> None:
+    block = lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+    region, expected = fckpt.remat(made(block)), gradients(made(block))
+    assert_equal(gradients(region, torch.compile(region, backend="eager")), expected)
+    region.compile(backend="eager")
+    assert_equal(gradients(region), expected)
+    assert_equal(gradients(copy.deepcopy(region)), expected)
+
+
+@pytest.mark.parametrize("via", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies(via: Any) -> None:
+    region = via(fckpt.remat(made()))
+    assert_equal(gradients(region), gradients(made()))
+    parametrized = copy.deepcopy(symmetric(fckpt.remat(made(lambda: nn.Linear(6, 6)))))
+    assert_equal(gradients(parametrized), gradients(symmetric(made(lambda: nn.Linear(6, 6)))))
+    assert list(parametrized.state_dict()) == list(symmetric(nn.Linear(6, 6)).state_dict())
+
+
+LAZY: dict[str, Callable[[], nn.Module]] = {
+    "itself": lambda: nn.LazyLinear(5),
+    "inside": lambda: nn.Sequential(
+        nn.LazyLinear(5), nn.Dropout(0.3), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(3)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("way", ["module", "function"])
+def test_lazy_modules_by_a_plan(name: str, way: str) -> None:
+    """The first call creates the parameters as the plain function does, and is not planned."""
+    plain, inner = made(LAZY[name]), made(LAZY[name])
+    take = (lambda x: inner(x)) if way == "function" else inner
+    with pytest.raises(fckpt.TraceError, match=r"lazy module.*Call the function once"):
+        fckpt.plan(take, X, budget=1.0)
+    region: Any = fckpt.remat(take, budget=1.0)
+    for call in range(3):
+        torch.manual_seed(1)
+        expected = gradients(plain), torch.get_rng_state()
+        torch.manual_seed(1)
+        warned = call == 0 and (way, name) != ("module", "itself")  # a hook creates the parameters before the region
+        with pytest.warns(fckpt.BudgetWarning, match="first call of a lazy module") if warned else nullcontext():
+            got = gradients(inner, region)
+        assert_equal((got, torch.get_rng_state()), expected)
+    assert fckpt.stats(region).hits >= 1
+
+
+@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("way", ["module", "function"])
+def test_lazy_modules(name: str, way: str) -> None:
+    plain, inner = made(LAZY[name]), made(LAZY[name])
+    region: Any = fckpt.remat(inner) if way == "module" else fckpt.remat(lambda x: inner(x))
+    for _ in range(3):
+        torch.manual_seed(1)
+        expected = gradients(plain)
+        torch.manual_seed(1)
+        assert_equal(gradients(inner, region), expected)
+    if name == "inside":
+        assert retained(region) < retained(plain)
+
+
+@torch.library.custom_op("fckpt_tests::double_into", mutates_args={"out"})
+def double_into(x: Tensor, out: Tensor) -> None:
+    out.copy_(x * 2)
+
+
+def into_own(x: Tensor) -> Tensor:
+    h = x.sin()
+    out = torch.empty_like(h)
+    double_into(h.detach(), out)
+    return (h * out).exp().sin()
+
+
+def conjugated(x: Tensor) -> Tensor:
+    c = torch.view_as_complex(torch.tanh(x).view(4, 3, 2))
+    return torch.view_as_real((c.conj() * c.conj() * c).conj().resolve_conj()).sum((1, 2)).sin()
+
+
+FUNCTIONS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "reentrant checkpoint": lambda m, x: checkpoint(m, x.sin(), use_reentrant=True).exp().sin(),  # type: ignore[union-attr]
+    "checkpoint": lambda m, x: checkpoint(m, x.sin(), use_reentrant=False).exp().sin(),  # type: ignore[union-attr]
+    "cond": lambda m, x: torch.cond(x.sum() > 0, lambda x: x.sin().exp(), lambda x: x.cos().exp(), (m(x),)).sin(),
+    "conjugation": lambda m, x: conjugated(m(x)),
+    "an operation that mutates what the function made": lambda m, x: into_own(m(x)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_inside_of_a_region(name: str) -> None:
+    plain, module, fn = made(), made(), FUNCTIONS[name]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # torch.cond asks for it
+        expected = gradients(plain, lambda x: fn(plain, x))
+        assert_equal(gradients(module, fckpt.remat(lambda x: fn(module, x))), expected)
+
+
+@pytest.mark.parametrize("fn", [
+    lambda x: torch.cond(x.sum() > 0, lambda x: x.sin().exp(), lambda x: x.cos().exp(), (x,)).sin(),
+    lambda x: torch.cond(torch.tensor(True), lambda x: x.sin().exp(), lambda x: x.cos().exp(), (x,)).sin(),
+])  # fmt: skip
+def test_an_operator_of_functions_is_refused_under_a_plan_and_runs_as_before_without(fn: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # torch.cond asks for it
+        with pytest.raises(fckpt.TraceError, match=r"torch.s operator `cond`.*Write the branch"):
+            fckpt.remat(fn, budget=1.0)(leaf(X))
+        got = []
+        for f in (fn, fckpt.remat(fn)):
+            x = leaf(X)
+            f(x).sum().backward()
+            got.append(x.grad)
+    assert_equal(got[1], got[0])
+
+
+class Around(nn.Module):
+    """Holds a module of TorchScript."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).exp().sin()
+
+
+def scripted(*, with_buffers: bool = False) -> Any:
+    layers = [nn.Linear(6, 6), nn.Tanh(), *([nn.BatchNorm1d(6)] if with_buffers else [])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript as a whole
+        return torch.jit.script(nn.Sequential(*layers)) if with_buffers else torch.jit.trace(nn.Sequential(*layers), X)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_torchscript_inside(held: bool) -> None:
+    module = scripted()
+    inner = Around(module)
+    fn = inner if held else lambda x: module(x).exp().sin()
+    got = []
+    for f in (fn, fckpt.remat(fn)):
+        x = leaf(X)
+        for _ in range(3):  # it is compiled anew at the second call
+            module.zero_grad()
+            x.grad = None
+            f(x).sum().backward()
+        got.append([x.grad, *(p.grad for p in module.parameters())])
+    assert_equal(got[1], got[0])
+    with pytest.raises(fckpt.TraceError, match="TorchScript"):
+        fckpt.remat(fn, budget=1.0)(leaf(X))
+    with pytest.raises(fckpt.ArgumentTypeError, match=r"TorchScript module in training mode.*'2.running_mean'.*eval"):
+        fckpt.remat(Around(scripted(with_buffers=True)))(leaf(X))
+
+
+def test_a_function_of_torchscript_is_refused_under_a_plan() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        function = torch.jit.script(scaled)
+    with pytest.raises(fckpt.TraceError, match="TorchScript"):
+        fckpt.remat(lambda x: function(x).sin(), budget=1.0)(leaf(X))
+
+
+def scaled(x: Tensor) -> Tensor:
+    return torch.tanh(x).exp()
+
+
+def test_conjugated_arguments_and_cotangents() -> None:
+    z = torch.randn(4, 3, dtype=torch.complex64)
+    cotangent = torch.randn(4, 3, dtype=torch.complex64).conj()
+    fn = lambda z: (z.exp() * z.conj()).sin()
+    got = []
+    for f in (fn, fckpt.remat(fn)):
+        x = leaf(z)
+        f(x.conj()).backward(cotangent)
+        got.append(x.grad)
+    assert_equal(got[1], got[0])
+
+
+def test_an_operation_that_mutates_what_is_not_the_functions() -> None:
+    held = torch.zeros(4, 6)
+
+    def fn(x: Tensor, out: Tensor) -> Tensor:
+        double_into(x.detach(), out)
+        return (x.sin() * out).exp().sin()
+
+    with pytest.raises(fckpt.MutationError, match=r"args\[1\] was changed in place"):
+        fckpt.remat(fn)(leaf(X), torch.zeros(4, 6))
+    with pytest.raises(fckpt.MutationError, match="changed a captured tensor in place"):
+        fckpt.remat(lambda x: fn(x, held))(leaf(X))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout: torch.layout) -> None:
+    linear = made(lambda: nn.Linear(6, 6))
+    fn = lambda t: torch.relu(linear(torch.relu(linear(t))))
+    got = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a prototype, torch says
+        for f in (fn, fckpt.remat(fn)):
+            parts = [torch.ones(2, 6), torch.ones(3, 6)]
+            t = torch.nested.nested_tensor(parts, requires_grad=True, layout=layout)
+            torch.nested.to_padded_tensor(f(t), 0.0).sum().backward()
+            assert t.grad is not None
+            got.append([x.clone() for x in t.grad.unbind()])
+    assert_equal(got[1], got[0])
+
+
+def test_inference_tensors() -> None:
+    with torch.inference_mode():
+        x = torch.randn(4, 6)
+    fn = lambda w, x: torch.tanh(torch.sin(x) * w).exp()
+    got = []
+    for f in (fn, fckpt.remat(fn), fckpt.remat(lambda w, _: fn(w, x))):
+        w = torch.ones(6, requires_grad=True)
+        f(w, x).sum().backward()
+        got.append(w.grad)
+    assert_equal(got[1:], [got[0]] * 2)
+
+
+def test_jit_trace() -> None:
+    module = made().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, and in use
+        traced = torch.jit.trace(fckpt.remat(module), leaf(X))
+    assert_equal(gradients(module, traced), gradients(module))

@@ -1,0 +1,478 @@
+"""A training step as one planned call has the bits of the plain step, within its budget, to the byte."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_equal, seeded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned import Block, ConvNet
+from torch import Tensor, nn, optim
+
+import fckpt
+from fckpt import measure_peak
+
+Model, Batch = nn.Module, Any
+
+
+class Words(nn.Module):
+    """A small transformer whose head shares its weight with the embedding."""
+
+    def __init__(self, words: int = 50, width: int = 16):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.blocks = nn.Sequential(*[Block(width, 2) for _ in range(2)])
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embedding(x)))
+
+
+class Recurrent(nn.Module):
+    """An LSTM of two layers, and a linear classifier of its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 8, 2, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def mlp(depth: int = 4, width: int = 32) -> nn.Module:
+    return nn.Sequential(*[part for _ in range(depth) for part in (nn.Linear(width, width), nn.GELU())])
+
+
+def squares(model: Model, batch: Batch) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def entropy(model: Model, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["x"]).flatten(0, -2), batch["y"].flatten())
+
+
+def of_model(model: Model, batch: Batch) -> Tensor:
+    return model(batch)
+
+
+NETS: dict[str, tuple[Callable[[], Model], Callable[[], Batch], Callable[[Model, Batch], Tensor]]] = {
+    "mlp": (mlp, lambda: (torch.randn(64, 32), torch.randn(64, 32)), squares),
+    "transformer": (
+        Words,
+        lambda: {"x": torch.randint(50, (8, 12)), "y": torch.randint(50, (8, 12))},
+        entropy,
+    ),
+    "conv": (ConvNet, lambda: torch.randn(8, 3, 8, 8), of_model),
+    "lstm": (Recurrent, lambda: {"x": torch.randn(8, 5, 6), "y": torch.randint(4, (8,))}, entropy),
+}
+OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
+    "sgd": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: optim.Adam(p, lr=0.01),
+    "adamw": lambda p: optim.AdamW(p, lr=0.01, amsgrad=True),
+}
+PAIRS = [("mlp", "sgd"), ("mlp", "adam"), ("transformer", "adamw"), ("conv", "sgd"), ("lstm", "adam")]
+
+
+def plain_step(
+    model: Model,
+    optimizer: optim.Optimizer,
+    loss_fn: Callable[[Model, Batch], Tensor],
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+) -> Callable[[Batch], Tensor]:
+    """The lines that a step stands for."""
+
+    def run(batch: Batch) -> Tensor:
+        total = None
+        for part in parts_of(batch, accumulate):
+            loss = loss_fn(model, part)
+            loss = loss / accumulate if accumulate > 1 else loss
+            loss.backward()
+            value = loss.detach()
+            del loss
+            total = value if total is None else total + value
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert total is not None
+        return total
+
+    return run
+
+
+def parts_of(batch: Batch, count: int) -> list[Batch]:
+    if count == 1:
+        return [batch]
+    if isinstance(batch, Tensor):
+        return list(batch.chunk(count))
+    if isinstance(batch, dict):
+        split = {k: t.chunk(count) for k, t in batch.items()}
+        return [{k: parts[i] for k, parts in split.items()} for i in range(count)]
+    return list(zip(*[t.chunk(count) for t in batch], strict=True))
+
+
+class Twins:
+    """A model that plain PyTorch trains, and a copy that a step trains."""
+
+    def __init__(
+        self,
+        make: Callable[[], Model],
+        optimizer: Callable[..., optim.Optimizer],
+        loss_fn: Callable[[Model, Batch], Tensor],
+        **options: Any,
+    ):
+        torch.manual_seed(0)
+        self.plain, self.plain_optimizer = self._of(make(), optimizer)
+        self.model, self.optimizer = self._of(copy.deepcopy(self.plain), optimizer)
+        rest = {k: v for k, v in options.items() if k in ("accumulate", "clip_norm")}
+        self.plain_step = plain_step(self.plain, self.plain_optimizer, loss_fn, **rest)
+        self.step = fckpt.step(self.model, self.optimizer, loss_fn, **options)
+
+    @staticmethod
+    def _of(model: Model, optimizer: Callable[..., optim.Optimizer]) -> tuple[Model, optim.Optimizer]:
+        return model, optimizer([p for p in model.parameters() if p.requires_grad])
+
+    def check(self, batch: Batch, steps: int = 5) -> None:
+        """Trains both, and compares losses, generators, parameters, buffers and the optimizers' states at each step."""
+        for i in range(steps):
+            assert_equal(seeded(lambda: self.step(batch), i), seeded(lambda: self.plain_step(batch), i))
+            assert_equal(self.model.state_dict(), self.plain.state_dict())
+            assert_equal(self.optimizer.state_dict(), self.plain_optimizer.state_dict())
+            assert all(p.grad is None for p in self.model.parameters())
+
+    def check_peak(self, batch: Batch) -> fckpt.Plan:
+        """Compares the measured peaks with those of the plan."""
+        plan = self.step.plan(batch)
+        measured = measure_peak(lambda: self.step(batch)).peak_bytes
+        plain = measure_peak(lambda: self.plain_step(batch)).peak_bytes
+        assert measured == plan.peak_bytes
+        assert abs(plan.baseline_peak_bytes - plain) <= 0.01 * plain
+        return plan
+
+
+@pytest.mark.parametrize(("net", "optimizer"), PAIRS)
+def test_without_a_budget(net: str, optimizer: str) -> None:
+    make, batch, loss_fn = NETS[net]
+    twins, data = Twins(make, OPTIMIZERS[optimizer], loss_fn), batch()
+    twins.check(data)
+    plan = twins.check_peak(data)
+    assert plan.peak_bytes <= plan.baseline_peak_bytes and plan.overhead == 0
+
+
+@pytest.mark.parametrize(("net", "optimizer"), [pair for pair in PAIRS if pair[0] != "transformer"])
+def test_the_least_budget(net: str, optimizer: str) -> None:
+    make, batch, loss_fn = NETS[net]
+    data = batch()
+    with pytest.raises(fckpt.BudgetError) as error:
+        Twins(make, OPTIMIZERS[optimizer], loss_fn, budget=1).step(data)
+    twins = Twins(make, OPTIMIZERS[optimizer], loss_fn, budget=error.value.least_bytes)
+    twins.check(data)
+    plan = twins.check_peak(data)
+    assert plan.peak_bytes <= error.value.least_bytes < plan.baseline_peak_bytes
+    assert fckpt.stats(twins.step).fallbacks == {}
+
+
+@pytest.mark.parametrize("net", ["mlp", "transformer"])
+def test_a_fraction_of_the_plain_peak(net: str) -> None:
+    make, batch, loss_fn = NETS[net]
+    twins, data = Twins(make, OPTIMIZERS["adam"], loss_fn, budget=0.75), batch()
+    twins.check(data)
+    plan = twins.check_peak(data)
+    assert plan.peak_bytes <= 0.75 * plan.baseline_peak_bytes
+
+
+@pytest.mark.parametrize(("accumulate", "budget"), [(2, 0.9), (4, None)])
+@pytest.mark.parametrize("net", NETS)
+def test_microbatches(net: str, accumulate: int, budget: float | None) -> None:
+    make, batch, loss_fn = NETS[net]
+    twins, data = Twins(make, OPTIMIZERS["adamw"], loss_fn, budget=budget, accumulate=accumulate), batch()
+    twins.check(data)
+    plan = twins.check_peak(data)
+    assert budget is None or plan.peak_bytes <= budget * plan.baseline_peak_bytes
+
+
+@pytest.mark.parametrize(("net", "accumulate"), [("mlp", 1), ("transformer", 2), ("conv", 2), ("lstm", 1)])
+def test_clipped_gradients(net: str, accumulate: int) -> None:
+    make, batch, loss_fn = NETS[net]
+    twins = Twins(make, OPTIMIZERS["sgd"], loss_fn, budget=0.95, accumulate=accumulate, clip_norm=0.1)
+    data = batch()
+    twins.check(data)
+    twins.check_peak(data)
+
+
+def test_gradients_are_not_all_alive() -> None:
+    twins = Twins(lambda: mlp(8, 64), lambda p: optim.SGD(p, lr=0.1), squares, budget=0.4)
+    data = torch.randn(16, 64), torch.randn(16, 64)
+    twins.check(data)
+    plan = twins.check_peak(data)
+    gradients = sum(p.nbytes for p in twins.model.parameters())
+    assert plan.peak_bytes < gradients / 2 < plan.baseline_peak_bytes
+
+
+ALL = ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"]
+
+
+@pytest.mark.parametrize("name", [*ALL, "Adafactor", "Muon"])
+def test_every_optimizer_that_updates_one_by_one(name: str) -> None:
+    if not hasattr(optim, name):
+        pytest.skip("not in this version of torch")
+    make = (lambda: nn.Sequential(nn.Linear(32, 32, bias=False), nn.Tanh())) if name == "Muon" else mlp
+    twins = Twins(make, lambda p: getattr(optim, name)(p, lr=0.01), squares, budget=0.9)
+    data = torch.randn(64, 32), torch.randn(64, 32)
+    twins.check(data, 3)
+    twins.check_peak(data)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    depth=st.integers(1, 4),
+    width=st.sampled_from([4, 16]),
+    rows=st.integers(1, 9),
+    residual=st.booleans(),
+    kind=st.sampled_from(["sgd", "adam", "adamw"]),
+    accumulate=st.integers(1, 3),
+    clip=st.sampled_from([None, 0.01]),
+    fraction=st.sampled_from([None, 1.0, 0.8]),
+)
+def test_random_steps(
+    depth: int,
+    width: int,
+    rows: int,
+    residual: bool,
+    kind: str,
+    accumulate: int,
+    clip: float | None,
+    fraction: float | None,
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+            self.gate = nn.Parameter(torch.ones(width))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                y = torch.tanh(layer(x)) * self.gate
+                x = x + y if residual else y
+            return x
+
+    count = min(accumulate, rows)
+    if len(torch.empty(rows).chunk(count)) != count:
+        return
+    options = {"accumulate": count, "clip_norm": clip, "budget": fraction}
+    data = torch.randn(rows, width), torch.randn(rows, width)
+    try:
+        twins = Twins(Net, OPTIMIZERS[kind], squares, **options)
+        twins.step.plan(data)
+    except fckpt.BudgetError as error:
+        twins = Twins(Net, OPTIMIZERS[kind], squares, **{**options, "budget": error.least_bytes})
+    twins.check(data, 3)
+    assert measure_peak(lambda: twins.step(data)).peak_bytes == twins.step.plan(data).peak_bytes
+
+
+# ---- the optimizer and its surroundings ------------------------------------------------------------
+
+
+def test_a_schedule_of_the_learning_rate_needs_no_new_program() -> None:
+    twins = Twins(mlp, OPTIMIZERS["sgd"], squares, budget=0.9)
+    schedules = [optim.lr_scheduler.OneCycleLR(o, 0.1, 10) for o in (twins.plain_optimizer, twins.optimizer)]
+    data = torch.randn(64, 32), torch.randn(64, 32)
+    for _ in range(6):
+        twins.check(data, 1)
+        for schedule in schedules:
+            schedule.step()
+    found = fckpt.stats(twins.step)
+    assert (found.programs, found.plans, found.hits, found.calls) == (1, 1, 5, 6)
+
+
+def test_the_state_can_be_saved_and_loaded() -> None:
+    twins = Twins(mlp, OPTIMIZERS["adam"], squares, budget=0.9)
+    data = torch.randn(64, 32), torch.randn(64, 32)
+    twins.check(data, 2)
+    saved = copy.deepcopy((twins.model.state_dict(), twins.optimizer.state_dict()))
+    twins.check(data, 2)
+    for model, optimizer in ((twins.model, twins.optimizer), (twins.plain, twins.plain_optimizer)):
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    twins.check(data, 2)
+    assert fckpt.stats(twins.step).programs == 1
+
+
+def test_groups_with_options_of_their_own() -> None:
+    def make(parameters: list[nn.Parameter]) -> optim.Optimizer:
+        matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
+        return optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.001}], lr=0.01)
+
+    twins = Twins(mlp, make, squares, budget=0.9)
+    data = torch.randn(64, 32), torch.randn(64, 32)
+    twins.check(data, 3)
+    for optimizer in (twins.optimizer, twins.plain_optimizer):
+        optimizer.param_groups[1]["weight_decay"] = 0.3
+    twins.check(data, 3)
+
+
+def test_frozen_parameters_stay() -> None:
+    def make() -> nn.Module:
+        model = mlp()
+        model[2].requires_grad_(False)
+        return model
+
+    twins = Twins(make, OPTIMIZERS["adam"], squares, budget=0.9)
+    twins.check((torch.randn(64, 32), torch.randn(64, 32)))
+    twins.check_peak((torch.randn(64, 32), torch.randn(64, 32)))
+
+
+def test_parameters_in_no_group_stay_and_get_no_gradient() -> None:
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    step = fckpt.step(model, optim.SGD(model[4].parameters(), lr=0.1), squares)
+    step((torch.randn(64, 32), torch.randn(64, 32)))
+    changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+    assert changed == ["4.weight", "4.bias"]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_unused_parameters_stay_without_state() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    for accumulate in (1, 2):
+        twins = Twins(Half, OPTIMIZERS["adam"], squares, accumulate=accumulate)
+        twins.check((torch.randn(4, 8), torch.randn(4, 8)), 3)
+
+
+def test_training_and_evaluation_mode() -> None:
+    make, batch, loss_fn = NETS["conv"]
+    twins, data = Twins(make, OPTIMIZERS["sgd"], loss_fn, budget=0.9), batch()
+    twins.check(data, 2)
+    for model in (twins.model, twins.plain):
+        model.eval()
+    twins.check(data, 2)
+    for model in (twins.model, twins.plain):
+        model.train()
+    twins.check(data, 2)
+    assert fckpt.stats(twins.step).programs == 2
+
+
+@pytest.mark.parametrize("net", ["mlp", "transformer"])
+def test_autocast(net: str) -> None:
+    make, batch, loss_fn = NETS[net]
+    twins, data = Twins(make, OPTIMIZERS["adam"], loss_fn, budget=0.8), batch()
+    for _ in range(3):  # plain PyTorch would use old casts of parameters in a second step of one block
+        with torch.autocast("cpu", torch.bfloat16):
+            twins.check(data, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert measure_peak(lambda: twins.step(data)).peak_bytes == twins.step.plan(data).peak_bytes
+
+
+def test_another_shape_is_another_program() -> None:
+    twins = Twins(mlp, OPTIMIZERS["adam"], squares, budget=0.9)
+    for rows in (64, 32, 64):
+        twins.check((torch.randn(rows, 32), torch.randn(rows, 32)), 2)
+    assert fckpt.stats(twins.step).plans == 2
+
+
+def test_a_function_that_cannot_be_captured_is_traced() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return self.layer(x).tanh()
+
+    for accumulate in (1, 2):
+        twins = Twins(Odd, OPTIMIZERS["adam"], squares, budget=1.0, accumulate=accumulate)
+        twins.check((torch.randn(4, 8), torch.randn(4, 8)), 3)
+        assert fckpt.stats(twins.step).captures == 0
+
+
+def test_versions_of_parameters_count_updates() -> None:
+    model = nn.Linear(4, 4)
+    step = fckpt.step(model, optim.SGD(model.parameters(), lr=0.1), squares)
+    out = model(torch.randn(2, 4, requires_grad=True))
+    step((torch.randn(2, 4), torch.randn(2, 4)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+# ---- what it refuses ---------------------------------------------------------------------------------
+
+
+def refused(model: Any, optimizer: Any, loss_fn: Any = squares, batch: Any = None, **options: Any) -> str:
+    """The error of a step that cannot run."""
+    data = (torch.randn(4, 8), torch.randn(4, 8)) if batch is None else batch
+    with pytest.raises(fckpt.FckptError) as error:
+        fckpt.step(model, optimizer, loss_fn, **options)(data)
+    return str(error.value)
+
+
+def test_options_that_a_step_does_not_support() -> None:
+    model = nn.Linear(8, 8)
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+    assert "LBFGS" in refused(model, optim.LBFGS(model.parameters()))
+    assert "SparseAdam" in refused(model, optim.SparseAdam(model.parameters()))
+    assert "foreach=True" in refused(model, optim.SGD(model.parameters(), lr=0.1, foreach=True))
+    assert "fused=True" in refused(model, optim.SGD(model.parameters(), lr=0.1, fused=True))
+    assert "not float" in refused(model, 0.1)
+    assert "nn.Module" in refused(squares, sgd)
+    assert "accumulate" in refused(model, sgd, accumulate=0)
+    assert "clip_norm" in refused(model, sgd, clip_norm=-1.0)
+    assert "needs a budget" in refused(model, sgd, solver="rotor")
+    handle = sgd.register_step_post_hook(lambda *_: None)
+    assert "step hooks" in refused(model, sgd)
+    handle.remove()
+    sgd.step = lambda: None  # type: ignore[method-assign]
+    assert "was replaced" in refused(model, sgd)
+
+
+def test_parameters_that_a_step_cannot_update() -> None:
+    model = nn.Linear(8, 8)
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+    squares(model, (torch.randn(4, 8), torch.randn(4, 8))).backward()
+    assert "zero_grad" in refused(model, sgd)
+    sgd.zero_grad()
+    handle = model.weight.register_hook(lambda g: g)
+    assert "weight has a hook" in refused(model, sgd)
+    handle.remove()
+    flat = model.weight.detach()
+    assert "shares memory" in refused(model, sgd, lambda m, b: squares(m, b) + flat.sum())
+    assert "in no group" in refused(model, optim.SGD([model.weight], lr=0.1), clip_norm=1.0)
+    twice = nn.Parameter(model.weight.data)
+    assert "share memory" in refused(model, optim.SGD([model.weight, twice], lr=0.1))
+
+
+def test_losses_and_batches_that_a_step_cannot_use() -> None:
+    model = nn.Linear(8, 8)
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+    assert "one number" in refused(model, sgd, lambda m, b: m(b[0]))
+    assert "does not require grad" in refused(model, sgd, lambda m, b: squares(m, b).detach())
+    assert "requires grad" in refused(model, sgd, batch=(torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)))
+    assert "first dimension" in refused(model, sgd, batch=(torch.randn(4, 8), torch.randn(8)), accumulate=2)
+    outside = torch.ones(8, requires_grad=True) * 2
+    assert "other code computed" in refused(model, sgd, lambda m, b: (squares(m, b) * outside).sum())
+    with torch.no_grad():
+        assert "no_grad" in refused(model, sgd)
+
+
+def test_an_error_leaves_everything_as_it_was() -> None:
+    model = mlp()
+    optimizer = optim.Adam(model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(fckpt.BudgetError):
+        fckpt.step(model, optimizer, squares, budget="1KB")((torch.randn(64, 32), torch.randn(64, 32)))
+    assert_equal(model.state_dict(), before)
+    assert optimizer.state_dict()["state"] == {}

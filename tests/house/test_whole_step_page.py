@@ -1,0 +1,28 @@
+"""The tables of calls and of whole steps on the pages are what their benches wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pages import ROOT
+
+from benches.common.results import read_json
+
+RESULTS = ROOT / "benches" / "results"
+
+
+def _spread(value: dict[str, Any]) -> str:
+    return f"{value['median']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
+
+
+def test_calls() -> None:
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    rows = read_json(RESULTS / "calls-cpu.json")["rows"]
+    assert len(rows) == 12
+    for row in rows:
+        assert row["complaints"] == [] and row["peak_bytes"] == row["predicted_bytes"] <= row["budget_bytes"]
+        plain, peak = row["plain_bytes"], row["peak_bytes"]
+        share, extra = f"{peak / plain:.2f}", f"{row['predicted_overhead']:.2f}"
+        cells = [row["call"], f"{plain / 2**20:.1f} MiB", row["budget"], share, extra, _spread(row["time_ratio"])]
+        assert f"| {' | '.join(cells)} |" in page
+    assert all(row["time_ratio"]["median"] < 1 for row in rows if row["budget"] == "half")

@@ -1,0 +1,52 @@
+"""Benches of whole steps and of calls with derivatives inside, run from end to end in their tiny sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich")
+
+from benches import calls, steps
+from benches.common.results import read_json
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "steps.json"
+    arguments = [
+        "--tiny",
+        "--device",
+        "cpu",
+        "--rounds",
+        "1",
+        "--networks",
+        "mlp",
+        "--optimizers",
+        "momentum",
+        "--check",
+    ]
+    assert steps.main([*arguments, "--json", str(target)]) == 0
+    (report,) = read_json(target)["networks"]
+    assert [(row["way"], row["accumulate"]) for row in report["rows"]] == [
+        (way, count) for count in (1, 4) for way in ("plain", "blocks", "hooks", "step", "step, least")
+    ]
+    for row in report["rows"]:
+        assert row["unequal"] == row["complaints"] == []
+        if row["way"].startswith("step"):
+            assert row["peak_bytes"] <= row["budget_bytes"]
+    assert "0 complaints about 1 networks." in capsys.readouterr().out
+
+
+def test_calls(tmp_path: Path) -> None:
+    target = tmp_path / "calls.json"
+    names = ["step", "Hessian-vector product"]
+    arguments = ["--tiny", "--device", "cpu", "--rounds", "1", "--calls", *names]
+    assert calls.main([*arguments, "--json", str(target)]) == 0
+    rows = read_json(target)["rows"]
+    assert [(row["call"], row["budget"]) for row in rows] == [(n, b) for n in names for b in ("half", "least")]
+    for row in rows:
+        assert not [text for text in row["complaints"] if "feasible" not in text]
+        assert row["peak_bytes"] is None or row["peak_bytes"] == row["predicted_bytes"]

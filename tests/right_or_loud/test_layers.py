@@ -1,0 +1,284 @@
+"""Layers and habits of real programs: recurrent nets, generators made inside, certain branches."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import TORCH
+from judge import Session, judge
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, rnn
+
+import fckpt
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: nn.LSTM(32, 32),
+    "LSTM of two layers, dropout": lambda: nn.LSTM(32, 32, num_layers=2, dropout=0.2),
+    "bidirectional LSTM": lambda: nn.LSTM(32, 16, bidirectional=True, batch_first=True),
+    "LSTM with projections": lambda: nn.LSTM(32, 64, proj_size=32),
+    "GRU": lambda: nn.GRU(32, 32),
+    "bidirectional GRU of two layers": lambda: nn.GRU(32, 16, num_layers=2, bidirectional=True),
+    "RNN": lambda: nn.RNN(32, 32, nonlinearity="relu"),
+}
+
+
+class Recurrent(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.into, self.layer, self.out = nn.Linear(32, 32), RECURRENT[name](), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, state: Any = None) -> Tensor:
+        h, _ = self.layer(torch.tanh(self.into(x)).sin(), state)
+        return F.gelu(self.out(h)).sin().square().mean()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers(name: str, frozen: bool) -> None:
+    def scenario(session: Session) -> None:
+        net, x = Recurrent(name), session.leaf(12, 8, 32)
+        if frozen:
+            net.layer.requires_grad_(False)
+        session.watch(net=net)
+        f = session.region(net)
+        session.step(lambda: f(x))
+        net.layer.flatten_parameters()  # type: ignore[operator]
+        session.step(lambda: f(x), times=2)
+
+    verdict = judge(scenario, budget=0.9)
+    assert verdict.kept, (verdict.error, verdict.over)
+
+
+def test_a_packed_sequence() -> None:
+    def scenario(session: Session) -> None:
+        layer, x = nn.GRU(32, 32), session.leaf(12, 4, 32)
+        session.watch(layer=layer)
+        lengths = torch.tensor([12, 9, 9, 2])
+
+        def fn(x: Tensor) -> Tensor:
+            h, _ = layer(rnn.pack_padded_sequence(x.sin(), lengths))
+            return rnn.pad_packed_sequence(h)[0].square().sum()
+
+        f = session.region(fn)
+        session.step(lambda: f(x))
+
+    judge(scenario, budget=0.9)
+
+
+def seeded_outside(x: Tensor) -> Tensor:
+    g = torch.Generator().manual_seed(int(torch.initial_seed()) % 1000)
+    return x * torch.rand(32, generator=g)
+
+
+GENERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "seeded": lambda x: x * torch.rand(32, generator=torch.Generator().manual_seed(5)),
+    "unseeded": lambda x: x * torch.rand(32, generator=torch.Generator()),
+    "of the initial seed": seeded_outside,
+    "forked": lambda x: forked(x),
+    "drawn twice": lambda x: (lambda g: x * torch.rand(32, generator=g) + torch.randn(32, generator=g))(
+        torch.Generator().manual_seed(9)
+    ),
+    "reseeded": lambda x: torch.manual_seed(11) and x * torch.rand(32),
+}
+
+
+def forked(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        noise = torch.rand(32)
+    return x * noise + torch.rand(32)
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_generator_made_inside(kind: str) -> None:
+    """Its numbers are those of each call, or an error says that a plan cannot draw them."""
+
+    def scenario(session: Session) -> None:
+        w, x = session.leaf(32, 32), session.leaf(96, 32)
+        f = session.region(lambda x: torch.tanh(GENERATORS[kind](torch.tanh(x @ w).sin())).exp().sum())
+        session.step(lambda: f(x))
+        session.step(lambda: f(x), times=2)
+
+    judge(scenario, budget=0.9)
+
+
+class LayerDrop(nn.Module):
+    """Drops layers as bart, whisper and wav2vec2 do."""
+
+    def __init__(self, rate: float, certain: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.rate, self.certain = rate, certain
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.training and self.certain == "never":
+                if torch.rand([]) < self.rate:
+                    continue
+            elif self.training and self.certain == "always" and not torch.rand([]) >= self.rate:
+                continue
+            x = x + torch.tanh(layer(x)).sin()
+        return x.square().mean()
+
+
+@pytest.mark.skipif(TORCH < (2, 13), reason="the comparison is decided for Dynamo of torch 2.13; before, a TraceError")
+@pytest.mark.parametrize(("rate", "certain"), [(0.0, "never"), (1.0, "always"), (0.0, "always"), (1.0, "never")])
+def test_a_branch_whose_outcome_is_certain(rate: float, certain: str) -> None:
+    """The number is drawn all the same: the generator ends where the plain function leaves it."""
+
+    def scenario(session: Session) -> None:
+        net, x = LayerDrop(rate, certain), session.leaf(96, 32)
+        session.watch(net=net)
+        f = session.region(net)
+        session.step(lambda: f(x))
+
+    verdict = judge(scenario, budget=0.9)
+    assert verdict.outcome == "equal", verdict.error
+
+
+def test_a_branch_whose_outcome_is_not_certain() -> None:
+    def scenario(session: Session) -> None:
+        net, x = LayerDrop(0.5, "never"), session.leaf(96, 32)
+        session.watch(net=net)
+        f = session.region(net)
+        session.step(lambda: f(x))
+
+    assert judge(scenario, budget=0.9).outcome == "TraceError"
+    verdict = judge(scenario, budget=0.9, untraceable="remat")
+    assert verdict.outcome == "equal" and verdict.warned
+
+
+@pytest.mark.parametrize("lengths", ["numbers", "tensors"])
+def test_ctc_loss(lengths: str) -> None:
+    """PyTorch itself reads lengths that are tensors, and writes numbers into memory past every dispatch mode."""
+
+    def scenario(session: Session) -> None:
+        net, x = nn.Linear(32, 20), session.leaf(30, 4, 32)
+        session.watch(net=net)
+        targets = torch.arange(4 * 6).view(4, 6) % 19 + 1
+        sizes = ((30,) * 4, (6,) * 4) if lengths == "numbers" else (torch.full((4,), 30), torch.full((4,), 6))
+        f = session.region(lambda x: F.ctc_loss(net(x.sin().exp()).log_softmax(-1), targets, *sizes))
+        session.step(lambda: f(x))
+
+    assert judge(scenario, budget=0.9).outcome == "TraceError"
+    verdict = judge(scenario, budget=0.9, untraceable="remat")
+    assert verdict.outcome == "equal" and verdict.warned
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of a transpose": lambda h: F.dropout(h.t(), 0.3).t(),
+    "of channels last": lambda h: F.dropout(h.view(2, 8, 12, 16).to(memory_format=torch.channels_last), 0.3).flatten(),
+    "of a slice": lambda h: F.dropout(h[::2], 0.3),
+    "of an expanded tensor": lambda h: F.dropout(h[:1].expand(96, 32), 0.3),
+    "in place": lambda h: F.dropout(h.t().exp(), 0.3, inplace=True),
+    "alpha": lambda h: F.alpha_dropout(h.t(), 0.3),
+    "of features": lambda h: F.dropout2d(h.view(1, 8, 12, 32), 0.3),
+    "rrelu": lambda h: F.rrelu(h.t(), training=True),
+    "bernoulli in place": lambda h: h * torch.empty_like(h.t()).bernoulli_(0.3).t(),
+    "multinomial": lambda h: h * torch.multinomial(h.detach().softmax(-1), 32),
+    "normal": lambda h: h + torch.normal(h.detach(), 1.0),
+    "gumbel": lambda h: F.gumbel_softmax(h.t(), tau=0.7, hard=True),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_the_same_random_numbers_at_the_same_places(kind: str) -> None:
+    """Class S5: strides decide which element gets which number."""
+
+    def scenario(session: Session) -> None:
+        w, x = session.leaf(32, 32), session.leaf(96, 32)
+        f = session.region(lambda x: DRAWS[kind](torch.tanh(x @ w).sin()).sin().square().sum())
+        session.step(lambda: f(x))
+
+    verdict = judge(scenario, budget=0.9)
+    assert verdict.outcome == "equal", verdict.error
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.logged: dict[str, Any] = {}
+        self.step = 0
+
+
+class Lightning(nn.Module):
+    """Holds a weak reference to its trainer, and logs within its step."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self.net, self.trainer = nn.Sequential(nn.Linear(32, 32), nn.Tanh()), weakref.proxy(trainer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.net(x).sin().square().mean()
+        self.trainer.logged["loss"] = loss.detach()
+        self.trainer.step += 1
+        return loss
+
+
+def test_a_module_that_logs_through_a_weak_reference() -> None:
+    def scenario(session: Session) -> None:
+        trainer = Trainer()
+        net, x = Lightning(trainer), session.leaf(96, 32)
+        session.watch(net=net.net, trainer=trainer)
+        f = session.region(net)
+        session.step(lambda: f(x))
+
+    judge(scenario, budget=0.9)
+
+
+WRAPS: dict[str, Callable[[nn.Module], Any]] = {
+    "forward wrapped": lambda m: setattr(m, "forward", functools.partial(m.forward)),
+    "weight norm": lambda m: parametrizations.weight_norm(m[0]),
+    "frozen": lambda m: m[0].requires_grad_(False),
+    "double": lambda m: m.double().float(),
+    "a new layer": lambda m: m.append(nn.Linear(32, 32)),
+    "a layer less": lambda m: m.pop(0),
+    "evaluation": lambda m: m.eval(),
+    "tied": lambda m: setattr(m[2], "weight", m[0].weight),
+    "parameter data": lambda m: m[0].weight.data.mul_(2),
+    "a submodule that is another": lambda m: m.__setitem__(1, nn.GELU()),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_what_users_do_to_a_planned_module(wrap: str) -> None:
+    """Of the planned module itself, between its calls."""
+
+    def scenario(session: Session) -> None:
+        net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Dropout(0.1))
+        x = session.leaf(96, 32)
+        session.watch(net=net)
+        f = session.region(net)
+        session.step(lambda: f(x), times=2)
+        WRAPS[wrap](f)
+        session.step(lambda: f(x), times=3)
+
+    verdict = judge(scenario, budget=0.95)
+    assert verdict.outcome == "equal", verdict.error
+
+
+def test_compiled_before() -> None:
+    """Class A3: `model.compile()` does not take the budget's place without a word."""
+    net, x = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)), torch.randn(96, 32)
+    net.compile(backend="eager")
+    try:
+        f = fckpt.remat(net, budget=1.0, solver="greedy")
+        f(x).sum().backward()
+    except fckpt.FckptError as error:
+        assert "compile" in str(error)
+    else:
+        assert fckpt.stats(f).plans == 1  # type: ignore[attr-defined]
+
+
+def test_compiled_after() -> None:
+    """Compiling the plain module leaves the region of the other one in force."""
+    net, x = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)), torch.randn(96, 32)
+    f = fckpt.remat(net, budget=1.0, solver="greedy")
+    net.compile(backend="eager")
+    f(x).sum().backward()
+    assert fckpt.stats(f).plans == 1  # type: ignore[attr-defined]

@@ -1,0 +1,172 @@
+"""The order of mappings, and outputs that alias one another or an input."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from judge import Session, judge
+from torch import Tensor, nn
+
+
+def chained(x: Tensor, weights: Any) -> Tensor:
+    for w in weights:
+        x = torch.tanh(x @ w).sin().exp() * 0.3
+    return x
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+@pytest.mark.parametrize("part", ["values", "items", "keys"])
+def test_the_order_of_a_dict_that_is_an_argument(kind: Any, part: str) -> None:
+    def scenario(session: Session) -> None:
+        a, b, x = session.leaf(32, 32), session.leaf(32, 32), session.leaf(96, 32)
+        read: dict[str, Callable[[Any], Any]] = {
+            "values": lambda p: p.values(),
+            "items": lambda p: [w for _, w in p.items()],
+            "keys": lambda p: [p[k] for k in p],
+        }
+        f = session.region(lambda p, x: chained(x, read[part](p)))
+        session.step(lambda: f(kind(a=a, b=b), x), times=2)
+        session.step(lambda: f(kind(b=b, a=a), x))
+        session.step(lambda: f(kind(a=a, b=b), x), times=2)
+
+    assert judge(scenario).kept
+
+
+def test_the_order_of_keyword_arguments() -> None:
+    def scenario(session: Session) -> None:
+        a, b, x = session.leaf(32, 32), session.leaf(32, 32), session.leaf(96, 32)
+        f = session.region(lambda x, **weights: chained(x, weights.values()))
+        session.step(lambda: f(x, a=a, b=b), times=2)
+        session.step(lambda: f(x, b=b, a=a))
+
+    assert judge(scenario).kept
+
+
+def test_the_order_of_a_dict_within_an_argument_and_of_one_that_is_closed_over() -> None:
+    def scenario(session: Session) -> None:
+        a, b, x = session.leaf(32, 32), session.leaf(32, 32), session.leaf(96, 32)
+        held = {"a": a, "b": b}
+        f = session.region(lambda state, x: chained(chained(x, state["layers"][0].values()), held.values()))
+        session.step(lambda: f({"layers": [{"a": a, "b": b}]}, x), times=2)
+        session.step(lambda: f({"layers": [{"b": b, "a": a}]}, x), times=2)
+        held["a"] = held.pop("a")
+        session.step(lambda: f({"layers": [{"b": b, "a": a}]}, x))
+
+    assert judge(scenario).kept
+
+
+def test_the_order_of_modules_that_are_swapped() -> None:
+    def scenario(session: Session) -> None:
+        x = session.leaf(96, 32)
+        net = nn.Sequential(OrderedDict(a=nn.Linear(32, 32), b=nn.Linear(32, 32), c=nn.Tanh()))
+        session.watch(net=net)
+        f = session.region(net)
+        session.step(lambda: f(x), times=2)
+        net._modules["a"] = net._modules.pop("a")
+        session.step(lambda: f(x))
+
+    assert judge(scenario, budget=0.9).kept
+
+
+def test_the_order_of_a_dict_that_is_returned() -> None:
+    def scenario(session: Session) -> None:
+        x, w = session.leaf(96, 32), session.leaf(32, 32)
+        names = ["b", "a"]
+        f = session.region(lambda x: {name: chained(x, [w]) * i for i, name in enumerate(names)})
+        session.step(lambda: f(x), times=2)
+        names.reverse()
+        session.step(lambda: f(x))
+
+    assert judge(scenario, budget=0.9).kept
+
+
+def unrecorded(fn: Callable[[], Any]) -> Any:
+    with torch.no_grad():
+        return fn()
+
+
+ALIASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a slice": lambda h, x: (h, h[:2]),
+    "a transpose": lambda h, x: (h, h.t()),
+    "a reshape": lambda h, x: (h, h.view(-1)),
+    "the same": lambda h, x: (h, h),
+    "a detached": lambda h, x: (h, h.detach()),
+    "an expanded": lambda h, x: (h, h[:1].expand(4, -1)),
+    "overlapping slices": lambda h, x: (h[:4], h[2:6]),
+    "chunks": lambda h, x: h.chunk(4),
+    "unbound": lambda h, x: h.unbind(0)[:3],
+    "split": lambda h, x: h.split([16, 80]),
+    "the input": lambda h, x: (x, h),
+    "a view of the input": lambda h, x: (x.view(-1), h),
+    "a slice without grad": lambda h, x: (h, unrecorded(lambda: h[:2])),
+    "a slice without grad of what is not returned": lambda h, x: (h.sin(), unrecorded(lambda: h[:2])),
+    "chunks without grad": lambda h, x: (h * 2, *unrecorded(lambda: h.chunk(2))),
+    "a view of the input without grad": lambda h, x: (h, unrecorded(lambda: x[:2])),
+    "real and imaginary": lambda h, x: (torch.view_as_complex(h.view(96, 16, 2)).abs(), h.view(-1)),
+}
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda out: None,
+    "first": lambda out: out[0].mul_(3),
+    "second": lambda out: out[1].add_(1),
+    "both": lambda out: (out[0].mul_(3), out[1].add_(1)),
+    "a view of it": lambda out: out[0][..., 0].zero_(),
+    "without grad": lambda out: out[0].data.mul_(2),
+}
+
+
+def _pairs() -> list[tuple[str, str]]:
+    some, all_of_them = ("nothing", "first", "second"), ("a slice", "chunks", "the input")
+    return [(a, c) for a in ALIASES for c in CHANGES if c in some or a in all_of_them]
+
+
+@pytest.mark.parametrize(("alias", "change"), _pairs())
+def test_outputs_that_alias(alias: str, change: str) -> None:
+    """What plain PyTorch refuses, a plan refuses too."""
+
+    def scenario(session: Session) -> None:
+        x, w = session.leaf(96, 32), session.leaf(32, 32)
+        f = session.region(lambda x: ALIASES[alias](chained(x, [w, w, w]), x))
+
+        def run() -> Any:
+            inner = x * 1
+            out = f(inner)
+            CHANGES[change](out)
+            return out
+
+        session.step(run, lambda out: sum((t.sin().sum() for t in out if t.requires_grad), torch.zeros(())), peak=False)
+        second = lambda out: out[1].sin().sum() if out[1].requires_grad else out[0].sum()
+        session.step(run, second, times=2, peak=False)  # memory outside of the region
+
+    verdict = judge(scenario, budget=0.9)
+    assert change != "nothing" or verdict.outcome == "equal", verdict.error
+
+
+@pytest.mark.parametrize("written", ["argument", "view of it", "buffer", "data"])
+def test_what_a_function_writes_into(written: str) -> None:
+    def scenario(session: Session) -> None:
+        x, w = session.leaf(96, 32), session.leaf(32, 32)
+        state = torch.zeros(96, 32)
+        session.watch(state=state)
+
+        def fn(x: Tensor, state: Tensor) -> Tensor:
+            h = chained(x, [w, w])
+            if written == "argument":
+                state.mul_(0.9).add_(h.detach())
+            elif written == "view of it":
+                state[3:5].copy_(h[3:5].detach())
+            elif written == "data":
+                state.data.copy_(h.data)
+            else:
+                with torch.no_grad():
+                    state.lerp_(h, 0.5)
+            return (h * state.clone()).sin()
+
+        f = session.region(fn)
+        session.step(lambda: f(x, state))
+
+    verdict = judge(scenario, budget=0.9)
+    assert verdict.outcome in ("equal", "MutationError"), verdict.error

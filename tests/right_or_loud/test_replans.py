@@ -1,0 +1,211 @@
+"""What a function does not read makes no new plan, and what it reads makes one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from judge import Session, judge, stats_of
+from torch import Tensor, nn
+
+import fckpt
+
+
+class Config:
+    width, rate, architectures = 32, 0.5, None
+
+    def __init__(self) -> None:
+        self.name, self.unread = "net", [1, 2]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.epoch = Config(), 0
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3))
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor, unread: Any = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.config.rate + x
+        return self.norm(x).square().mean()
+
+
+def save(net: Net) -> None:
+    net.config.architectures = ["Net"]
+    copy.deepcopy(net.state_dict())
+
+
+def load(net: Net) -> None:
+    net.load_state_dict({k: v + 1 if v.is_floating_point() else v for k, v in net.state_dict().items()})
+
+
+def replace(net: Net) -> None:
+    net.layers[0][0].weight = nn.Parameter(torch.full((32, 32), 0.01))
+
+
+def optimise(net: Net) -> None:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def evaluate(net: Net) -> None:
+    net.eval()
+    with torch.no_grad():
+        net(torch.ones(4, 32))
+    net.train()
+
+
+UNREAD: dict[str, Callable[[Net], Any]] = {
+    "epoch": lambda net: setattr(net, "epoch", net.epoch + 1),
+    "a new attribute": lambda net: setattr(net, f"new{len(vars(net))}", 1),
+    "an attribute of a part": lambda net: setattr(net.layers[1], "seen", 7),
+    "an attribute of the config": lambda net: setattr(net.config, "name", net.config.name + "+"),
+    "a list": lambda net: net.config.unread.append(3),
+    "a class attribute": lambda net: setattr(Config, "architectures", str(Config.architectures)),
+    "save": save,
+    "load": load,
+    "replaced parameter": replace,
+    "a step of an optimizer": optimise,
+    "evaluation between": evaluate,
+    "training again": lambda net: net.train(),
+    "the number of gradients": lambda net: net.zero_grad(set_to_none=False),
+    "a deepcopy beside": lambda net: copy.deepcopy(net),
+    "the default thread count": lambda net: torch.set_num_threads(torch.get_num_threads()),
+    "another stream of numbers": lambda net: torch.manual_seed(77),
+    "the state dict": lambda net: net.state_dict(),
+}
+
+
+@pytest.mark.parametrize("change", UNREAD)
+def test_what_is_not_read_makes_no_plan(change: str) -> None:
+    def scenario(session: Session) -> None:
+        net, x = Net(), session.leaf(96, 32)
+        session.watch(net=net)
+        session.undo(lambda: setattr(Config, "architectures", None))
+        f = session.region(net)
+        session.step(lambda: f(x))
+        before = stats_of(f)
+        before = None if before is None else (before.captures, before.plans)
+        for _ in range(4):
+            UNREAD[change](net)
+            session.step(lambda: f(x), times=1)
+        if not session.is_plain:
+            after = fckpt.stats(f)  # type: ignore[attr-defined]
+            assert (after.captures, after.plans) == before
+            assert after.hits >= 4
+
+    verdict = judge(scenario, budget=0.9)
+    assert verdict.kept, (verdict.error, verdict.over)
+
+
+@pytest.mark.parametrize("values", [(512, 500, 512, 3), (0.1, 0.2, 0.3, 0.4), ("a", "b", "c", "d")])
+def test_an_argument_that_is_not_read_makes_no_plan(values: tuple[Any, ...]) -> None:
+    def scenario(session: Session) -> None:
+        net, x = Net(), session.leaf(96, 32)
+        session.watch(net=net)
+        f = session.region(net)
+        for value in values:
+            session.step(lambda: f(x, unread=value), times=2)
+        if not session.is_plain:
+            assert fckpt.stats(f).plans == 1  # type: ignore[attr-defined]
+
+    verdict = judge(scenario, budget=0.9)
+    assert verdict.kept, (verdict.error, verdict.over)
+
+
+def test_a_copy_of_a_planned_module_is_planned_for_itself() -> None:
+    def scenario(session: Session) -> None:
+        net, x = Net(), session.leaf(96, 32)
+        f = session.region(net)
+        session.step(lambda: f(x))
+        twin = copy.deepcopy(f)
+        twin.config.rate = 0.25
+        session.watch(net=net, twin=twin)
+        session.step(lambda: twin(x), times=2)
+        session.step(lambda: f(x), times=2)
+
+    verdict = judge(scenario, budget=0.9)
+    assert verdict.kept, (verdict.error, verdict.over)
+
+
+def test_a_number_that_is_read_and_changes_at_every_call_is_said() -> None:
+    """The third capture names what changed."""
+    net, x = Net(), torch.randn(96, 32)
+    f = fckpt.remat(net, budget=0.95, solver="greedy")
+    with pytest.warns(UserWarning, match="rate") as caught:
+        for i in range(5):
+            net.config.rate = f"{i}" and [0.1, 0.2, 0.4, 0.8, 1.6][i]
+            f(x).backward()
+    assert len(caught) >= 1
+
+
+def test_counters_move_at_every_call() -> None:
+    def scenario(session: Session) -> None:
+        class Counting(Net):
+            def forward(self, x: Tensor, unread: Any = None) -> Tensor:
+                self.epoch += 1
+                self.norm.weight.calls = self.epoch
+                return super().forward(x)
+
+        net, x = Counting(), session.leaf(96, 32)
+        session.watch(net=net)
+        f = session.region(net)
+        session.step(lambda: f(x), times=4)
+
+    judge(scenario, budget=0.9)
+
+
+def test_equal_graphs_share_a_plan() -> None:
+    """Another batch of the same size, another instance of equal layers: nothing is solved again."""
+
+    def scenario(session: Session) -> None:
+        net, x = Net(), session.leaf(96, 32)
+        session.watch(net=net)
+        f = session.region(net)
+        session.step(lambda: f(x))
+        for _ in range(3):
+            y = session.leaf(96, 32)
+            session.step(lambda: f(y), times=1)
+        if not session.is_plain:
+            assert fckpt.stats(f).plans == 1  # type: ignore[attr-defined]
+
+    verdict = judge(scenario, budget=0.9)
+    assert verdict.kept, (verdict.error, verdict.over)
+
+
+COTANGENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "ones": torch.ones_like,
+    "expanded": lambda y: torch.tensor(1.5, dtype=y.dtype).expand(y.shape),
+    "expanded rows": lambda y: torch.arange(1.0, 1 + y.shape[-1], dtype=y.dtype).expand(y.shape),
+    "transposed": lambda y: torch.randn(y.shape[1], y.shape[0], dtype=y.dtype).t(),
+    "a slice": lambda y: torch.randn(y.shape[0], 2 * y.shape[1], dtype=y.dtype)[:, ::2],
+    "contiguous": lambda y: torch.randn(y.shape, dtype=y.dtype),
+}
+
+
+@pytest.mark.parametrize("product", ["plain", "transposed"])
+def test_cotangents_of_all_layouts(product: str) -> None:
+    """Strides decide which kernel multiplies, and so the last bits: a backward pass has those of the plain one."""
+    w = torch.randn(24, 24, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(40, 24, dtype=torch.float64)
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = (torch.tanh(x @ w) * x.sgn()).cumsum(0)
+        return x.t() if product == "transposed" else x
+
+    region = fckpt.remat(fn, budget=0.8)
+    for _ in range(2):
+        for make in COTANGENTS.values():
+            y = fn(w, x)
+            cotangent = make(y)
+            expected = torch.autograd.grad(y, w, cotangent)[0]
+            assert torch.equal(torch.autograd.grad(region(w, x), w, cotangent)[0], expected)
+    found = fckpt.stats(region)
+    assert found.captures == 1 and not found.fallbacks
+    assert found.plans <= 3  # expanded ones share that of the output's strides

@@ -1,0 +1,258 @@
+"""Settings around a planned call that change what is computed, hooks and patches that come later."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from judge import Session, judge
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(32, 96), nn.Linear(32, 32), nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in parts)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Halving(TorchDispatchMode):
+    """A user's mode that changes what an operation computes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 0.5 if func is torch.ops.aten.tanh.default else out
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.tanh else out
+
+
+@contextlib.contextmanager
+def deterministic() -> Any:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def default_dtype() -> Any:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "autocast without a cache": lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
+    "another autocast": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "mkldnn off": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "math attention": lambda: sdpa_kernel([SDPBackend.MATH]),
+    "deterministic": deterministic,
+    "default dtype": default_dtype,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "a dispatch mode": Halving,
+    "a function mode": Doubling,
+    "saved on the host": lambda: torch.autograd.graph.save_on_cpu(),
+    "anomalies": lambda: torch.autograd.detect_anomaly(check_nan=False),
+    "a device": lambda: torch.device("cpu"),
+    "multithreading off": lambda: torch.autograd.set_multithreading_enabled(False),
+}
+MAY_REFUSE = {"a dispatch mode", "a function mode", "inference"}
+
+
+@pytest.mark.parametrize("first", ["without", "within"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_that_is_switched_between_calls(setting: str, first: str) -> None:
+    def scenario(session: Session) -> None:
+        net = nn.Sequential(Attention(), nn.Tanh(), Attention())
+        x = session.leaf(2, 48, 32)
+        session.watch(net=net)
+        f = session.region(lambda x: torch.tanh(net(x)).add(torch.ones(32)).sum(dtype=torch.float32))
+
+        def within() -> Any:
+            with SETTINGS[setting]():
+                return f(x)
+
+        order = [lambda: f(x), within] if first == "without" else [within, lambda: f(x)]
+        for run in (*order, *order):
+            session.step(run, times=1, peak=False)
+
+    verdict = judge(scenario, budget=0.8)
+    if setting not in MAY_REFUSE:
+        assert verdict.outcome == "equal", verdict.error
+
+
+@pytest.mark.parametrize("forward", ["autocast", "plain"])
+def test_a_backward_under_other_settings_than_the_forward(forward: str) -> None:
+    """Plain autograd casts as backward finds it."""
+
+    def scenario(session: Session) -> None:
+        net = nn.Sequential(Attention(), nn.Tanh(), nn.Linear(32, 32))
+        x = session.leaf(2, 48, 32)
+        session.watch(net=net)
+        f = session.region(lambda x: net(x).float().sum())
+
+        def run() -> Any:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forward == "autocast"):
+                loss = f(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forward != "autocast"):
+                loss.backward()
+            return loss.detach()
+
+        session.step(run, lambda loss: loss)
+
+    assert judge(scenario, budget=0.8).outcome == "equal"
+
+
+def is_that(module: nn.Module, other: nn.Module) -> bool:
+    """Whether a hook is called for a module: a rematerialised one is another object with the same `__dict__`."""
+    return vars(module) is vars(other)
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "forward": lambda m: m.register_forward_hook(lambda module, args, out: out * 2),
+    "forward pre": lambda m: m.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "forward, with kwargs": lambda m: m.register_forward_hook(lambda mod, a, k, out: out * 2, with_kwargs=True),
+    "backward": lambda m: m.register_full_backward_hook(lambda module, grad_in, out: (grad_in[0] * 2,)),
+    "backward pre": lambda m: m.register_full_backward_pre_hook(lambda module, out: (out[0] * 2,)),
+    "of a parameter": lambda m: m.weight.register_hook(lambda g: g * 2),
+    "after accumulation": lambda m: m.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2)),
+    "global forward": lambda m: nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: out * 2 if is_that(module, m) else out
+    ),
+    "global pre": lambda m: nn.modules.module.register_module_forward_pre_hook(
+        lambda module, args: (args[0] * 2,) if is_that(module, m) else args
+    ),
+    "global backward": lambda m: nn.modules.module.register_module_full_backward_hook(
+        lambda module, grad_in, out: (grad_in[0] * 2,) if is_that(module, m) else grad_in
+    ),
+}
+MAY_BE_REFUSED = {"backward", "backward pre", "global backward"}
+
+
+@pytest.mark.parametrize("place", ["inside", "outermost"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_that_come_and_go(kind: str, place: str) -> None:
+    def scenario(session: Session) -> None:
+        inner = nn.Linear(32, 32)
+        net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), inner, nn.GELU()) if place == "inside" else inner
+        x = session.leaf(96, 32)
+        session.watch(net=net)
+        f = session.region(net)
+        session.step(lambda: f(x), times=2, peak=False)
+        handle = HOOKS[kind](inner)
+        session.undo(handle.remove)
+        session.step(lambda: f(x), times=2, peak=False)
+        handle.remove()
+        session.step(lambda: f(x), times=2, peak=False)
+
+    verdict = judge(scenario, budget=0.9)
+    if kind not in MAY_BE_REFUSED:
+        assert verdict.outcome == "equal", verdict.error
+
+
+def test_hooks_fire_at_every_call() -> None:
+    """What a hook counts or remembers is what it counts plainly."""
+
+    def scenario(session: Session) -> None:
+        net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+        log: dict[str, Any] = {"forward": 0, "grads": 0}
+
+        def count(module: nn.Module, args: Any, out: Tensor) -> None:
+            log["forward"] += 1
+
+        def count_gradients(grad: Tensor) -> None:
+            log["grads"] += 1
+
+        net[1].register_forward_hook(count)
+        net[2].weight.register_hook(count_gradients)
+        x = session.leaf(96, 32)
+        session.watch(net=net, log=log)
+        f = session.region(net)
+        session.step(lambda: f(x))
+
+    assert judge(scenario, budget=0.9).outcome == "equal"
+
+
+PATCHES: dict[str, tuple[Any, str, Any]] = {
+    "torch.nn.functional": (F, "gelu", lambda x: x * 3),
+    "math": (math, "sqrt", lambda x: 3.0),
+    "torch": (torch, "tanh", lambda x: x * 3),
+    "Tensor": (Tensor, "sin", lambda x: x * 3),
+    "a layer of torch": (nn.Linear, "forward", lambda self, x: x * 3),
+    "a call of a layer": (nn.LayerNorm, "__call__", lambda self, x: x * 3),
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_functions_of_libraries_that_are_patched(patch: str) -> None:
+    def scenario(session: Session) -> None:
+        linear, norm = nn.Linear(32, 32), nn.LayerNorm(32)
+        x = session.leaf(96, 32)
+        session.watch(linear=linear, norm=norm)
+        f = session.region(lambda x: (F.gelu(torch.tanh(norm(linear(x)))).sin() * math.sqrt(4.0)).exp())
+        session.step(lambda: f(x), times=2, peak=False)
+        owner, name, new = PATCHES[patch]
+        had, old = name in vars(owner), getattr(owner, name)
+        setattr(owner, name, new)
+        session.undo(lambda: setattr(owner, name, old) if had else delattr(owner, name))
+        session.step(lambda: f(x), times=2, peak=False)
+
+    verdict = judge(scenario, budget=0.9)
+    assert verdict.outcome in ("equal", "TraceError"), verdict.error
+
+
+STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "random.Random": (lambda: random.Random(3), lambda r: r.random()),
+    "NumPy's Generator": (lambda: np.random.default_rng(3), lambda r: float(r.random())),
+    "NumPy's RandomState": (lambda: np.random.RandomState(3), lambda r: float(r.rand())),
+    "Python's": (lambda: random, lambda r: r.random()),
+    "NumPy's": (lambda: np.random, lambda r: float(r.rand())),
+    "a torch.Generator": (
+        lambda: torch.Generator().manual_seed(3),
+        lambda r: torch.rand((), generator=r),  # type: ignore[dict-item,return-value]
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ["closure", "submodule"])
+@pytest.mark.parametrize("stream", STREAMS)
+def test_random_streams_are_drawn_at_every_call_or_refused(stream: str, place: str) -> None:
+    make, draw = STREAMS[stream]
+
+    def scenario(session: Session) -> None:
+        rng, x, w = make(), session.leaf(96, 32), session.leaf(32, 32)
+
+        class Noisy(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.tanh(x @ w).sin() * draw(rng)
+
+        if stream == "a torch.Generator":
+            session.watch(rng=rng)
+        net = nn.Sequential(Noisy(), nn.GELU())
+        f = session.region(net if place == "submodule" else lambda x: F.gelu(torch.tanh(x @ w).sin() * draw(rng)))
+        session.step(lambda: f(x), peak=False)
+
+    judge(scenario, budget=0.9)

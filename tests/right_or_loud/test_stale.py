@@ -1,0 +1,201 @@
+"""What a planned function has read changes between calls: the call is the plain one, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import places
+import pytest
+import torch
+from judge import Session, fresh, judge
+from torch import Tensor, nn
+
+import fckpt
+
+
+def _files() -> dict[str, Path]:
+    found = {}
+    for path in places.FILES.values():
+        with fresh(path) as module:
+            found |= dict.fromkeys(module.PLACES, path)
+    return found
+
+
+FILES = _files()
+"""The file of each place."""
+
+MAY_REFUSE = {
+    "NumPyArray", "ZeroDimensionalArray", "CachedProperty",
+    "ContextVariable", "DecimalNumber", "FractionNumber", "ItemOfTensor", "MetaclassAttribute", "RegisteredClass",
+    "ThreadLocal", "LruCached", "KeywordDefault", "ReplacedCode", "Complex", "UserDict", "ChainMap",
+    "EnvironmentByFunction", "GlobalByName",
+}  # fmt: skip
+"""Places that a plan may refuse to read, by an error."""
+
+PYTHON_MAY_REFUSE = {"Nested", "LongDict", "LongList", "TensorOfGlobal"}
+"""Further ones, where the function's Python code is traced."""
+
+Reader = Callable[[Any], Callable[[Tensor, Tensor], Tensor]]
+
+
+def body(x: Tensor, w: Tensor, number: Any) -> Tensor:
+    """Some activations, on whose size a budget bears, and a number."""
+    h = torch.tanh(x @ w).sin()
+    return ((h * number).float().cos() @ w).exp().sin()
+
+
+def directly(place: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, w: body(x, w, place.read())
+
+
+class Scaled(nn.Module):
+    def __init__(self, place: Any) -> None:
+        super().__init__()
+        self.place = place
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return body(x, w, self.place.read())
+
+
+class Outer(nn.Module):
+    def __init__(self, place: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Scaled(place)])
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, w)
+        return x
+
+
+def by_pre_hook(place: Any) -> nn.Module:
+    module = Outer(place)
+    plain = type("One", (), {"read": lambda self: 2})()
+    module.layers[0].place = plain
+    module.layers[0].register_forward_pre_hook(lambda module, args: (args[0] * place.read(), args[1]))
+    return module
+
+
+def by_hook(place: Any) -> nn.Module:
+    module = Outer(place)
+    module.layers[0].place = type("One", (), {"read": lambda self: 2})()
+    module.layers[0].register_forward_hook(lambda module, args, output: output * place.read())
+    return module
+
+
+def by_tensor_hook(place: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        h = torch.tanh(x @ w)
+        h.register_hook(lambda g: g * place.read())
+        return body(h, w, 1)
+
+    return fn
+
+
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: Any) -> Tensor:
+        ctx.number = number
+        return x * number
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.number, None
+
+
+def by_autograd_function(place: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, w: Function.apply(body(x, w, 1), place.read())  # type: ignore[return-value]
+
+
+def drawing(place: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function that Dynamo does not capture: its Python code is traced."""
+    generator = torch.Generator()
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return body(x * torch.rand(32, generator=generator), w, place.read())
+
+    return fn
+
+
+WAYS: dict[str, Reader] = {
+    "module": Outer,
+    "pre-hook": by_pre_hook,
+    "hook": by_hook,
+    "tensor hook": by_tensor_hook,
+    "autograd.Function": by_autograd_function,
+}
+WAYS_MAY_REFUSE = {"tensor hook"}
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
+    """Makes the place of a name, its classes and globals anew each time."""
+    modules = []
+
+    def make() -> Any:
+        modules.append(fresh(FILES[request.param]))
+        return modules[-1].__enter__().PLACES[request.param]()
+
+    yield make
+    for module in modules:
+        module.__exit__(None, None, None)
+
+
+def reading(session: Session, place: Any, way: Reader) -> None:
+    """Calls twice, changes the number, and calls twice again."""
+    session.undo(getattr(place, "close", lambda: None))
+    x, w = session.leaf(96, 32), session.leaf(32, 32)
+    f = session.region(way(place))
+    session.step(lambda: f(x, w), times=2)
+    place.write(3)
+    session.step(lambda: f(x, w), times=2)
+
+
+@pytest.mark.parametrize("place", FILES, indirect=True)
+def test_a_number_that_changes(place: Callable[[], Any], request: pytest.FixtureRequest) -> None:
+    verdict = judge(lambda session: reading(session, place(), directly), budget=0.8)
+    if request.node.callspec.params["place"] not in MAY_REFUSE:
+        assert verdict.outcome == "equal", verdict.error
+    assert not verdict.over
+
+
+@pytest.mark.parametrize("place", FILES, indirect=True)
+def test_a_number_that_changes_and_is_read_by_traced_python(
+    place: Callable[[], Any], request: pytest.FixtureRequest
+) -> None:
+    verdict = judge(lambda session: reading(session, place(), drawing), budget=0.8)
+    if request.node.callspec.params["place"] not in MAY_REFUSE | PYTHON_MAY_REFUSE:
+        assert verdict.outcome == "equal", verdict.error
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "place", ["Attribute", "ClassAttribute", "OrderedDict", "Global", "NumPyScalar"], indirect=True
+)
+def test_a_number_that_is_read_elsewhere(place: Callable[[], Any], way: str) -> None:
+    verdict = judge(lambda session: reading(session, place(), WAYS[way]), budget=0.8)
+    if way not in WAYS_MAY_REFUSE:
+        assert verdict.outcome == "equal", verdict.error
+
+
+@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable"])
+@pytest.mark.parametrize("place", ["ClassAttribute", "Deque", "PatchedMethod"], indirect=True)
+def test_a_number_that_changes_under_a_policy(place: Callable[[], Any], policy: str) -> None:
+    chosen = getattr(fckpt.policies, policy)
+    verdict = judge(lambda session: reading(session, place(), directly), budget=None, policy=chosen)
+    assert verdict.outcome == "equal", verdict.error
+
+
+SCALE = {"now": 0}
+
+
+def test_traced_python_that_reads_what_changes_at_every_call_is_said() -> None:
+    generator = torch.Generator()
+    region = fckpt.remat(lambda x: (x * torch.rand(4, generator=generator) * SCALE["now"]).sin(), budget=1.0)
+    x = torch.ones(4, requires_grad=True)
+    with pytest.warns(fckpt.PlanWarning, match="third time in a row.*closure"):
+        for _ in range(4):
+            SCALE["now"] += 1
+            region(x).sum().backward()
