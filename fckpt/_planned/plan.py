@@ -163,7 +163,7 @@ class Plan:
         counts = sorted({step.count for step in cut})
         number = sum(len(step.ways) for step in cut)
         many = " or ".join(map(str, counts))
-        bits = "with the bits of the whole operations" if self.tile == "exact" else "and sums are in another order"
+        bits = "with the bits of the whole operations" if self.tile == "exact" else "and sums may be in another order"
         return f"{number} operations are cut into {many} tiles, {bits}. Lower bounds are those with these tiles."
 
     def __repr__(self) -> str:

@@ -63,7 +63,8 @@ def ways(call: Call, specs: Sequence[TensorSpec]) -> list[Way]:
     if not known or op._schema.is_mutable or is_random(op) or call.replaced or None in call.outputs:
         return []
     rule = _RULES.get(op) or (_pointwise if is_pointwise(op) else None)
-    return [] if rule is None else list(rule(_Given(call, specs)))
+    given = _Given(call, specs)
+    return [] if rule is None else [way for way in rule(given) if given.is_even(way)]
 
 
 class _Given:
@@ -73,6 +74,12 @@ class _Given:
         self.args = call.args
         self.shapes = [specs[t].shape for t in tensors_of(call)]
         self.results = [specs[t].shape for t in call.outputs if t is not None]
+
+    def is_even(self, way: Way) -> bool:
+        """Whether all tensors have the same number of rows. Those of an index may be fewer than those that it reads."""
+        read = {s[d] for s, d in zip(self.shapes, way.reads, strict=True) if d is not None}
+        made = {s[d] for s, d in zip(self.results, way.makes, strict=True) if d != SUM}
+        return len(read | made) == 1
 
     def dimension(self, position: int, default: int = 0) -> int:
         """Returns an argument that names a dimension of the first tensor, as a number from 0 on."""
@@ -221,6 +228,9 @@ _RULES: dict[Any, _Rule] = {
     aten.nll_loss_forward.default: _nll_loss,
     aten.nll_loss_backward.default: _nll_loss_backward,
     aten.gather.default: _outside_of(1),
+    aten.scatter.value: _outside_of(1),
+    aten.scatter.src: _outside_of(1),
+    aten.scatter_add.default: _outside_of(1),
     aten.cumsum.default: _outside_of(1),
     aten.sum.default: _reduction(sums=True),
     aten.sum.dim_IntList: _reduction(sums=True),
