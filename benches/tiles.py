@@ -81,7 +81,7 @@ def attention(length: int, heads: int, width: int, device: torch.device) -> Step
 
 def cases(*, tiny: bool, device: torch.device) -> Iterator[tuple[str, Step]]:
     """Yields the steps with their names."""
-    rows, words, length = (128, 2048, 256) if tiny else (512, 50_257, 2048)
+    rows, words, length = (64, 1024, 64) if tiny else (512, 50_257, 2048)
     yield f"cross-entropy, {rows} x {words:,}", cross_entropy(rows, words, 32 if tiny else 256, device)
     yield f"attention, {length:,} tokens, 8 heads", attention(length, 8, 16 if tiny else 64, device)
 

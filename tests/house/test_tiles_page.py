@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import ROOT
 
 from benches.common.results import read_json
 
-ROOT = Path(__file__).parents[1]
 FOUND: list[dict[str, Any]] = read_json(ROOT / "benches" / "results" / "tiles-cpu.json")["rows"]
 
 
