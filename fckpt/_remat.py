@@ -139,7 +139,7 @@ def remat(
     With `policy`, `budget` or `plan`, `fn` is traced once per signature (structure, shapes, dtypes, devices, static
     leaves, autocast state), and planned. A policy says which values are saved. A budget is the most bytes that forward
     and backward may hold at once, above what is held at the call; a solver finds a plan that fits and recomputes in the
-    least time. A call that nothing differentiates from outside is planned as well, and the budget is that of the call: a
+    least time. A call that nothing differentiates from outside is planned as well, with the budget of that call: a
     training step with `torch.func.grad` inside, a Hessian-vector product, inference. Only a module with grad mode off
     runs as it is. A call for which no plan can run is rematerialised as a whole: inside another region, under forward
     mode, with several `vmap`s outside of the differentiating transform, and in second derivatives.
