@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fckpt._call import ambient, casts
-from fckpt._call.arguments import Arguments, DonatedArguments, StaticArguments, check_donated
+from fckpt._call.arguments import Arguments, DonatedArguments, StaticArguments, check_donated, check_returned
 from fckpt._call.closure import closure_of
 from fckpt._call.conditions import BufferWrites, Conditions, Observation, Written
 from fckpt._call.levels import (
@@ -29,7 +29,7 @@ from fckpt._call.rng import RandomState
 from fckpt._capture import marks
 from fckpt._capture.function import BatchedGraph
 from fckpt._module import check_plannable, remat_module
-from fckpt._planned.batched import NOT_BATCHED, Batching, run_batched
+from fckpt._planned.batched import NOT_BATCHED, Batching, outer_batch, run_batched
 from fckpt._planned.execution import NOT_AGAIN, Execution, Program
 from fckpt._planned.making import check_budget
 from fckpt._planned.plan import Budget, Plan
@@ -43,10 +43,9 @@ from fckpt._recompute.primitives import UserCall
 from fckpt._recompute.saved_tensors import HooksUnavailable
 from fckpt._repeats import repeated_blocks, replace_modules
 from fckpt._trace.layouts import as_differentiated, layouts_below
-from fckpt._trace.operations import Batch, Layout
+from fckpt._trace.operations import Layout
 from fckpt._trace.trace import inlined, is_followed, is_tracing
 from fckpt._trace.untraceable import HigherOrderError
-from fckpt._trace.vmap_of_grad import batch_dim
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError, name_of
 from fckpt.policies.decisions import PolicyLike
 from fckpt.policies.named import reductions_saveable
@@ -372,8 +371,12 @@ class _PlannedRegion(_Region):
         if found is not None:
             captured, programs = found
             try:
-                run = functools.partial(self.run_captured, captured, programs, donated)
-                return captured.call(run, fn, args, kwargs)
+                written: list[int] = []
+                run = functools.partial(self.run_captured, captured, programs, donated, written)
+                result = captured.call(run, fn, args, kwargs)
+                if written:
+                    check_returned(result, written, donated)
+                return result
             except HigherOrderError:  # if it ran as Python, torch would compile it, and would remember that it failed
                 raise
             except TraceError as error:  # tracing the Python code may work; if not, its error names the line
@@ -388,15 +391,21 @@ class _PlannedRegion(_Region):
             raise TraceError(f"{error}{reasons}") from error
 
     def run_captured(
-        self, captured: Any, known: dict[Any, Programs], donated: dict[int, str], inputs: tuple[Any, ...]
+        self,
+        captured: Any,
+        known: dict[Any, Programs],
+        donated: dict[int, str],
+        written: list[int],
+        inputs: tuple[Any, ...],
     ) -> list[Any]:
-        """Runs a captured graph by its plan; returns its outputs."""
+        """Runs a captured graph by its plan; returns its outputs. Adds the ids of donated ones to `written`."""
         function = captured.function(inputs)
         key = (tuple(inputs[i] for i in captured.graph.decisive), ambient.capture())
         places = tuple([i for i, t in enumerate(function.arguments) if id(t) in donated])
         check_donated([function.arguments[i] for i in places], function.held.values(), donated)
         finished = function.finished(self._run_graph(captured, known, function, key, (), places))
         function.release()
+        written += [id(t) for t in finished if id(t) in donated]
         return finished
 
     def _run_graph(
@@ -422,7 +431,7 @@ class _PlannedRegion(_Region):
             with interpreter.lower():
                 results = self._run_graph(captured, known, below, (*key, below.key), (*sizes, size), ())
             return BatchedGraph.wrapped(results, level)
-        level, batch = _outer_batch(operands)
+        level, batch = outer_batch(operands)
         names = [i.name for i in captured.inputs]
         programs = self.planner.programs_of(
             known,
@@ -541,17 +550,6 @@ class _GraphConditions:
         return Conditions(
             self.function, self.call.fn, (), self.ambient, self.random, self.watched, self.written, self.slots, [], []
         )
-
-
-def _outer_batch(operands: Sequence[torch.Tensor]) -> tuple[int, Batch | None]:
-    """Returns the level of a `vmap` outside of the differentiating transform (0 if there is none), and how it batches
-    operands.
-    """
-    outer = vmap_around_grad()
-    if outer is None:
-        return 0, None
-    level = outer.level()
-    return level, Batch(tuple(batch_dim(t, level) for t in operands), outer.batch_size(), outer.randomness())
 
 
 def _rematerialised_blocks(fn: Callable[..., Any]) -> int:

@@ -15,7 +15,15 @@ from fckpt._call.levels import is_wrapped, unseen, unwrapped
 from fckpt._call.modules import storage_of
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, MutationError, region_name
 
-__all__ = ["Arguments", "DonatedArguments", "StaticArguments", "argument_written", "check_donated", "outlived"]
+__all__ = [
+    "Arguments",
+    "DonatedArguments",
+    "StaticArguments",
+    "argument_written",
+    "check_donated",
+    "check_returned",
+    "outlived",
+]
 
 
 class _SelectedArguments:
@@ -108,6 +116,23 @@ def check_donated(tensors: Sequence[torch.Tensor], closure: Iterable[torch.Tenso
                     f"{paths[id(tensor)]} is donated, but shares memory with a tensor that the function closes over, "
                     "which would change as well. Pass that tensor as an argument, or donate a clone."
                 )
+
+
+def check_returned(result: Any, written: Sequence[int], paths: dict[int, str]) -> None:
+    """Raises `ArgumentValueError` if a call returns a donated tensor more often than results were written over it.
+
+    Args:
+        result: the result of the call.
+        written: the ids of the donated tensors that are results of the graph, as often as they are.
+        paths: the paths of the donated tensors, by id.
+    """
+    found = [id(leaf) for leaf in tree.leaves(result)]
+    for key in set(written):
+        if found.count(key) > written.count(key):
+            raise ArgumentValueError(
+                f"{paths[key]} is donated, and a result was written over it, but the function also returns it itself "
+                "(or returns that result twice). Return a clone, or do not donate this argument."
+            )
 
 
 def _tuple_of(value: Any, kind: type, what: str, wanted: str) -> tuple[Any, ...]:

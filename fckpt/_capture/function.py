@@ -86,6 +86,11 @@ class GraphFunction:
             found[position] = number
         return found
 
+    def returned_operands(self, results: Sequence[Any]) -> set[int]:
+        """Returns the operands (arguments, then captured tensors) that are returned unchanged, as `Same`."""
+        places = {input_: i for i, input_ in enumerate((*self.passed, *self.held))}
+        return {places[x.number] for x in results if type(x) is Same and x.number in places}
+
     def release(self) -> None:
         """Drops the references to the arguments. A recompute receives them again."""
         for i in self.passed:

@@ -10,10 +10,12 @@ import torch
 
 from fckpt import _tree as tree
 from fckpt._call.arguments import Arguments
-from fckpt._call.levels import add_batch_dim, innermost, restore_vmap, unbatched, unseen
+from fckpt._call.levels import add_batch_dim, innermost, restore_vmap, unbatched, unseen, vmap_around_grad
 from fckpt._call.places import Slot, placed, replaced
+from fckpt._trace.operations import Batch
+from fckpt._trace.vmap_of_grad import batch_dim
 
-__all__ = ["NOT_BATCHED", "Batching", "run_batched"]
+__all__ = ["NOT_BATCHED", "Batching", "outer_batch", "run_batched"]
 
 
 class Batching(NamedTuple):
@@ -98,3 +100,14 @@ def run_batched(
         outputs, result = run(batched, below, taken)
     found = iter(add_batch_dim(x, dim, level) for x, dim in zip(outputs, result.dims, strict=True))
     return tree.unflatten(result.spec, [next(found) if leaf is None else leaf for leaf in result.leaves])
+
+
+def outer_batch(operands: Sequence[torch.Tensor]) -> tuple[int, Batch | None]:
+    """Returns the level of a `vmap` outside of the differentiating transform (0 if there is none), and how it batches
+    operands.
+    """
+    outer = vmap_around_grad()
+    if outer is None:
+        return 0, None
+    level = outer.level()
+    return level, Batch(tuple(batch_dim(t, level) for t in operands), outer.batch_size(), outer.randomness())

@@ -43,7 +43,12 @@ def written_over_donated(
         for i, t in enumerate(leaves)
         if isinstance(t, torch.Tensor) and _storage(t) not in taken and own.count(_storage(t)) == 1
     ]
-    waiting = [n for n in donated if recorder.version(operands[n]) not in recorder.written.values()]
+    # An operand that is returned, or a view of it, keeps its value; one that the function has written has its result.
+    waiting = [
+        n
+        for n in donated
+        if _storage(operands[n]) not in own and recorder.version(operands[n]) not in recorder.written.values()
+    ]
     recorder.start_ending()
     held = list(leaves)  # the plain function holds all results to its end
     with below_all(), torch.no_grad():

@@ -36,9 +36,11 @@ from fckpt._trace.effects import (
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.results import Results
+from fckpt._trace.stand_ins import WAY_OUT
 from fckpt._trace.untraceable import DataReadsRefused, errors_located
 from fckpt._trace.updates import with_early_updates
 from fckpt._trace.vmap_of_grad import under_vmap
+from fckpt.errors import TraceError
 from fckpt.policies.names import names_recorded
 
 __all__ = ["followed", "inlined", "is_followed", "is_tracing", "trace"]
@@ -153,8 +155,14 @@ def _traced(
                 result = fn(*args, **kwargs)
             check_assignments(closed, before, recorder)
         if donated:
-            result = written_over_donated(result, operands, donated, recorder)
+            kept = fn.returned_operands(result) if isinstance(fn, GraphFunction) else set()
+            result = written_over_donated(result, operands, [n for n in donated if n not in kept], recorder)
         results = Results(result, operands, numbers, layouts, count, recorder, levels)
+        if any(results.flags) and not any(layout.requires_grad for layout in layouts):
+            raise TraceError(
+                "the function returns a tensor that requires grad, although nothing that is passed to it does: a plan "
+                f"would lose that. Detach the result. {WAY_OUT}"
+            )
         check_writes(operands, numbers, recorder, tensors)
         recorder.start_backward()
         with contextlib.nullcontext() if graph else impure_calls_refused(reads):

@@ -235,6 +235,11 @@ def test_a_call_inside_a_transform_that_tracks_none_of_its_operands() -> None:
     assert torch.equal(outer(planned), outer(lambda x: run(params, x)))
 
 
+def test_a_result_that_requires_grad_by_itself_is_refused() -> None:
+    with pytest.raises(fckpt.TraceError, match="returns a tensor that requires grad, although nothing"):
+        fckpt.remat(lambda x: x.sin().requires_grad_(), budget=1.0)(X)
+
+
 def test_results_that_are_arguments_or_views() -> None:
     def fn(x: Tensor) -> Any:
         return {"same": x, "view": x[:3], "new": x.sin()[2:], "number": 3}

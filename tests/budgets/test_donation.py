@@ -136,6 +136,15 @@ def test_names_decorator_and_inference_of_a_region() -> None:
     assert fckpt.plan(negated, weight=weight).baseline_peak_bytes == weight.nbytes
 
 
+def test_a_returned_argument_keeps_its_value() -> None:
+    weight = torch.randn(4, 4)
+    before = weight.clone()
+    view, new = fckpt.remat(lambda w: (w[:2], w * 2), budget=1.0, donate_argnums=0)(weight)
+    assert torch.equal(view, before[:2]) and torch.equal(new, 2 * before) and torch.equal(weight, before)
+    with pytest.raises(fckpt.ArgumentValueError, match="the function also returns it itself"):
+        fckpt.remat(lambda w: (w, w * 2), budget=1.0, donate_argnums=0)(weight)
+
+
 def test_writes_of_the_function_itself() -> None:
     def step(params: Params, x: Tensor) -> Tensor:
         grads, value = grad_and_value(loss_of(network([0, 0, 0], skips=False)))(params, x)
