@@ -57,12 +57,11 @@ WAYS: dict[str, Callable[[Fn], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*none of its arguments and closed-over tensors requires grad:fckpt.BudgetWarning")
 @pytest.mark.parametrize("options", [{"policy": policies.dots_saveable}, {"budget": 0.8}], ids=["policy", "budget"])
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_bitwise_those_of_the_plain_function(way: str, options: dict[str, Any]) -> None:
-    if way == "per sample" and "budget" in options:
-        options = {"budget": 1.0}  # per-sample gradients alone are nearly all of the plain peak
+    if way in ("per sample", "no gradient") and "budget" in options:
+        options = {"budget": 1.0}  # the results alone are nearly all of the plain peak
     region = fckpt.remat(block, **options)
     for _ in range(2):
         actual, state = seeded(lambda: WAYS[way](region))
@@ -74,7 +73,7 @@ def test_gradients_are_bitwise_those_of_the_plain_function(way: str, options: di
 def test_a_batched_call_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = []
     trace = tracing.trace
-    monkeypatch.setattr(tracing, "trace", lambda *args: (traces.append(1), trace(*args))[1])
+    monkeypatch.setattr(tracing, "trace", lambda *args, **kw: (traces.append(1), trace(*args, **kw))[1])
     region = fckpt.remat(block, policy=policies.dots_saveable)
     for _ in range(3):
         WAYS["two levels"](region)
