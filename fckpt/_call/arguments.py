@@ -79,12 +79,13 @@ class DonatedArguments(_SelectedArguments):
                 another tensor among the arguments.
         """
         arguments = Arguments(args, kwargs)
+        paths = arguments.paths()
         chosen = [f"args[{n}]" for n in sorted(self.positions(len(args)))]
         chosen += [f"kwargs[{name!r}]" for name in kwargs if name in self.names]
         places: dict[int, list[str]] = {}
         found: dict[int, str] = {}
         for position, index in arguments._where:
-            path, tensor = arguments._path(position), arguments.tensors[index]
+            path, tensor = paths[position], arguments.tensors[index]
             with unseen():
                 places.setdefault(storage_of(unwrapped(tensor)), []).append(path)
             if any(path == own or path.startswith((f"{own}[", f"{own}.")) for own in chosen):
@@ -275,9 +276,12 @@ class Arguments:
         """Returns the error for a function `fn` that changed tensor `index` in place."""
         return argument_written(self.path(index), fn)
 
+    def paths(self) -> list[str]:
+        """Returns the path of every leaf as the caller would write it."""
+        return [("args" if path.startswith("[0]") else "kwargs") + path[3:] for path in self._spec.paths()]
+
     def _path(self, position: int) -> str:
-        path = self._spec.paths()[position]
-        return ("args" if path.startswith("[0]") else "kwargs") + path[3:]
+        return self.paths()[position]
 
 
 def _check_hashable(value: Any, path: Callable[[], str]) -> None:

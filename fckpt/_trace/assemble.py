@@ -137,7 +137,9 @@ class Assembly:
         The second half begins with the first backward pass inside of the function or, if there is none, with the first
         node: schedules may recompute anything in their second half. Nodes with an effect stay in the first half.
         """
-        updates = {node.id for node in self.nodes if node.writes and self._may_wait(node)}
+        # Memory of donated operands may be written as late as the schedule likes.
+        donated = {value for version, value in self.known.items() if version in self.recorder.updated}
+        updates = {node.id for node in self.nodes if node.writes and donated.issuperset(node.writes)}
         effects = [node.id for node in self.nodes if node.once or (node.writes and node.id not in updates)]
         inner = [node for position, node in self.node_of.items() if self.recorded[position].differentiates]
         boundary = max(min(inner, default=0), max(effects, default=-1) + 1)
@@ -147,11 +149,6 @@ class Assembly:
                 self.late.update(node.outputs)
                 self.nodes[node.id] = dataclasses.replace(node, backward=True)
         return boundary
-
-    def _may_wait(self, node: Node) -> bool:
-        """Whether all memory that a node writes over is that of donated operands."""
-        versions = {value: version for version, value in self.known.items()}
-        return all(versions[v] in self.recorder.updated for v in node.writes)
 
     def _updated(self) -> list[int]:
         """Returns the values that stay in the memory of donated operands at the end."""

@@ -15,7 +15,7 @@ import torch
 
 from fckpt import _tree as tree
 from fckpt._call.levels import below_all
-from fckpt._trace.operations import indices_of, is_dense
+from fckpt._trace.operations import Recorded, indices_of, is_dense
 from fckpt._trace.recorder import Recorder
 
 __all__ = ["written_over_donated"]
@@ -68,9 +68,10 @@ def _pairs(
 ) -> list[tuple[int, int]]:
     """Returns pairs of a result and the operand that it is written over, in the order of the results."""
     wanted = {recorder.number(operands[n]): n for n in waiting}
+    producers = {t: call for call in recorder.calls for t in call.outputs if t is not None}
     found = []
     for place, i in enumerate(free):
-        distances = _distances(recorder.number(leaves[i]), wanted, recorder)
+        distances = _distances(recorder.number(leaves[i]), wanted, producers, recorder)
         for rank, number in enumerate(waiting):
             if _layout(leaves[i]) == _layout(operands[number]) and is_dense(leaves[i].shape, leaves[i].stride()):
                 found.append((distances.get(number, _FURTHEST + abs(rank - place)), i, number))
@@ -81,9 +82,10 @@ def _pairs(
     return sorted(pairs.items())
 
 
-def _distances(tensor: int, wanted: dict[int, int], recorder: Recorder) -> dict[int, int]:
+def _distances(
+    tensor: int, wanted: dict[int, int], producers: dict[int, Recorded], recorder: Recorder
+) -> dict[int, int]:
     """Returns, by operand, the number of operations on tensors of one shape that lead from the operand to `tensor`."""
-    producers = {t: call for call in recorder.calls for t in call.outputs if t is not None}
     shape = recorder.tensors[tensor].shape
     found, todo, seen = {}, deque([(tensor, 0)]), {tensor}
     while todo:
