@@ -381,14 +381,8 @@ class _PlannedRegion(_Region):
                 raise
             except TraceError as error:  # tracing the Python code may work; if not, its error names the line
                 self.planner.refuse(captured, str(error))
-        try:
+        with self.planner.explaining():
             return self.run_traced(fn, Arguments(args, kwargs, self.static), donated=donated)
-        except TraceError as error:
-            reasons = self.planner.refused()
-            self.planner.refusals.clear()  # the obstacle may be gone at the next call
-            if not reasons or "looks at the data" in str(error):  # the same reason
-                raise
-            raise TraceError(f"{error}{reasons}") from error
 
     def run_captured(
         self,

@@ -440,14 +440,8 @@ class TrainingStep:
             operands = [*arguments.tensors, *reached.tensors]
             planner.then, planner.budget = self._ending(operands, place), place.budget
             planner.traced = self._traced.setdefault((planner.then, planner.budget), {})
-            try:
+            with planner.explaining():
                 programs = planner.traced_programs(fn, arguments, observation, reached, layouts_below(operands))
-            except TraceError as error:
-                reasons = planner.refused()
-                planner.refusals.clear()  # the obstacle may be gone at the next call
-                if not reasons or "looks at the data" in str(error):  # the same reason
-                    raise
-                raise TraceError(f"{error}{reasons}") from error
         return programs.likely(), planner.then, operands
 
     def _execute(self, program: Program, ending: Ending, operands: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -344,6 +344,18 @@ class Planner:
         """Notes that a captured graph cannot be traced, and removes the capture."""
         self.captures = [entry for entry in self.captures if entry[0] is not captured]
         self.refusals[captured.below] = why
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Adds to a `TraceError` of the body, which traces Python code, why the function was not captured."""
+        try:
+            yield
+        except TraceError as error:
+            reasons = self.refused()
+            self.refusals.clear()  # the obstacle may be gone at the next call
+            if not reasons or "looks at the data" in str(error):  # the same reason
+                raise
+            raise TraceError(f"{error}{reasons}") from error
 
     def refused(self) -> str:
         """Returns why the function was not captured, as the end of an error message; empty if it was captured."""
