@@ -27,9 +27,14 @@ SAMPLES = 1
 
 
 @pytest.fixture(autouse=True)
-def nothing_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has a plan write nothing over operands where the plain function does not: the one liberty that it takes."""
+def comparable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a plan write nothing over operands where the plain function does not: the one liberty that it takes.
+
+    The plain function runs below the dispatch mode that watches its operations, where autograd uses the formulas that
+    read no data; here plans use them too. Their counterparts are compared by their bits (tests/bits/test_formulas.py).
+    """
     monkeypatch.setattr("fckpt._trace.assemble.overwritable", lambda *args: [])
+    monkeypatch.setattr("fckpt._trace.formulas._PLAIN", {})
 
 
 @cache
