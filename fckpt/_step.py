@@ -282,7 +282,7 @@ class TrainingStep:
             self._raise_largest([error], [lambda: within(limit)])
         if self.budget is None:
             return [*within(None), last], (None, None)
-        plan = self._planner.plan_of[last]
+        plan = last.plan
         try:  # so that the peak of the step is that of the last microbatch
             return [*within(plan.peak_bytes), last], (plan.peak_bytes, self.budget)
         except BudgetError:

@@ -11,6 +11,8 @@ import torch
 
 # Two workers on two cores: more threads would only wait for each other.
 torch.set_num_threads(1)
+# Plans are solved in the background in tests of that alone: elsewhere the worker would only take time.
+os.environ["FCKPT_BACKGROUND"] = "0"
 
 
 @pytest.fixture(autouse=True)

@@ -23,11 +23,11 @@ from fckpt._call.levels import (
 )
 from fckpt._call.results import Returned
 from fckpt._planned.lower import Lowered, lower
+from fckpt._planned.plan import Plan
 from fckpt._trace.formulas import FormulaError
 from fckpt._trace.operations import Backward, Ref, Trace, indices_of, is_expanded, statistics_of, strides_of
 from fckpt.errors import MutationError
-from fckpt.graph.graph import Graph
-from fckpt.graph.schedule import Compute, Schedule, Step
+from fckpt.graph.schedule import Compute, Step
 
 __all__ = ["NOT_AGAIN", "Execution", "Program"]
 
@@ -35,18 +35,18 @@ __all__ = ["NOT_AGAIN", "Execution", "Program"]
 class Program:
     """A planned program: a traced call, lowered by a schedule. It can run any number of times, in any threads."""
 
-    def __init__(self, trace: Trace, schedule: Schedule, graph: Graph, count: int):
-        """Lowers a schedule.
+    def __init__(self, trace: Trace, plan: Plan, count: int):
+        """Lowers a plan.
 
         Args:
-            trace: the traced call.
-            schedule: a schedule of the trace.
-            graph: the graph for which the schedule was made.
+            trace: the traced call, cut into the tiles of the plan.
+            plan: the plan.
             count: the number of the trace's operands that are arguments; the others are captured tensors.
         """
         self.trace = trace
-        self.schedule = schedule
-        self.graph = graph
+        self.plan = plan
+        self.schedule = schedule = plan.schedule
+        self.graph = graph = plan.graph
         self.lowered = lower(trace, schedule, graph)
         self.count = count
         self.ambient = ambient.capture()

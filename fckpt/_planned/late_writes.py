@@ -16,10 +16,11 @@ from fckpt._units import format_bytes
 from fckpt.errors import BudgetError
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Compute, Schedule, schedule_of
+from fckpt.graph.simulation import simulate
 from fckpt.solve.core.rules import Rules, peak_of
 from fckpt.solve.core.starts import backward_orders, save_everything
 
-__all__ = ["settled", "solved_with_writes", "without_recomputation", "writes_late"]
+__all__ = ["settled", "settled_within", "solved_with_writes", "without_recomputation", "writes_late"]
 
 _STARTS = 12
 
@@ -91,6 +92,30 @@ def without_recomputation(graph: Graph) -> Schedule:
     return settled(graph, schedule_of(graph, *min(found, key=lambda order: peak_of(rules, order))))
 
 
+def settled_within(graph: Graph, nbytes: int, find: Callable[[Graph, int], Schedule | None]) -> Schedule | None:
+    """Returns a schedule within a budget in which each update runs after all computations that read the parameter.
+
+    Args:
+        graph: a graph with writes over inputs in its backward half.
+        nbytes: the budget.
+        find: returns a schedule of a graph without such writes within a budget, or None.
+    """
+    relaxed = _relaxed(graph)
+    for size in (nbytes, *_smaller(nbytes)):
+        found = find(relaxed, size)
+        if found is None:
+            return None
+        schedule = settled(graph, found)
+        if simulate(graph, schedule).peak_nbytes <= nbytes:
+            return schedule
+    return None
+
+
+def _smaller(nbytes: int) -> tuple[int, ...]:
+    """Returns smaller budgets to try, for plans whose peaks rise when updates wait."""
+    return int(nbytes * 0.99), int(nbytes * 0.95)
+
+
 def solved_with_writes(
     graph: Graph, nbytes: int, solver: str, torch_version: str, time_limit: float | None = None
 ) -> Plan:
@@ -136,7 +161,7 @@ def _tries(relaxed: Graph, nbytes: int, solve: Callable[[Graph, int], Plan]) -> 
     An error stands for a budget that no plan fits; the smallest plan follows on it.
     """
     error: BudgetError | None = None
-    for size in (nbytes, int(nbytes * 0.99), int(nbytes * 0.95), 1):
+    for size in (nbytes, *_smaller(nbytes), 1):
         try:
             yield solve(relaxed, max(1, size))
         except BudgetError as found:

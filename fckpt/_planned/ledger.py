@@ -82,7 +82,11 @@ class Stats:
     calls: int = 0
     """Calls to which the budget, policy or plan applies: with grad mode on, outside of other planned functions."""
     plans: int = 0
-    """Plans that a solver made."""
+    """Plans made, by a solver or from plans of other sizes."""
+    adapted: int = 0
+    """Those of the plans that were made from plans of other sizes, without running a solver."""
+    improved: int = 0
+    """Adapted plans that a faster plan has replaced, which was solved in the background."""
     programs: int = 0
     """Planned programs: traces that were lowered, one per signature and per set of differentiated outputs."""
     captures: int = 0
@@ -108,7 +112,7 @@ class Ledger:
         """Returns the peak in bytes of a call without a plan; None if it is unknown."""
 
     def count(self, what: str) -> None:
-        """Increments one of the counts: `calls`, `plans`, `programs`, `captures` or `hits`."""
+        """Increments one of the counts: `calls`, `plans`, `programs`, `captures`, `hits`, and so on."""
         self.stats = dataclasses.replace(self.stats, **{what: getattr(self.stats, what) + 1})
 
     @contextmanager

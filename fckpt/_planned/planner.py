@@ -21,6 +21,7 @@ from fckpt._call.levels import transforms_active
 from fckpt._capture.reads import Guards, Reads
 from fckpt._planned.agreement import agreed, mesh_of
 from fckpt._planned.execution import Program
+from fckpt._planned.families import Families
 from fckpt._planned.ledger import Ledger
 from fckpt._planned.making import make_plan, nbytes_of, priced
 from fckpt._planned.plan import Budget, Plan
@@ -67,8 +68,15 @@ def _has_lazy_modules(fn: Callable[..., Any], given: Any) -> bool:
 class Programs:
     """The planned programs for one signature of calls, one for each kind of backward pass."""
 
-    def __init__(self, make: Callable[[Backward], Program]):
+    def __init__(self, make: Callable[[Backward], Program], improved: Callable[[Program], Program]):
+        """Prepares to make programs.
+
+        Args:
+            make: returns a program for a kind of backward pass.
+            improved: returns the program that replaces a program, or the same program. It is called at each call.
+        """
         self._make = make
+        self._improved = improved
         self._last: Program | None = None
         self._made: dict[Backward, Program] = {}
         self.certain = False
@@ -85,7 +93,10 @@ class Programs:
                 if self._last is None:
                     made = self._make(Backward())
                     self._made[made.backward] = self._last = made
-        return self._last
+        better = self._improved(self._last)
+        if better is not self._last:
+            self._made[better.backward] = self._last = better
+        return better
 
     def differentiating(self, backward: Backward) -> Program:
         """Returns the program for a backward pass, and makes it the likely program from now on."""
@@ -137,6 +148,7 @@ class Planner:
         """Captures, with the programs made from each."""
         self.refusals: dict[bool, str] = {}
         """The reasons of failed captures, by whether the capture was below levels of torch.func."""
+        self.families = Families()
         self.plans: dict[Any, Plan] = {}
         """By everything on which a plan depends, see `_identity`."""
         self.ledger.expected = lambda: max([plan.baseline_peak_bytes for plan in self.plans.values()], default=None)
@@ -253,7 +265,7 @@ class Planner:
                     while len(known) >= _MOST:
                         del known[next(iter(known))]
                     whole = None if of_training is None or not isinstance(self.budget, float) else of_training()
-                    programs = Programs(functools.partial(self._make, tracer(), count, batches, whole))
+                    programs = Programs(functools.partial(self._make, tracer(), count, batches, whole), self.improved)
                     known[key] = programs
         return programs
 
@@ -271,7 +283,7 @@ class Planner:
                 of_training = None if whole is None else whole(Backward())
             plan = self.plan(traced, batches, of_training)
             self.ledger.count("programs")
-            return Program(rewritten(traced, plan.tiles), plan.schedule, plan.graph, count)
+            return Program(rewritten(traced, plan.tiles), plan, count)
 
     def traced_programs(
         self,
@@ -330,7 +342,7 @@ class Planner:
                 )
             return traced_call(fn, arguments, captured, layouts, backward, reads, donated)
 
-        programs = Programs(functools.partial(self._make, traced, count, batches, None))
+        programs = Programs(functools.partial(self._make, traced, count, batches, None), self.improved)
         programs.likely()
         guards = reads.guards(facts)
         if guards.unguarded is not None:
@@ -382,7 +394,8 @@ class Planner:
                 with self.ledger.timed("solve"):
                     make = lambda graph, budget: make_plan(graph, budget, self.solver, version)
                     price = functools.partial(self._priced, batches=batches)
-                    self.plans[key] = tiled_or_hinted(traced, graph, price, budget, make, self.tile)
+                    solve = lambda: tiled_or_hinted(traced, graph, price, budget, make, self.tile)
+                    self.plans[key] = self._of_family(graph, budget, solve)
                 self.ledger.count("plans")
             return self.plans[key]
         if self.tile:
@@ -391,6 +404,25 @@ class Planner:
         with released(TRACING), self.ledger.timed("solve"):  # other ranks may be threads
             self.ledger.count("plans")
             return agreed(traced, mesh, self.budget, make)
+
+    def _of_family(self, graph: Graph, budget: Budget | None, solve: Callable[[], Plan]) -> Plan:
+        """Returns a plan that is adapted from plans of other sizes, if there are such plans, or else solved."""
+        if budget is None or self.solver != "auto" or self.tile:
+            return solve()
+        plan, adapted = self.families.plan(graph, nbytes_of(budget, graph), str(torch.__version__), solve)
+        if adapted:
+            self.ledger.count("adapted")
+            self.families.solve_later(plan)
+        return plan
+
+    def improved(self, program: Program) -> Program:
+        """Returns a planned program with a faster plan, if one was solved in the background; else the same program."""
+        plan = self.families.improved(program.plan)
+        if plan is None:
+            return program
+        self.ledger.count("improved")
+        self.plans.update({key: plan for key, known in self.plans.items() if known is program.plan})
+        return Program(program.trace, plan, program.count)
 
     def _priced(self, traced: Trace, batches: tuple[int, ...]) -> Graph:
         return priced(traced, self.policy, self.costs, budgeted=self.budget is not None, batches=batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +50,6 @@ class StepPlanner(Planner):
         super().__init__(budget=budget, solver=solver)
         self.then: Ending | None = None
         """What follows on the backward pass of the calls to plan now."""
-        self.plan_of: weakref.WeakKeyDictionary[Program, Plan] = weakref.WeakKeyDictionary()
         self._exact: weakref.WeakKeyDictionary[Program, Plan] = weakref.WeakKeyDictionary()
 
     def _make(self, call: Callable[[Backward], Trace], *rest: Any) -> Program:  # type: ignore[override]
@@ -58,13 +58,11 @@ class StepPlanner(Planner):
         def completed(backward: Backward) -> Trace:
             return call(backward._replace(then=then, autocast=autocast))
 
-        program = super()._make(completed, *rest)
-        self.plan_of[program] = self._latest
-        return program
+        return super()._make(completed, *rest)
 
     def exact_plan(self, program: Program) -> Plan:
         """Returns the plan of a program with all temporaries, which are measured now if there is no budget."""
-        plan = self.plan_of[program]
+        plan = program.plan
         if plan.budget_bytes is not None:
             return plan
         if program not in self._exact:
@@ -84,14 +82,14 @@ class StepPlanner(Planner):
                 if self.budget is None:
                     self.plans[key] = Plan(graph, without_recomputation(graph), "save_all", None, version)
                 else:
-                    self.plans[key] = make_plan(graph, self.budget, self.solver, version)
+                    solve = functools.partial(make_plan, graph, self.budget, self.solver, version)
+                    self.plans[key] = self._of_family(graph, self.budget, solve)
             self.ledger.count("plans")
-        self._latest = self.plans[key]
-        return self._latest
+        return self.plans[key]
 
     def fits_first(self, program: Program) -> bool:
         """Whether the first updates of the parameters, which may take more memory than later ones, fit the plan."""
-        plan = self.plan_of[program]
+        plan = program.plan
         if plan.budget_bytes is None:
             return True
         graph = _with_first_updates(plan.graph, program.trace)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,7 +218,9 @@ class Graph:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the graph as plain data that `json` can write."""
-        return {"format": FORMAT, **dataclasses.asdict(self)}
+        parts = {"nodes": _fields(self.nodes), "values": _fields(self.values)}
+        rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in parts}
+        return {"format": FORMAT, **parts, **rest}
 
     @staticmethod
     def from_json(data: dict[str, Any] | str) -> Graph:
@@ -321,6 +323,12 @@ _VALUE = {
     "id": _INT, "nbytes": _INT, "producer": _or_none, "origin": _TEXT, "names": _texts, "shape": _ints, "dtype": _TEXT,
     "decision": _decision, "held_to": _or_none,
 }  # fmt: skip
+
+
+def _fields(parts: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns the fields of nodes or values; `dataclasses.asdict` takes ten times as long."""
+    names = [field.name for field in dataclasses.fields(parts[0])] if parts else []
+    return [{name: getattr(part, name) for name in names} for part in parts]
 
 
 def _part(kind: Any, fields: Any, checks: dict[str, Callable[[Any, str], Any]]) -> Any:

@@ -1,4 +1,4 @@
-"""Identity of graphs: a fingerprint of the computation, and the first difference between two graphs.
+"""Identity of graphs: fingerprints of computation and structure, and the first difference between two graphs.
 
 `difference` decides whether a given plan may run a call. The fingerprint is part of the key under which plans are
 cached. It also shows whether a file is damaged, and whether all ranks have traced the same graph.
@@ -12,7 +12,7 @@ from typing import Any
 
 from fckpt.graph.graph import Graph, Node
 
-__all__ = ["difference", "fingerprint"]
+__all__ = ["difference", "fingerprint", "structure"]
 
 
 def fingerprint(graph: Graph, *, arguments: bool = True) -> str:
@@ -27,6 +27,16 @@ def fingerprint(graph: Graph, *, arguments: bool = True) -> str:
     parts = [(*_structure(n), n.arguments if arguments else "") for n in graph.nodes]
     sizes = [(v.nbytes, v.shape, v.dtype) for v in graph.values]
     return hashlib.sha256(repr((parts, sizes, _ends(graph))).encode()).hexdigest()
+
+
+def structure(graph: Graph) -> str:
+    """Returns a hash of operations, dependencies and decisions, without arguments and sizes.
+
+    Every schedule of a graph is a schedule of all graphs with the same structure, unless it overwrites operands that
+    have another size there.
+    """
+    parts = [_structure(n) for n in graph.nodes]
+    return hashlib.sha256(repr((parts, [v.decision for v in graph.values], _ends(graph))).encode()).hexdigest()
 
 
 def difference(plan: Graph, call: Graph) -> str | None:

@@ -1,0 +1,85 @@
+"""Schedules of other sizes, adapted to a graph: the fastest that fits, or that repairs make fit, and a short search.
+
+A function that is called with tensors of another size has a graph with the same operations and edges, but other bytes
+and seconds. Schedules that were found for one size are valid for all; only their peaks and times change. A schedule
+that exceeds the budget is repaired, one that leaves bytes unused is pruned, and a short local search starts from the
+fastest results. This takes a fraction of the time of a solver, whose starts have to be computed for each graph.
+
+Complexity: linear in the length of the schedules, plus a limited number of moves.
+
+Left out: a guarantee. That no schedule is returned does not mean that none fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import inf
+
+from fckpt.errors import FckptError
+from fckpt.graph.graph import Graph
+from fckpt.graph.schedule import Compute, Schedule, schedule_of
+from fckpt.graph.simulation import simulate
+from fckpt.solve._greedy import fit
+from fckpt.solve.core.rules import Order, Rules, peak_of, seconds_of
+from fckpt.solve.core.starts import Start, measured, save_everything_orders
+from fckpt.solve.repair.search import Search
+
+__all__ = ["adapt"]
+
+MOVES = 3_000
+"""The largest number of moves of all repairs, and of the search: each about a quarter of a second on a slow core."""
+MOST = 3
+"""The number of schedules on each side of the budget that are pruned or repaired."""
+
+
+def adapt(graph: Graph, budget: int, known: Iterable[Schedule]) -> Schedule | None:
+    """Returns a schedule within `budget`, made from schedules of graphs with the same structure; None if none is found.
+
+    Args:
+        graph: one training step.
+        budget: bytes.
+        known: schedules of graphs that differ from `graph` in sizes only. Schedules that are not valid for `graph` are
+            left out.
+    """
+    rules = Rules(graph)
+    plain = save_everything_orders(rules)
+    if peak_of(rules, plain[0]) <= budget:
+        return schedule_of(graph, *plain[0])
+    found = sorted(_fitted(rules, measured(rules, [*_valid(graph, known), *plain]), budget), key=_seconds)
+    if not found:
+        return None
+    search = Search(rules, [start.order for start in found[:MOST]], budget)
+    search.run(MOVES, 0.0)
+    return schedule_of(graph, *min(search.found, key=lambda order: seconds_of(rules, order)))
+
+
+def _valid(graph: Graph, known: Iterable[Schedule]) -> Iterator[Order]:
+    for schedule in known:
+        forward, backward = ([s.node for s in half if isinstance(s, Compute)] for half in _halves(schedule))
+        try:
+            simulate(graph, schedule_of(graph, forward, backward))
+        except (FckptError, IndexError):  # sizes decide which results may overwrite operands
+            continue
+        yield Order(forward, backward)
+
+
+def _halves(schedule: Schedule) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    return schedule.forward, schedule.backward
+
+
+def _fitted(rules: Rules, starts: Iterable[Start], budget: int) -> Iterator[Start]:
+    """Yields starts within the budget: the fastest, pruned, and those with slightly larger peaks, repaired."""
+    ranked = sorted(starts)
+    inside = sorted((s for s in ranked if s.peak_nbytes <= budget), key=_seconds)[:MOST]
+    fastest = inside[0].seconds if inside else inf
+    outside = [s for s in ranked if s.peak_nbytes > budget and s.seconds < fastest]
+    left = MOVES
+    for start in (*inside, *outside[:MOST], *outside[MOST:][-1:]):
+        order, moves = fit(rules, start.order, budget, effort=left)
+        left -= moves
+        if order is not None:
+            yield from measured(rules, [order])
+
+
+def _seconds(start: Start) -> float:
+    return start.seconds
