@@ -72,9 +72,8 @@ class Program:
         """The captured tensors that are used but not written. They are operands of the call for autograd."""
         self.statistics = [i for i in closed_over if i in written]
         """The captured tensors that the forward pass writes."""
-        self.remembered = [
-            i for i in self.statistics if trace.tensors[trace.operands[i]].value in _behind_results(trace)
-        ]
+        behind = _behind_results(trace) if self.statistics else set[int]()
+        self.remembered = [i for i in self.statistics if trace.tensors[trace.operands[i]].value in behind]
         """The written captured tensors whose previous values affect results or gradients (BatchNorm's do not)."""
         late = {t for node in _computed(schedule.backward) for t in graph.nodes[node].inputs}
         versions = {trace.operands[i]: i for i in self.statistics} | {t: i for t, i in trace.versions if i in written}

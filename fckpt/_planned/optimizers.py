@@ -19,11 +19,10 @@ from torch import optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fckpt._call.levels import below_autograd
-from fckpt._memory import measure_peak
 from fckpt._trace.operations import Call, TensorSpec
 from fckpt._trace.updates import runs
 from fckpt.cost.calls import OpCost, named, register_cost
-from fckpt.cost.measured import _isolated, _run
+from fckpt.cost.measured import _isolated, _run, _temporaries
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = ["Updates", "check_optimizer"]
@@ -262,9 +261,9 @@ class Updates:
             def later() -> None:
                 self._run(sibling, made, gradient)
 
-            found = measure_peak(first, device)
+            at_first, _ = _temporaries(first, device)
             seconds, temporary, _ = _run(later, device, 10)
-        return OpCost(seconds, 4 * parameter.numel(), temporary), found.peak_bytes - found.retained_bytes
+        return OpCost(seconds, 4 * parameter.numel(), temporary), at_first
 
 
 class _Layout:
