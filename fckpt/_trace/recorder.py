@@ -27,6 +27,7 @@ from fckpt._call.results import View
 from fckpt._capture.sources import Source, current
 from fckpt._trace.lifetimes import Lifetimes, Sums
 from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, statistics_of
+from fckpt._trace.repeated import RepeatedCalls
 from fckpt._trace.stand_ins import WAY_OUT, StandIn, as_computed, check_dense, storage_without_memory, viewing
 from fckpt.errors import TraceError
 
@@ -58,6 +59,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.fake.cache_enabled = False  # cached results may have a smaller storage (aten.copy of a row, torch 2.13)
+        self.repeated = RepeatedCalls(self.fake)
         self.calls: list[Recorded] = []
         self.lifetimes = Lifetimes(self.calls)
         self.sums = Sums()
@@ -324,8 +326,11 @@ class Recorder(TorchDispatchMode):
 
         sent = _mapped(args, fake_of), {k: _mapped(v, fake_of) for k, v in kwargs.items()}
         written = _written(func, args, kwargs)
-        with self.fake:
-            result = func(*sent[0], **sent[1])
+        if written:
+            with self.fake:
+                result = func(*sent[0], **sent[1])
+        else:
+            result = self.repeated(func, *sent)
         if any(self._of(t).shape != t.shape for t in written):
             raise TraceError(f"{current()}: {func} changes the size of a tensor in place. {WAY_OUT}")
         found = _flat(result)
