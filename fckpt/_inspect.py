@@ -27,6 +27,7 @@ from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
 from fckpt.policies.decisions import PolicyLike, as_policy
 from fckpt.policies.named import reductions_saveable
 from fckpt.report.table import Residual, format_residuals
+from fckpt.solve._known_orders import remembering
 
 __all__ = ["ParetoPoint", "pareto", "plan", "print_saved_residuals", "saved_residuals", "stats"]
 
@@ -146,18 +147,18 @@ def pareto(
         raise ArgumentValueError(f"pareto needs at least 2 points, not {points!r}.")
     tile = check_tile(tile, 1.0)
     looked = _Looked(fn, args, kwargs, costs, outputs, (donate_argnums, donate_argnames))
-    plain = looked.plan(policy, 1.0, solver)
-    most = plain.baseline_peak_bytes
-    try:
-        looked.plan(policy, 1, solver, None, tile, hint=False)
-        least = 1
-    except BudgetError as error:
-        least = error.least_bytes
     found: list[ParetoPoint] = []
-    for i in range(points):
-        budget = round(least * (most / least) ** (i / (points - 1))) if least < most else most
-        made = looked.plan(policy, max(budget, least), solver, None, tile)
-        found.append(ParetoPoint(made.peak_bytes, made.overhead, made))
+    with remembering():
+        most = looked.plan(policy, 1.0, solver).baseline_peak_bytes
+        try:
+            looked.plan(policy, 1, solver, None, tile, hint=False)
+            least = 1
+        except BudgetError as error:
+            least = error.least_bytes
+        for i in range(points):
+            budget = round(least * (most / least) ** (i / (points - 1))) if least < most else most
+            made = looked.plan(policy, max(budget, least), solver, None, tile)
+            found.append(ParetoPoint(made.peak_bytes, made.overhead, made))
     found.sort(key=lambda point: (point.peak_bytes, point.overhead))
     best: list[ParetoPoint] = []
     for point in found:

@@ -31,6 +31,7 @@ from fckpt._trace.trace import is_tracing
 from fckpt._trace.untraceable import HigherOrderError
 from fckpt._trace.updates import Ending, running
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError, TraceError, name_of
+from fckpt.solve._known_orders import remembering
 from fckpt.spmd.mesh import mesh_in_use
 
 __all__ = ["TrainingStep", "step"]
@@ -333,6 +334,7 @@ class TrainingStep:
         found = self._captured(part, place, of_graph)
         return checked(lambda place: self._of_python(arguments, place)[:2]) if found is None else found
 
+    @remembering()
     def _fitting(self, make: Callable[[_Place], tuple[Program, Ending]], place: _Place) -> tuple[Program, Ending]:
         """Returns the program of a microbatch that runs next; another one than later if the first updates need it.
 

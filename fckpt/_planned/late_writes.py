@@ -17,6 +17,7 @@ from fckpt.errors import BudgetError
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Compute, Schedule, schedule_of
 from fckpt.graph.simulation import simulate
+from fckpt.solve._known_orders import remembering
 from fckpt.solve.core.rules import Rules, peak_of
 from fckpt.solve.core.starts import backward_orders, save_everything
 
@@ -116,6 +117,7 @@ def _smaller(nbytes: int) -> tuple[int, ...]:
     return int(nbytes * 0.99), int(nbytes * 0.95)
 
 
+@remembering()
 def solved_with_writes(
     graph: Graph, nbytes: int, solver: str, torch_version: str, time_limit: float | None = None
 ) -> Plan:

@@ -39,18 +39,15 @@ from math import inf
 from fckpt.errors import users_stacklevel
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule, schedule_of
-from fckpt.solve._chen import segment_orders
-from fckpt.solve._greedy import fit, lowered
-from fckpt.solve._hierarchy import Chain, ChainSolver
-from fckpt.solve._min_cut import PRICES, cheapest, near_budget
+from fckpt.solve._greedy import fit
+from fckpt.solve._known_orders import STARTS_PER_SIDE, KnownOrders, by_peak, known_orders
+from fckpt.solve._min_cut import near_budget
 from fckpt.solve._moments import ProgramEffort, moment_orders, usual_effort
 from fckpt.solve._policy import policy
-from fckpt.solve._revolve import binomial_orders
-from fckpt.solve._rotor import Curve, curves
+from fckpt.solve._rotor import Curve
 from fckpt.solve._save_all import save_all
-from fckpt.solve.core.rules import Order, Rules, over_budget, peak_of, seconds_of
-from fckpt.solve.core.starts import Start, backward_orders, measured, save_everything_orders, segmented
-from fckpt.solve.proofs.bounds import least_peak
+from fckpt.solve.core.rules import Order, over_budget, peak_of, seconds_of
+from fckpt.solve.core.starts import Start, measured
 from fckpt.solve.proofs.certificate import PROOF, certified, quick
 from fckpt.solve.repair.search import Search
 
@@ -60,8 +57,6 @@ GOOD_ENOUGH = 1e-4
 """The search ends at a plan that exceeds the lower bound by at most this fraction of the step's time."""
 OPTIMAL = 1e-6
 """A plan that exceeds the lower bound by at most this fraction of the step's time counts as optimal."""
-LARGE = 20_000
-"""For graphs of more nodes that repeat themselves, only chains of blocks are planned."""
 
 MOVES_PER_SECOND = 12_000.0
 """Moves that a slow core weighs per second. It converts a time limit into a reproducible effort."""
@@ -90,8 +85,6 @@ class _Limits:
     """Moves of one repair if a feasible plan is known already."""
     recompute_ratio: float = 1.5
     """A repair is abandoned when its recomputations take this many times as long as those of the best plan."""
-    starts_per_side: int = 2
-    """Number of feasible starts, and of infeasible ones, to repair in a family."""
     far_ratio: float = 1.02
     """Peaks are lowered first if all peaks known before repairs exceed this many times the budget."""
 
@@ -138,21 +131,29 @@ def auto(
     if budget is None:
         decided = any(value.decision for value in graph.values)
         return policy(graph) if decided else save_all(graph)
-    rules = Rules(graph)
-    plain = save_everything_orders(rules)
-    if peak_of(rules, plain[0]) <= budget:
-        return schedule_of(graph, *plain[0])
+    limits = _Limits.of(graph, time_limit)
+    known = known_orders(graph, lambda: KnownOrders(graph, 2 * limits.failed_repair_moves))
+    key = (budget, time_limit, seed)
+    if key not in known.found:
+        known.found[key] = _solved(known, budget, limits, seed, watch or _ignore)
+    return known.found[key]
+
+
+def _solved(
+    known: KnownOrders, budget: int, limits: _Limits, seed: int, tell: Callable[[str, int, int], object]
+) -> Schedule:
+    rules, graph = known.rules, known.graph
+    if peak_of(rules, known.plain[0]) <= budget:
+        return schedule_of(graph, *known.plain[0])
     fitted: list[Order] = []
     found = fitted
-    tell = watch if watch is not None else _ignore
     tell_if_slow = tell if len(graph.nodes) > NODES_PER_SECOND else _ignore
     try:
         tell_if_slow("proving a bound", 0, 0)
-        limits = _Limits.of(graph, time_limit)
         bound, certificates = certified(graph, budget, effort=quick(graph))
         enough = bound.seconds + GOOD_ENOUGH * graph.seconds
         tell_if_slow("looking for plans to start from", 0, 0)
-        starts = _Starts(rules, budget, limits, plain, certificates)
+        starts = _Starts(known, budget, limits, certificates)
         for order in starts.feasible(enough):
             fitted.append(order)  # one by one, so that an interrupt keeps the plans found so far
             tell_if_slow("plans to start from", len(fitted), 0)
@@ -180,78 +181,29 @@ def _ignore(*_: object) -> None:
 class _Starts:
     """The starts of one graph for one budget, in families that are computed only if they are needed."""
 
-    def __init__(
-        self, rules: Rules, budget: int, limits: _Limits, plain: list[Order], certificates: list[Order]
-    ) -> None:
+    def __init__(self, known: KnownOrders, budget: int, limits: _Limits, certificates: list[Order]) -> None:
         """Chooses the families.
 
         Args:
-            rules: the rules of the graph.
+            known: the orders of the graph that do not depend on the budget.
             budget: bytes.
             limits: the limits of repairs and programs.
-            plain: the orders that save everything, the lowest peak first.
             certificates: the orders that were found while the lower bound was proven.
         """
-        self.rules, self.budget, self.limits = rules, budget, limits
-        self.plain, self.certificates = plain, certificates
-        self.least_peak = least_peak(rules.graph)
-        self.blocks_only = len(rules.graph.nodes) > LARGE and self.chain.repeats
+        self.known, self.rules, self.budget, self.limits = known, known.rules, budget, limits
+        self.certificates = certificates
         self.families: tuple[Callable[[], Iterable[Order]], ...] = (
             (self._of_certificates, self._of_blocks, self._of_plain)
-            if self.blocks_only
+            if known.blocks_only
             else (self._of_programs, self._of_cuts_and_chains, self._of_blocks)
         )
         """Each family has its own choice of starts near the budget: plans of blocks are so close to each other that
         they would leave no room for other starts."""
 
-    # ---- orders, by method ----------------------------------------------------------------------------
-
-    @functools.cached_property
-    def minimum_cuts(self) -> list[Order]:
-        """Minimum cuts at several prices."""
-        return [] if self.blocks_only else [cheapest(self.rules, price) for price in PRICES]
-
-    @functools.cached_property
-    def chains(self) -> list[Curve]:
-        """Optimal schedules of chains."""
-        return [] if self.blocks_only else curves(self.rules)
-
-    @functools.cached_property
-    def chain(self) -> Chain:
-        """The graph as a chain of blocks."""
-        return Chain(self.rules)
-
-    @functools.cached_property
-    def blocks(self) -> list[Curve]:
-        """Optimal schedules of the chain of blocks, if blocks repeat."""
-        return ChainSolver().curves(self.chain) if self.chain.repeats else []
-
     @functools.cached_property
     def blocks_near_budget(self) -> list[Start]:
         """The schedules of the chain of blocks next to the budget."""
-        return measured(self.rules, _around(self.blocks, self.budget))
-
-    @functools.cached_property
-    def segments(self) -> list[Start]:
-        """Saving everything, and segments, also nested, with the recorded order of the backward pass."""
-        return measured(self.rules, (*self.plain, *segmented(self.rules)))
-
-    @functools.cached_property
-    def common(self) -> list[Start]:
-        """The starts that do not depend on the budget."""
-        if self.blocks_only:
-            return measured(self.rules, self.plain)
-        return [*self.segments, *measured(self.rules, (*segment_orders(self.rules), *self.minimum_cuts))]
-
-    @functools.cached_property
-    def spread(self) -> list[Start]:
-        """Some schedules of the chains, down to the smallest."""
-        return measured(self.rules, (order for curve in (*self.blocks, *self.chains) for order in curve.spread()))
-
-    @functools.cached_property
-    def binomials(self) -> list[Start]:
-        """Binomial schedules, which need the fewest bytes."""
-        return measured(self.rules, binomial_orders(self.rules))
+        return measured(self.rules, _around(self.known.blocks, self.budget))
 
     # ---- families -------------------------------------------------------------------------------------
 
@@ -261,24 +213,27 @@ class _Starts:
     def _of_programs(self) -> Iterator[Order]:
         """Yields the starts that integer programs make for the budget."""
         yield from self.certificates
-        yield from moment_orders(self.rules, self.plain, self.budget, self.limits.programs)
+        yield from moment_orders(self.rules, self.known.plain, self.budget, self.limits.programs)
 
     def _of_cuts_and_chains(self) -> Iterator[Order]:
         """Yields the fastest feasible starts, the smallest infeasible ones that are faster, and saving everything."""
-        near = (*_around(self.chains, self.budget), *near_budget(self.rules, self.minimum_cuts, self.budget))
-        yield from self._nearest([*self.common, *measured(self.rules, near)])
-        yield from self.plain
+        near = (
+            *_around(self.known.chains, self.budget),
+            *near_budget(self.rules, self.known.minimum_cuts, self.budget),
+        )
+        yield from self._nearest([*self.known.common, *measured(self.rules, near)])
+        yield from self.known.plain
 
     def _of_blocks(self) -> Iterator[Order]:
         return self._nearest(self.blocks_near_budget)
 
     def _of_plain(self) -> Iterable[Order]:
         """Returns the orders that save everything if no schedule of the blocks is feasible."""
-        return self.plain if all(start.peak_nbytes > self.budget for start in self.blocks_near_budget) else ()
+        return self.known.plain if all(start.peak_nbytes > self.budget for start in self.blocks_near_budget) else ()
 
     def _nearest(self, starts: Iterable[Start]) -> Iterator[Order]:
         """Yields the fastest feasible starts, and the smallest infeasible ones that are faster."""
-        ranked, count = _by_peak(starts), self.limits.starts_per_side
+        ranked, count = by_peak(starts), STARTS_PER_SIDE
         inside = sorted((s for s in ranked if s.peak_nbytes <= self.budget), key=lambda start: start.seconds)[:count]
         fastest = inside[0].seconds if inside else inf
         outside = [s for s in ranked if s.peak_nbytes > self.budget and s.seconds < fastest][:count]
@@ -297,7 +252,7 @@ class _Starts:
             BudgetError: no order is found that fits.
         """
         rules, budget, limit, fastest, wasted = self.rules, self.budget, inf, inf, 0
-        possible = self.least_peak <= budget and enough < inf
+        possible = self.known.least_peak <= budget and enough < inf
         if not possible or self._is_far():  # before integer programs are solved in vain
             self._check()
         for family in self.families if possible else ():
@@ -310,23 +265,23 @@ class _Starts:
                     wasted += moves
                 else:
                     fastest = min(fastest, seconds_of(rules, order))
-                    limit = self.limits.recompute_ratio * (fastest - seconds_of(rules, self.plain[0]))
+                    limit = self.limits.recompute_ratio * (fastest - seconds_of(rules, self.known.plain[0]))
                     yield order
             if fastest <= enough:
                 return
         if fastest == inf:
             self._check()
-            yield fit(rules, self.least, budget)[0] or self.least
+            yield fit(rules, self.known.least, budget)[0] or self.known.least
 
     def last(self) -> list[Order]:
         """Returns feasible orders from the integer program that proves the bound, and from an unlimited repair."""
-        if self.blocks_only:
+        if self.known.blocks_only:
             return []  # repairing the plan that saves everything would take longer than all other steps
         rules = self.rules
         effort = quick(rules.graph)._replace(branches=PROOF.branches, gap=PROOF.gap)
         proved = certified(rules.graph, self.budget, effort=effort).plans
         orders = [order for order in proved if peak_of(rules, order) <= self.budget]
-        repaired, _ = fit(rules, self.plain[0], self.budget)
+        repaired, _ = fit(rules, self.known.plain[0], self.budget)
         return orders if repaired is None else [*orders, repaired]
 
     def _is_far(self) -> bool:
@@ -335,55 +290,20 @@ class _Starts:
 
     def _unrepaired(self) -> Iterator[Start]:
         """Yields all orders that are known before repairs; methods that take longest come last."""
-        yield from measured(self.rules, (*self.certificates, *self.minimum_cuts))
-        yield from self.common
-        yield from self.spread
-        yield from self.binomials
-
-    # ---- the least peak -------------------------------------------------------------------------------
-
-    @functools.cached_property
-    def least(self) -> Order:
-        """The order with the lowest peak."""
-        return min(self._smallest(), key=lambda order: peak_of(self.rules, order))
+        yield from measured(self.rules, (*self.certificates, *self.known.minimum_cuts))
+        yield from self.known.common
+        yield from self.known.spread
+        yield from self.known.binomials
 
     def _check(self) -> None:
         """Raises `BudgetError` if the order with the lowest peak exceeds the budget."""
-        if peak_of(self.rules, self.least) > self.budget:
+        if peak_of(self.rules, self.known.least) > self.budget:
             graph = self.rules.graph
-            raise over_budget(graph, schedule_of(graph, *self.least), self.budget, "auto", least_peak=self.least_peak)
-
-    def _smallest(self) -> Iterator[Order]:
-        """Yields orders whose peaks repairs have lowered as far as possible."""
-        weighed = 0
-        done: list[Order] = []
-        for start in self._to_lower():
-            if start not in done:
-                order, moves = lowered(self.rules, start)
-                weighed += moves
-                done.append(start)
-                yield order
-            if weighed > 2 * self.limits.failed_repair_moves:
-                return  # before the next start is computed
-
-    def _to_lower(self) -> Iterator[Order]:
-        """Yields the orders with the smallest peaks, and last the one of `greedy`, which may become smaller still."""
-        for starts in ([*self.common, *self.spread], self.binomials):
-            yield from (start.order for start in _by_peak(starts)[: self.limits.starts_per_side])
-        if not self.blocks_only:
-            orders = backward_orders(self.rules)[1:]
-            others = measured(self.rules, (plan for order in orders for plan in segmented(self.rules, order)))
-            yield min([*self.segments, *others], key=lambda start: start.peak_nbytes).order
+            raise over_budget(
+                graph, schedule_of(graph, *self.known.least), self.budget, "auto", least_peak=self.known.least_peak
+            )
 
 
 def _around(chains: list[Curve], budget: int) -> Iterator[Order]:
     """Yields the schedules of chains next to the budget."""
     return (order for curve in chains for order in curve.around(budget))
-
-
-def _by_peak(starts: Iterable[Start]) -> list[Start]:
-    """Returns starts by ascending peak, without later ones of equal peak and seconds."""
-    found: dict[tuple[int, float], Order] = {}
-    for peak, seconds, order in starts:
-        found.setdefault((peak, seconds), order)
-    return [Start(*key, found[key]) for key in sorted(found)]
