@@ -35,6 +35,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.utils import dynamo_timed, get_metrics_context, set_torch_function_mode_stack
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch.fx.experimental import _config as shapes_config
 from torch.overrides import _get_current_function_mode_stack
 
 from fckpt import _tree as tree
@@ -205,7 +206,8 @@ class Captured:
             return f"the keyword arguments were {', '.join(self.keywords)}, and are {', '.join(kwargs)}"
         if found.result:
             return self._classes.changed() or self.builtins.changed() or "the layout of a tensor"
-        return "; ".join(_explained(part) for part in found.verbose_code_parts)
+        failing = [part for part in found.verbose_code_parts if not _holds(part, this, function, args, kwargs)]
+        return "; ".join(_explained(part) for part in failing or found.verbose_code_parts)
 
     def bound(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphFunction:
         """Binds the graph to the inputs of a call, without making the call."""
@@ -281,7 +283,7 @@ def capture(entry: Entry, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         output, guards, names, builtin_names = _captured(taken, args, kwargs, below, dynamic=True)
     except CaptureError:
-        # Dynamo makes a number that has changed once an input of the graph, which some code does not allow.
+        # Sizes and numbers that are inputs of the graph: some code does not allow that.
         output, guards, names, builtin_names = _captured(taken, args, kwargs, below, dynamic=False)
     captured = Captured(entry, taken, (args, kwargs), output, guards, below)
     captured.keywords, captured._names, captured.builtins = tuple(kwargs), names, builtin_names
@@ -335,7 +337,8 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
     """Configures Dynamo for a capture; yields the function modes that are active outside."""
     places = (logging, logging.Logger)
     ignored = {f for place in places for name in _LOGGING if (f := getattr(place, name, None))}
-    patch = {**_SETTINGS, "ignore_logging_functions": ignored, "automatic_dynamic_shapes": dynamic}
+    sizes = {"automatic_dynamic_shapes": dynamic, "assume_static_by_default": not dynamic}
+    patch = {**_SETTINGS, **sizes, "ignore_logging_functions": ignored}
     with contextlib.ExitStack() as stack:
         stack.enter_context(get_metrics_context())
         stack.enter_context(dynamo_timed("fckpt_capture"))
@@ -344,6 +347,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         if torch.torch_version.TorchVersion(torch.__version__) >= (2, 12):  # torch 2.11 does this for each frame
             stack.enter_context(torch_function_mode_stack_state_mgr)
         stack.enter_context(config.patch(**patch))
+        stack.enter_context(shapes_config.patch(use_duck_shape=False))  # sizes that are equal now may differ later
         stack.enter_context(absences_guarded())
         stack.enter_context(certain_comparisons())
         stack.enter_context(undecomposed())
@@ -372,6 +376,15 @@ def _input(source: Any, taken: tuple[Any, Any, Any]) -> Input:
     if _PASSED.fullmatch(text):  # an argument itself, not a tensor held by a module that is an argument
         return Input(_readable(text), True)
     return Input(_readable(text, taken[1]), False)
+
+
+def _holds(part: str, this: Any, fn: Any, args: Any, kwargs: Any) -> bool:
+    """Whether one of several conditions on sizes holds, which Dynamo checks together."""
+    names = {"L": {"fn": fn, "this": this, "args": args, "kwargs": kwargs}, "__builtins__": {}}
+    try:
+        return bool(eval(part.partition("  # ")[0], names))
+    except Exception:  # a condition on something else, with functions of Dynamo
+        return False
 
 
 def _explained(part: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -99,13 +100,17 @@ class Stats:
     """Seconds spent on capturing, tracing and solving."""
 
 
+_SIZES = re.compile(r"size mismatch|stride mismatch|\.size\(\)|\.stride\(\)")
+
+
 class Ledger:
     """The counts of one region, and the warnings that it has issued."""
 
     def __init__(self) -> None:
         self.stats = Stats(fallbacks={}, seconds={"capture": 0.0, "trace": 0.0, "solve": 0.0})
         self._warned: set[str] = set()
-        self._in_a_row = self._hits = 0
+        self._in_a_row = {False: 0, True: 0}
+        self._hits = 0
         self.promised: int | float | str | None = None
         self.name = "a rematerialised function"
         self.expected: Callable[[], int | None] = lambda: None
@@ -169,12 +174,19 @@ class Ledger:
         )
 
     def captured_again(self, why: str) -> None:
-        """Warns at the third capture in a row, which means that values that the function reads keep changing."""
-        self._in_a_row = 1 if self._hits != self.stats.hits else self._in_a_row + 1
+        """Warns at the third capture in a row, which means that values that the function reads keep changing.
+
+        Captures because of sizes are counted separately, and the eighth is one too many: a size of 0 or 1, and a size
+        with which the Python code takes another branch, have one capture each.
+        """
+        if self._hits != self.stats.hits:
+            self._in_a_row = {False: 0, True: 0}
         self._hits = self.stats.hits
-        if self._in_a_row == 3:
+        about_sizes = bool(_SIZES.search(why))
+        self._in_a_row[about_sizes] += 1
+        if self._in_a_row[about_sizes] == (8 if about_sizes else 3):
             warnings.warn(
-                f"{self.name} is captured for the third time in a row, which takes as long as many steps. Something "
+                f"{self.name} is captured for the {'eighth' if about_sizes else 'third'} time in a row, which takes as long as many steps. Something "
                 f"that it reads has changed: {why or 'no guard tells what'}. Pass what changes as a tensor, or keep it "
                 "out of the function.",
                 PlanWarning,
