@@ -40,7 +40,7 @@ PLANNERS: dict[str, Wrap] = {
     "everything": lambda fn: fckpt.remat(fn, policy=policies.everything_saveable),
     "nothing": lambda fn: fckpt.remat(fn, policy=policies.nothing_saveable),
     "dots": lambda fn: fckpt.remat(fn, policy=policies.dots_saveable),
-    # Not a budget of 1.0: the policy obliges recomputes, and that of a small dropout copies a generator's state of 5 kB.
+    # Not a budget of 1.0: a forced recompute of a small dropout needs the state of a generator, which is 5 kB.
     "preferred": lambda fn: fckpt.remat(fn, policy=PREFERRED, budget="1MiB"),
 }
 
