@@ -140,12 +140,16 @@ def _measured_sizes(trace: Trace, calls: Sequence[Call], storages: Sequence[Sequ
 
 
 def _sizes_of(trace: Trace, call: Call, storages: Sequence[int]) -> dict[int, int]:
-    """Returns the values that a call makes, with their measured bytes."""
+    """Returns the values that a call makes, with their measured bytes.
+
+    A value may have more memory than one storage: the fake of `mkldnn_rnn_layer_backward` returns one tensor as two
+    gradients, where the kernel returns a copy as the second (torch 2.13). Both live until the value is freed.
+    """
     sizes: dict[int, int] = {}
     for tensor, nbytes in zip(call.outputs, storages, strict=False):
         value = -1 if tensor is None else trace.tensors[tensor].value
         if value >= 0 and trace.graph.values[value].producer == call.node:
-            sizes[value] = max(nbytes, sizes.get(value, 0))
+            sizes[value] = nbytes + sizes.get(value, 0)  # a storage that an earlier result shares is measured as 0
     return sizes
 
 

@@ -40,7 +40,8 @@ PLANNERS: dict[str, Wrap] = {
     "everything": lambda fn: fckpt.remat(fn, policy=policies.everything_saveable),
     "nothing": lambda fn: fckpt.remat(fn, policy=policies.nothing_saveable),
     "dots": lambda fn: fckpt.remat(fn, policy=policies.dots_saveable),
-    "preferred": lambda fn: fckpt.remat(fn, policy=PREFERRED, budget=1.0),
+    # Not a budget of 1.0: a forced recompute of a small dropout needs the state of a generator, which is 5 kB.
+    "preferred": lambda fn: fckpt.remat(fn, policy=PREFERRED, budget="1MiB"),
 }
 
 Results = tuple[list[Tensor], Tensor]
@@ -54,17 +55,10 @@ def plainly(experiment: Experiment) -> Results:
         reject()
 
 
-OTHER_FORMULAS = {"prod", "masked_fill", "group_norm"}
-"""PyTorch differentiates these otherwise in a trace, to rounding the same: see tests/opinfo."""
-
-
-def assert_bitwise(expected: Results, got: Results, rounding: float = 0.0) -> None:
+def assert_bitwise(expected: Results, got: Results) -> None:
     assert len(expected[0]) == len(got[0])
     for a, b in zip(expected[0], got[0], strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        if rounding:
-            torch.testing.assert_close(b, a, rtol=rounding, atol=rounding, equal_nan=True)
-            continue
         assert bool(((a == b) | (a.isnan() & b.isnan())).all()), f"off by {(a - b).abs().max():.2g}"
     assert torch.equal(expected[1], got[1]), "the generator ends elsewhere"
 
@@ -94,15 +88,12 @@ def test_a_program_that_is_planned_as_a_whole_is_bitwise_the_plain_program(plann
     def check(experiment: Experiment) -> None:
         whole = Whole(experiment.program, experiment.stack, experiment.backward)
         expected = plainly(whole)
-        others = any(step.op in OTHER_FORMULAS for step in experiment.program.steps)
-        assert_bitwise(expected, whole.run(PLANNERS[planner]), 1e-11 * others)
-        seen["bitwise"] += not others
+        assert_bitwise(expected, whole.run(PLANNERS[planner]))
         seen["compared"] += 1
         seen["stacked"] += bool(experiment.stack)
 
     check()
     assert seen["compared"] >= 0.8 * PROFILE.max_examples
-    assert seen["bitwise"] >= 0.4 * seen["compared"]  # 9 of the 20 programs, with hypothesis 6.170
     assert seen["stacked"] >= 0.2 * seen["compared"]
 
 
