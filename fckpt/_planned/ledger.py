@@ -184,11 +184,12 @@ class Ledger:
         self._hits = self.stats.hits
         about_sizes = bool(_SIZES.search(why))
         self._in_a_row[about_sizes] += 1
-        if self._in_a_row[about_sizes] == (8 if about_sizes else 3):
+        most, ordinal = (8, "eighth") if about_sizes else (3, "third")
+        if self._in_a_row[about_sizes] == most:
             warnings.warn(
-                f"{self.name} is captured for the {'eighth' if about_sizes else 'third'} time in a row, which takes as long as many steps. Something "
-                f"that it reads has changed: {why or 'no guard tells what'}. Pass what changes as a tensor, or keep it "
-                "out of the function.",
+                f"{self.name} is captured for the {ordinal} time in a row, which takes as long as many steps. "
+                f"Something that it reads has changed: {why or 'no guard tells what'}. Pass what changes as a tensor, "
+                "or keep it out of the function.",
                 PlanWarning,
                 stacklevel=users_stacklevel(),
             )
