@@ -42,6 +42,8 @@ from fckpt import _tree as tree
 from fckpt._call.levels import below_all
 from fckpt._capture import marks
 from fckpt._capture.absences import absences_guarded
+from fckpt._capture.as_plain import Answers
+from fckpt._capture.branches import Branches
 from fckpt._capture.cached import cached_reader
 from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
@@ -150,6 +152,8 @@ class Captured:
         """The torch calls; None if the function makes none, so that it can be called directly."""
         self.below = below
         """Whether the call was captured below levels of torch.func, where Dynamo's guards would reject the wrappers."""
+        self.branches: Branches
+        """The branches that the function took by the data of tensors."""
         self._names: list[str] = []
         self._wrapped: WrappedTensors | None = None
         self._entry = entry
@@ -190,7 +194,8 @@ class Captured:
         _, function, this = self._entry.taken(fn)
         scope = {"fn": function, "this": this, "args": args, "kwargs": kwargs}
         known = self.keywords == tuple(kwargs) and self._guards.check(scope) and self._classes.hold()
-        return known and self.builtins.hold() and (self._wrapped is None or self._wrapped.same(scope))
+        known = known and self.builtins.hold() and (self._wrapped is None or self._wrapped.same(scope))
+        return known and self.branches.hold(scope)
 
     def guard_wrapped(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Adds guards on the layouts of the call's wrapped tensors, as the function sees them."""
@@ -201,12 +206,14 @@ class Captured:
     def why(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Returns a description of the guard that fails for a call, with the user's line; empty if none fails."""
         _, function, this = self._entry.taken(fn)
-        found = self._guards.check_verbose({"fn": function, "this": this, "args": args, "kwargs": kwargs})
+        scope = {"fn": function, "this": this, "args": args, "kwargs": kwargs}
+        found = self._guards.check_verbose(scope)
         if self.keywords != tuple(kwargs):
             return f"the keyword arguments were {', '.join(self.keywords)}, and are {', '.join(kwargs)}"
         if found.result:
-            return self._classes.changed() or self.builtins.changed() or "the layout of a tensor"
-        failing = [part for part in found.verbose_code_parts if not _holds(part, this, function, args, kwargs)]
+            known = self._classes.changed() or self.builtins.changed()
+            return known or self.branches.changed(scope) or "the layout of a tensor"
+        failing = [part for part in found.verbose_code_parts if not _holds(part, scope)]
         return "; ".join(_explained(part) for part in failing or found.verbose_code_parts)
 
     def bound(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphFunction:
@@ -265,7 +272,15 @@ class _Bound(BaseException):
     """Raised in place of the graph to end a call as soon as its inputs are known, before any operation has run."""
 
 
-def capture(entry: Entry, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, below: bool = False) -> Captured:
+def capture(
+    entry: Entry,
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    below: bool = False,
+    data: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+) -> Captured:
     """Captures a call without running it.
 
     Args:
@@ -275,43 +290,77 @@ def capture(entry: Entry, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         kwargs: the keyword arguments, under the same condition.
         below: whether the capture must be valid for wrappers of torch.func. If so, Dynamo's guards do not cover
             tensors, and the caller must call `Captured.guard_wrapped` with the wrappers.
+        data: the arguments as the caller passed them, if `args` and `kwargs` have other data.
 
     Raises:
         CaptureError: Dynamo cannot capture the function, or the captured graph would be wrong at the next call.
     """
     taken = entry.taken(fn)
-    try:
-        output, guards, names, builtin_names = _captured(taken, args, kwargs, below, dynamic=True)
-    except CaptureError:
-        # Sizes and numbers that are inputs of the graph: some code does not allow that.
-        output, guards, names, builtin_names = _captured(taken, args, kwargs, below, dynamic=False)
-    captured = Captured(entry, taken, (args, kwargs), output, guards, below)
-    captured.keywords, captured._names, captured.builtins = tuple(kwargs), names, builtin_names
-    patched = patched_methods(output.graph_capture_output.traced_code)
-    if patched:
-        raise CaptureError(f"Tensor.{patched[0]} was replaced by another function")
-    _check_inputs(captured)
-    return captured
+    places = _scope(taken, *(data or (args, kwargs)))
+    answers = Answers()
+    first: CaptureError | None = None
+    # Sizes and numbers that are inputs of the graph: some code does not allow that.
+    for dynamic in (True, False):
+        while True:
+            attempt = _Attempt(taken, below, dynamic, answers, Branches(taken[0].__globals__, places))
+            try:
+                return attempt.captured(entry, args, kwargs)
+            except CaptureError as error:
+                first = first or error
+                if not answers.concede():
+                    break
+    raise first
 
 
-def _captured(
-    taken: tuple[Any, Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], below: bool, *, dynamic: bool
-) -> tuple[Any, Any, list[str], BuiltinNames]:
-    """Returns Dynamo's output, its guards, the names of tensors without a guard (below levels), and built-in names."""
-    names: list[str] = []
-    try:
-        with shadows_guarded() as builtin_names, _settings(dynamic) as modes, marks.capturing():
-            output = convert_frame.fullgraph_capture(taken[0], (taken[1], taken[2], args, kwargs))
-            filtered = functools.partial(without_tensors, names=names)
-            hooks = Hooks(guard_filter_fn=filtered) if below else Hooks()
-            with _function_modes(modes):
-                guards = output.graph_capture_output.build_guards(taken[0].__code__, hooks=hooks).guard_manager
-                return output, guards, names, builtin_names
-    except TorchDynamoException as error:
-        raise CaptureError(_reason(error)) from error
-    except Exception as error:
-        # An error that the user's code raises, or a defect in Dynamo.
-        raise CaptureError(f"{type(error).__name__}: {error}") from error
+def _scope(taken: tuple[Any, Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of the entry by name, as guards read them."""
+    return {"fn": taken[1], "this": taken[2], "args": args, "kwargs": kwargs}
+
+
+class _Attempt:
+    """One way to capture a call."""
+
+    def __init__(self, taken: tuple[Any, Any, Any], below: bool, dynamic: bool, answers: Answers, branches: Branches):
+        self.taken = taken
+        self.below = below
+        self.dynamic = dynamic
+        self.answers = answers
+        self.branches = branches
+
+    def captured(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+        output, guards, names, builtin_names = self._run(args, kwargs)
+        captured = Captured(entry, self.taken, (args, kwargs), output, guards, self.below)
+        captured.keywords, captured.branches = tuple(kwargs), self.branches
+        captured._names, captured.builtins = names, builtin_names
+        patched = patched_methods(output.graph_capture_output.traced_code)
+        if patched:
+            raise CaptureError(f"Tensor.{patched[0]} was replaced by another function")
+        _check_inputs(captured)
+        return captured
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, list[str], BuiltinNames]:
+        """Returns Dynamo's output, its guards, the names of tensors without a guard (below levels), and built-in
+        names.
+        """
+        taken, names = self.taken, list[str]()
+        try:
+            with contextlib.ExitStack() as stack:
+                builtin_names = stack.enter_context(shadows_guarded())
+                modes = stack.enter_context(_settings(self.dynamic))
+                stack.enter_context(self.answers.given())
+                stack.enter_context(self.branches.decided())
+                stack.enter_context(marks.capturing())
+                output = convert_frame.fullgraph_capture(taken[0], (taken[1], taken[2], args, kwargs))
+                filtered = functools.partial(without_tensors, names=names)
+                hooks = Hooks(guard_filter_fn=filtered) if self.below else Hooks()
+                with _function_modes(modes):
+                    guards = output.graph_capture_output.build_guards(taken[0].__code__, hooks=hooks).guard_manager
+                    return output, guards, names, builtin_names
+        except TorchDynamoException as error:
+            raise CaptureError(_reason(error)) from error
+        except Exception as error:
+            # An error that the user's code raises, or a defect in Dynamo.
+            raise CaptureError(f"{type(error).__name__}: {error}") from error
 
 
 def _check_inputs(captured: Captured) -> None:
@@ -378,11 +427,10 @@ def _input(source: Any, taken: tuple[Any, Any, Any]) -> Input:
     return Input(_readable(text, taken[1]), False)
 
 
-def _holds(part: str, this: Any, fn: Any, args: Any, kwargs: Any) -> bool:
+def _holds(part: str, scope: dict[str, Any]) -> bool:
     """Whether one of several conditions on sizes holds, which Dynamo checks together."""
-    names = {"L": {"fn": fn, "this": this, "args": args, "kwargs": kwargs}, "__builtins__": {}}
     try:
-        return bool(eval(part.partition("  # ")[0], names))
+        return bool(eval(part.partition("  # ")[0], {"L": scope, "__builtins__": {}}))
     except Exception:  # a condition on something else, with functions of Dynamo
         return False
 

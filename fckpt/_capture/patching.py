@@ -10,8 +10,8 @@ __all__ = ["patched"]
 
 
 @contextlib.contextmanager
-def patched(owner: type, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replaces a method, which the class `owner` itself must define, by `wrapped(method)` within the body."""
+def patched(owner: Any, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replaces a function, which the class or module `owner` itself must define, by `wrapped` of it within the body."""
     method = vars(owner)[name]
     setattr(owner, name, wrapped(method))
     try:

@@ -213,7 +213,7 @@ class Planner:
         with self.ledger.timed("capture"):
             try:
                 with below_levels(fn, args, kwargs) if below else contextlib.nullcontext((args, kwargs)) as (a, k):
-                    made = capture(self._entry, fn, a, k, below=below)
+                    made = capture(self._entry, fn, a, k, below=below, data=(args, kwargs))
             except CaptureError as error:
                 self.refusals[below] = str(error)
                 return None

@@ -1,0 +1,283 @@
+"""Branches on the data of tensors that a call is given: a capture takes the branch of its call, and guards the outcome.
+
+Models look at their masks, for example: `if mask.all():` leaves out a mask of ones, so that a faster kernel runs. Such
+a condition can be computed before each call, because it depends only on the call's integer and boolean tensors. If the
+outcome is another one, the capture is not valid for the call.
+
+A condition that depends on floating point tensors (activations, parameters) changes in the course of the training and
+would need the model's operations to be computed, so such a branch cannot be captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C._functorch import is_batchedtensor
+from torch._dynamo import guards
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import builtin
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.tensor import TensorVariable
+
+from fckpt._call.ambient import without_modes
+from fckpt._call.levels import layers, out_of_reach
+from fckpt._call.rng import RandomState
+from fckpt._capture.patching import patched
+from fckpt._capture.wrapped import name_of
+
+__all__ = ["Branches"]
+
+_MOST_CALLS = 64
+"""The most calls that a condition may consist of."""
+_MOST_CONDITIONS = 64
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class _Condition:
+    """A condition on the data of tensors, as a graph of torch calls, with its outcome in the captured call."""
+
+    def __init__(self, graph: fx.Graph, names: list[str], scope: dict[str, Any], line: str):
+        known = {**guards._get_closure_vars(), "G": scope}
+        self._read = eval(f"lambda L: ({''.join(name + ', ' for name in names)})", known)
+        self._compute = fx.GraphModule({}, graph)
+        self.line = line
+        self.outcome = False
+
+    def evaluated(self, places: dict[str, Any]) -> bool | None:
+        """Returns the outcome for a call; None if it cannot be known.
+
+        It cannot be known if the tensors have no data, if they are batches of `vmap`, or while a device graph is being
+        recorded, which allows no read of data.
+        """
+        tensors = []
+        for tensor in self._read(places):
+            below = list(layers(tensor))
+            bottom = below[-1]
+            if type(bottom) not in _PLAIN or bottom.is_meta or any(map(is_batchedtensor, below)):
+                return None
+            if bottom.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None
+            tensors.append(bottom)
+        with out_of_reach(), without_modes(), torch.no_grad():
+            return bool(self._compute(*tensors))
+
+
+class Branches:
+    """The conditions that a capture has met, with their outcomes."""
+
+    def __init__(self, scope: dict[str, Any], places: dict[str, Any]):
+        """Begins without conditions.
+
+        Args:
+            scope: the globals of the entry, to which Dynamo's expressions for tensors refer as `G`.
+            places: the arguments of the entry in the captured call, to which they refer as `L`.
+        """
+        self._scope = scope
+        self._places = places
+        self._conditions: dict[Any, _Condition] = {}
+
+    def hold(self, places: dict[str, Any]) -> bool:
+        """Whether all conditions have the same outcomes in a call."""
+        return all(c.evaluated(places) is c.outcome for c in self._conditions.values())
+
+    def changed(self, places: dict[str, Any]) -> str:
+        """Returns a description of the first condition with another outcome in a call; empty if there is none."""
+        lines = (c.line for c in self._conditions.values() if c.evaluated(places) is not c.outcome)
+        return next((f"the data of a tensor decides a branch: {line}" for line in lines), "")
+
+    def outcome(self, tx: Any, variable: Any) -> bool | None:
+        """Returns the outcome of a tensor's conversion to bool, and guards it; None if it cannot be known."""
+        value = variable.realize()
+        if not isinstance(value, TensorVariable):
+            return None
+        node = value.proxy.node
+        if node not in self._conditions:
+            made = self._condition(node, tx)
+            if made is None or len(self._conditions) >= _MOST_CONDITIONS:
+                return None
+            self._conditions[node] = made
+        return self._conditions[node].outcome
+
+    def _condition(self, node: fx.Node, tx: Any) -> _Condition | None:
+        calls = _computing(node)
+        if calls is None:
+            return None
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for call in calls:
+            copies[call] = graph.node_copy(call, copies.__getitem__)
+            copies[call].meta = {}  # it refers to the tensors of the capture
+        graph.output(copies[node])
+        names = [name_of(call.meta["grapharg"].source) for call in calls if call.op == "placeholder"]
+        frame = tx.frame_summary()
+        line = f"`{frame.line}` ({frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name})"
+        condition = _Condition(graph, names, self._scope, line)
+        generators = RandomState.capture({example.device for example in map(_example, calls) if example is not None})
+        try:
+            outcome = condition.evaluated(self._places)
+        except Exception:  # the error belongs to the call, which will raise it
+            return None
+        drawn = generators.drawn()
+        if drawn.states:
+            drawn.rewind()
+            return None
+        if outcome is None:
+            return None
+        condition.outcome = outcome
+        return condition
+
+    @contextlib.contextmanager
+    def decided(self) -> Iterator[None]:
+        """Makes Dynamo take, within the body, the branches whose conditions can be computed before a call."""
+        with contextlib.ExitStack() as stack:
+            for owner in _with_subclasses(InstructionTranslatorBase):
+                stack.enter_context(self._jumps(owner))
+            if "generic_bool" in vars(builtin):  # not a method of `BuiltinVariable`: it caches its methods
+                stack.enter_context(patched(builtin, "generic_bool", self._converting))
+            stack.enter_context(patched(TensorVariable, "method_item", self._reading))
+            yield
+
+    @contextlib.contextmanager
+    def _jumps(self, owner: Any) -> Iterator[None]:
+        table = owner.dispatch_table
+        before = list(table)
+        for name, code in dis.opmap.items():
+            if "JUMP" in name and ("IF_TRUE" in name or "IF_FALSE" in name):
+                table[code] = self._jumping(before[code], "IF_TRUE" in name, name.endswith("OR_POP"))
+        table[dis.opmap["UNARY_NOT"]] = self._negating(before[dis.opmap["UNARY_NOT"]])
+        try:
+            yield
+        finally:
+            table[:] = before
+
+    def _jumping(self, original: Callable[..., Any], wanted: bool, keeps: bool) -> Callable[..., Any]:
+        """Wraps the handler of an instruction that jumps if the top of the stack is `wanted`. If it `keeps` the top,
+        it removes the top only if it does not jump.
+        """
+
+        def jump(tx: Any, inst: Any) -> Any:
+            outcome = self.outcome(tx, tx.stack[-1])
+            if outcome is None:
+                return original(tx, inst)
+            if not keeps or outcome != wanted:
+                tx.pop()
+            return tx.jump(inst) if outcome == wanted else None
+
+        return jump
+
+    def _negating(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def negate(tx: Any, inst: Any) -> Any:
+            outcome = self.outcome(tx, tx.stack[-1])
+            if outcome is None:
+                return original(tx, inst)
+            tx.pop()
+            return tx.push(ConstantVariable.create(not outcome))
+
+        return negate
+
+    def _converting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def convert(tx: Any, argument: Any) -> Any:
+            outcome = self.outcome(tx, argument)
+            return original(tx, argument) if outcome is None else _constant(outcome)
+
+        return convert
+
+    def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def item(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            example = _example(variable.proxy.node)
+            is_bool = example is not None and example.dtype == torch.bool
+            outcome = self.outcome(tx, variable) if is_bool and not args and not kwargs else None
+            return original(variable, tx, *args, **kwargs) if outcome is None else _constant(outcome)
+
+        return item
+
+
+_constant = ConstantVariable.create
+
+
+def _with_subclasses(owner: type) -> Iterator[type]:
+    yield owner
+    for subclass in owner.__subclasses__():
+        yield from _with_subclasses(subclass)
+
+
+def _computing(node: fx.Node) -> list[fx.Node] | None:
+    """Returns the inputs and calls from which a graph computes `node`, in order.
+
+    None if there are too many, if one is not a torch function, if an input is not an integer or boolean tensor, or if
+    the graph has written to one of the tensors.
+    """
+    found, todo = {node}, [node]
+    while todo:
+        new = set(todo.pop().all_input_nodes) - found
+        found |= new
+        todo += new
+        if len(found) > _MOST_CALLS:
+            return None
+    inputs = [n for n in found if n.op == "placeholder"]
+    if not all(map(_is_integer_input, inputs)):
+        return None
+    if not all(n.op == "placeholder" or n.op == "call_method" or _is_of_torch(n) for n in found):
+        return None
+    memory = {_storage(n) for n in found}
+    if any(_storage(n) in memory for call in node.graph.nodes for n in _written(call)):
+        return None
+    return [n for n in node.graph.nodes if n in found]
+
+
+def _example(node: fx.Node) -> torch.Tensor | None:
+    example = node.meta.get("example_value")
+    return example if isinstance(example, torch.Tensor) else None
+
+
+def _is_integer_input(node: fx.Node) -> bool:
+    example, given = _example(node), node.meta.get("grapharg")
+    if example is None or given is None or given.source is None or given.pass_arg_as_tensor:
+        return False
+    return not (example.dtype.is_floating_point or example.dtype.is_complex)
+
+
+def _is_of_torch(node: fx.Node) -> bool:
+    """Whether a call is of a function of torch or Python, not of a custom operation or a function of the user."""
+    if node.op != "call_function":
+        return False
+    if type(node.target).__module__ == "torch._ops":
+        return str(node.target).startswith("aten.")
+    return str(getattr(node.target, "__module__", "")).partition(".")[0] in ("torch", "_operator", "builtins", "math")
+
+
+def _storage(node: fx.Node) -> int:
+    example = _example(node)
+    if example is None or example.layout is not torch.strided:
+        return -1 - id(node)  # no other node's
+    return example.untyped_storage()._cdata
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Returns the tensors that a call may write to, by the name of the function."""
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    schema = getattr(target, "_schema", None)
+    if node.op not in ("call_function", "call_method"):
+        return []
+    if getattr(target, "__module__", "") == "_operator":  # which has `and_` too
+        by_name = name in _IN_PLACE_OPERATORS
+    else:
+        by_name = name.strip("_") in _IN_PLACE_OPERATORS if name.endswith("__") else name.endswith("_")
+    if by_name or (schema is not None and schema.is_mutable):
+        return node.all_input_nodes
+    out = node.kwargs.get("out")
+    return [n for n in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(n, fx.Node)]
+
+
+_IN_PLACE_OPERATORS = {
+    "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub", "itruediv",
+    "ixor", "setitem",
+}  # fmt: skip

@@ -1,0 +1,215 @@
+"""Branches on the data of masks: a plan takes the branch of the plain call, and another outcome is another plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchvision_shim  # noqa: F401  before transformers
+from helpers import leaf
+from torch import Tensor
+
+import fckpt
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is captured for the third time:fckpt.PlanWarning")
+
+ONES, SOME = torch.ones(4, 8, dtype=torch.int64), torch.arange(32).view(4, 8) % 3
+
+
+def of_all(x: Tensor, mask: Tensor) -> Tensor:
+    if mask.all():
+        return x.sin().exp().sum()
+    return (x.sin() * mask).exp().sum()
+
+
+def of_not(x: Tensor, mask: Tensor) -> Tensor:
+    full = not (mask == 0).any()
+    return (x.sin() if full else x.cos()).exp().sum() * (2 if full else 3)
+
+
+def of_bool(x: Tensor, mask: Tensor) -> Tensor:
+    return (x.sin() if bool(torch.all(mask == 1)) else x.cos()).exp().sum()
+
+
+def of_item(x: Tensor, mask: Tensor) -> Tensor:
+    return (x.sin() if (mask.sum() == mask.numel()).item() else x.cos()).exp().sum()
+
+
+def of_and(x: Tensor, mask: Tensor) -> Tensor:
+    """The value of an `and` or `or` is the tensor, not a bool."""
+    full = mask.all() and mask.sum()
+    some = mask.all() or mask.any() + 1
+    return (x.sin() * full + some).exp().sum()
+
+
+def of_while(x: Tensor, mask: Tensor) -> Tensor:
+    left = mask % 2
+    while left.all():
+        x, left = x.sin() + 1, left[:, 2:] * (left.shape[1] > 4)
+    return x.exp().sum()
+
+
+def of_made(x: Tensor, mask: Tensor) -> Tensor:
+    made = torch.ones(x.shape, dtype=torch.bool, device=x.device)
+    return of_all(x, mask) if (made & (mask >= 0)).all() and made.all() else x.cos().sum()
+
+
+@pytest.mark.parametrize("fn", [of_made, of_all, of_not, of_bool, of_item, of_and, of_while])
+@pytest.mark.parametrize("transform", ["backward", "grad"])
+def test_each_mask_takes_the_branch_of_the_plain_call(fn: Callable[..., Tensor], transform: str) -> None:
+    planned, x = fckpt.remat(fn, budget=1.0), leaf(torch.randn(4, 8))
+
+    def gradient(fn: Callable[..., Tensor], mask: Tensor) -> Tensor:
+        return torch.func.grad(fn)(x, mask) if transform == "grad" else torch.autograd.grad(fn(x, mask), x)[0]
+
+    for mask in (ONES, SOME, ONES, SOME.roll(1, 1)):
+        assert torch.equal(gradient(planned, mask), gradient(fn, mask))
+    seen = fckpt.stats(planned)
+    assert seen.captures == 2, "one capture for each outcome"
+    assert not seen.fallbacks
+
+
+def test_a_mask_in_a_module_is_guarded() -> None:
+    class Masked(torch.nn.Module):
+        mask: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", ONES.clone())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return of_all(x, self.mask)
+
+    model, x = Masked(), leaf(torch.randn(4, 8))
+    planned = fckpt.remat(model, budget=1.0)
+    for value in (1, 0, 1):
+        model.mask[0, 0] = value
+        assert torch.equal(torch.autograd.grad(planned(x), x)[0], torch.autograd.grad(model(x), x)[0])
+
+
+def test_the_reason_for_a_new_capture_names_the_branch() -> None:
+    planned, x = fckpt.remat(of_all, budget=1.0), leaf(torch.randn(4, 8))
+    planned(x, ONES.to(torch.int32))
+    planned(x, ONES)
+    with pytest.warns(
+        fckpt.PlanWarning, match=r"decides a branch: `if mask\.all\(\):` \(test_branches\.py:\d+ in of_all"
+    ):
+        planned(x, SOME)
+
+
+def activations(x: Tensor, mask: Tensor) -> Tensor:
+    return x.exp().sum() if (x > 0).all() else x.sin().sum()
+
+
+def written(x: Tensor, mask: Tensor) -> Tensor:
+    other = mask + 1
+    other.view(-1)[:3].mul_(2)
+    return x.exp().sum() if other.all() else x.sin().sum()
+
+
+def drawn(x: Tensor, mask: Tensor) -> Tensor:
+    return x.exp().sum() if torch.randint_like(mask, 2).all() else x.sin().sum()
+
+
+@pytest.mark.parametrize("fn", [activations, written, drawn])
+def test_a_branch_on_what_a_guard_cannot_compute_is_refused(fn: Callable[..., Tensor]) -> None:
+    x, state = leaf(torch.randn(4, 8)), torch.get_rng_state()
+    with pytest.raises(fckpt.TraceError, match=rf"test_branches\.py:\d+, in {fn.__name__} .*looks at the data"):
+        fckpt.remat(fn, budget=1.0)(x, ONES.clone())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_batch_of_masks_is_refused_as_by_vmap() -> None:
+    x, masks = torch.randn(2, 4, 8), torch.stack([ONES, ONES])
+    for fn in (of_all, fckpt.remat(of_all, budget=1.0)):
+        with pytest.raises(RuntimeError, match="data-dependent control flow"):
+            torch.vmap(fn)(x, masks)
+    planned = fckpt.remat(of_all, budget=1.0)
+    assert torch.equal(torch.vmap(planned, (0, None))(x, ONES), torch.vmap(of_all, (0, None))(x, ONES))
+
+
+def test_code_that_asks_whether_it_is_compiled_is_told_that_it_is_not() -> None:
+    def fn(x: Tensor, mask: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and mask.all():
+            return x.sin().exp().sum()
+        return (x.sin() * mask).exp().sum()
+
+    plan = fckpt.plan(fn, leaf(torch.randn(4, 8)), ONES)
+    assert not any(node.op == "aten.mul.Tensor" and 1 in node.inputs for node in plan.graph.nodes[:2])
+    assert "exp" in plan.graph.nodes[1].op
+
+
+def test_a_place_that_can_be_captured_only_as_compiled_code_is_told_that_it_is() -> None:
+    import contextvars
+
+    variable: Any = contextvars.ContextVar("variable", default=None)
+
+    def fn(x: Tensor, mask: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            variable.set(3)
+        if not torch.compiler.is_compiling() and mask.all():
+            return x.sin().exp().sum()
+        return (x.sin() * mask).exp().sum()
+
+    planned, x = fckpt.remat(fn, budget=1.0), leaf(torch.randn(4, 8))
+    planned(x, ONES)
+    assert fckpt.stats(planned).captures == 1
+    assert "exp" in fckpt.plan(fn, x, ONES).graph.nodes[1].op
+
+
+def test_tensors_without_data_are_planned_as_before() -> None:
+    with torch.device("meta"):
+        x, mask = torch.randn(4, 8, requires_grad=True), torch.ones(4, 8)
+
+    def fn(x: Tensor, mask: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and mask.bool().all():
+            return x.sin().exp().sum()
+        return (x.sin() * mask).exp().sum()
+
+    assert fckpt.plan(fn, x, mask, costs=fckpt.cost.Analytic(fckpt.cost.profiles["H100"])).peak_bytes > 0
+
+
+# -- Hugging Face ----------------------------------------------------------------------------------------------
+
+SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+def bert(transformers: Any) -> Any:
+    config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return transformers.BertForMaskedLM(config)
+
+
+def llama(transformers: Any) -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2, pad_token_id=0))
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_without_dropout_drops_a_mask_of_ones_as_plain_does(make: Callable[..., Any]) -> None:
+    """Another kernel would run with the mask: other bits (llama), and 14 % more memory."""
+    torch.manual_seed(0)
+    model = make(pytest.importorskip("transformers")).train()
+    ids = torch.randint(3, 99, (4, 64))
+    ones = torch.ones_like(ids)
+    padded = ones.clone()
+    padded[1, 40:] = 0
+    loss = lambda mask: model(input_ids=ids, labels=ids, attention_mask=mask).loss
+    planned = fckpt.remat(loss, budget=0.9)
+
+    def step(fn: Callable[[Tensor], Tensor], mask: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        value = fn(mask)
+        value.backward()
+        return [value.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    for mask in (ones, padded, ones):
+        expected, got = step(loss, mask), step(planned, mask)
+        assert all(map(torch.equal, got, expected))
+        model.zero_grad()
+        peak = fckpt.measure_peak(lambda mask=mask: loss(mask).backward()).peak_bytes
+        baseline = fckpt.plan(loss, mask).baseline_peak_bytes
+        print(f"plain {peak}, baseline {baseline}")
+        assert abs(baseline - peak) <= 0.015 * peak
+    assert fckpt.stats(planned).captures == 2
