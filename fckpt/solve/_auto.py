@@ -11,11 +11,11 @@
    comes first, because then usually nothing fits.
 4. Local search starts from the best plan, and from the next one if that does not help (`search`).
 
-The solver stops at a plan that `certificate` proves to be within `GOOD_ENOUGH` of the optimum. Then it asks
-`certificate` for a better plan, which on smaller graphs is the optimum, and repairs the first start without limits.
-Otherwise optimality is not guaranteed; the certificate says how far from it the plan may be. The least budget is the
-least peak over all starts, and over repairs of the smallest starts for successively lower budgets; it does not depend
-on the requested budget.
+The solver stops at a plan that `certificate` proves to be within `GOOD_ENOUGH` of the optimum, or within `SOON_ENOUGH`
+on graphs that are not small. On small graphs, it then asks `certificate` for a better plan, which is often the optimum,
+and repairs the first start without limits. Otherwise optimality is not guaranteed; the certificate says how far from it
+the plan may be. The least budget is the least peak over all starts, and over repairs of the smallest starts for
+successively lower budgets; it does not depend on the requested budget.
 
 For a graph of more than `LARGE` nodes that repeats itself, only chains of blocks are planned: their plans are repaired
 and pruned, and searched if the limit leaves moves for the search; the default limit does not above 24,000 nodes.
@@ -54,12 +54,21 @@ from fckpt.solve.repair.search import Search
 __all__ = ["auto"]
 
 GOOD_ENOUGH = 1e-4
-"""The search ends at a plan that exceeds the lower bound by at most this fraction of the step's time."""
+"""On small graphs, or with a time limit, the search ends at a plan that exceeds the lower bound by at most this
+fraction of the step's time."""
+SOON_ENOUGH = 2.5e-3
+"""The same for other graphs: what is left would not pay for the seconds of looking for it."""
+PROGRAM_GAIN = 5e-4
+"""Programs on graphs that are not small must lead to plans that are faster by this fraction of the step's time."""
+SMALL = 150
+"""The number of nodes of a small graph."""
 OPTIMAL = 1e-6
 """A plan that exceeds the lower bound by at most this fraction of the step's time counts as optimal."""
 
 MOVES_PER_SECOND = 12_000.0
 """Moves that a slow core weighs per second. It converts a time limit into a reproducible effort."""
+IDLE_MOVES = 2 * MOVES_PER_SECOND
+"""Without a time limit, the search ends after this many moves without a better plan."""
 NODES_PER_SECOND = 400
 """Nodes of a graph for which starts are found per second."""
 EXTRA_REPAIR_SECONDS = 10.0
@@ -74,8 +83,15 @@ DEFAULT_SECONDS = ((100, 5.0), (200, 60.0))
 class _Limits:
     """Effort limits of one call: moves and rows instead of seconds, so that plans do not depend on the machine."""
 
+    missing: float
+    """The fraction of the step's time by which a plan may exceed the lower bound."""
+    program_gain: float
+    """The fraction of the step's time by which a program must lead to a faster plan for further programs to be
+    solved."""
     search_moves: int
     """Moves that the local search weighs."""
+    idle_moves: float
+    """Moves without a better plan after which the search ends."""
     failed_repair_moves: float
     """Moves weighed by failed repairs, after which infeasible starts are skipped. Lowering peaks takes at most twice as
     many."""
@@ -94,8 +110,12 @@ class _Limits:
         count = len(graph.nodes)
         default = max(min(count / rate, most) for rate, most in DEFAULT_SECONDS)
         seconds = default if time_limit is None else time_limit
+        thorough = time_limit is not None or count <= SMALL
         return cls(
+            missing=GOOD_ENOUGH if thorough else SOON_ENOUGH,
+            program_gain=-inf if thorough else PROGRAM_GAIN,
             search_moves=max(0, round(MOVES_PER_SECOND * (seconds - count / NODES_PER_SECOND))),
+            idle_moves=IDLE_MOVES if time_limit is None else inf,
             failed_repair_moves=MOVES_PER_SECOND * default,
             programs=usual_effort(graph, max(1.0, (time_limit or 0.0) / PROGRAM_SECONDS)),
         )
@@ -151,7 +171,7 @@ def _solved(
     try:
         tell_if_slow("proving a bound", 0, 0)
         bound, certificates = certified(graph, budget, effort=quick(graph))
-        enough = bound.seconds + GOOD_ENOUGH * graph.seconds
+        enough = bound.seconds + limits.missing * graph.seconds
         tell_if_slow("looking for plans to start from", 0, 0)
         starts = _Starts(known, budget, limits, certificates)
         for order in starts.feasible(enough):
@@ -160,9 +180,10 @@ def _solved(
         fitted.sort(key=lambda order: seconds_of(rules, order))
         search = Search(rules, fitted, budget, seed)
         found = search.found
-        search.run(limits.search_moves, enough, lambda done, of: tell("moves weighed", done, of))
+        report = lambda done, of: tell("moves weighed", done, of)
+        search.run(limits.search_moves, enough, report, limits.idle_moves)
         missed = min(seconds_of(rules, order) for order in found) - bound.seconds
-        if OPTIMAL * graph.seconds < missed <= GOOD_ENOUGH * graph.seconds:
+        if OPTIMAL * graph.seconds < missed <= GOOD_ENOUGH * graph.seconds and limits.missing == GOOD_ENOUGH:
             found.extend(starts.last())
     except KeyboardInterrupt:
         if not found:
@@ -195,7 +216,7 @@ class _Starts:
         self.families: tuple[Callable[[], Iterable[Order]], ...] = (
             (self._of_certificates, self._of_blocks, self._of_plain)
             if known.blocks_only
-            else (self._of_programs, self._of_cuts_and_chains, self._of_blocks)
+            else (self._of_certificates, self._of_programs, self._of_cuts_and_chains, self._of_blocks)
         )
         """Each family has its own choice of starts near the budget: plans of blocks are so close to each other that
         they would leave no room for other starts."""
@@ -212,7 +233,6 @@ class _Starts:
 
     def _of_programs(self) -> Iterator[Order]:
         """Yields the starts that integer programs make for the budget."""
-        yield from self.certificates
         yield from moment_orders(self.rules, self.known.plain, self.budget, self.limits.programs)
 
     def _of_cuts_and_chains(self) -> Iterator[Order]:
@@ -245,7 +265,7 @@ class _Starts:
         """Yields orders within the budget, at least one.
 
         Args:
-            enough: seconds. Once a family has led to an order that takes at most this long, later families are skipped;
+            enough: seconds. Once a start has led to an order that takes at most this long, later starts are skipped;
                 infinite if it is proven that no order fits.
 
         Raises:
@@ -261,14 +281,17 @@ class _Starts:
                     continue
                 most = self.limits.extra_repair_moves if fastest < inf else inf
                 order, moves = fit(rules, start, budget, limit, most)
+                before = fastest
                 if order is None:
                     wasted += moves
                 else:
                     fastest = min(fastest, seconds_of(rules, order))
                     limit = self.limits.recompute_ratio * (fastest - seconds_of(rules, self.known.plain[0]))
                     yield order
-            if fastest <= enough:
-                return
+                    if fastest <= enough:
+                        return
+                if family == self._of_programs and before - fastest < self.limits.program_gain * rules.graph.seconds:
+                    break  # what is missing is memory for recomputations, of which programs know nothing
         if fastest == inf:
             self._check()
             yield fit(rules, self.known.least, budget)[0] or self.known.least

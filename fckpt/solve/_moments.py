@@ -46,6 +46,8 @@ class ProgramEffort(NamedTuple):
     branches: int = 1
     """The largest number of branches of one program. Even with one branch, HiGHS has good plans from its heuristics,
     but proves a little less."""
+    searches: int = 8
+    """The largest number of searches for violated planes of one program. The first ones raise the bound most."""
     gap: float = 0.05
     """The relative gap, as a fraction of the recomputation time, at which a program may stop."""
     careful: bool = False
@@ -117,7 +119,7 @@ def program_rounds(problem: Problem, first: Moment, budget: int, effort: Program
     program: MomentProgram | None = chain.program([first.node])
     while program is not None:
         rows -= program.rows
-        answer = program.solve(effort.branches, effort.gap)
+        answer = program.solve(effort.branches, effort.gap, effort.searches)
         plan, worst = (None, []) if answer.x is None else chain.planned(program, answer.x)
         yield ProgramRound(proven_seconds(problem, answer, program.columns), plan)
         program = (chain.best if effort.careful else chain.longer)(program, worst, rows)

@@ -175,6 +175,52 @@ def test_a_search_never_returns_a_slower_plan():
     assert len(times) > 3 and times == sorted(times, reverse=True)
 
 
+def test_a_search_ends_after_so_many_moves_without_a_better_plan():
+    rules = Rules(NETWORKS["unet"])
+    budget = int(0.5 * peak(rules.graph))
+    start = next(o for o in segmented(rules) if peak_of(rules, o) <= budget)
+    whole, idle = Search(rules, [start], budget), Search(rules, [start], budget)
+    whole.run(20_000, 0.0)
+    idle.run(20_000, 0.0, idle_moves=1000)
+    assert idle.found == whole.found[: len(idle.found)] and 1000 < idle.moves < whole.moves
+
+
+@pytest.mark.parametrize("fraction", [0.6, 0.4, 0.25])
+def test_larger_graphs_end_at_a_plan_that_is_good_enough_unless_there_is_a_time_limit(fraction: float):
+    graph = network(40)
+    budget = int(fraction * peak(graph))
+    soon, late = (simulate(graph, solve.auto(graph, budget, time_limit=limit)) for limit in (None, 3.0))
+    assert late.seconds * (1 - 1e-9) <= soon.seconds <= late.seconds + 5e-3 * graph.seconds
+
+
+def test_calls_on_equal_graphs_share_what_they_find_out(monkeypatch: pytest.MonkeyPatch):
+    known = importlib.import_module("fckpt.solve._known_orders")
+    module = importlib.import_module("fckpt.solve._auto")
+    made: list[str] = []
+    for place, name in ((known, "curves"), (known, "lowered"), (module, "certified")):
+        found = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, of=found, what=name, **k: made.append(what) or of(*a, **k))
+    graph, other = network(12), network(11)
+
+    def least() -> int:
+        with pytest.raises(BudgetError) as caught:
+            solve.auto(graph, 1)
+        return caught.value.least_bytes
+
+    with known.remembering():
+        budget = least()
+        first = solve.auto(dataclasses.replace(graph), budget)
+        assert made.count("curves") == 1
+        lowered, certified = made.count("lowered"), made.count("certified")
+        assert solve.auto(dataclasses.replace(graph), budget) == first and made.count("certified") == certified
+        with known.remembering():
+            assert least() == budget
+        assert made.count("lowered") == lowered and made.count("curves") == 1
+        solve.auto(other, int(0.2 * peak(other)))  # only one graph is remembered
+    assert least() == budget and made.count("lowered") == 2 * lowered
+    assert solve.auto(graph, budget) == first
+
+
 def test_the_bound_and_the_plan_include_recomputations_that_a_policy_requires():
     graph = NETWORKS["transformer"]
     matmuls = {v for node in graph.nodes[: graph.boundary] if node.op == "matmul" for v in node.outputs}

@@ -42,7 +42,9 @@ def by_moments(graph: Graph, budget: int, draw: Random, order: Order | None = No
     found.sort(key=lambda i: problem.certain.before(i).sum())
     program = MomentProgram(problem, [problem.moment(i) for i in found], budget)
     repeated = (
-        proven_seconds(problem, program.solve(branches=20, gap=5e-4), program.columns) if program.columns else 0.0
+        proven_seconds(problem, program.solve(branches=20, gap=5e-4, searches=25), program.columns)
+        if program.columns
+        else 0.0
     )
     return problem.least + repeated
 

@@ -23,6 +23,7 @@ from fckpt.solve.core.starts import save_everything
 
 module = importlib.import_module("fckpt.solve._hierarchy")
 automatic = importlib.import_module("fckpt.solve._auto")
+known = importlib.import_module("fckpt.solve._known_orders")
 
 
 def examples(count: int):
@@ -261,7 +262,7 @@ def test_stages_count_values_that_are_freed_and_made_again():
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes a graph of a few hundred operations count as large."""
-    monkeypatch.setattr(automatic, "LARGE", 100)
+    monkeypatch.setattr(known, "LARGE", 100)
 
 
 @pytest.mark.parametrize("graph", [network(40), network(40, dense=4)])
@@ -269,8 +270,8 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_large_graphs_are_planned_as_a_hierarchy(
     graph: Graph, fraction: float, large: None, monkeypatch: pytest.MonkeyPatch
 ):
-    for name in ("curves", "segmented", "moment_orders", "cheapest"):
-        monkeypatch.setattr(automatic, name, lambda *_: pytest.fail("this is for smaller graphs"))
+    for place, name in ((known, "curves"), (known, "segmented"), (automatic, "moment_orders"), (known, "cheapest")):
+        monkeypatch.setattr(place, name, lambda *_: pytest.fail("this is for smaller graphs"))
     budget = int(fraction * plain_nbytes(graph))
     timeline = simulate(graph, auto(graph, budget))
     assert timeline.peak_nbytes <= budget

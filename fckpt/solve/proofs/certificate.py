@@ -21,9 +21,9 @@ __all__ = ["PROOF", "Certificate", "certified", "quick", "tighter"]
 
 ROUNDING = 1e-6
 """A bound must exceed another by this fraction of the recomputation time to replace it."""
-PROOF = ProgramEffort(rows=25_000, branches=20, gap=5e-4, careful=True)
+PROOF = ProgramEffort(rows=25_000, branches=20, searches=25, gap=5e-4, careful=True)
 """The effort of `tighter`: up to half a minute."""
-QUICK = ProgramEffort(rows=3_000, careful=True)
+QUICK = ProgramEffort(rows=3_000, searches=25, careful=True)
 """The effort spent on every plan: about a second."""
 
 

@@ -47,8 +47,6 @@ from fckpt.solve.proofs.bounds import UNIT, Moment, Problem
 
 __all__ = ["CuttingPlane", "MomentProgram"]
 
-SEARCHES = 25
-"""The largest number of searches for violated planes."""
 PLANES, PLANES_PER_PAIR = 400, 10
 """The largest number of planes added per search, and per pair of moments in one search."""
 VIOLATED = 0.01
@@ -187,15 +185,16 @@ class MomentProgram:
             self.low.append(np.array([float(wanted == ONE)]))
             self.rows += 1
 
-    def solve(self, branches: int, gap: float) -> Any:
+    def solve(self, branches: int, gap: float, searches: int) -> Any:
         """Returns HiGHS's result for the integer program, as from `scipy.optimize.milp`.
 
         Args:
             branches: the largest number of branches.
             gap: the relative gap, as a fraction of the recomputation time, at which HiGHS may stop.
+            searches: the largest number of searches for violated planes.
         """
         least = -np.inf
-        for _ in range(SEARCHES if len(self.moments) > 1 else 0):
+        for _ in range(searches if len(self.moments) > 1 else 0):
             answer = self._answer(whole=False, options={})
             if answer.x is None or answer.fun <= least + GAIN * abs(least):
                 break

@@ -52,21 +52,33 @@ class Search:
         self.moves = 0
         """The number of moves weighed: the effort so far."""
 
-    def run(self, moves: int, enough: float, watch: Callable[[int, int], object] | None = None) -> None:
+    def run(
+        self,
+        moves: int,
+        enough: float,
+        watch: Callable[[int, int], object] | None = None,
+        idle_moves: float = float("inf"),
+    ) -> None:
         """Searches until the given number of moves have been weighed, or a plan takes at most `enough` seconds.
 
         Args:
             moves: the largest number of moves.
             enough: seconds.
             watch: called after each trial with the number of moves weighed, and with `moves`.
+            idle_moves: the largest number of moves without a better plan.
         """
+        better = self.moves
+
         for start in self.starts:
             self._set_current(start)
             idle = 0
             while idle < PATIENCE:
-                if self.moves >= moves or self.least <= enough:
+                if self.moves >= moves or self.least <= enough or self.moves - better > idle_moves:
                     return
-                idle = 0 if self._trial() else idle + 1
+                if self._trial():
+                    idle, better = 0, self.moves
+                else:
+                    idle += 1
                 if watch is not None:
                     watch(self.moves, moves)
 
