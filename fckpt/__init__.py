@@ -17,6 +17,7 @@ from fckpt._inspect import plan as plan
 from fckpt._inspect import print_saved_residuals as print_saved_residuals
 from fckpt._inspect import saved_residuals as saved_residuals
 from fckpt._inspect import stats as stats
+from fckpt._largest import largest as largest
 from fckpt._memory import PeakMemory as PeakMemory
 from fckpt._memory import measure_peak as measure_peak
 from fckpt._module import Functional as Functional
@@ -133,6 +134,7 @@ __all__ = [
     "grad_and_value",
     "graph",
     "init_mesh",
+    "largest",
     "launch",
     "load",
     "measure_peak",

@@ -99,7 +99,7 @@ def plan(
         True
     """
     tile, donated = check_tile(tile, budget), (donate_argnums, donate_argnames)
-    return _Looked(fn, args, kwargs, costs, outputs, donated).plan(policy, budget, solver, time_limit, tile)
+    return Looked(fn, args, kwargs, costs, outputs, donated).plan(policy, budget, solver, time_limit, tile)
 
 
 def pareto(
@@ -146,7 +146,7 @@ def pareto(
     if type(points) is not int or points < 2:
         raise ArgumentValueError(f"pareto needs at least 2 points, not {points!r}.")
     tile = check_tile(tile, 1.0)
-    looked = _Looked(fn, args, kwargs, costs, outputs, (donate_argnums, donate_argnames))
+    looked = Looked(fn, args, kwargs, costs, outputs, (donate_argnums, donate_argnames))
     found: list[ParetoPoint] = []
     with remembering():
         most = looked.plan(policy, 1.0, solver).baseline_peak_bytes
@@ -190,7 +190,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[R
         `jax.ad_checkpoint.saved_residuals`; here with bytes and reasons.
     """
     planner = planner_of(fn)
-    looked = _Looked(fn, args, kwargs, None)
+    looked = Looked(fn, args, kwargs, None)
     if planner is None:
         return looked.plan(None, None, "save_all").residuals
     if planner.given is None and planner.budget is None and planner.policy is None:
@@ -237,7 +237,7 @@ def stats(fn: Callable[..., Any]) -> Stats:
     return planner.ledger.stats
 
 
-class _Looked:
+class Looked:
     """A call that is traced and planned, but not run."""
 
     def __init__(

@@ -8,18 +8,21 @@ from typing import Any
 import torch
 
 from fckpt import solve
-from fckpt._inspect import Outputs, _Looked
+from fckpt._inspect import Looked, Outputs
 from fckpt._planned.families import Families
-from fckpt._planned.making import make_plan, nbytes_of, priced
-from fckpt._units import format_bytes
+from fckpt._planned.making import make_plan, priced
+from fckpt._units import format_bytes, parse_bytes
 from fckpt.cost.calls import CostSource
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
+from fckpt.graph.graph import Graph
 from fckpt.policies.decisions import PolicyLike, as_policy
 from fckpt.report.progress import Line
 from fckpt.solve.proofs.bounds import least_peak
 
 __all__ = ["largest"]
 
+_GROWTH = 16
+"""The largest factor between a size that fits and the next size to try."""
 _UNBOUNDED = 2**40
 
 
@@ -38,9 +41,9 @@ def largest(
     """Returns the largest size for which a plan of `fn` fits a budget, without running `fn`.
 
     The size is whatever `make_args` makes of a number: a batch size, a sequence length, the edge of an image. Larger
-    sizes are assumed to need more memory. The search doubles the size until nothing fits, and then bisects, guided by
-    the peaks seen so far. Each size is traced and priced; known plans are adapted to it, and the solver runs where none
-    of them fits and no lower bound on the peak excludes the size.
+    sizes are assumed to need more memory. The search increases the size until nothing fits, and then narrows the range,
+    guided by the peaks seen so far. Each size is traced and priced. A size is excluded by a lower bound on its peak, or
+    fits by a known plan that is adapted to it; the solver runs where neither decides.
 
     Args:
         fn: a function or a module, as for `remat`.
@@ -92,7 +95,7 @@ def _search(sizes: _Sizes, least: int, most: int | None, line: Line) -> int:
     while fails is None or fails - fits > 1:
         size = sizes.guess(fits, fails)
         line.say(f"size {size}: looking for a plan within {format_bytes(sizes.nbytes)}")
-        if sizes.fits(size):
+        if sizes.fit(size):
             fits = size
             if fits >= _UNBOUNDED:
                 raise ArgumentValueError("the peak does not grow with the size, so no size is the largest: pass most=.")
@@ -102,7 +105,7 @@ def _search(sizes: _Sizes, least: int, most: int | None, line: Line) -> int:
 
 
 class _Sizes:
-    """Whether sizes fit, and the least peaks of the sizes that were tried."""
+    """Whether sizes fit, and the bytes that the sizes tried need."""
 
     def __init__(
         self,
@@ -116,44 +119,60 @@ class _Sizes:
     ):
         self.fn, self.make_args, self.policy, self.solver = fn, make_args, policy, solver
         self.costs, self.outputs = costs, outputs
-        self.budget = budget
-        self.families = Families()
-        self.nbytes = 0
-        self._least: dict[int, int] = {}
+        self.nbytes = parse_bytes(budget)
+        self._families = Families()
+        self._bounds: dict[int, int] = {}
+        """By size: a lower bound on the peak."""
+        self._needed: dict[int, int] = {}
+        """By size that does not fit although its bound does: the least budget that would do."""
+        self._guesses = 0
 
     def check(self, size: int) -> None:
         """Raises `BudgetError` if no plan fits a size."""
-        given = self.make_args(size)
-        args: Sequence[Any] = given if isinstance(given, tuple) else (given,)
-        looked = _Looked(self.fn, args, {}, self.costs, self.outputs)
-        graph = priced(looked.trace, self.policy, looked.costs, budgeted=True)
-        self.nbytes, self._least[size] = nbytes_of(self.budget, graph), least_peak(graph)
+        graph = self._graph(size)
         version = str(torch.__version__)
         solve = lambda: make_plan(graph, self.nbytes, self.solver, version)
-        if self.solver != "auto" or self._least[size] > self.nbytes:
-            solve()
+        if self.solver == "auto":
+            self._families.plan(graph, self.nbytes, version, solve)
         else:
-            self.families.plan(graph, self.nbytes, version, solve)
+            solve()
 
-    def fits(self, size: int) -> bool:
+    def fit(self, size: int) -> bool:
+        """Whether a plan fits a size."""
+        self._graph(size)
+        if self._bounds[size] > self.nbytes:
+            return False
         try:
             self.check(size)
-        except BudgetError:
+        except BudgetError as error:
+            self._needed[size] = error.least_bytes
             return False
         return True
 
+    def _graph(self, size: int) -> Graph:
+        if size not in self._bounds:
+            given = self.make_args(size)
+            args: Sequence[Any] = given if isinstance(given, tuple) else (given,)
+            looked = Looked(self.fn, args, {}, self.costs, self.outputs)
+            self._latest = priced(looked.trace, self.policy, looked.costs, budgeted=True)
+            self._bounds[size] = least_peak(self._latest)
+        return self._latest
+
     def guess(self, fits: int, fails: int | None) -> int:
-        """Returns the size to try next: where the least peaks of the last two sizes suggest that the budget is met."""
-        tried = sorted(self._least)[-2:] if fails is None else [fits, fails]
-        middle = 2 * fits if fails is None else (fits + fails) // 2
-        if len(tried) < 2 or any(size not in self._least for size in tried):
-            return middle
-        (small, large), (low, high) = tried, [self._least[size] for size in tried]
-        if high <= low:
-            return middle
-        found = small + int((self.nbytes - low) * (large - small) / (high - low))
+        """Returns the size to try next.
+
+        Peaks grow about linearly with the size, so the line through two known sizes says where the budget is met. Every
+        fourth guess is the middle, in case the peaks are far from a line.
+        """
+        self._guesses += 1
+        middle = _GROWTH * fits if fails is None else (fits + fails) // 2
+        for known in (self._needed, self._bounds):
+            tried = sorted(known, key=lambda size: abs(known[size] - self.nbytes))[:2]
+            if len(tried) == 2 and self._guesses % 4:
+                (small, large), (low, high) = tried, [known[size] for size in tried]
+                if (high - low) * (large - small) > 0:
+                    middle = small + int((self.nbytes - low) * (large - small) / (high - low))
+                    break
         if fails is None:
-            return max(fits + 1, min(found + 1, 16 * fits))
-        # Not too close to either end, where a wrong guess would hardly narrow the range.
-        margin = max(1, (fails - fits) // 8)
-        return max(fits + margin, min(found, fails - margin))
+            return max(fits + 1, min(middle + 1, _GROWTH * fits))
+        return max(fits + 1, min(middle, fails - 1))
