@@ -18,14 +18,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import benches.common.repaired  # noqa: F401
 import fckpt
 from benches.common.command import script_parser
 from fckpt.cost import Analytic, profile_of
-
-sys.path.append(str(Path(__file__).parent.parent / "docs" / "examples"))
-import repair_torchvision  # noqa: F401  transformers imports torchvision, if it is there
-
-__all__ = ["main", "plan_of"]
 
 
 def plan_of(layers: int, hidden: int, batch: int, budget: float) -> fckpt.Plan:
@@ -33,9 +29,9 @@ def plan_of(layers: int, hidden: int, batch: int, budget: float) -> fckpt.Plan:
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
-    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": hidden // 64}
+    sizes: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": hidden // 64}
     model: Any = BertForSequenceClassification(BertConfig(**sizes, intermediate_size=4 * hidden, use_cache=False))
-    tokens = {"input_ids": torch.randint(30_522, (batch, 256)), "labels": torch.arange(batch) % 2}
+    tokens: dict[str, Any] = {"input_ids": torch.randint(30_522, (batch, 256)), "labels": torch.arange(batch) % 2}
     return fckpt.plan(lambda **b: model(**b).loss, **tokens, budget=budget, costs=Analytic(profile_of("cpu")))
 
 

@@ -3,8 +3,8 @@
 The networks lie on the meta device, so nothing is allocated, and times come from the profile of an A100
 (`fckpt.cost.Analytic`): tracing a ResNet-152 on 16 images takes some seconds anywhere. On the meta device torch runs
 the operations that it runs on a CPU; a GPU differs in some kernels (dropout keeps its mask as floats here, as bools
-there). A graph is stored as gzip'd JSON, without the source lines of its operations. Versions of torch trace different
-operations; the `checksum` tells whether two graphs are the same.
+there). A graph is stored as gzip'd JSON, without the source lines and modules of its operations. Versions of torch
+trace different operations; the `checksum` tells whether two graphs are the same.
 
 The random graphs follow M. Gagrani, C. Rainone, Y. Yang, H. Teague, W. Jeon, H. Van Hoof, W. W. Zeng, P. Zappi,
 C. Lott, R. Bondesan, "Neural Topological Ordering for Computation Graphs", NeurIPS 2022, appendix A,
@@ -96,8 +96,8 @@ def traced(name: str) -> Graph:
         model, inputs, labels = STEPS[name]()
         task = Task(name, "", TrainingLoss(model), inputs, labels)
     graph = task.plan(Analytic(profiles[PROFILE])).graph
-    # Without source lines, an edit of a network's file does not change the graph.
-    nodes = tuple(dataclasses.replace(node, source="") for node in graph.nodes)
+    # Without source lines and names of modules, an edit of a network's file does not change the graph.
+    nodes = tuple(dataclasses.replace(node, source="", module="") for node in graph.nodes)
     values = tuple(dataclasses.replace(value, origin="", names=()) for value in graph.values)
     return dataclasses.replace(graph, nodes=nodes, values=values)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import fckpt
 from benches.common import torch_knapsack
+from benches.common.rows import Record
 from benches.common.timing import Spread
 from benches.common.training import Task
 from fckpt import policies, solve
@@ -38,7 +39,7 @@ GAP = 0.05
 
 
 @dataclass
-class Point:
+class Point(Record):
     """The result of one method."""
 
     solver: str
@@ -63,7 +64,6 @@ class Point:
     """The time of its step relative to the plain step."""
     step_seconds: Spread | None = None
     unequal: list[str] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)
 
     @property
     def title(self) -> str:
@@ -107,7 +107,7 @@ class Target:
 
 
 @dataclass
-class Report:
+class Report(Record):
     """The results of one network."""
 
     network: str
@@ -129,7 +129,6 @@ class Report:
     """A proven lower bound on the peak of any plan."""
     targets: dict[str, Target] = field(default_factory=dict)
     """See `TARGETS`."""
-    complaints: list[str] = field(default_factory=list)
 
     def everything_wrong(self) -> Iterator[str]:
         """Yields the complaints; those of a point begin with its title. Yields missed targets as well."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from torch import Tensor, nn
 import fckpt
 from benches.models.wrapping import wrap_blocks
 from fckpt._planned.making import make_plan
-from fckpt.cost import CostSource, Measured, OpCost
+from fckpt.cost import CostSource, Measured
 from fckpt.errors import BudgetError
+from fckpt.graph import Graph
 
 SEED = 0
 Sizes = Mapping[str, int]
@@ -170,12 +170,6 @@ def unequal(expected: Outcome, actual: Outcome) -> list[str]:
     return found if torch.equal(expected.generator, actual.generator) else [*found, "generator"]
 
 
-def different(names: Sequence[str]) -> str:
-    """Returns a complaint about the result of `unequal`."""
-    more = ", ..." if len(names) > 4 else ""
-    return f"{len(names)} results not bitwise equal: {', '.join(names[:4])}{more}"
-
-
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
@@ -189,16 +183,15 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 class Prepared:
     """A traced and priced step, from which plans are made."""
 
-    plain: fckpt.Plan
-    """The plan that recomputes nothing."""
-    trace_seconds: float
-    price_seconds: float
-    estimated: dict[str, str]
-    """Operations that could not be measured, and the reasons."""
+    graph: Graph
+    baseline_peak_bytes: int
+    """Predicted peak of the plain step."""
+    version: str
+    """Of torch."""
 
-    def plan(self, budget: float, solver: str = "auto") -> fckpt.Plan:
-        """Plans for a number of bytes, or for a fraction of the plain peak."""
-        return make_plan(self.plain.graph, budget, solver, self.plain.torch_version)
+    def plan(self, budget: float, solver: str = "auto", seconds: float | None = None) -> fckpt.Plan:
+        """Plans for a number of bytes, or for a fraction of the plain peak, within a time limit."""
+        return make_plan(self.graph, budget, solver, self.version, seconds)
 
     def least_bytes(self) -> int:
         """Returns the least budget that is said to be feasible."""
@@ -210,17 +203,5 @@ class Prepared:
 
 def prepare(task: Task) -> Prepared:
     """Traces and prices a step, and measures each operation anew."""
-    source = Measured(cache=False)
-    pricing = 0.0
-
-    def timed(call: Any, specs: Sequence[Any]) -> OpCost:
-        nonlocal pricing
-        start = time.perf_counter()
-        cost = source(call, specs)
-        pricing += time.perf_counter() - start
-        return cost
-
-    start = time.perf_counter()
-    plan = task.plan(timed)
-    seconds = time.perf_counter() - start - pricing
-    return Prepared(plan, seconds, pricing, dict(source.failures))
+    plain = task.plan(Measured(cache=False))
+    return Prepared(plain.graph, plain.baseline_peak_bytes, plain.torch_version)

@@ -101,7 +101,7 @@ def test_a_difference_is_a_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
     report = networks.examine(settings(), "alexnet", nothing)
     different, wrong = (complaint for point in report.points for complaint in sorted(point.complaints))
     assert different == "1 results not bitwise equal: gradient model.head.weight"
-    assert wrong.startswith("predicted 0.0 MiB, measured ")
+    assert wrong.startswith("predicted 1 bytes, measured ")
 
 
 def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
