@@ -1,9 +1,9 @@
 """Whether a budget holds: for eleven networks, predicted and measured peaks, times and results of plans.
 
-    python -m benches.budgets --json benches/results/budgets-cpu.json --check
-    python -m benches.budgets --device cuda --json benches/results/budgets-cuda.json --check
-    python -m benches.budgets --quick --json benches/results/budgets-quick-cpu.json     # some minutes
-    python -m benches.budgets --tiny --networks vit lstm --budgets 0.7 0.4              # seconds
+    python -m benches budgets --json benches/results/budgets-cpu.json --check
+    python -m benches budgets --device cuda --json benches/results/budgets-cuda.json --check
+    python -m benches budgets --quick --json benches/results/budgets-quick-cpu.json     # some minutes
+    python -m benches budgets --tiny --networks vit lstm --budgets 0.7 0.4              # seconds
 
 A step is forward, loss and backward to all parameters, planned as one region by `fckpt.remat(step, budget=...)`. A
 budget is a fraction of the predicted peak of the plain step; the row `plain` compares that prediction with the
@@ -20,7 +20,6 @@ exceeds its budget, a prediction is off by more than 2%, a result is not bitwise
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -146,7 +145,7 @@ def show(reports: Sequence[Report], console: Console) -> None:
         console.print(f"floor {mib(report.floor_bytes)}, {others}", style="dim")
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = network_parser("budgets", __doc__, "a peak, a result or a time is not as it should be", NETWORKS)
     parser.add_argument(
@@ -162,7 +161,7 @@ def _fraction(text: str) -> float:
     return value
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
     parsed = parse(arguments)
     device = set_up(parsed.device)
@@ -179,7 +178,3 @@ def main(arguments: list[str] | None = None) -> int:
     )
     count = len(parsed.budgets) + 1
     return report_each(parsed, (console, document), "networks", parsed.networks, run, show, count=count, note=note)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

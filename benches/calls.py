@@ -1,7 +1,7 @@
 """Calls that nothing outside differentiates: derivatives inside, within half of the plain call's peak.
 
-    python -m benches.calls --json benches/results/calls-cpu.json --check       # five minutes
-    python -m benches.calls --tiny
+    python -m benches calls --json benches/results/calls-cpu.json --check       # five minutes
+    python -m benches calls --tiny
 
 One perceptron, and six functions of its weights and a batch that take derivatives inside by `torch.func`: a step of
 SGD, a Hessian-vector product, the gradient of a gradient penalty, gradients per sample, the gradient of a loss after an
@@ -15,8 +15,6 @@ one, or if a result is not bitwise equal.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,23 +146,14 @@ def show(rows: Sequence[Within], console: Console) -> None:
     console.print(table)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line."""
+def main(arguments: list[str]) -> int:
+    """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
     parser = report_parser("calls", __doc__, rounds="21", tiny=True, check="a peak or a result is not as it should be")
     parser.add_argument("--calls", nargs="+", choices=list(CALLS), default=list(CALLS), metavar="NAME")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
-    parsed = parse(arguments)
+    parsed = parser.parse_args(arguments)
     device = set_up(parsed.device)
     console, document = opening("calls", arguments, device)
     document["size"] = size = "tiny" if parsed.tiny else device.type
     run = lambda name, advance: examine(name, size, parsed.rounds, device)
     note = "Time: relative to the plain call, median and quartiles of the rounds."
     return report_each(parsed, (console, document), "rows", parsed.calls, run, show, note=note)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

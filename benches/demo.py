@@ -1,7 +1,7 @@
 """Trains Hugging Face models in several ways: peak memory, time, and whether the gradients are bitwise equal.
 
-    python -m benches.demo                       # BERT-base and ViT-B/16, on the GPU if there is one
-    python -m benches.demo --models bert --budgets 0.8 0.5 --json demo.json
+    python -m benches demo                       # BERT-base and ViT-B/16, on the GPU if there is one
+    python -m benches demo --models bert --budgets 0.8 0.5 --json demo.json
 
 With the same random weights, data and random numbers, it runs training steps (forward, loss, backward): plain; with a
 checkpoint per block, by the model's `gradient_checkpointing_enable()`; with `fckpt.remat_blocks(model)`; and with
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,11 +25,11 @@ from torch import Tensor, nn
 import benches.common.repaired  # noqa: F401
 import fckpt
 from benches.common.command import described, mib, opening, report_each, report_parser, table_of
-from benches.common.rows import Record
-from benches.common.timing import Spread, alternate, paired_ratio, set_up, spread
+from benches.common.rows import Record, Row, different
+from benches.common.timing import alternate, paired_ratio, set_up, spread
+from benches.common.training import SEED, Outcome, taken, unequal
 from fckpt._memory import measure_peak
 
-SEED = 0
 PLAIN = "plain"
 
 
@@ -45,19 +43,13 @@ class Task:
     batch: dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Way:
+@dataclass
+class Way(Row):
     """The measurements of one way to run the step."""
 
     name: str
-    peak_bytes: int
-    step_seconds: Spread
-    time_ratio: Spread
-    """Relative to plain, by round."""
     first_seconds: float
     """Of the first step, which plans if there is a budget."""
-    unequal: list[str]
-    """What is not bitwise equal to the plain step: names of gradients, "loss", "generator"."""
 
 
 @dataclass
@@ -88,8 +80,9 @@ def vit(parsed: argparse.Namespace) -> Task:
     from transformers import ViTConfig, ViTForImageClassification
 
     side = 16 * int(parsed.tokens**0.5)
-    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    config = ViTConfig(**_sizes(parsed), **dropout, image_size=side, num_labels=1000)
+    more: dict[str, Any] = {"image_size": side, "num_labels": 1000}
+    more |= {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    config = ViTConfig(**_sizes(parsed), **more)
     batch = {"pixel_values": torch.randn(parsed.batch, 3, side, side), "labels": torch.arange(parsed.batch)}
     return Task("ViT-B/16", _described(parsed, "patches"), ViTForImageClassification(config), batch)
 
@@ -160,8 +153,8 @@ def run(
     task.model.to(device).train()
     ready = steps_of(task, budgets)
     complaints: list[str] = []
-    expected: dict[str, Tensor] = {}
-    found: dict[str, dict[str, Any]] = {}
+    expected: Outcome = {}
+    ways: dict[str, Way] = {}
     for name, step in list(ready.items()):
         advance(f"{name}: first step")
         start = time.perf_counter()
@@ -172,37 +165,29 @@ def run(
             del ready[name]
             continue
         seconds = time.perf_counter() - start
-        actual = {n: p.grad.clone() for n, p in task.model.named_parameters() if p.grad is not None}
-        actual |= {"loss": loss, "generator": _generator_state(device)}
+        actual = taken(task.model, loss)
         expected = expected or actual
-        unequal = [n for n, t in expected.items() if n not in actual or not torch.equal(t, actual[n])]
-        if unequal and "fckpt" in name:
-            complaints.append(f"{name} is not equal: {', '.join(unequal[:3])}")
-        found[name] = {"first_seconds": seconds, "unequal": unequal}
-        task.model.zero_grad(set_to_none=True)
+        differences = unequal(expected, actual)
+        if "fckpt" in name:
+            complaints += [f"{name}: {text}" for text in different(differences)]
+        ways[name] = Way(name, seconds, unequal=differences)
         del actual
-        gc.collect()
-    gradient_bytes = sum(t.nbytes for n, t in expected.items() if n not in ("loss", "generator"))
-    expected.clear()
+    del expected
     for name, step in ready.items():
-        found[name]["peak_bytes"] = measure_peak(step, device).peak_bytes
+        ways[name].peak_bytes = measure_peak(step, device).peak_bytes
         task.model.zero_grad(set_to_none=True)
     advance("time")
     samples = alternate(ready, rounds=rounds, device=device)
-    ways = [
-        Way(name, **found[name], step_seconds=spread(values), time_ratio=paired_ratio(samples, name, PLAIN))
-        for name, values in samples.items()
-    ]
-    return Result(task.name, task.what, gradient_bytes, ways, complaints=complaints)
-
-
-def _generator_state(device: torch.device) -> Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    for name, values in samples.items():
+        ways[name].step_seconds, ways[name].time_ratio = spread(values), paired_ratio(samples, name, PLAIN)
+    gradient_bytes = sum(p.nbytes for p in task.model.parameters() if p.requires_grad)
+    return Result(task.name, task.what, gradient_bytes, [*ways.values()], complaints=complaints)
 
 
 def cells(result: Result, way: Way) -> list[str]:
     """Returns a row of the table without its name."""
     plain = result.ways[0]
+    assert plain.peak_bytes and way.peak_bytes and way.step_seconds and way.time_ratio
     memory = [f"{mib(way.peak_bytes)} MiB", f"{way.peak_bytes / plain.peak_bytes:.2f}"]
     equal = "" if way is plain else "differ" if way.unequal else "equal"
     return [*memory, f"{way.step_seconds.least:.2f} s", f"{way.time_ratio.median:.2f}", equal]
@@ -231,7 +216,7 @@ def show_markdown(results: Sequence[Result], console: Console) -> None:
     console.print("\n".join(f"| {' | '.join(row)} |" for row in rows), soft_wrap=True, markup=False)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = report_parser("demo", __doc__)
     parser.set_defaults(check=True)
@@ -257,7 +242,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parsed
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs the demo. Returns 1 if a way of fckpt failed or was not bitwise equal, otherwise 0."""
     parsed = parse(arguments)
     device = set_up(parsed.device)
@@ -277,7 +262,3 @@ def main(arguments: list[str] | None = None) -> int:
     shown = show_markdown if parsed.markdown else show
     count = 4 + len(parsed.budgets)
     return report_each(parsed, opened, "results", parsed.models, examine, shown, note=note, count=count)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

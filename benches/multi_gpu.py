@@ -1,8 +1,8 @@
 """Data parallel training of DenseNet-BC on GPUs or processes: memory and time of PyTorch's methods and of fckpt.
 
-    python -m benches.multi_gpu --json benches/results/multi-gpu-cpu.json     # two processes; one for each GPU
-    python -m benches.multi_gpu --processes 2 --device cuda --check           # two processes, also on a single GPU
-    python -m benches.multi_gpu --scaling 1 2 4
+    python -m benches multi_gpu --json benches/results/multi-gpu-cpu.json     # two processes; one for each GPU
+    python -m benches multi_gpu --processes 2 --device cuda --check           # two processes, also on a single GPU
+    python -m benches multi_gpu --scaling 1 2 4
 
 The network is that of the demonstration of efficient DenseNets in https://github.com/csrhddlam/pytorch-checkpoint. All
 methods train it on the same random batch with the same SGD. They run alternately in the same processes (see
@@ -27,9 +27,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,8 +36,8 @@ from rich.console import Console
 
 import fckpt
 from benches.common.command import mib, opening, report_each, report_parser, share, table_of
-from benches.common.data_parallel import NAIVE, Setting
-from benches.common.data_parallel_runs import Row, compare
+from benches.common.data_parallel import NAIVE
+from benches.common.data_parallel_runs import Result, compare
 from benches.common.rows import Record
 from benches.common.timing import Spread, pick_device
 
@@ -63,7 +62,7 @@ class Scaling(Record):
 # ---- the command line ----------------------------------------------------------------------------
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     """Parses the command line."""
     check = "fckpt is slower, needs more, or fails"
     parser = report_parser("multi_gpu", __doc__, rounds="31; 2 with --tiny", tiny=True, check=check)
@@ -121,20 +120,6 @@ def _fill_in(parsed: argparse.Namespace) -> None:
             setattr(parsed, name, value)
 
 
-def setting_of(parsed: argparse.Namespace) -> Setting:
-    """Returns the setting for the processes."""
-    return Setting(
-        depth=parsed.depth,
-        growth=parsed.growth,
-        batch=parsed.batch_size,
-        device=parsed.device,
-        threads=parsed.threads,
-        fraction=parsed.budget,
-        rounds=parsed.rounds,
-        search_seconds=1.0 if parsed.tiny else None,
-    )
-
-
 def run(fn: Callable[..., Any], ranks: int, *args: Any) -> Any:
     """Runs a function on all ranks and returns the result of the first: in new processes, except under torchrun."""
     if "RANK" in os.environ:
@@ -147,7 +132,7 @@ def run(fn: Callable[..., Any], ranks: int, *args: Any) -> Any:
 # ---- the comparison ------------------------------------------------------------------------------
 
 
-def check(found: Sequence[Row], ranks: int, fraction: float) -> None:
+def check(found: Sequence[Result], ranks: int, fraction: float) -> None:
     """Adds complaints to the rows."""
     rows = {row.name: row for row in found}
     naive = rows[NAIVE]
@@ -156,20 +141,20 @@ def check(found: Sequence[Row], ranks: int, fraction: float) -> None:
             row.complaints.append(f"gradients differ from those of {NAIVE} by {row.difference:.1e}")
         if row.least_bytes is not None:
             row.complaints.append(f"a step has {row.budget_bytes:,} bytes, and fckpt needs {row.least_bytes:,}")
-        if row.predicted_bytes is None or row.to_naive is None:
+        if row.predicted_bytes is None or row.time_ratio is None:
             continue
-        most = int(fraction * naive.peak_bytes) if row.other is None else rows[row.other].peak_bytes
-        if row.peak_bytes > most:
-            row.complaints.append(f"holds {row.peak_bytes - most:,} bytes more than it may")
+        most = int(fraction * (naive.peak_bytes or 0)) if row.other is None else rows[row.other].peak_bytes
+        if (over := (row.peak_bytes or 0) - (most or 0)) > 0:
+            row.complaints.append(f"holds {over:,} bytes more than it may")
         if not row.statistics_equal:
             row.complaints.append(f"statistics of BatchNorm are not those of {NAIVE}")
-        if row.other is None and row.to_naive.median > MOST_TIME:
-            row.complaints.append(f"takes {row.to_naive} of the time of {NAIVE}, more than {MOST_TIME:.2f}")
+        if row.other is None and row.time_ratio.median > MOST_TIME:
+            row.complaints.append(f"takes {row.time_ratio} of the time of {NAIVE}, more than {MOST_TIME:.2f}")
         if row.to_other is not None and row.to_other.median >= 1:
             row.complaints.append(f"takes {row.to_other} of the time of the other method in the same memory")
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def show(rows: Sequence[Result], console: Console) -> None:
     """Prints the table of all methods."""
     table = table_of("", "MiB", "of naive", "s", "time", "time of the other", "same", left=["", "same"])
     for row in rows:
@@ -177,9 +162,9 @@ def show(rows: Sequence[Row], console: Console) -> None:
             table.add_row(row.name, *[""] * 5, "refused", style="bold red")
             continue
         same = f"off by {row.difference:.0e}" if row.difference else "yes" if row.statistics_equal else "gradients"
-        memory = mib(row.peak_bytes), share(row.peak_bytes, rows[0].peak_bytes)
-        times = f"{row.step_seconds.median:.3f}", str(row.to_naive), str(row.to_other or "")
-        table.add_row(row.name, *memory, *times, same, style="bold red" if row.complaints else None)
+        memory = mib(row.peak_bytes), share(row.peak_bytes, rows[0].peak_bytes or 1)
+        times = f"{row.step_seconds.median:.3f}", str(row.time_ratio), str(row.to_other or "")
+        table.add_row(row.name, *memory, *times, same, style=row.style)
     console.print(table)
 
 
@@ -193,26 +178,26 @@ def show_scaling(rows: Sequence[Scaling], console: Console) -> None:
     console.print(table)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
     parsed = parse(arguments)
     console, document = opening("multi_gpu", arguments, torch.device(parsed.device))
     document["options"] = {name: value for name, value in vars(parsed).items() if name not in ("json", "check")}
-    setting = setting_of(parsed)
     if os.environ.get("RANK", "0") != "0":  # under torchrun, the first rank reports
-        compare(setting)
+        compare(parsed)
         return 0
     each = parsed.batch_size // parsed.processes
 
-    def compared(name: str, advance: Callable[[str], object]) -> list[Row]:
-        rows = run(compare, parsed.processes, setting)
+    def compared(name: str, advance: Callable[[str], object]) -> list[Result]:
+        rows = run(compare, parsed.processes, parsed)
         check(rows, parsed.processes, parsed.budget)
         return rows
 
     def scaled(ranks: str, advance: Callable[[str], object]) -> list[Scaling]:
-        naive, planned = run(compare, int(ranks), replace(setting, batch=each * int(ranks)), False)
+        setting = argparse.Namespace(**{**vars(parsed), "batch_size": each * int(ranks)})
+        naive, planned = run(compare, int(ranks), setting, False)
         refused = [] if planned.least_bytes is None else [f"fckpt needs {planned.least_bytes:,} bytes"]
-        times = naive.step_seconds, planned.step_seconds, planned.to_naive
+        times = naive.step_seconds, planned.step_seconds, planned.time_ratio
         return [Scaling(int(ranks), *times, complaints=refused)]
 
     opened = console, document
@@ -226,7 +211,3 @@ def main(arguments: list[str] | None = None) -> int:
         "checkpoint updates statistics twice."
     )
     return report_each(parsed, opened, "rows", ["all methods"], compared, show, note=note)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

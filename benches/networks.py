@@ -1,9 +1,9 @@
 """Eighteen networks: the checkpoints of Feng & Huang, compared with plans in the same memory and in the same time.
 
-    python -m benches.networks --planned --json benches/results/networks-planned.json      # nothing is run
-    python -m benches.networks --json benches/results/networks-cpu.json --check
-    python -m benches.networks --device cuda --json benches/results/networks-cuda.json --check
-    python -m benches.networks --tiny --networks resnet18 --points 2                       # seconds
+    python -m benches networks --planned --json benches/results/networks-planned.json      # nothing is run
+    python -m benches networks --json benches/results/networks-cpu.json --check
+    python -m benches networks --device cuda --json benches/results/networks-cuda.json --check
+    python -m benches networks --tiny --networks resnet18 --points 2                       # seconds
 
 The networks are those of `models/published_networks.py`; a step is forward, cross-entropy and backward to all
 parameters. With `--planned` they have the batch and the images of the paper and lie on the meta device, and the times
@@ -33,7 +33,6 @@ memory. A target also counts as met if it is proven to be impossible and `auto` 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,7 +79,7 @@ def run_all(task: Task, methods: Sequence[Method], rounds: int, device: torch.de
         point.unequal = [what for what in found if point.solver != "torch" or not what.startswith("buffer")]
         point.measured_step_bytes = measure_peak(step_of(module, task), device).peak_bytes
         if plan is None:
-            point.measured_bytes = _accumulating_peak(module, task, device)
+            point.peak_bytes = _accumulating_peak(module, task, device)
         steps[point.title] = step_of(module, task)
     seconds = alternate(steps, rounds=rounds, device=device)
     for point, _ in methods:
@@ -157,7 +156,7 @@ def _examine(task: Task, report: Report, settings: Settings, advance: Callable[[
 
 def _judge(point: Point, gradient_bytes: int) -> None:
     if point.solver != "torch":  # the prediction for torch's checkpoint is a model
-        point.complaints += deviation(point.predicted_bytes, point.measured_bytes)
+        point.complaints += deviation(point.predicted_bytes, point.peak_bytes)
         point.complaints += deviation(point.predicted_step_bytes, point.measured_step_bytes)
     if point.budget_bytes is not None and point.measured_step_bytes is not None:
         over = point.measured_step_bytes - gradient_bytes - point.budget_bytes
@@ -176,7 +175,7 @@ def show(reports: Sequence[Report], console: Console) -> None:
         columns = ("MiB", "cut", "extra", "bound", "time", "step MiB", "same")
         table = table_of("method", *columns, left=["method"])
         for point in report.points:
-            table.add_row(*_cells(point, report), style="bold red" if point.complaints else None)
+            table.add_row(*_cells(point, report), style=point.style)
         console.print(table)
         published = report.published
         console.print(
@@ -206,7 +205,7 @@ def _cells(point: Point, report: Report) -> list[str]:
     ]
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = network_parser("networks", __doc__, "a peak or a gradient is wrong, or a target is missed", NETWORKS)
     parser.add_argument("--planned", action="store_true", help="the paper's sizes on the meta device; nothing is run")
@@ -232,7 +231,7 @@ def settings_of(parsed: argparse.Namespace) -> Settings:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
     parsed = parse(arguments)
     settings = settings_of(parsed)
@@ -252,7 +251,3 @@ def main(arguments: list[str] | None = None) -> int:
     count = len(parsed.solvers) + 3 + (parsed.points > 1) + settings.measured  # see `plan_all` for the three
     run = lambda name, advance: [examine(settings, name, advance)]
     return report_each(parsed, (console, document), "networks", names, run, show, note=note, count=count, known=known)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

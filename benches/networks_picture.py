@@ -1,7 +1,7 @@
 """Draws the results of `benches.networks`: extra time over memory, for each network and for all.
 
-    python -m benches.networks --planned --json benches/results/networks-planned.json
-    python -m benches.networks_picture --results benches/results/networks-planned.json --folder docs/pictures
+    python -m benches networks --planned --json benches/results/networks-planned.json
+    python -m benches networks_picture --results benches/results/networks-planned.json --folder docs/pictures
 
 Nothing is run, and equal JSON files give byte-equal pictures, which are SVG files on white:
 
@@ -17,7 +17,6 @@ If the steps were run, the points are measured. The curve and the bounds are by 
 from __future__ import annotations
 
 import math
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -337,7 +336,7 @@ def _change(one: Comparison) -> str:
 # ---- the script ----------------------------------------------------------------------------------
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Draws all pictures."""
     parsed = parse_picture("networks_picture", __doc__, "networks-planned.json", load, arguments)
     results, console = parsed.found, Console()
@@ -353,7 +352,3 @@ def main(arguments: list[str] | None = None) -> int:
         save(overview(results.reports, results.ours, results.source), parsed.folder / "overview.svg")
     console.print(f"The pictures are in {parsed.folder}.", highlight=False)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,9 @@
 """The overhead of a region: `fckpt.remat` compared with eager PyTorch and `torch.utils.checkpoint`.
 
-    python -m benches.overhead --json benches/results/overhead-cpu.json --check     # about 3 minutes
-    python -m benches.overhead --device cuda --json benches/results/overhead-cuda.json --check
-    python -m benches.overhead --quick                                              # under a minute
-    python -m benches.overhead --only tiny                                          # or planned, steps
+    python -m benches overhead --json benches/results/overhead-cpu.json --check     # about 3 minutes
+    python -m benches overhead --device cuda --json benches/results/overhead-cuda.json --check
+    python -m benches overhead --quick                                              # under a minute
+    python -m benches overhead --only tiny                                          # or planned, steps
 
 Three parts; all methods run alternately in one process (see `common/timing.py`):
 
@@ -20,10 +20,8 @@ checkpoint beyond noise (a sign test over the rounds, and a median above the res
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
-import sys
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
@@ -210,17 +208,12 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
             console.print(f"  first call: {seconds}; guards of a call: {first['guards']:.0f} us")
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line."""
+def main(arguments: list[str]) -> int:
+    """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
     parser = report_parser("overhead", __doc__, check="fckpt is slower or peaks higher")
     parser.add_argument("--only", choices=list(PARTS), help="one part instead of all")
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
-    parsed = parse(arguments)
+    parsed = parser.parse_args(arguments)
     device = set_up(parsed.device)
     console, document = opening("overhead", arguments, device)
     document["options"] = {"only": parsed.only, "quick": parsed.quick}
@@ -228,7 +221,3 @@ def main(arguments: list[str] | None = None) -> int:
     parts = [parsed.only] if parsed.only else [*PARTS]
     note = "Times: the fastest round. Ratios: median and quartiles of the rounds."
     return report_each(parsed, (console, document), "outcomes", parts, run, show, note=note)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,9 @@
 """Compares all solvers on the same graphs: extra time, simulated peak, and seconds to find the plan.
 
-    python -m benches.solvers --frozen frozen --seconds 60 --json benches/results/solvers-cpu.json
-    python -m benches.solvers --graphs unet resnet50 --solvers auto greedy dtr xla --budgets 0.6 0.3     # a minute
+    python -m benches solvers --frozen frozen --seconds 60 --json benches/results/solvers-cpu.json
+    python -m benches solvers --graphs unet resnet50 --solvers auto greedy dtr xla --budgets 0.6 0.3     # a minute
     git clone https://github.com/haoming-codes/moccasin
-    python -m benches.solvers --graphs unet --files moccasin/data/*train_nx.json --check
+    python -m benches solvers --graphs unet --files moccasin/data/*train_nx.json --check
 
 For each graph, solver and budget: the overhead of the plan, its simulated peak and the seconds to find it; if there is
 no plan, the least budget for which the solver has one. The graphs are those of `common/graphs.py`, and files: graphs of
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -237,7 +236,7 @@ def _without(known: GraphResults, again: Collection[str]) -> GraphResults:
     return replace(known, cells=cells, bounds={} if BOUND in again else known.bounds)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs the bench."""
     solvers = compared()
     parser = _parser(list(solvers))
@@ -266,7 +265,3 @@ def main(arguments: list[str] | None = None) -> int:
     done = list(results.values())
     conclude(done, console)
     return int(parsed.check and bool(auto_is_worse(done) or missed(done)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

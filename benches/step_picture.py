@@ -1,7 +1,7 @@
 """Draws the memory of one training step of BERT from Hugging Face: plain, and planned within a budget.
 
-    python -m benches.step_picture --svg docs/pictures/step.svg
-    python -m benches.step_picture --budget 0.3 --layers 12 --hidden 768 --svg step.svg
+    python -m benches step_picture --svg docs/pictures/step.svg
+    python -m benches step_picture --budget 0.3 --layers 12 --hidden 768 --svg step.svg
 
 Nothing is run: the model is traced, and a plan is made with times of operations from a device profile, so that the same
 options draw the same picture on every machine. It shows the bytes that are live at each step, and a strip that marks
@@ -10,8 +10,6 @@ the steps in which the plan recomputes. The model and the default budget are tho
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +33,16 @@ def plan_of(layers: int, hidden: int, batch: int, budget: float) -> fckpt.Plan:
     return fckpt.plan(lambda **b: model(**b).loss, **tokens, budget=budget, costs=Analytic(profile_of("cpu")))
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line."""
+def main(arguments: list[str]) -> int:
+    """Draws the picture."""
     parser = script_parser("step_picture", __doc__)
     parser.add_argument("--svg", type=Path, required=True, help="the file to write")
     parser.add_argument("--budget", type=float, default=0.4, help="fraction of the plain peak; default: 0.4")
     parser.add_argument("--layers", type=int, default=6, help="default: 6")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model; default: 256")
     parser.add_argument("--batch", type=int, default=8, help="default: 8")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Draws the picture."""
-    parsed = parse(arguments)
+    parsed = parser.parse_args(arguments)
     plan: Any = plan_of(parsed.layers, parsed.hidden, parsed.batch, parsed.budget)
     parsed.svg.write_text(plan.svg())
     Console(highlight=False).print(f"{parsed.svg}: {plan}", markup=False)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

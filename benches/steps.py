@@ -1,7 +1,7 @@
 """Whole training steps: forward, backward and update, by `fckpt.step` and by hand.
 
-    python -m benches.steps --quick --json benches/results/steps-cpu.json --check     # three quarters of an hour
-    python -m benches.steps --tiny --networks vit lstm --optimizers adamw             # seconds
+    python -m benches steps --quick --json benches/results/steps-cpu.json --check     # three quarters of an hour
+    python -m benches steps --tiny --networks vit lstm --optimizers adamw             # seconds
 
 For each network, optimizer and number of microbatches, in one process and from the same parameters:
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -233,17 +232,12 @@ def show(reports: Sequence[Report], console: Console) -> None:
         console.print(table)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line."""
+def main(arguments: list[str]) -> int:
+    """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
     parser = network_parser("steps", __doc__, "a peak or a result is not as it should be", NETWORKS)
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS), metavar="NAME")
     parser.add_argument("--accumulate", nargs="+", type=int, default=[1, 4], metavar="N", help="microbatches")
-    return parse_networks(parser, NETWORKS, arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
-    parsed = parse(arguments)
+    parsed = parse_networks(parser, NETWORKS, arguments)
     device = set_up(parsed.device)
     console, document = opening("steps", arguments, device)
     size = size_of(device, quick=parsed.quick, tiny=parsed.tiny)
@@ -255,7 +249,3 @@ def main(arguments: list[str] | None = None) -> int:
     count = len(parsed.optimizers) * len(parsed.accumulate)
     note = "Time: relative to the plain step, median and quartiles. n: microbatches."
     return report_each(parsed, (console, document), "networks", parsed.networks, run, show, note=note, count=count)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Tiles: the least memory of a training step, and its time, with operations cut by rows and without.
 
-    python -m benches.tiles --json benches/results/tiles-cpu.json        # about 15 minutes
-    python -m benches.tiles --tiny                                       # small sizes, for a try
+    python -m benches tiles --json benches/results/tiles-cpu.json        # about 15 minutes
+    python -m benches tiles --tiny                                       # small sizes, for a try
 
 Two steps whose largest operation is the lower bound of every plan: cross-entropy over a vocabulary of 50,257 words, and
 causal attention by PyTorch's math kernel over 2,048 tokens. For each, plans without tiles, with `tile="exact"` and with
@@ -12,7 +12,6 @@ The difference is the largest of any gradient, relative to the largest element o
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fckpt
 from benches.common.command import mib, opening, report_each, report_parser, share, table_of
-from benches.common.rows import Record
-from benches.common.timing import Spread, alternate, paired_ratio, set_up, spread
+from benches.common.rows import Row
+from benches.common.timing import alternate, paired_ratio, set_up, spread
 
 TILES: tuple[Any, ...] = (False, "exact", True)
 
@@ -34,7 +33,7 @@ Step = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 
 
 @dataclass
-class Tiled(Record):
+class Tiled(Row):
     """One plan of one step, or the plain step."""
 
     step: str
@@ -43,10 +42,6 @@ class Tiled(Record):
     budget: str
     """`least` or `half`."""
     nodes: int
-    predicted_bytes: int
-    peak_bytes: int
-    seconds: Spread
-    to_plain: Spread
     difference: float
 
 
@@ -135,8 +130,8 @@ def measure(name: str, step: Step, rounds: int, device: torch.device) -> list[Ti
             nodes=len((plan.graph if plan else baseline.untiled or baseline.graph).nodes),
             predicted_bytes=plan.peak_bytes if plan else baseline.baseline_peak_bytes,
             peak_bytes=fckpt.measure_peak(method, device).peak_bytes,
-            seconds=spread(seconds[key]),
-            to_plain=paired_ratio(seconds, key, plain),
+            step_seconds=spread(seconds[key]),
+            time_ratio=paired_ratio(seconds, key, plain),
             difference=differences[key],
         )
         rows.append(row)
@@ -148,12 +143,12 @@ def show(rows: Sequence[Tiled], console: Console) -> None:
     columns = ("tile", "budget", "operations", "peak MiB", "of plain", "time to plain", "difference")
     table = table_of(*columns, left=("tile", "budget"), title=rows[0].step)
     for row in rows:
-        peaks = (mib(row.peak_bytes), share(row.peak_bytes, rows[0].peak_bytes))
-        table.add_row(row.tile, row.budget, str(row.nodes), *peaks, str(row.to_plain), f"{row.difference:.1e}")
+        peaks = (mib(row.peak_bytes), share(row.peak_bytes, rows[0].peak_bytes or 1))
+        table.add_row(row.tile, row.budget, str(row.nodes), *peaks, str(row.time_ratio), f"{row.difference:.1e}")
     console.print(table)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs the bench."""
     parsed = report_parser("tiles", __doc__, rounds="7", tiny=True).parse_args(arguments)
     device = set_up(parsed.device)
@@ -162,7 +157,3 @@ def main(arguments: list[str] | None = None) -> int:
     found = cases(tiny=parsed.tiny, device=device)
     run = lambda name, advance: measure(name, found[name](), parsed.rounds, device)
     return report_each(parsed, opened, "rows", found, run, show, note="Time: median and quartiles of the rounds.")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

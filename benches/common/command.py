@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import gc
 import shlex
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +27,7 @@ from benches.common.training import Network
 def script_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """Returns a parser for the script `name`, whose docstring is the description."""
     form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=f"python -m benches.{name}", description=doc, formatter_class=form)
+    return argparse.ArgumentParser(prog=f"python -m benches {name}", description=doc, formatter_class=form)
 
 
 def report_parser(
@@ -60,7 +59,7 @@ def network_parser(name: str, doc: str | None, check: str, networks: Mapping[str
 
 
 def parse_networks(
-    parser: argparse.ArgumentParser, networks: Mapping[str, Network], arguments: Sequence[str] | None
+    parser: argparse.ArgumentParser, networks: Mapping[str, Network], arguments: Sequence[str]
 ) -> argparse.Namespace:
     """Parses the command line of a `network_parser`, with the defaults of `--networks` and `--rounds`."""
     parsed = parser.parse_args(arguments)
@@ -70,7 +69,7 @@ def parse_networks(
 
 
 def parse_picture(
-    name: str, doc: str | None, report: str, read: Callable[[Path], Any], arguments: Sequence[str] | None
+    name: str, doc: str | None, report: str, read: Callable[[Path], Any], arguments: Sequence[str]
 ) -> argparse.Namespace:
     """Parses the command line of a script that draws results; `found` is what `read` returns for their file.
 
@@ -90,12 +89,12 @@ def parse_picture(
     return parsed
 
 
-def opening(name: str, arguments: Sequence[str] | None, device: torch.device) -> tuple[Console, dict[str, Any]]:
+def opening(name: str, arguments: Sequence[str], device: torch.device) -> tuple[Console, dict[str, Any]]:
     """Prints the machine. Returns the console, and the first entries of the JSON: the command and the machine."""
     machine = describe_machine(device)
     console = Console(highlight=False)
     console.print(f"{machine_line(machine)}\n", style="dim", soft_wrap=True)
-    command = shlex.join(["python", "-m", f"benches.{name}", *(sys.argv[1:] if arguments is None else arguments)])
+    command = shlex.join(["python", "-m", "benches", name, *arguments])
     return console, {"command": command, "machine": machine}
 
 

@@ -11,6 +11,7 @@ import copy
 import gc
 import inspect
 import os
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,25 +34,6 @@ from fckpt import P
 
 NAIVE = "naive DDP"
 BLOCKS = 3
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The options of all processes."""
-
-    depth: int
-    growth: int
-    batch: int
-    """Images of all ranks."""
-    device: str
-    """"cpu" or "cuda"."""
-    threads: int
-    """Of each process, on CPU."""
-    fraction: float
-    """The memory of fckpt as a fraction of naive DDP's."""
-    rounds: int
-    search_seconds: float | None = None
-    """Time limit of the solver; None for its default."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +71,8 @@ class Rank:
         return box[0]
 
 
-def join(setting: Setting) -> Rank:
-    """Joins the ranks, and makes the network and the data."""
+def join(setting: Namespace) -> Rank:
+    """Joins the ranks, and makes the network and the data, for a command line of `benches.multi_gpu`."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     number = local % max(torch.cuda.device_count(), 1)
     device = set_up(f"cuda:{number}" if setting.device == "cuda" else "cpu")
@@ -104,7 +86,7 @@ def join(setting: Setting) -> Rank:
     torch.manual_seed(SEED)
     layers = (setting.depth - 4) // (2 * BLOCKS)
     loss = TrainingLoss(DenseNet(setting.growth, (layers,) * BLOCKS, classes=10, small=True)).to(device)
-    batch = torch.randn(setting.batch, 3, 32, 32), torch.randint(10, (setting.batch,))
+    batch = torch.randn(setting.batch_size, 3, 32, 32), torch.randint(10, (setting.batch_size,))
     images, labels = (whole.chunk(mesh.size)[dist.get_rank()].to(device) for whole in batch)
     gc.freeze()  # garbage collection then skips what was imported
     return Rank(dist.get_rank(), mesh, Task("DenseNet", "", loss, images, labels), waiting)

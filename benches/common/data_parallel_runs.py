@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,14 +24,13 @@ from benches.common.data_parallel import (
     Method,
     Planned,
     Rank,
-    Setting,
     join,
     plain_plan,
     planned_step,
     state_bytes,
     torch_methods,
 )
-from benches.common.rows import Record
+from benches.common.rows import Row
 from benches.common.timing import Spread, alternate, paired_ratio, spread
 from fckpt._memory import measure_peak
 from fckpt._planned.making import make_plan
@@ -44,33 +44,22 @@ STEPS_BEFORE = 2
 
 
 @dataclass
-class Row(Record):
-    """The results of one method."""
+class Result(Row):
+    """The results of one method. The plain step is that of naive DDP; a budget is for a step, without `held_bytes`."""
 
     name: str
     held_bytes: int = 0
     """Between steps."""
     step_bytes: int = 0
     """The peak of a step above them."""
-    peak_bytes: int = 0
-    """All bytes that are held at once."""
     difference: float = 0.0
     """From the gradients of naive DDP, relative to the largest element of each; 0 is bitwise equal."""
     statistics_equal: bool = True
     """Whether BatchNorm's statistics are bitwise equal to those of naive DDP."""
-    step_seconds: Spread | None = None
-    to_naive: Spread | None = None
-    """The time of its step relative to naive DDP."""
-    # ---- only for fckpt
-    budget_bytes: int | None = None
-    """For a step, without `held_bytes`."""
-    predicted_bytes: int | None = None
-    predicted_overhead: float | None = None
-    least_bytes: int | None = None
-    """If there is no plan: the least budget that is feasible."""
     other: str | None = None
-    """The method whose memory is its budget."""
+    """The method whose memory is the budget."""
     to_other: Spread | None = None
+    """The time of a step relative to that method."""
 
     @property
     def title(self) -> str:
@@ -81,14 +70,15 @@ class Row(Record):
 @dataclass
 class _Comparison:
     rank: Rank
-    setting: Setting
+    setting: Namespace
+    """The command line."""
     advance: Callable[[str], object]
-    rows: dict[str, Row] = field(default_factory=dict)
+    rows: dict[str, Result] = field(default_factory=dict)
     methods: dict[str, Method] = field(default_factory=dict)
     expected: tuple[list[Tensor], list[Tensor]] = ([], [])
     """Gradients and statistics of naive DDP."""
 
-    def try_out(self, row: Row, make: Callable[[], Method]) -> None:
+    def try_out(self, row: Result, make: Callable[[], Method]) -> None:
         """Makes a method, measures its memory and compares its results."""
         self.advance(row.name)
         row.held_bytes = self._held_bytes(make)
@@ -104,7 +94,7 @@ class _Comparison:
         for what in ("held_bytes", "step_bytes", "difference"):
             setattr(row, what, max(getattr(other, what) for other in everywhere))
         row.statistics_equal = all(other.statistics_equal for other in everywhere)
-        row.peak_bytes = row.held_bytes + row.step_bytes
+        row.peak_bytes = row.held_bytes + row.step_bytes  # all that is held at once
         self.rows[row.name], self.methods[row.name] = row, method
 
     def _held_bytes(self, make: Callable[[], Method]) -> int:
@@ -118,13 +108,13 @@ class _Comparison:
 
         return -measure_peak(release, self.rank.device).retained_bytes
 
-    def plan(self, row: Row, plain: fckpt.Plan | None) -> fckpt.Plan | None:
+    def plan(self, row: Result, plain: fckpt.Plan | None) -> fckpt.Plan | None:
         """Returns the plan for a row, made by the first rank, on all ranks; None if the budget is too small."""
         self.advance(f"{row.name}: a plan")
 
         def solved() -> str | int:
             assert plain is not None
-            budget, limit = max(1, row.budget_bytes or 0), self.setting.search_seconds
+            budget, limit = max(1, row.budget_bytes or 0), 1.0 if self.setting.tiny else None
             try:
                 return json.dumps(make_plan(plain.graph, budget, "auto", plain.torch_version, limit).to_json())
             except BudgetError as error:
@@ -153,7 +143,7 @@ class _Comparison:
         }
         for name, values in seconds.items():
             row = self.rows[name]
-            row.step_seconds, row.to_naive = spread(values), paired_ratio(seconds, name, NAIVE)
+            row.step_seconds, row.time_ratio = spread(values), paired_ratio(seconds, name, NAIVE)
             row.to_other = paired_ratio(seconds, name, row.other) if row.other else None
 
 
@@ -171,7 +161,7 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
     return float((expected - actual).abs().max() / expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny))
 
 
-def compare(setting: Setting, others: bool = True) -> list[Row]:
+def compare(setting: Namespace, others: bool = True) -> list[Result]:
     """Compares naive DDP, fckpt in a fraction of its memory and, if asked, the other methods, each also with fckpt."""
     rank = join(setting)
     methods = {name: make for name, make in torch_methods(rank).items() if others or name == NAIVE}
@@ -179,12 +169,12 @@ def compare(setting: Setting, others: bool = True) -> list[Row]:
     with progress as advance:
         run = _Comparison(rank, setting, advance)
         for name, make in methods.items():
-            run.try_out(Row(name), make)
+            run.try_out(Result(name), make)
         held = state_bytes(rank.task.loss)
-        budget = int(setting.fraction * run.rows[NAIVE].peak_bytes) - held
-        planned = [Row(f"fckpt in {setting.fraction:.0%}", budget_bytes=budget)]
+        budget = int(setting.budget * (run.rows[NAIVE].peak_bytes or 0)) - held
+        planned = [Result(f"fckpt in {setting.budget:.0%}", budget_bytes=budget)]
         planned += [
-            Row(PLANNED_AS + name, budget_bytes=run.rows[name].peak_bytes - held, other=name)
+            Result(PLANNED_AS + name, budget_bytes=(run.rows[name].peak_bytes or 0) - held, other=name)
             for name in methods
             if name != NAIVE
         ]

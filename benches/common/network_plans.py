@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import fckpt
 from benches.common import torch_knapsack
-from benches.common.rows import Record
-from benches.common.timing import Spread
+from benches.common.rows import Record, Row
 from benches.common.training import Task
 from fckpt import policies, solve
 from fckpt._planned.plan import Plan
@@ -39,31 +38,19 @@ GAP = 0.05
 
 
 @dataclass
-class Point(Record):
-    """The result of one method."""
+class Point(Row):
+    """The result of one method. Peaks and budgets are above weights and gradients (see the module)."""
 
     solver: str
     """Also "plain" and "torch"."""
     budget: str = ""
     """The kind of budget, in words."""
-    budget_bytes: int | None = None
-    least_bytes: int | None = None
-    """If it refuses that budget: the least budget that is feasible."""
     solve_seconds: float = 0.0
-    predicted_bytes: int | None = None
-    """The peak above weights and gradients (see the module). Budgets are counted in the same way."""
-    predicted_overhead: float | None = None
     lower_bound: float | None = None
     """For our solver: a proven lower bound on the overhead of any plan within this budget."""
     predicted_step_bytes: int | None = None
     """The peak above the weights of a step that begins without gradients."""
-    measured_bytes: int | None = None
-    """Of methods without a plan, counted as `predicted_bytes`."""
     measured_step_bytes: int | None = None
-    time_ratio: Spread | None = None
-    """The time of its step relative to the plain step."""
-    step_seconds: Spread | None = None
-    unequal: list[str] = field(default_factory=list)
 
     @property
     def title(self) -> str:
@@ -73,7 +60,7 @@ class Point(Record):
     @property
     def bytes(self) -> int | None:
         """The peak above weights and gradients: measured if it was, otherwise predicted."""
-        return self.predicted_bytes if self.measured_bytes is None else self.measured_bytes
+        return self.predicted_bytes if self.peak_bytes is None else self.peak_bytes
 
     @property
     def overhead(self) -> float | None:
@@ -166,7 +153,7 @@ class PricedStep:
 
     def point(self, solver: str, budget: str, nbytes: int | None) -> tuple[Point, Plan | None]:
         """Makes a plan and its point; the plan is None if none is feasible."""
-        point = Point(solver, budget, nbytes)
+        point = Point(solver, budget, budget_bytes=nbytes)
         start = time.perf_counter()
         try:
             plan = self.plan(solver, nbytes)

@@ -13,8 +13,8 @@ pytest.importorskip("rich")
 import torch
 
 from benches import multi_gpu
-from benches.common.data_parallel import NAIVE, Planned, Rank, Setting, join, plain_plan, planned_step
-from benches.common.data_parallel_runs import PLANNED_AS, Row
+from benches.common.data_parallel import NAIVE, Planned, Rank, join, plain_plan, planned_step
+from benches.common.data_parallel_runs import PLANNED_AS, Result
 from benches.common.results import read_json
 from benches.common.timing import spread
 
@@ -25,7 +25,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "table.json"
     assert multi_gpu.main(["--tiny", "--device", "cpu", "--rounds", "1", "--json", str(target)]) == 0
     document = read_json(target)
-    assert document["command"].startswith("python -m benches.multi_gpu --tiny")
+    assert document["command"].startswith("python -m benches multi_gpu --tiny")
     assert document["machine"]["torch_threads"] >= 1
     rows = {row["name"]: row for row in document["rows"]}
     assert [*rows] == [NAIVE, *METHODS, "fckpt in 80%", *(PLANNED_AS + name for name in METHODS)]
@@ -65,7 +65,7 @@ def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0]["planned_to_naive"]["rounds"] == 1 and "plan" not in rows[0]
 
 
-SETTING = Setting(depth=10, growth=4, batch=4, device="cpu", threads=1, fraction=0.9, rounds=1)
+SETTING = multi_gpu.parse(["--tiny", "--device", "cpu", "--threads", "1", "--processes", "1"])
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +90,9 @@ def test_a_step_is_sgd_on_the_loss(rank: Rank) -> None:
 
 
 def test_the_targets_are_checked() -> None:
-    def row(name: str, mebibytes: int, ratio: float, **options: Any) -> Row:
+    def row(name: str, mebibytes: int, ratio: float, **options: Any) -> Result:
         once = spread([ratio])
-        return Row(name, peak_bytes=mebibytes << 20, step_seconds=once, to_naive=once, **options)
+        return Result(name, peak_bytes=mebibytes << 20, step_seconds=once, time_ratio=once, **options)
 
     naive, ddp = row(NAIVE, 100, 1.0), row("DDP + layers", 40, 1.3)
     good = row("fckpt in 57%", 56, 1.09, predicted_bytes=56 << 20)
@@ -101,7 +101,7 @@ def test_the_targets_are_checked() -> None:
     multi_gpu.check(rows, ranks=2, fraction=0.57)
     assert not [text for found in rows for text in found.complaints]
 
-    good.to_naive, good.peak_bytes = spread([1.2]), 58 << 20
+    good.time_ratio, good.peak_bytes = spread([1.2]), 58 << 20
     even.to_other, even.difference, even.statistics_equal = spread([1.1]), 1e-7, False
     ddp.difference = 1e-7
     multi_gpu.check(rows, ranks=2, fraction=0.57)
