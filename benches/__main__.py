@@ -9,7 +9,7 @@ from rich.console import Console
 
 BENCHES = {
     "demo": ("Hugging Face models: peak, time and bits, within a budget and without", "3 minutes"),
-    "overhead": ("time of a call of remat and grad, and steps with a region per block", "4 minutes"),
+    "overhead": ("time of a call of remat, planned and not, and steps with a region per block", "3 minutes"),
     "step_picture": ("a picture of a training step of BERT: memory, plain and planned", "a minute"),
     "budgets": ("eleven networks: predicted and measured peaks, and times, for ten budgets", "half an hour"),
     "calls": ("six functions with derivatives inside, within half of their peak: peak and time", "5 minutes"),

@@ -27,7 +27,17 @@ import torch
 from rich.console import Console
 
 import fckpt
-from benches.common.command import described, mib, network_parser, opening, parse_networks, report_each, share, table_of
+from benches.common.command import (
+    described,
+    fraction,
+    mib,
+    network_parser,
+    opening,
+    parse_networks,
+    report_each,
+    share,
+    table_of,
+)
 from benches.common.rows import Record, Row, deviation
 from benches.common.timing import is_slower, set_up
 from benches.common.training import Task, buffers_of, outcome_of, prepare, size_of, step_of, unequal
@@ -149,16 +159,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = network_parser("budgets", __doc__, "a peak, a result or a time is not as it should be", NETWORKS)
     parser.add_argument(
-        "--budgets", nargs="+", type=_fraction, metavar="X", default=BUDGETS, help="fractions of the plain peak"
+        "--budgets", nargs="+", type=fraction, metavar="X", default=BUDGETS, help="fractions of the plain peak"
     )
     return parse_networks(parser, NETWORKS, arguments)
-
-
-def _fraction(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"a budget is a fraction above 0 and at most 1, not {text}")
-    return value
 
 
 def main(arguments: list[str]) -> int:

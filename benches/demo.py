@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import benches.common.repaired  # noqa: F401
 import fckpt
-from benches.common.command import described, mib, opening, report_each, report_parser, table_of
+from benches.common.command import described, fraction, mib, opening, report_each, report_parser
 from benches.common.rows import Record, Row, different
 from benches.common.timing import alternate, paired_ratio, set_up, spread
 from benches.common.training import SEED, Outcome, taken, unequal
@@ -184,36 +184,24 @@ def run(
     return Result(task.name, task.what, gradient_bytes, [*ways.values()], complaints=complaints)
 
 
-def cells(result: Result, way: Way) -> list[str]:
-    """Returns a row of the table without its name."""
-    plain = result.ways[0]
-    assert plain.peak_bytes and way.peak_bytes and way.step_seconds and way.time_ratio
-    memory = [f"{mib(way.peak_bytes)} MiB", f"{way.peak_bytes / plain.peak_bytes:.2f}"]
-    equal = "" if way is plain else "differ" if way.unequal else "equal"
-    return [*memory, f"{way.step_seconds.least:.2f} s", f"{way.time_ratio.median:.2f}", equal]
-
-
 def show(results: Sequence[Result], console: Console) -> None:
-    """Prints the table of each model."""
-    for result in results:
-        table = table_of("", "peak", "of plain", "step", "of plain", "gradients", left=["", "gradients"])
-        for way in result.ways:
-            table.add_row(way.name, *cells(result, way))
-        console.print(f"[bold]{result.model}[/]: {result.what}", soft_wrap=True)
-        console.print(table)
-        held = f"{mib(result.gradient_bytes)} MiB of each peak are the gradients themselves."
-        first = ", ".join(f"{way.name} {way.first_seconds:.0f} s" for way in result.ways if "budget" in way.name)
-        console.print(f"  {held}" + (f" First steps, which plan: {first}." if first else ""), style="dim")
-
-
-def show_markdown(results: Sequence[Result], console: Console) -> None:
-    """Prints the tables as Markdown, for docs/huggingface.md."""
+    """Prints the table of each model as Markdown, for docs/huggingface.md."""
     rows = [["model", "way", "peak", "of plain", "step", "of plain", "gradients"], ["---", "---", *["---:"] * 4, "---"]]
     for result in results:
-        for i, way in enumerate(result.ways):
-            title = "" if i else f"{result.model}, {result.what}"
-            rows.append([title, f"`{way.name}`" if "fckpt" in way.name else way.name, *cells(result, way)])
+        plain = result.ways[0]
+        for way in result.ways:
+            assert plain.peak_bytes and way.peak_bytes and way.step_seconds and way.time_ratio
+            title = f"{result.model}, {result.what}" if way is plain else ""
+            name = f"`{way.name}`" if "fckpt" in way.name else way.name
+            memory = [f"{mib(way.peak_bytes)} MiB", f"{way.peak_bytes / plain.peak_bytes:.2f}"]
+            time = [f"{way.step_seconds.least:.2f} s", f"{way.time_ratio.median:.2f}"]
+            rows.append([title, name, *memory, *time, "" if way is plain else "differ" if way.unequal else "equal"])
     console.print("\n".join(f"| {' | '.join(row)} |" for row in rows), soft_wrap=True, markup=False)
+    for result in results:
+        console.print(f"{mib(result.gradient_bytes)} MiB of each peak are the gradients themselves.", style="dim")
+        for way in result.ways:
+            if "budget" in way.name:
+                console.print(f"First step of {way.name}, which plans: {way.first_seconds:.0f} s.", style="dim")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -222,7 +210,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.set_defaults(check=True)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["bert", "vit"], help="default: bert vit")
     parts = "fractions of the plain peak (default 0.6 0.4)"
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.6, 0.4], metavar="PART", help=parts)
+    parser.add_argument("--budgets", type=fraction, nargs="+", default=[0.6, 0.4], metavar="PART", help=parts)
     for name, default, what in (
         ("batch", 4, "sequences"),
         ("tokens", 256, "length of a sequence, at most 512"),
@@ -231,14 +219,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         ("repeats", 5, "timed steps of each kind"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default {default})")
-    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
     parsed = parser.parse_args(arguments)
     if min(parsed.batch, parsed.tokens, parsed.layers, parsed.repeats) < 1 or parsed.tokens > 512:
         parser.error("--batch, --tokens, --layers and --repeats are at least 1, --tokens at most 512")
     if parsed.hidden < 64 or parsed.hidden % 64:
         parser.error("--hidden is a multiple of 64")
-    if not all(0 < budget <= 1 for budget in parsed.budgets):
-        parser.error("--budgets are above 0 and at most 1")
     return parsed
 
 
@@ -259,6 +244,5 @@ def main(arguments: list[str]) -> int:
         "the model's gradient_checkpointing_enable()."
     )
     opened = opening("demo", arguments, device)
-    shown = show_markdown if parsed.markdown else show
     count = 4 + len(parsed.budgets)
-    return report_each(parsed, opened, "results", parsed.models, examine, shown, note=note, count=count)
+    return report_each(parsed, opened, "results", parsed.models, examine, show, note=note, count=count)

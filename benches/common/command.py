@@ -31,12 +31,13 @@ def script_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def report_parser(
-    name: str, doc: str | None, *, rounds: str = "", tiny: bool = False, check: str = ""
+    name: str, doc: str | None, *, device: bool = True, rounds: str = "", tiny: bool = False, check: str = ""
 ) -> argparse.ArgumentParser:
-    """Returns a parser with `--json` and `--device`, and with `--rounds` (default), `--tiny` and `--check` if asked."""
+    """Returns a parser with `--json`, and with `--device`, `--rounds` (default), `--tiny` and `--check` if asked."""
     parser = script_parser(name, doc)
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the results to this file")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; default: a GPU if there is one")
+    if device:
+        parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; default: a GPU if there is one")
     if rounds:
         default = int(rounds) if rounds.isdecimal() else None
         text = f"timed steps of each kind (default {rounds})"
@@ -66,6 +67,14 @@ def parse_networks(
     parsed.networks = parsed.networks or list(networks)
     parsed.rounds = parsed.rounds or (5 if parsed.quick or parsed.tiny else 11)
     return parsed
+
+
+def fraction(text: str) -> float:
+    """Reads a budget that is a fraction."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"a budget is a fraction above 0 and at most 1, not {text}")
+    return value
 
 
 def parse_picture(

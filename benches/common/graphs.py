@@ -43,24 +43,12 @@ PROFILE = "A100"
 Step = tuple[nn.Module, Tensor, Tensor]
 
 
-def _text(model: nn.Module, batch: int, tokens: int) -> Step:
-    return model, torch.empty(batch, tokens, dtype=torch.long), torch.empty(batch, tokens, dtype=torch.long)
+def _text(model: nn.Module, batch: int) -> Step:
+    return model, torch.empty(batch, 512, dtype=torch.long), torch.empty(batch, 512, dtype=torch.long)
 
 
 def _labelled(model: nn.Module, *shape: int, axis: int = 0) -> Step:
     return model, torch.empty(shape), torch.empty(shape[axis], dtype=torch.long)
-
-
-def _gpt(layers: int) -> Step:
-    return _text(Decoder(layers=layers, positions=512, dropout=0.0), 8, 512)
-
-
-def _moe() -> Step:
-    return _text(MixtureOfExperts(hidden=768, layers=8, heads=12, experts=8, vocabulary=32000, tokens=512), 8, 512)
-
-
-def _unet() -> Step:
-    return UNet(), torch.empty(8, 3, 256, 256), torch.empty(8, 256, 256, dtype=torch.long)
 
 
 def _resnet(batch: int, *layers: int) -> Step:
@@ -71,16 +59,18 @@ def _densenet(batch: int, *layers: int) -> Step:
     return _labelled(DenseNet(32, layers, classes=1000, small=False), batch, 3, 224, 224)
 
 
+_gpt = partial(Decoder, positions=512, dropout=0.0)
+_moe = partial(MixtureOfExperts, hidden=768, layers=8, heads=12, experts=8, vocabulary=32000, tokens=512)
 STEPS: dict[str, Callable[[], Step]] = {
-    "gpt12": lambda: _gpt(12),
-    "gpt48": lambda: _gpt(48),
-    "gpt400": lambda: _gpt(400),
-    "gpt850": lambda: _gpt(850),
+    "gpt12": lambda: _text(_gpt(layers=12), 8),
+    "gpt48": lambda: _text(_gpt(layers=48), 8),
+    "gpt400": lambda: _text(_gpt(layers=400), 8),
+    "gpt850": lambda: _text(_gpt(layers=850), 8),
     "bert": lambda: (BertEncoder(), torch.empty(16, 512, dtype=torch.long), torch.empty(16, dtype=torch.long)),
     "vit": lambda: _labelled(ViT(classes=1000), 64, 3, 224, 224),
-    "moe": _moe,
+    "moe": lambda: _text(_moe(), 8),
     "lstm": lambda: _labelled(UnrolledLSTM(features=256, hidden=1024, span=8), 96, 128, 256, axis=1),
-    "unet": _unet,
+    "unet": lambda: (UNet(), torch.empty(8, 3, 256, 256), torch.empty(8, 256, 256, dtype=torch.long)),
     "inception_v3": lambda: _labelled(InceptionV3(), 32, 3, 299, 299),
     "resnet50": lambda: _resnet(64, 3, 4, 6, 3),
     "resnet152": lambda: _resnet(16, 3, 8, 36, 3),

@@ -245,8 +245,7 @@ def plan_all(
     found.append(step.point(REFERENCE, "", None))
     reference = found[-1][0]
     nbytes, overhead = reference.predicted_bytes, reference.predicted_overhead
-    assert nbytes is not None
-    assert overhead is not None
+    assert nbytes is not None and overhead is not None
     for solver in solvers:
         if solver != step.ours:
             advance(solver)
@@ -287,28 +286,16 @@ def targets_of(step: PricedStep, report: Report) -> dict[str, Target]:
     """Returns the targets with the values of our solver, measured if it was run, and the lower bounds."""
     by_budget = {point.budget: point for point in report.points if point.solver == step.ours and point.budget_bytes}
     reference = next(point for point in report.points if point.solver == REFERENCE)
-    same_memory, same_time = by_budget["same memory"], by_budget.get("same time")
-    overhead, nbytes = reference.predicted_overhead, reference.predicted_bytes
-    assert overhead is not None
-    assert nbytes is not None
-    assert report.floor_bytes is not None
+    same_memory, same_time = by_budget["same memory"], by_budget.get("same time", Point(step.ours))
+    overhead, nbytes, floor = reference.predicted_overhead, reference.predicted_bytes, report.floor_bytes
+    assert overhead is not None and nbytes is not None and floor is not None
     bound = step.lower_bound(nbytes)
-    taken = same_memory.predicted_overhead
-    too_small, _ = search(lambda budget: step.lower_bound(budget) <= overhead, report.floor_bytes - 1, nbytes)
-    needed = same_time.predicted_bytes if same_time else None
+    too_small, _ = search(lambda budget: step.lower_bound(budget) <= overhead, floor - 1, nbytes)
+    taken, needed = same_memory.predicted_overhead, same_time.predicted_bytes
+    time_gap = None if taken is None else (1 + taken) / (1 + bound) - 1
+    memory_gap = None if needed is None else needed / too_small - 1
+    quotient = lambda part, whole: None if part is None or not whole else part / whole
     return {
-        "overhead": Target(
-            _quotient(same_memory.overhead, reference.overhead),
-            _quotient(bound, overhead),
-            None if taken is None else (1 + taken) / (1 + bound) - 1,
-        ),
-        "memory": Target(
-            _quotient(same_time.bytes if same_time else None, reference.bytes),
-            too_small / nbytes,
-            None if needed is None else needed / too_small - 1,
-        ),
+        "overhead": Target(quotient(same_memory.overhead, reference.overhead), quotient(bound, overhead), time_gap),
+        "memory": Target(quotient(same_time.bytes, reference.bytes), too_small / nbytes, memory_gap),
     }
-
-
-def _quotient(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole

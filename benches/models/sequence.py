@@ -99,16 +99,9 @@ class BertEncoder(nn.Module):
     block: ClassVar[type[nn.Module]] = EncoderLayer
 
     def __init__(
-        self,
-        *,
-        hidden: int = 768,
-        layers: int = 12,
-        heads: int = 12,
-        vocabulary: int = 30522,
-        positions: int = 512,
-        classes: int = 2,
-        dropout: float = 0.1,
+        self, *, hidden: int = 768, layers: int = 12, heads: int = 12, vocabulary: int = 30522, positions: int = 512
     ) -> None:
+        dropout = 0.1
         super().__init__()
         self.words, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(positions, hidden)
         self.types = nn.Embedding(2, hidden)
@@ -116,7 +109,7 @@ class BertEncoder(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.Sequential(*(EncoderLayer(hidden, heads, dropout) for _ in range(layers)))
         self.pooler = nn.Sequential(nn.Linear(hidden, hidden), nn.Tanh(), nn.Dropout(dropout))
-        self.head = nn.Linear(hidden, classes)
+        self.head = nn.Linear(hidden, 2)
         _initialise(self)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def demo() -> Any:
 @pytest.mark.parametrize(("model", "budget"), [("bert", 1.0), ("vit", 0.9)])
 def test_every_way_gives_the_same_bits(demo: Any, model: str, budget: float, tmp_path: Path, capsys: Any) -> None:
     report = tmp_path / "demo.json"
-    assert demo.main([*SMALL, "--models", model, "--budgets", str(budget), "--markdown", "--json", str(report)]) == 0
+    assert demo.main([*SMALL, "--models", model, "--budgets", str(budget), "--json", str(report)]) == 0
     (result,) = read_json(report)["results"]
     ways = result["ways"]
     assert [way["name"] for way in ways] == [
