@@ -183,7 +183,8 @@ def _ways(task: Task, optimizer: str, accumulate: int, rounds: int, device: torc
 
     def measured(row: Way, trainee: Trainee, step: Step) -> Way:
         actual = expected if trainee is plain else trainee.after(step)
-        row.unequal = [what for what, values in expected.items() if not all(map(torch.equal, values, actual[what]))]
+        same = lambda one, other: len(one) == len(other) and all(map(torch.equal, one, other))
+        row.unequal = [what for what, values in expected.items() if not same(values, actual[what])]
         if trainee is plain:
             row.peak_bytes = measure_peak(step, device).peak_bytes
         else:
@@ -197,8 +198,9 @@ def _ways(task: Task, optimizer: str, accumulate: int, rounds: int, device: torc
             trainee = Trainee(task, *options)
             try:
                 step = trainee.planned(row.budget_bytes or 1)
+                measured(row, trainee, lambda: step(trainee.batch))
                 row.predict(step.plan(trainee.batch))
-                measured(row, trainee, lambda: step(trainee.batch)).judge()
+                row.judge()
                 return row
             except BudgetError as error:
                 row.least_bytes = error.least_bytes

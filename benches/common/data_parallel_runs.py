@@ -86,8 +86,8 @@ class _Comparison:
         found = method.gradients(), [x.clone() for x in method.statistics()]
         if not self.methods:
             self.expected = found
-        row.difference = max(map(_difference, self.expected[0], found[0]))
-        row.statistics_equal = all(map(torch.equal, self.expected[1], found[1]))
+        row.difference = max(_difference(a, b) for a, b in zip(self.expected[0], found[0], strict=True))
+        row.statistics_equal = all(torch.equal(a, b) for a, b in zip(self.expected[1], found[1], strict=True))
         del found
         row.step_bytes = min(measure_peak(method.step, self.rank.device).peak_bytes for _ in range(TRIES))
         everywhere = self.rank.gathered(row)
