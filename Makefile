@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 setup: $(STAMP) ## Makes .venv with everything that the other targets use
 
 demo: setup ## Trains Hugging Face models within a byte budget, beside plain and a checkpoint per block: peak, time, bits
-	$(BIN)/python -m benches.demo
+	$(BIN)/python -m benches demo
 
 test: setup ## Runs all tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
@@ -37,7 +37,7 @@ type: setup ## Checks types
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: setup ## Measures overhead against torch.utils.checkpoint; writes benches/results
-	$(BIN)/python -m benches.overhead --json benches/results/overhead-cpu.json
+	$(BIN)/python -m benches overhead --json benches/results/overhead-cpu.json
 
 docs: setup ## Builds the documentation into site/
 	$(BIN)/mkdocs build --strict

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
 BENCHES = {
     "demo": ("Hugging Face models: peak, time and bits, within a budget and without", "3 minutes"),
-    "overhead": ("time of a call of remat and grad, and steps with a region per block", "4 minutes"),
+    "overhead": ("time of a call of remat, planned and not, and steps with a region per block", "3 minutes"),
     "step_picture": ("a picture of a training step of BERT: memory, plain and planned", "a minute"),
     "budgets": ("eleven networks: predicted and measured peaks, and times, for ten budgets", "half an hour"),
     "calls": ("six functions with derivatives inside, within half of their peak: peak and time", "5 minutes"),
@@ -27,21 +26,16 @@ BENCHES = {
 
 def listing() -> str:
     """Returns a line per script: name, table, duration, command."""
-    name_width = max(map(len, BENCHES))
-    what_width = max(len(what) for what, _ in BENCHES.values())
-    time_width = max(len(time) for _, time in BENCHES.values())
-    return "\n".join(
-        f"{name:{name_width}}  {what:{what_width}}  {time:{time_width}}  python -m benches {name}"
-        for name, (what, time) in BENCHES.items()
-    )
+    rows = [(name, *row, f"python -m benches {name}") for name, row in BENCHES.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Lists the scripts, or runs the one that is named, with the other arguments."""
     name, *options = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in BENCHES:
-        sys.argv = [str(Path(__file__).with_name(f"{name}.py")), *options]
-        return importlib.import_module(f"benches.{name}").main()
+        return importlib.import_module(f"benches.{name}").main(options)
     if name not in ("-h", "--help"):
         print(f"there is no bench {name!r}; these are the benches:\n\n{listing()}", file=sys.stderr)
         return 2

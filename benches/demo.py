@@ -1,7 +1,7 @@
 """Trains Hugging Face models in several ways: peak memory, time, and whether the gradients are bitwise equal.
 
-    python -m benches.demo                       # BERT-base and ViT-B/16, on the GPU if there is one
-    python -m benches.demo --models bert --budgets 0.8 0.5 --json demo.json
+    python -m benches demo                       # BERT-base and ViT-B/16, on the GPU if there is one
+    python -m benches demo --models bert --budgets 0.8 0.5 --json demo.json
 
 With the same random weights, data and random numbers, it runs training steps (forward, loss, backward): plain; with a
 checkpoint per block, by the model's `gradient_checkpointing_enable()`; with `fckpt.remat_blocks(model)`; and with
@@ -13,32 +13,24 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+import benches.common.repaired  # noqa: F401
 import fckpt
-from benches.common.command import DEVICE, mib, opening, report_parser, steps, table_of
-from benches.common.results import write_json
-from benches.common.timing import Spread, alternate, paired_ratio, set_up, spread
+from benches.common.command import described, fraction, mib, opening, report_each, report_parser
+from benches.common.rows import Record, Row, different
+from benches.common.timing import alternate, paired_ratio, set_up, spread
+from benches.common.training import SEED, Outcome, taken, unequal
 from fckpt._memory import measure_peak
 
-sys.path.append(str(Path(__file__).parent.parent / "docs" / "examples"))
-import repair_torchvision  # noqa: F401  transformers imports torchvision, if it is there
-
-SEED = 0
-WARM_UP = 1
 PLAIN = "plain"
-
-Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,40 +40,26 @@ class Task:
     name: str
     what: str
     model: nn.Module
-    batch: Batch
+    batch: dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Way:
+@dataclass
+class Way(Row):
     """The measurements of one way to run the step."""
 
     name: str
-    peak_bytes: int
-    step_seconds: Spread
-    time_ratio: Spread
-    """Relative to plain, by round."""
     first_seconds: float
     """Of the first step, which plans if there is a budget."""
-    unequal: list[str]
-    """What is not bitwise equal to the plain step: names of gradients, "loss", "generator"."""
 
 
-@dataclass(frozen=True)
-class Result:
+@dataclass
+class Result(Record):
     """The results of one model; the first way is plain."""
 
     model: str
     what: str
-    gradients: int
     gradient_bytes: int
     ways: list[Way]
-    failed: dict[str, str]
-    """Ways that raised an error."""
-
-    @property
-    def equal(self) -> bool:
-        """Whether all ways of fckpt are bitwise equal to the plain step."""
-        return not self.failed and not any(way.unequal for way in self.ways if "fckpt" in way.name)
 
 
 # ---- the models --------------------------------------------------------------------------------------------
@@ -102,8 +80,9 @@ def vit(parsed: argparse.Namespace) -> Task:
     from transformers import ViTConfig, ViTForImageClassification
 
     side = 16 * int(parsed.tokens**0.5)
-    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    config = ViTConfig(**_sizes(parsed), image_size=side, num_labels=1000, **dropout)
+    more: dict[str, Any] = {"image_size": side, "num_labels": 1000}
+    more |= {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    config = ViTConfig(**_sizes(parsed), **more)
     batch = {"pixel_values": torch.randn(parsed.batch, 3, side, side), "labels": torch.arange(parsed.batch)}
     return Task("ViT-B/16", _described(parsed, "patches"), ViTForImageClassification(config), batch)
 
@@ -111,7 +90,7 @@ def vit(parsed: argparse.Namespace) -> Task:
 MODELS: dict[str, Callable[[argparse.Namespace], Task]] = {"bert": bert, "vit": vit}
 
 
-def _sizes(parsed: argparse.Namespace) -> dict[str, int]:
+def _sizes(parsed: argparse.Namespace) -> dict[str, Any]:
     return {
         "hidden_size": parsed.hidden,
         "num_hidden_layers": parsed.layers,
@@ -168,135 +147,102 @@ def _step(task: Task, loss: Callable[..., Tensor]) -> Step:
 
 
 def run(
-    task: Task, budgets: Sequence[float], rounds: int, device: torch.device, advance: Callable[[str], None]
+    task: Task, budgets: Sequence[float], rounds: int, device: torch.device, advance: Callable[[str], object]
 ) -> Result:
     """Runs the first step of each way and compares it bitwise, then measures memory, then time."""
     task.model.to(device).train()
     ready = steps_of(task, budgets)
-    failed: dict[str, str] = {}
-    expected: dict[str, Tensor] = {}
-    found: dict[str, dict[str, Any]] = {}
+    complaints: list[str] = []
+    expected: Outcome = {}
+    ways: dict[str, Way] = {}
     for name, step in list(ready.items()):
         advance(f"{name}: first step")
         start = time.perf_counter()
         try:
             loss = step()
         except fckpt.FckptError as error:
-            failed[name] = f"{type(error).__name__}: {error}"
+            complaints.append(f"{name} failed: {described(error)}")
             del ready[name]
             continue
         seconds = time.perf_counter() - start
-        actual = {n: p.grad.clone() for n, p in task.model.named_parameters() if p.grad is not None}
-        actual |= {"loss": loss, "generator": _generator_state(device)}
+        actual = taken(task.model, loss)
         expected = expected or actual
-        unequal = [n for n, t in expected.items() if n not in actual or not torch.equal(t, actual[n])]
-        found[name] = {"first_seconds": seconds, "unequal": unequal}
-        task.model.zero_grad(set_to_none=True)
+        differences = unequal(expected, actual)
+        if "fckpt" in name:
+            complaints += [f"{name}: {text}" for text in different(differences)]
+        ways[name] = Way(name, seconds, unequal=differences)
         del actual
-        gc.collect()
-    gradients = [t.nbytes for n, t in expected.items() if n not in ("loss", "generator")]
-    expected.clear()
+    del expected
     for name, step in ready.items():
-        advance(f"{name}: memory")
-        found[name]["peak_bytes"] = measure_peak(step, device).peak_bytes
+        ways[name].peak_bytes = measure_peak(step, device).peak_bytes
         task.model.zero_grad(set_to_none=True)
-    samples = alternate(ready, rounds=rounds, warm_up=WARM_UP, device=device, on_sample=lambda: advance("time"))
-    ways = [
-        Way(name, **found[name], step_seconds=spread(values), time_ratio=paired_ratio(samples, name, PLAIN))
-        for name, values in samples.items()
-    ]
-    return Result(task.name, task.what, len(gradients), sum(gradients), ways, failed)
+    advance("time")
+    samples = alternate(ready, rounds=rounds, device=device)
+    for name, values in samples.items():
+        ways[name].step_seconds, ways[name].time_ratio = spread(values), paired_ratio(samples, name, PLAIN)
+    gradient_bytes = sum(p.nbytes for p in task.model.parameters() if p.requires_grad)
+    return Result(task.name, task.what, gradient_bytes, [*ways.values()], complaints=complaints)
 
 
-def _generator_state(device: torch.device) -> Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
-
-
-def cells(result: Result, way: Way) -> list[str]:
-    """Returns a row of the table, without equality."""
-    plain = result.ways[0]
-    memory = [mib(way.peak_bytes), f"{way.peak_bytes / plain.peak_bytes:.2f}"]
-    return [*memory, f"{way.step_seconds.least:.2f} s", f"{way.time_ratio.median:.2f}"]
-
-
-def show(result: Result, console: Console) -> None:
-    """Prints the table of one model."""
-    table = table_of("", "peak", "of plain", "step", "of plain", "gradients", left=["", "gradients"])
-    for i, way in enumerate(result.ways):
-        few = ", ".join(way.unequal[:3]) + (", ..." if len(way.unequal) > 3 else "")
-        equal = f"[bold red]NOT EQUAL[/]: {few}" if way.unequal else "equal"
-        table.add_row(way.name, *cells(result, way), equal if i else "")
-    console.print(f"[bold]{result.model}[/]: {result.what}", highlight=False, soft_wrap=True)
-    console.print(table)
-    held = f"{mib(result.gradient_bytes)} of each peak are the {result.gradients} gradients themselves."
-    first = ", ".join(f"{way.name} {way.first_seconds:.0f} s" for way in result.ways if "budget" in way.name)
-    console.print(f"  {held}" + (f" First steps, which plan: {first}." if first else ""), style="dim", highlight=False)
-    for name, error in result.failed.items():
-        console.print(f"  [bold red]{name} failed[/]: {error}", highlight=False)
-    console.print()
-
-
-def markdown(results: Sequence[Result]) -> str:
-    """Returns the tables as one Markdown table, for docs/huggingface.md."""
+def show(results: Sequence[Result], console: Console) -> None:
+    """Prints the table of each model as Markdown, for docs/huggingface.md."""
     rows = [["model", "way", "peak", "of plain", "step", "of plain", "gradients"], ["---", "---", *["---:"] * 4, "---"]]
     for result in results:
-        for i, way in enumerate(result.ways):
-            title = "" if i else f"{result.model}, {result.what}"
+        plain = result.ways[0]
+        for way in result.ways:
+            assert plain.peak_bytes and way.peak_bytes and way.step_seconds and way.time_ratio
+            title = f"{result.model}, {result.what}" if way is plain else ""
             name = f"`{way.name}`" if "fckpt" in way.name else way.name
-            rows.append([title, name, *cells(result, way), ("differ" if way.unequal else "equal") if i else ""])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+            memory = [f"{mib(way.peak_bytes)} MiB", f"{way.peak_bytes / plain.peak_bytes:.2f}"]
+            time = [f"{way.step_seconds.least:.2f} s", f"{way.time_ratio.median:.2f}"]
+            rows.append([title, name, *memory, *time, "" if way is plain else "differ" if way.unequal else "equal"])
+    console.print("\n".join(f"| {' | '.join(row)} |" for row in rows), soft_wrap=True, markup=False)
+    for result in results:
+        console.print(f"{mib(result.gradient_bytes)} MiB of each peak are the gradients themselves.", style="dim")
+        for way in result.ways:
+            if "budget" in way.name:
+                console.print(f"First step of {way.name}, which plans: {way.first_seconds:.0f} s.", style="dim")
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = report_parser("demo", __doc__)
-    parser.add_argument("--device", help=DEVICE)
+    parser.set_defaults(check=True)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["bert", "vit"], help="default: bert vit")
     parts = "fractions of the plain peak (default 0.6 0.4)"
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.6, 0.4], metavar="PART", help=parts)
-    parser.add_argument("--batch", type=int, default=4, metavar="N", help="sequences (default 4)")
-    parser.add_argument("--tokens", type=int, default=256, help="length of a sequence, at most 512 (default 256)")
-    parser.add_argument("--layers", type=int, default=12, help="layers of each model (default 12)")
-    parser.add_argument("--hidden", type=int, default=768, help="width, a multiple of 64 (default 768)")
-    parser.add_argument("--markdown", action="store_true", help="also print a Markdown table")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each kind (default 5)")
+    parser.add_argument("--budgets", type=fraction, nargs="+", default=[0.6, 0.4], metavar="PART", help=parts)
+    for name, default, what in (
+        ("batch", 4, "sequences"),
+        ("tokens", 256, "length of a sequence, at most 512"),
+        ("layers", 12, "layers of each model"),
+        ("hidden", 768, "width, a multiple of 64"),
+        ("repeats", 5, "timed steps of each kind"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default {default})")
     parsed = parser.parse_args(arguments)
     if min(parsed.batch, parsed.tokens, parsed.layers, parsed.repeats) < 1 or parsed.tokens > 512:
         parser.error("--batch, --tokens, --layers and --repeats are at least 1, --tokens at most 512")
     if parsed.hidden < 64 or parsed.hidden % 64:
         parser.error("--hidden is a multiple of 64")
-    if not all(0 < budget <= 1 for budget in parsed.budgets):
-        parser.error("--budgets are above 0 and at most 1")
     return parsed
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs the demo. Returns 1 if a way of fckpt failed or was not bitwise equal, otherwise 0."""
     parsed = parse(arguments)
     device = set_up(parsed.device)
-    console, document = opening("demo", arguments, device)
-    results = []
-    for name in parsed.models:
+
+    def examine(name: str, advance: Callable[[str], object]) -> list[Result]:
         torch.manual_seed(SEED)
         task = MODELS[name](parsed)
         task.batch.update({key: t.to(device) for key, t in task.batch.items()})
-        number = 3 + len(parsed.budgets)
-        with steps(number * (2 + WARM_UP + parsed.repeats)) as advance:
-            bar = lambda what, title=task.name: advance(f"{title}: {what}")
-            results.append(run(task, parsed.budgets, parsed.repeats, device, bar))
-        show(results[-1], console)
-        if parsed.json:
-            write_json(parsed.json, {**document, "results": [asdict(r) for r in results]})
-    console.print(
+        return [run(task, parsed.budgets, parsed.repeats, device, advance)]
+
+    note = (
         "Peak: the most bytes above those before the step, including gradients. Step: the fastest; its ratio is the "
         "median of the rounds. Equal: loss, all gradients and the random generator, bitwise. A checkpoint per block is "
-        "the model's gradient_checkpointing_enable().",
-        style="dim",
+        "the model's gradient_checkpointing_enable()."
     )
-    if parsed.markdown:
-        print(f"\n{markdown(results)}")
-    return 0 if all(result.equal for result in results) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    opened = opening("demo", arguments, device)
+    count = 4 + len(parsed.budgets)
+    return report_each(parsed, opened, "results", parsed.models, examine, show, note=note, count=count)

@@ -1,9 +1,9 @@
 """Eighteen networks: the checkpoints of Feng & Huang, compared with plans in the same memory and in the same time.
 
-    python -m benches.networks --planned --json benches/results/networks-planned.json      # nothing is run
-    python -m benches.networks --json benches/results/networks-cpu.json --check
-    python -m benches.networks --device cuda --json benches/results/networks-cuda.json --check
-    python -m benches.networks --tiny --networks resnet18 --points 2                       # seconds
+    python -m benches networks --planned --json benches/results/networks-planned.json      # nothing is run
+    python -m benches networks --json benches/results/networks-cpu.json --check
+    python -m benches networks --device cuda --json benches/results/networks-cuda.json --check
+    python -m benches networks --tiny --networks resnet18 --points 2                       # seconds
 
 The networks are those of `models/published_networks.py`; a step is forward, cross-entropy and backward to all
 parameters. With `--planned` they have the batch and the images of the paper and lie on the meta device, and the times
@@ -33,40 +33,26 @@ memory. A target also counts as met if it is proven to be impossible and `auto` 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import nn
 
 import fckpt
-from benches.common.command import (
-    conclude,
-    described,
-    deviation,
-    each_network,
-    in_mib,
-    mib,
-    network_parser,
-    opening,
-    rounds_of,
-    table_of,
-)
+from benches.common.command import described, mib, network_parser, opening, parse_networks, report_each, table_of
 from benches.common.network_plans import Method, Point, Report, curve_of, plan_all, price, targets_of
 from benches.common.results import read_json
+from benches.common.rows import deviation, different
 from benches.common.timing import alternate, paired_ratio, set_up, spread
 from benches.common.torch_knapsack import TORCHS
-from benches.common.training import Task, buffers_of, different, outcome_of, step_of, unequal
+from benches.common.training import Task, buffers_of, outcome_of, step_of, unequal
 from benches.models.published_networks import NETWORKS
 from benches.models.wrapping import TorchCheckpoint
 from fckpt import solve
 from fckpt._memory import measure_peak
-from fckpt._planned.plan import Plan
 from fckpt.cost import Analytic, CostSource, Measured, profile_of, profiles
 
 OTHERS = ("rotor", "torch_dp")
@@ -82,31 +68,24 @@ def run_all(task: Task, methods: Sequence[Method], rounds: int, device: torch.de
     buffers = buffers_of(task.loss)
     plain = outcome_of(task.loss, task, buffers)
     steps: dict[str, Callable[[], object]] = {}
+    modules: dict[str, Callable[[], nn.Module]]
+    modules = {"plain": lambda: task.loss, "torch": lambda: task.in_blocks(TorchCheckpoint)}
     for point, plan in methods:
         if point.predicted_bytes is None:
             continue
-        module = _module(task, point, plan)
+        module = modules[point.solver]() if plan is None else fckpt.remat(task.loss, plan=plan)
         found = unequal(plain, outcome_of(module, task, buffers))
         # PyTorch's checkpoint updates BatchNorm's statistics twice.
         point.unequal = [what for what in found if point.solver != "torch" or not what.startswith("buffer")]
         point.measured_step_bytes = measure_peak(step_of(module, task), device).peak_bytes
         if plan is None:
-            point.measured_bytes = _accumulating_peak(module, task, device)
+            point.peak_bytes = _accumulating_peak(module, task, device)
         steps[point.title] = step_of(module, task)
     seconds = alternate(steps, rounds=rounds, device=device)
     for point, _ in methods:
         if point.title in seconds:
             point.time_ratio = paired_ratio(seconds, point.title, "plain")
             point.step_seconds = spread(seconds[point.title])
-
-
-def _module(task: Task, point: Point, plan: Plan | None) -> nn.Module:
-    """Returns a variant of `task.loss` with the same parameters."""
-    if plan is not None:
-        return fckpt.remat(task.loss, plan=plan)
-    if point.solver == "plain":
-        return task.loss
-    return task.in_blocks(TorchCheckpoint)
 
 
 def _accumulating_peak(module: nn.Module, task: Task, device: torch.device) -> int:
@@ -153,7 +132,6 @@ def examine(settings: Settings, name: str, advance: Callable[[str], object]) -> 
 
 
 def _examine(task: Task, report: Report, settings: Settings, advance: Callable[[str], object]) -> None:
-    advance("trace and price")
     start = time.perf_counter()
     step = price(task, settings.costs, settings.ours)
     report.trace_seconds = time.perf_counter() - start
@@ -177,85 +155,70 @@ def _examine(task: Task, report: Report, settings: Settings, advance: Callable[[
 
 
 def _judge(point: Point, gradient_bytes: int) -> None:
-    # The prediction for torch's checkpoint is a model.
-    if point.solver != "torch":
-        step = (point.predicted_step_bytes, point.measured_step_bytes)
-        for predicted, measured in ((point.predicted_bytes, point.measured_bytes), step):
-            if predicted is not None and measured is not None and (wrong := deviation(predicted, measured)):
-                point.complaints.append(wrong)
+    if point.solver != "torch":  # the prediction for torch's checkpoint is a model
+        point.complaints += deviation(point.predicted_bytes, point.peak_bytes)
+        point.complaints += deviation(point.predicted_step_bytes, point.measured_step_bytes)
     if point.budget_bytes is not None and point.measured_step_bytes is not None:
         over = point.measured_step_bytes - gradient_bytes - point.budget_bytes
         if over > 0:
             point.complaints.append(f"peaks {over:,} bytes above its budget")
-    if point.unequal:
-        point.complaints.append(different(point.unequal))
+    point.complaints += different(point.unequal)
 
 
 # ---- the script ----------------------------------------------------------------------------------
 
 
-def show(report: Report, console: Console) -> None:
-    """Prints the table of one network."""
-    console.print(f"[bold]{report.title}[/]: {report.what}; {report.nodes} operations", highlight=False)
-    columns = ("MiB", "cut", "extra", "bound", "time", "step MiB", "same")
-    table = table_of("method", *columns, left=["method"])
-    for point in report.points:
-        table.add_row(*_cells(point, report), style="bold red" if point.complaints else None)
-    console.print(table)
-    published = report.published
-    console.print(
-        f"published: {published['plain_megabytes']} MB, ogc {published['ogc_megabytes']} MB (-{published['cut']:.0%}) "
-        f"for {published['overhead']:.0%} more time; gradients {mib(report.gradient_bytes)}"
-        + (f"; least {mib(report.least_bytes)}" if report.least_bytes else "")
-        + (f", proven {mib(report.floor_bytes)}" if report.floor_bytes else ""),
-        style="dim",
-        highlight=False,
-        soft_wrap=True,
-    )
-    for name, target in report.targets.items():
-        console.print(f"{name}: {target}", style="dim", highlight=False)
+def show(reports: Sequence[Report], console: Console) -> None:
+    """Prints the table of each network."""
+    for report in reports:
+        console.print(f"[bold]{report.title}[/]: {report.what}; {report.nodes} operations")
+        columns = ("MiB", "cut", "extra", "bound", "time", "step MiB", "same")
+        table = table_of("method", *columns, left=["method"])
+        for point in report.points:
+            table.add_row(*_cells(point, report), style=point.style)
+        console.print(table)
+        published = report.published
+        console.print(
+            f"published: {published['plain_megabytes']} MB, ogc {published['ogc_megabytes']} MB "
+            f"(-{published['cut']:.0%}) for {published['overhead']:.0%} more time; gradients "
+            f"{mib(report.gradient_bytes)} MiB; least {mib(report.least_bytes)}, proven {mib(report.floor_bytes)}",
+            style="dim",
+            soft_wrap=True,
+        )
+        for name, target in report.targets.items():
+            console.print(f"{name}: {target}", style="dim")
 
 
 def _cells(point: Point, report: Report) -> list[str]:
     if point.bytes is None:
-        return [point.title, f"least {in_mib(point.least_bytes or 0)}", *[""] * 6]
+        return [point.title, f"least {mib(point.least_bytes)}", *[""] * 6]
     measured = point.measured_step_bytes is not None
-    step_bytes = point.measured_step_bytes if measured else point.predicted_step_bytes
     return [
         point.title,
-        in_mib(point.bytes),
+        mib(point.bytes),
         f"{1 - point.bytes / (report.points[0].bytes or 1):.0%}",
         f"{point.predicted_overhead:.3f}",
         "" if point.lower_bound is None else f"{point.lower_bound:.3f}",
         str(point.time_ratio or ""),
-        in_mib(step_bytes or 0),
+        mib(point.measured_step_bytes if measured else point.predicted_step_bytes),
         ("NO" if point.unequal else "yes") if measured else "",
     ]
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     """Parses the command line."""
-    parser = network_parser(
-        "networks", __doc__, "exit 1 if a peak or a gradient is wrong, or a target is missed", NETWORKS
-    )
+    parser = network_parser("networks", __doc__, "a peak or a gradient is wrong, or a target is missed", NETWORKS)
     parser.add_argument("--planned", action="store_true", help="the paper's sizes on the meta device; nothing is run")
     parser.add_argument("--profile", default="H100", choices=[name for name in profiles if name != "cpu"])
-    parser.add_argument(
-        "--solvers",
-        nargs="*",
-        choices=[*solve.names(), *TORCHS],
-        metavar="NAME",
-        default=OTHERS,
-        help=f"other solvers; default: {', '.join(OTHERS)}",
-    )
-    parser.add_argument(
-        "--solver", choices=solve.names(), default="auto", help="the solver to compare with them; default: auto"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="continue after the networks in the JSON file: all take an hour"
-    )
+    others = f"other solvers; default: {', '.join(OTHERS)}"
+    known = [*solve.names(), *TORCHS]
+    parser.add_argument("--solvers", nargs="*", choices=known, metavar="NAME", default=OTHERS, help=others)
+    ours = "the solver to compare with them; default: auto"
+    parser.add_argument("--solver", choices=solve.names(), default="auto", help=ours)
+    resume = "continue after the networks in the JSON file: all take an hour"
+    parser.add_argument("--resume", action="store_true", help=resume)
     parser.add_argument("--points", type=int, default=8, metavar="N", help="points of auto's curve; 0 for none")
-    return parser.parse_args(arguments)
+    return parse_networks(parser, NETWORKS, arguments)
 
 
 def settings_of(parsed: argparse.Namespace) -> Settings:
@@ -264,34 +227,27 @@ def settings_of(parsed: argparse.Namespace) -> Settings:
     costs: CostSource = Analytic(profile_of(parsed.profile)) if parsed.planned else Measured(cache=False)
     size = "tiny" if parsed.tiny else "cpu" if device.type == "cpu" else "paper"
     return Settings(
-        size, device, costs, not parsed.planned, parsed.solver, parsed.solvers, parsed.points, rounds_of(parsed)
+        size, device, costs, not parsed.planned, parsed.solver, parsed.solvers, parsed.points, parsed.rounds
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
     parsed = parse(arguments)
     settings = settings_of(parsed)
     console, document = opening("networks", arguments, settings.device)
     options = {"size": settings.size, "solver": parsed.solver, "solvers": list(parsed.solvers), "points": parsed.points}
-    options |= {"profile": parsed.profile} if parsed.planned else {"rounds": settings.rounds}
-    document["options"] = options
-    begun: Path | None = parsed.json if parsed.resume else None
-    known = read_json(begun)["networks"] if begun is not None and begun.exists() else []
+    document["options"] = options | ({"profile": parsed.profile} if parsed.planned else {"rounds": parsed.rounds})
+    resumed = parsed.resume and parsed.json and parsed.json.exists()
+    known = read_json(parsed.json)["networks"] if resumed else []
     done = {report["network"] for report in known}
-    parsed.networks = [name for name in parsed.networks or NETWORKS if name not in done]
-    count = len(parsed.solvers) + 4 + (parsed.points > 1) + settings.measured  # see `plan_all` for the four
-    try_to = partial(examine, settings)
-    reports = each_network(parsed, document, NETWORKS, count, try_to, show, console, known)
-    console.print(
+    names = [name for name in parsed.networks if name not in done]
+    note = (
         "MiB: peak above weights and gradients, as in the paper. Cut: relative to plain. Extra: predicted time of "
         "recomputations, relative to the plain step. Bound: a proven lower bound on it. Time: relative to the plain "
         "step, median and quartiles of the rounds. Step MiB: peak above the weights, of a step that begins without "
-        "gradients (measured if it was run). Same: bitwise equal.",
-        style="dim",
+        "gradients (measured if it was run). Same: bitwise equal."
     )
-    return conclude(parsed, reports, console)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    count = len(parsed.solvers) + 3 + (parsed.points > 1) + settings.measured  # see `plan_all` for the three
+    run = lambda name, advance: [examine(settings, name, advance)]
+    return report_each(parsed, (console, document), "networks", names, run, show, note=note, count=count, known=known)

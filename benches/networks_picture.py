@@ -1,7 +1,7 @@
 """Draws the results of `benches.networks`: extra time over memory, for each network and for all.
 
-    python -m benches.networks --planned --json benches/results/networks-planned.json
-    python -m benches.networks_picture --results benches/results/networks-planned.json --folder docs/pictures
+    python -m benches networks --planned --json benches/results/networks-planned.json
+    python -m benches networks_picture --results benches/results/networks-planned.json --folder docs/pictures
 
 Nothing is run, and equal JSON files give byte-equal pictures, which are SVG files on white:
 
@@ -17,7 +17,6 @@ If the steps were run, the points are measured. The curve and the bounds are by 
 from __future__ import annotations
 
 import math
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -242,32 +241,20 @@ class Comparison:
     published: float
 
 
-def _same_memory(report: Report, ours: str) -> Comparison:
-    """Compares the extra time, relative to the plain step."""
-    reference, same = _find(report, REFERENCE), _find(report, ours, "same memory")
-    target = report.targets.get("overhead")
-    proven = _product(target and target.proven, reference.predicted_overhead)
-    return Comparison(
-        _known(reference.overhead), _known(same.overhead), proven, _known(report.published.get("overhead"))
-    )
-
-
-def _same_time(report: Report, ours: str) -> Comparison:
-    """Compares the memory, relative to the plain step."""
-    reference, same = _find(report, REFERENCE), _find(report, ours, "same time")
-    target = report.targets.get("memory")
-    plain = _known(_find(report, "plain").bytes)
-    proven = _product(target and target.proven, reference.predicted_bytes) / plain
-    cut = _known(report.published.get("cut"))
-    return Comparison(_known(reference.bytes) / plain, _known(same.bytes) / plain, proven, 1 - cut)
-
-
-def _known(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _product(part: float | None, whole: float | None) -> float:
-    return _known(part) * _known(whole)
+def _compared(report: Report, ours: str) -> dict[str, Comparison]:
+    """Returns the extra time in the reference's memory, and the memory in its time, relative to the plain step."""
+    known = lambda value: math.nan if value is None else value
+    reference, plain = _find(report, REFERENCE), known(_find(report, "plain").bytes)
+    same_memory, same_time = (_find(report, ours, f"same {what}") for what in ("memory", "time"))
+    targets = report.targets or dict.fromkeys(("overhead", "memory"), Target(None, None, None))
+    least_time = known(targets["overhead"].proven) * known(reference.predicted_overhead)
+    least_memory = known(targets["memory"].proven) * known(reference.predicted_bytes) / plain
+    published = known(report.published.get("overhead")), 1 - known(report.published.get("cut"))
+    memory = known(reference.bytes) / plain, known(same_time.bytes) / plain
+    return {
+        "time": Comparison(known(reference.overhead), known(same_memory.overhead), least_time, published[0]),
+        "memory": Comparison(*memory, least_memory, published[1]),
+    }
 
 
 @style.context(["default", STYLE])
@@ -279,8 +266,9 @@ def overview(reports: Sequence[Report], ours: str, source: str) -> Figure:
     figure = sheet(600, height + 122, title, f"one training step each; times {source}")
     time, memory = axes_in(figure, 116, 56, 184, height), axes_in(figure, 366, 56, 184, height)
     proof = "proven of predicted times" if any(_was_run(report) for report in shown) else "proven: no plan has less"
-    handles = _draw_comparisons(time, "time", [_same_memory(report, ours) for report in shown], ours, proof)
-    _draw_comparisons(memory, "memory", [_same_time(report, ours) for report in shown], ours, proof)
+    compared = [_compared(report, ours) for report in shown]
+    handles = _draw_comparisons(time, "time", compared, ours, proof)
+    _draw_comparisons(memory, "memory", compared, ours, proof)
     time.set_title(f"extra time in {REFERENCE}'s memory", loc="left")
     memory.set_title(f"memory in {REFERENCE}'s time", loc="left")
     time.set_yticks(range(len(shown)), [report.title for report in shown])
@@ -289,7 +277,10 @@ def overview(reports: Sequence[Report], ours: str, source: str) -> Figure:
     return figure
 
 
-def _draw_comparisons(axes: Axes, name: str, compared: Sequence[Comparison], ours: str, proof: str) -> list[Line2D]:
+def _draw_comparisons(
+    axes: Axes, name: str, networks: Sequence[dict[str, Comparison]], ours: str, proof: str
+) -> list[Line2D]:
+    compared = [network[name] for network in networks]
     rows = range(len(compared))
     looks = {
         "published": {"marker": "x", "markersize": 5, "color": "#a8a8a8", "label": f"{REFERENCE}, as published"},
@@ -305,16 +296,8 @@ def _draw_comparisons(axes: Axes, name: str, compared: Sequence[Comparison], our
         values = [getattr(one, kind) for one in compared]
         handles += axes.plot(values, rows, linestyle="none", gid=f"{name}-{kind}", **look)
     for row, text in enumerate([f"vs {REFERENCE}", *map(_change, compared)], -1):
-        axes.annotate(
-            text,
-            (1, row),
-            (44, 0),
-            ("axes fraction", "data"),
-            "offset points",
-            color=OURS,
-            ha="right",
-            va="center_baseline",
-        )
+        look: dict[str, Any] = {"color": OURS, "ha": "right", "va": "center_baseline"}
+        axes.annotate(text, (1, row), (44, 0), ("axes fraction", "data"), "offset points", **look)
     axes.set_ylim(len(compared) - 0.4, -0.6)
     axes.set_xlim(1.2 * min((value for d in compared for value in (d.reference, d.ours) if value < 0), default=0.0))
     axes.set_xlabel("relative to the plain step")
@@ -337,7 +320,7 @@ def _change(one: Comparison) -> str:
 # ---- the script ----------------------------------------------------------------------------------
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Draws all pictures."""
     parsed = parse_picture("networks_picture", __doc__, "networks-planned.json", load, arguments)
     results, console = parsed.found, Console()
@@ -353,7 +336,3 @@ def main(arguments: list[str] | None = None) -> int:
         save(overview(results.reports, results.ours, results.source), parsed.folder / "overview.svg")
     console.print(f"The pictures are in {parsed.folder}.", highlight=False)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,14 @@
 """Compares all solvers on the same graphs: extra time, simulated peak, and seconds to find the plan.
 
-    python -m benches.solvers --frozen frozen --seconds 60 --json benches/results/solvers-cpu.json
-    python -m benches.solvers --graphs unet resnet50 --solvers auto greedy dtr xla --budgets 0.6 0.3     # a minute
+    python -m benches solvers --frozen frozen --seconds 60 --json benches/results/solvers-cpu.json
+    python -m benches solvers --graphs unet resnet50 --solvers auto greedy dtr xla --budgets 0.6 0.3     # a minute
     git clone https://github.com/haoming-codes/moccasin
-    python -m benches.solvers --graphs unet --files moccasin/data/*train_nx.json --check
+    python -m benches solvers --graphs unet --files moccasin/data/*train_nx.json --check
 
 For each graph, solver and budget: the overhead of the plan, its simulated peak and the seconds to find it; if there is
 no plan, the least budget for which the solver has one. The graphs are those of `common/graphs.py`, and files: graphs of
-fckpt, or of the Checkmate and Moccasin papers (`common/checkmate.py`), which are not part of fckpt. `--frozen FOLDER`
-stores traced graphs, and reads those that it has.
+fckpt, or of the Checkmate and Moccasin papers (`common/checkmate.py`), which are not part of fckpt. With
+`--frozen FOLDER`, a graph in the folder is read; any other is traced and written there.
 
 A budget is a fraction of the peak of the step as autograd runs it. A solver runs in a separate process, and is stopped
 after `--seconds`, or twice that for its least budget; then it is not run for the remaining budgets. The bound is the
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -203,31 +202,19 @@ def conclude(results: Sequence[GraphResults], console: Console) -> None:
 
 
 def _parser(solvers: Sequence[str]) -> argparse.ArgumentParser:
-    parser = report_parser("solvers", __doc__)
+    parser = report_parser("solvers", __doc__, device=False, check="auto is worse anywhere, or a target is missed")
+    add = parser.add_argument
     graphs = f"{', '.join(GRAPHS)}; these are all but {', '.join(LARGER)}"
-    parser.add_argument("--graphs", nargs="*", choices=[*GRAPHS, *LARGER], metavar="NAME", help=graphs)
-    parser.add_argument(
-        "--files",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="also graphs in files; only these with an empty --graphs",
-    )
-    parser.add_argument("--frozen", type=Path, metavar="FOLDER", help="folder of traced graphs, filled if necessary")
-    parser.add_argument("--solvers", nargs="+", choices=solvers, metavar="NAME", help=", ".join(solvers))
-    parser.add_argument(
-        "--budgets", nargs="+", type=float, default=BUDGETS, metavar="X", help="fractions of the plain peak"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=120.0, metavar="S", help="time limit for one plan (default 120)"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="run only what is not in the JSON file: all of it takes hours"
-    )
+    add("--graphs", nargs="*", choices=[*GRAPHS, *LARGER], default=list(GRAPHS), metavar="NAME", help=graphs)
+    files = "also graphs in files; only these with an empty --graphs"
+    add("--files", nargs="+", type=Path, default=[], metavar="FILE", help=files)
+    add("--frozen", type=Path, metavar="FOLDER", help="folder of traced graphs, filled if necessary")
+    add("--solvers", nargs="+", choices=solvers, default=solvers, metavar="NAME", help=", ".join(solvers))
+    add("--budgets", nargs="+", type=float, default=BUDGETS, metavar="X", help="fractions of the plain peak")
+    add("--seconds", type=float, default=120.0, metavar="S", help="time limit for one plan (default 120)")
+    add("--resume", action="store_true", help="run only what is not in the JSON file: all of it takes hours")
     again = f"with --resume: run these solvers again on the named graphs; {BOUND} for the lower bound"
-    parser.add_argument("--again", nargs="+", default=[], choices=[*solvers, BOUND], metavar="NAME", help=again)
-    parser.add_argument("--check", action="store_true", help="exit 1 if auto is worse anywhere, or a target is missed")
+    add("--again", nargs="+", default=[], choices=[*solvers, BOUND], metavar="NAME", help=again)
     return parser
 
 
@@ -237,7 +224,7 @@ def _without(known: GraphResults, again: Collection[str]) -> GraphResults:
     return replace(known, cells=cells, bounds={} if BOUND in again else known.bounds)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs the bench."""
     solvers = compared()
     parser = _parser(list(solvers))
@@ -247,11 +234,10 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     console, document = opening("solvers", arguments, torch.device("cpu"))
-    chosen = {name: solvers[name] for name in dict.fromkeys(("auto", *(parsed.solvers or solvers)))}
-    names = list(GRAPHS) if parsed.graphs is None else parsed.graphs
+    chosen = {name: solvers[name] for name in dict.fromkeys(("auto", *parsed.solvers))}
     results = {known.graph: known for known in (read_results(parsed.json) if parsed.resume else [])}
     again = {*parsed.again} & {*chosen, BOUND}
-    for source in (*names, *parsed.files):
+    for source in (*parsed.graphs, *parsed.files):
         name = source if isinstance(source, str) else source.name.partition(".")[0]
         with steps(1, f"{name}: graph"):
             graph = frozen(source, parsed.frozen) if isinstance(source, str) else files[source]
@@ -266,7 +252,3 @@ def main(arguments: list[str] | None = None) -> int:
     done = list(results.values())
     conclude(done, console)
     return int(parsed.check and bool(auto_is_worse(done) or missed(done)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

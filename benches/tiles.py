@@ -1,7 +1,7 @@
 """Tiles: the least memory of a training step, and its time, with operations cut by rows and without.
 
-    python -m benches.tiles --json benches/results/tiles-cpu.json        # about 15 minutes
-    python -m benches.tiles --tiny                                       # small sizes, for a try
+    python -m benches tiles --json benches/results/tiles-cpu.json        # about 15 minutes
+    python -m benches tiles --tiny                                       # small sizes, for a try
 
 Two steps whose largest operation is the lower bound of every plan: cross-entropy over a vocabulary of 50,257 words, and
 causal attention by PyTorch's math kernel over 2,048 tokens. For each, plans without tiles, with `tile="exact"` and with
@@ -11,30 +11,29 @@ The difference is the largest of any gradient, relative to the largest element o
 
 from __future__ import annotations
 
-import argparse
 import functools
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fckpt
-from benches.common.command import DEVICE, mib, opening, report_parser, table_of
-from benches.common.results import write_json
-from benches.common.timing import Spread, alternate, paired_ratio, set_up, spread
+from benches.common.command import mib, opening, report_each, report_parser, share, table_of
+from benches.common.rows import Row
+from benches.common.timing import alternate, paired_ratio, set_up, spread
 
 TILES: tuple[Any, ...] = (False, "exact", True)
 
 Step = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass
+class Tiled(Row):
     """One plan of one step, or the plain step."""
 
     step: str
@@ -43,10 +42,6 @@ class Row:
     budget: str
     """`least` or `half`."""
     nodes: int
-    predicted_bytes: int
-    peak_bytes: int
-    seconds: Spread
-    to_plain: Spread
     difference: float
 
 
@@ -79,20 +74,13 @@ def attention(length: int, heads: int, width: int, device: torch.device) -> Step
     return loss, (weight, out, x)
 
 
-def cases(*, tiny: bool, device: torch.device) -> Iterator[tuple[str, Step]]:
-    """Yields the steps with their names."""
+def cases(*, tiny: bool, device: torch.device) -> dict[str, Callable[[], Step]]:
+    """Returns functions that make the steps, by name."""
     rows, words, length = (64, 1024, 64) if tiny else (512, 50_257, 2048)
-    yield f"cross-entropy, {rows} x {words:,}", cross_entropy(rows, words, 32 if tiny else 256, device)
-    yield f"attention, {length:,} tokens, 8 heads", attention(length, 8, 16 if tiny else 64, device)
-
-
-def least_budget(fn: Callable[..., Tensor], args: Sequence[Tensor], tile: Any) -> int:
-    """Returns the least budget for which a plan is found."""
-    try:
-        fckpt.plan(fn, *args, budget=1, tile=tile)
-    except fckpt.BudgetError as error:
-        return error.least_bytes
-    raise AssertionError("a plan fits in one byte")
+    return {
+        f"cross-entropy, {rows} x {words:,}": lambda: cross_entropy(rows, words, 32 if tiny else 256, device),
+        f"attention, {length:,} tokens, 8 heads": lambda: attention(length, 8, 16 if tiny else 64, device),
+    }
 
 
 def plans_of(step: Step) -> dict[tuple[str, str], fckpt.Plan]:
@@ -100,9 +88,12 @@ def plans_of(step: Step) -> dict[tuple[str, str], fckpt.Plan]:
     fn, args = step
     found: dict[tuple[str, str], fckpt.Plan] = {}
     for tile in TILES:
-        least = least_budget(fn, args, tile)
-        found[str(tile), "least"] = fckpt.plan(fn, *args, budget=least, tile=tile)
-        if least <= found[str(tile), "least"].baseline_peak_bytes / 2:
+        try:
+            plan = fckpt.plan(fn, *args, budget=1, tile=tile)
+        except fckpt.BudgetError as error:
+            plan = fckpt.plan(fn, *args, budget=error.least_bytes, tile=tile)
+        found[str(tile), "least"] = plan
+        if plan.peak_bytes <= plan.baseline_peak_bytes / 2:
             found[str(tile), "half"] = fckpt.plan(fn, *args, budget=0.5, tile=tile)
     return found
 
@@ -117,61 +108,52 @@ def furthest(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
 
 
-def measure(name: str, step: Step, rounds: int, device: torch.device) -> list[Row]:
+def measure(name: str, step: Step, rounds: int, device: torch.device) -> list[Tiled]:
     """Measures the plain step and all plans of it."""
     fn, args = step
     plans = plans_of(step)
-    methods: dict[tuple[str, str], Callable[[], Any]] = {("plain", ""): functools.partial(gradients, fn, args)}
+    baseline = next(iter(plans.values()))
+    plain = ("plain", "")
+    methods: dict[Any, Callable[[], Any]] = {plain: functools.partial(gradients, fn, args)}
     for key, plan in plans.items():
         methods[key] = functools.partial(gradients, fckpt.remat(fn, plan=plan), args)
-    expected = methods["plain", ""]()
+    expected = methods[plain]()
     differences = {key: furthest(method(), expected) for key, method in methods.items()}
-    texts = {key: f"{key[0]} {key[1]}" for key in methods}
-    seconds = alternate({texts[k]: method for k, method in methods.items()}, rounds=rounds, device=device)
-    baseline = next(iter(plans.values()))
+    seconds = alternate(methods, rounds=rounds, device=device)
     rows = []
     for key, method in methods.items():
         plan = plans.get(key)
-        rows.append(
-            Row(
-                step=name,
-                tile=key[0],
-                budget=key[1],
-                nodes=len((plan.graph if plan else baseline.untiled or baseline.graph).nodes),
-                predicted_bytes=plan.peak_bytes if plan else baseline.baseline_peak_bytes,
-                peak_bytes=fckpt.measure_peak(method, device).peak_bytes,
-                seconds=spread(seconds[texts[key]]),
-                to_plain=paired_ratio(seconds, texts[key], texts["plain", ""]),
-                difference=differences[key],
-            )
+        row = Tiled(
+            step=name,
+            tile=key[0],
+            budget=key[1],
+            nodes=len((plan.graph if plan else baseline.untiled or baseline.graph).nodes),
+            predicted_bytes=plan.peak_bytes if plan else baseline.baseline_peak_bytes,
+            peak_bytes=fckpt.measure_peak(method, device).peak_bytes,
+            step_seconds=spread(seconds[key]),
+            time_ratio=paired_ratio(seconds, key, plain),
+            difference=differences[key],
         )
+        rows.append(row)
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the script."""
-    parser = report_parser("tiles", __doc__)
-    parser.add_argument("--device", help=DEVICE)
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="timed steps of each kind (default 7)")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, for a try")
-    parsed: argparse.Namespace = parser.parse_args(arguments)
+def show(rows: Sequence[Tiled], console: Console) -> None:
+    """Prints the table of one step."""
+    columns = ("tile", "budget", "operations", "peak MiB", "of plain", "time to plain", "difference")
+    table = table_of(*columns, left=("tile", "budget"), title=rows[0].step)
+    for row in rows:
+        peaks = (mib(row.peak_bytes), share(row.peak_bytes, rows[0].peak_bytes or 1))
+        table.add_row(row.tile, row.budget, str(row.nodes), *peaks, str(row.time_ratio), f"{row.difference:.1e}")
+    console.print(table)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the bench."""
+    parsed = report_parser("tiles", __doc__, rounds="7", tiny=True).parse_args(arguments)
     device = set_up(parsed.device)
-    console, document = opening("tiles", arguments, device)
-    rows: list[Row] = []
-    for name, step in cases(tiny=parsed.tiny, device=device):
-        torch.manual_seed(0)
-        found = measure(name, step, parsed.rounds, device)
-        table = table_of("tile", "budget", "operations", "peak", "time to plain", "difference", left=["tile", "budget"])
-        for row in found:
-            share = f"{mib(row.peak_bytes)} ({row.peak_bytes / found[0].peak_bytes:.3f})"
-            table.add_row(row.tile, row.budget, str(row.nodes), share, str(row.to_plain), f"{row.difference:.1e}")
-        console.print(f"[bold]{name}[/]", highlight=False)
-        console.print(table)
-        rows += found
-    if parsed.json:
-        write_json(parsed.json, {**document, "rows": [asdict(row) for row in rows]})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    opened = opening("tiles", arguments, device)
+    torch.manual_seed(0)
+    found = cases(tiny=parsed.tiny, device=device)
+    run = lambda name, advance: measure(name, found[name](), parsed.rounds, device)
+    return report_each(parsed, opened, "rows", found, run, show, note="Time: median and quartiles of the rounds.")

@@ -1,4 +1,4 @@
-"""The command lines of the benches: options, opening lines, tables, progress, and the loop over networks."""
+"""The command lines of the benches: options, opening lines, tables, progress, and the loop over records."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import argparse
 import contextlib
 import gc
 import shlex
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -19,12 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benches.common.results import describe_machine, machine_line, write_json
+from benches.common.rows import Record
 from benches.common.training import Network
-
-DEVICE = "cpu, cuda, cuda:1, ...; default: a GPU if there is one"
-TOLERANCE = 0.02
-"""How far a predicted peak may be from the measured one."""
-
 
 # ---- the command line ----------------------------------------------------------------------------
 
@@ -32,18 +27,58 @@ TOLERANCE = 0.02
 def script_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """Returns a parser for the script `name`, whose docstring is the description."""
     form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=f"python -m benches.{name}", description=doc, formatter_class=form)
+    return argparse.ArgumentParser(prog=f"python -m benches {name}", description=doc, formatter_class=form)
 
 
-def report_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with `--json`."""
+def report_parser(
+    name: str, doc: str | None, *, device: bool = True, rounds: str = "", tiny: bool = False, check: str = ""
+) -> argparse.ArgumentParser:
+    """Returns a parser with `--json`, and with `--device`, `--rounds` (default), `--tiny` and `--check` if asked."""
     parser = script_parser(name, doc)
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the results to this file")
+    if device:
+        parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; default: a GPU if there is one")
+    if rounds:
+        default = int(rounds) if rounds.isdecimal() else None
+        text = f"timed steps of each kind (default {rounds})"
+        parser.add_argument("--rounds", type=int, default=default, metavar="N", help=text)
+    if tiny:
+        parser.add_argument("--tiny", action="store_true", help="very small sizes, for a try")
+    if check:
+        parser.add_argument("--check", action="store_true", help=f"exit 1 if {check}")
     return parser
 
 
+def network_parser(name: str, doc: str | None, check: str, networks: Mapping[str, Network]) -> argparse.ArgumentParser:
+    """Returns a parser for a script that runs `networks`, by name."""
+    parser = report_parser(name, doc, rounds="11; 5 with smaller networks", tiny=True, check=check)
+    parser.add_argument("--networks", nargs="+", choices=list(networks), metavar="NAME", help=", ".join(networks))
+    parser.set_defaults(quick=False)
+    if any("quick" in network.sizes for network in networks.values()):
+        parser.add_argument("--quick", action="store_true", help="smaller networks and fewer rounds")
+    return parser
+
+
+def parse_networks(
+    parser: argparse.ArgumentParser, networks: Mapping[str, Network], arguments: Sequence[str]
+) -> argparse.Namespace:
+    """Parses the command line of a `network_parser`, with the defaults of `--networks` and `--rounds`."""
+    parsed = parser.parse_args(arguments)
+    parsed.networks = parsed.networks or list(networks)
+    parsed.rounds = parsed.rounds or (5 if parsed.quick or parsed.tiny else 11)
+    return parsed
+
+
+def fraction(text: str) -> float:
+    """Reads a budget that is a fraction."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"a budget is a fraction above 0 and at most 1, not {text}")
+    return value
+
+
 def parse_picture(
-    name: str, doc: str | None, report: str, read: Callable[[Path], Any], arguments: Sequence[str] | None
+    name: str, doc: str | None, report: str, read: Callable[[Path], Any], arguments: Sequence[str]
 ) -> argparse.Namespace:
     """Parses the command line of a script that draws results; `found` is what `read` returns for their file.
 
@@ -63,33 +98,12 @@ def parse_picture(
     return parsed
 
 
-def network_parser(name: str, doc: str | None, check: str, networks: Mapping[str, Network]) -> argparse.ArgumentParser:
-    """Returns a parser for a script that runs `networks`, by name; `check` is the help of `--check`."""
-    parser = report_parser(name, doc)
-    parser.add_argument("--device", help=DEVICE)
-    parser.add_argument("--networks", nargs="+", choices=list(networks), metavar="NAME", help=", ".join(networks))
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="timed steps of each kind (default 11; 5 with smaller networks)"
-    )
-    parser.set_defaults(quick=False)
-    if any("quick" in network.sizes for network in networks.values()):
-        parser.add_argument("--quick", action="store_true", help="smaller networks and fewer rounds")
-    parser.add_argument("--tiny", action="store_true", help="very small networks, for a try")
-    parser.add_argument("--check", action="store_true", help=check)
-    return parser
-
-
-def rounds_of(parsed: argparse.Namespace) -> int:
-    """Returns the number of timed rounds."""
-    return parsed.rounds or (5 if parsed.quick or parsed.tiny else 11)
-
-
-def opening(name: str, arguments: Sequence[str] | None, device: torch.device) -> tuple[Console, dict[str, Any]]:
+def opening(name: str, arguments: Sequence[str], device: torch.device) -> tuple[Console, dict[str, Any]]:
     """Prints the machine. Returns the console, and the first entries of the JSON: the command and the machine."""
     machine = describe_machine(device)
-    console = Console()
-    console.print(f"{machine_line(machine)}\n", style="dim", highlight=False, soft_wrap=True)
-    command = shlex.join(["python", "-m", f"benches.{name}", *(sys.argv[1:] if arguments is None else arguments)])
+    console = Console(highlight=False)
+    console.print(f"{machine_line(machine)}\n", style="dim", soft_wrap=True)
+    command = shlex.join(["python", "-m", "benches", name, *arguments])
     return console, {"command": command, "machine": machine}
 
 
@@ -113,21 +127,14 @@ def steps(total: int, title: str = "") -> Iterator[Callable[[str], None]]:
         yield lambda what: progress.update(bar, advance=1, description=what)
 
 
-def mib(nbytes: int) -> str:
-    """Returns bytes as text in MiB."""
-    return f"{nbytes / 2**20:,.1f} MiB"
+def mib(nbytes: int | None) -> str:
+    """Returns bytes as a number of MiB, without the unit; None as nothing."""
+    return "" if nbytes is None else f"{nbytes / 2**20:,.1f}"
 
 
-def in_mib(nbytes: int) -> str:
-    """Returns bytes as a number of MiB, without the unit."""
-    return f"{nbytes / 2**20:,.1f}"
-
-
-def deviation(predicted: int, measured: int) -> str:
-    """Returns a complaint if a predicted peak is off by more than `TOLERANCE`, otherwise nothing."""
-    if abs(predicted - measured) <= TOLERANCE * measured:
-        return ""
-    return f"predicted {mib(predicted)}, measured {mib(measured)} ({predicted / measured - 1:+.1%})"
+def share(part: int | None, whole: int) -> str:
+    """Returns bytes as a fraction of others; None as nothing."""
+    return "" if part is None else f"{part / max(whole, 1):.3f}"
 
 
 def described(error: Exception) -> str:
@@ -137,57 +144,55 @@ def described(error: Exception) -> str:
 
 # ---- the loop ------------------------------------------------------------------------------------
 
-
-class _Report(Protocol):
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    def everything_wrong(self) -> Iterator[str]: ...
+R = TypeVar("R", bound=Record)
 
 
-R = TypeVar("R", bound=_Report)
-
-
-def each_network(
+def report_each(
     parsed: argparse.Namespace,
-    document: Mapping[str, Any],
-    networks: Mapping[str, Network],
-    count: int,
-    examine: Callable[[str, Callable[[str], object]], R],
-    show: Callable[[R, Console], object],
-    console: Console,
+    opened: tuple[Console, dict[str, Any]],
+    kind: str,
+    names: Collection[str],
+    examine: Callable[[str, Callable[[str], object]], Sequence[R]],
+    show: Callable[[Sequence[R], Console], object],
+    *,
+    note: str,
+    count: int = 0,
     known: Sequence[Mapping[str, Any]] = (),
-) -> list[R]:
-    """Examines one network after the other, and shows its report and its complaints.
+) -> int:
+    """Examines one thing after the other, and shows its records and their complaints.
 
-    The JSON is written after each network, because a run takes hours and may be interrupted.
+    The JSON is written after each, because a run takes hours and may be interrupted.
 
     Args:
         parsed: the command line.
-        document: the other entries of the JSON.
-        networks: by name.
-        count: steps of the progress bar for a network.
-        examine: makes a report, from the name of a network and a function that advances the progress bar.
-        show: prints a report.
-        console: to print on.
-        known: reports of other networks from an earlier run, for the JSON.
+        opened: the console and the first entries of the JSON.
+        kind: the name of the records, also in the JSON.
+        names: of what is examined.
+        examine: makes the records of one name, with a function that advances the progress bar.
+        show: prints these records.
+        note: an explanation, printed at the end.
+        count: how often `examine` advances the progress bar.
+        known: records of other names from an earlier run, for the JSON.
+
+    Returns:
+        1 if there are complaints and `--check` was given, otherwise 0.
     """
-    names = list(networks) if parsed.networks is None else parsed.networks
-    reports: list[R] = []
-    with steps(len(names) * count) as advance:
+    console, document = opened
+    records: list[R] = []
+    wrong = 0
+    with steps(len(names) * (1 + count)) as advance:
         for name in names:
-            reports.append(examine(name, lambda what, title=networks[name].title: advance(f"{title}: {what}")))
-            show(reports[-1], console)
-            for complaint in reports[-1].everything_wrong():
-                console.print(f"  [bold red]{complaint}[/]", highlight=False)
+            advance(name)
+            found = examine(name, lambda what, name=name: advance(f"{name}: {what}"))
+            show(found, console)
+            for complaint in (text for record in found for text in record.everything_wrong()):
+                console.print(f"  [bold red]{complaint}[/]")
+                wrong += 1
             console.print()
             gc.collect()
+            records += found
             if parsed.json:
-                write_json(parsed.json, {**document, "networks": [*known, *(asdict(report) for report in reports)]})
-    return reports
-
-
-def conclude(parsed: argparse.Namespace, reports: Sequence[_Report], console: Console) -> int:
-    """Prints the number of complaints. Returns 1 if there are any and `--check` was given, otherwise 0."""
-    wrong = sum(1 for report in reports for _ in report.everything_wrong())
-    console.print(f"{wrong} complaints about {len(reports)} networks.", highlight=False)
-    return int(parsed.check and wrong > 0)
+                write_json(parsed.json, {**document, kind: [*known, *map(asdict, records)]})
+    console.print(note, style="dim")
+    console.print(f"{wrong} complaints about {len(records)} {kind}.")
+    return int(getattr(parsed, "check", False) and wrong > 0)

@@ -3,8 +3,8 @@
 The networks lie on the meta device, so nothing is allocated, and times come from the profile of an A100
 (`fckpt.cost.Analytic`): tracing a ResNet-152 on 16 images takes some seconds anywhere. On the meta device torch runs
 the operations that it runs on a CPU; a GPU differs in some kernels (dropout keeps its mask as floats here, as bools
-there). A graph is stored as gzip'd JSON, without the source lines of its operations. Versions of torch trace different
-operations; the `checksum` tells whether two graphs are the same.
+there). A graph is stored as gzip'd JSON, without the source lines and modules of its operations. Versions of torch
+trace different operations; the `checksum` tells whether two graphs are the same.
 
 The random graphs follow M. Gagrani, C. Rainone, Y. Yang, H. Teague, W. Jeon, H. Van Hoof, W. W. Zeng, P. Zappi,
 C. Lott, R. Bondesan, "Neural Topological Ordering for Computation Graphs", NeurIPS 2022, appendix A,
@@ -43,24 +43,12 @@ PROFILE = "A100"
 Step = tuple[nn.Module, Tensor, Tensor]
 
 
-def _text(model: nn.Module, batch: int, tokens: int) -> Step:
-    return model, torch.empty(batch, tokens, dtype=torch.long), torch.empty(batch, tokens, dtype=torch.long)
+def _text(model: nn.Module, batch: int) -> Step:
+    return model, torch.empty(batch, 512, dtype=torch.long), torch.empty(batch, 512, dtype=torch.long)
 
 
 def _labelled(model: nn.Module, *shape: int, axis: int = 0) -> Step:
     return model, torch.empty(shape), torch.empty(shape[axis], dtype=torch.long)
-
-
-def _gpt(layers: int) -> Step:
-    return _text(Decoder(layers=layers, positions=512, dropout=0.0), 8, 512)
-
-
-def _moe() -> Step:
-    return _text(MixtureOfExperts(hidden=768, layers=8, heads=12, experts=8, vocabulary=32000, tokens=512), 8, 512)
-
-
-def _unet() -> Step:
-    return UNet(), torch.empty(8, 3, 256, 256), torch.empty(8, 256, 256, dtype=torch.long)
 
 
 def _resnet(batch: int, *layers: int) -> Step:
@@ -71,16 +59,18 @@ def _densenet(batch: int, *layers: int) -> Step:
     return _labelled(DenseNet(32, layers, classes=1000, small=False), batch, 3, 224, 224)
 
 
+_gpt = partial(Decoder, positions=512, dropout=0.0)
+_moe = partial(MixtureOfExperts, hidden=768, layers=8, heads=12, experts=8, vocabulary=32000, tokens=512)
 STEPS: dict[str, Callable[[], Step]] = {
-    "gpt12": lambda: _gpt(12),
-    "gpt48": lambda: _gpt(48),
-    "gpt400": lambda: _gpt(400),
-    "gpt850": lambda: _gpt(850),
+    "gpt12": lambda: _text(_gpt(layers=12), 8),
+    "gpt48": lambda: _text(_gpt(layers=48), 8),
+    "gpt400": lambda: _text(_gpt(layers=400), 8),
+    "gpt850": lambda: _text(_gpt(layers=850), 8),
     "bert": lambda: (BertEncoder(), torch.empty(16, 512, dtype=torch.long), torch.empty(16, dtype=torch.long)),
     "vit": lambda: _labelled(ViT(classes=1000), 64, 3, 224, 224),
-    "moe": _moe,
+    "moe": lambda: _text(_moe(), 8),
     "lstm": lambda: _labelled(UnrolledLSTM(features=256, hidden=1024, span=8), 96, 128, 256, axis=1),
-    "unet": _unet,
+    "unet": lambda: (UNet(), torch.empty(8, 3, 256, 256), torch.empty(8, 256, 256, dtype=torch.long)),
     "inception_v3": lambda: _labelled(InceptionV3(), 32, 3, 299, 299),
     "resnet50": lambda: _resnet(64, 3, 4, 6, 3),
     "resnet152": lambda: _resnet(16, 3, 8, 36, 3),
@@ -96,8 +86,8 @@ def traced(name: str) -> Graph:
         model, inputs, labels = STEPS[name]()
         task = Task(name, "", TrainingLoss(model), inputs, labels)
     graph = task.plan(Analytic(profiles[PROFILE])).graph
-    # Without source lines, an edit of a network's file does not change the graph.
-    nodes = tuple(dataclasses.replace(node, source="") for node in graph.nodes)
+    # Without source lines and names of modules, an edit of a network's file does not change the graph.
+    nodes = tuple(dataclasses.replace(node, source="", module="") for node in graph.nodes)
     values = tuple(dataclasses.replace(value, origin="", names=()) for value in graph.values)
     return dataclasses.replace(graph, nodes=nodes, values=values)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import fckpt
 from benches.common import torch_knapsack
-from benches.common.timing import Spread
+from benches.common.rows import Record, Row
 from benches.common.training import Task
 from fckpt import policies, solve
 from fckpt._planned.plan import Plan
@@ -38,32 +38,19 @@ GAP = 0.05
 
 
 @dataclass
-class Point:
-    """The result of one method."""
+class Point(Row):
+    """The result of one method. Peaks and budgets are above weights and gradients (see the module)."""
 
     solver: str
     """Also "plain" and "torch"."""
     budget: str = ""
     """The kind of budget, in words."""
-    budget_bytes: int | None = None
-    least_bytes: int | None = None
-    """If it refuses that budget: the least budget that is feasible."""
     solve_seconds: float = 0.0
-    predicted_bytes: int | None = None
-    """The peak above weights and gradients (see the module). Budgets are counted in the same way."""
-    predicted_overhead: float | None = None
     lower_bound: float | None = None
     """For our solver: a proven lower bound on the overhead of any plan within this budget."""
     predicted_step_bytes: int | None = None
     """The peak above the weights of a step that begins without gradients."""
-    measured_bytes: int | None = None
-    """Of methods without a plan, counted as `predicted_bytes`."""
     measured_step_bytes: int | None = None
-    time_ratio: Spread | None = None
-    """The time of its step relative to the plain step."""
-    step_seconds: Spread | None = None
-    unequal: list[str] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)
 
     @property
     def title(self) -> str:
@@ -73,7 +60,7 @@ class Point:
     @property
     def bytes(self) -> int | None:
         """The peak above weights and gradients: measured if it was, otherwise predicted."""
-        return self.predicted_bytes if self.measured_bytes is None else self.measured_bytes
+        return self.predicted_bytes if self.peak_bytes is None else self.peak_bytes
 
     @property
     def overhead(self) -> float | None:
@@ -107,7 +94,7 @@ class Target:
 
 
 @dataclass
-class Report:
+class Report(Record):
     """The results of one network."""
 
     network: str
@@ -129,7 +116,6 @@ class Report:
     """A proven lower bound on the peak of any plan."""
     targets: dict[str, Target] = field(default_factory=dict)
     """See `TARGETS`."""
-    complaints: list[str] = field(default_factory=list)
 
     def everything_wrong(self) -> Iterator[str]:
         """Yields the complaints; those of a point begin with its title. Yields missed targets as well."""
@@ -167,7 +153,7 @@ class PricedStep:
 
     def point(self, solver: str, budget: str, nbytes: int | None) -> tuple[Point, Plan | None]:
         """Makes a plan and its point; the plan is None if none is feasible."""
-        point = Point(solver, budget, nbytes)
+        point = Point(solver, budget, budget_bytes=nbytes)
         start = time.perf_counter()
         try:
             plan = self.plan(solver, nbytes)
@@ -259,8 +245,7 @@ def plan_all(
     found.append(step.point(REFERENCE, "", None))
     reference = found[-1][0]
     nbytes, overhead = reference.predicted_bytes, reference.predicted_overhead
-    assert nbytes is not None
-    assert overhead is not None
+    assert nbytes is not None and overhead is not None
     for solver in solvers:
         if solver != step.ours:
             advance(solver)
@@ -301,28 +286,16 @@ def targets_of(step: PricedStep, report: Report) -> dict[str, Target]:
     """Returns the targets with the values of our solver, measured if it was run, and the lower bounds."""
     by_budget = {point.budget: point for point in report.points if point.solver == step.ours and point.budget_bytes}
     reference = next(point for point in report.points if point.solver == REFERENCE)
-    same_memory, same_time = by_budget["same memory"], by_budget.get("same time")
-    overhead, nbytes = reference.predicted_overhead, reference.predicted_bytes
-    assert overhead is not None
-    assert nbytes is not None
-    assert report.floor_bytes is not None
+    same_memory, same_time = by_budget["same memory"], by_budget.get("same time", Point(step.ours))
+    overhead, nbytes, floor = reference.predicted_overhead, reference.predicted_bytes, report.floor_bytes
+    assert overhead is not None and nbytes is not None and floor is not None
     bound = step.lower_bound(nbytes)
-    taken = same_memory.predicted_overhead
-    too_small, _ = search(lambda budget: step.lower_bound(budget) <= overhead, report.floor_bytes - 1, nbytes)
-    needed = same_time.predicted_bytes if same_time else None
+    too_small, _ = search(lambda budget: step.lower_bound(budget) <= overhead, floor - 1, nbytes)
+    taken, needed = same_memory.predicted_overhead, same_time.predicted_bytes
+    time_gap = None if taken is None else (1 + taken) / (1 + bound) - 1
+    memory_gap = None if needed is None else needed / too_small - 1
+    quotient = lambda part, whole: None if part is None or not whole else part / whole
     return {
-        "overhead": Target(
-            _quotient(same_memory.overhead, reference.overhead),
-            _quotient(bound, overhead),
-            None if taken is None else (1 + taken) / (1 + bound) - 1,
-        ),
-        "memory": Target(
-            _quotient(same_time.bytes if same_time else None, reference.bytes),
-            too_small / nbytes,
-            None if needed is None else needed / too_small - 1,
-        ),
+        "overhead": Target(quotient(same_memory.overhead, reference.overhead), quotient(bound, overhead), time_gap),
+        "memory": Target(quotient(same_time.bytes, reference.bytes), too_small / nbytes, memory_gap),
     }
-
-
-def _quotient(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole

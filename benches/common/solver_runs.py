@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from fckpt.graph import Graph, simulate
 LEAST = 0.0
 """Stands for the least budget for which a solver has a plan."""
 GRACE = 30.0
-"""Additional seconds for a process to start and to read the graph."""
+"""Seconds for a process to start and to read the graph."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ Ask = Callable[[float, Graph, int], Answer]
 def answers(
     ask: Ask[Answer], graph: Graph, budgets: Mapping[float, int], seconds: float
 ) -> Iterator[tuple[float, Answer | None]]:
-    """Calls `ask` for one budget after the other, in a process that is ended if a call takes too long.
+    """Calls `ask` for one budget after the other, each in a process that is ended if the call takes too long.
 
     Args:
         ask: a picklable function of a budget, the graph, and the bytes of the budget.
@@ -84,32 +85,20 @@ def answers(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    left = dict(budgets)
-    while left:
+    for budget, nbytes in budgets.items():
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(there, ask, graph, left), daemon=True)
+        process = context.Process(target=_work, args=(there, ask, budget, graph, nbytes), daemon=True)
         process.start()
         there.close()
-        try:
-            grace = GRACE
-            for budget in [*left]:
-                answer: Answer | None = here.recv() if here.poll(allowed(budget, seconds) + grace) else None
-                grace = 0.0
-                del left[budget]
-                if answer is None:
-                    process.kill()  # before the caller continues
-                yield budget, answer
-                if answer is None:
-                    break
-        except EOFError:  # the process died: out of memory, for example
-            budget = next(iter(left))
-            del left[budget]
-            yield budget, None
-        finally:
-            process.kill()
-            process.join()
+        answer: Answer | None = None
+        with contextlib.suppress(EOFError):  # the process died: out of memory, for example
+            if here.poll(GRACE) and here.recv() and here.poll(allowed(budget, seconds)):
+                answer = here.recv()
+        process.kill()  # before the caller continues
+        process.join()
+        yield budget, answer
 
 
-def _work(pipe: Connection, ask: Ask[Answer], graph: Graph, budgets: Mapping[float, int]) -> None:
-    for budget, nbytes in budgets.items():
-        pipe.send(ask(budget, graph, nbytes))
+def _work(pipe: Connection, ask: Ask[Answer], budget: float, graph: Graph, nbytes: int) -> None:
+    pipe.send("started")
+    pipe.send(ask(budget, graph, nbytes))

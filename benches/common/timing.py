@@ -14,10 +14,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from scipy.stats import binomtest
 
+Name = TypeVar("Name")
 SIGNIFICANCE = 0.01
 RESOLUTION = 1.01
 """A smaller ratio of the medians is not reported: the places of tensors in memory make as large a difference."""
@@ -49,29 +51,25 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def alternate(
-    steps: Mapping[str, Callable[[], object]],
+    steps: Mapping[Name, Callable[[], object]],
     *,
     rounds: int,
     calls: int = 1,
-    warm_up: int = 1,
     device: torch.device,
     before_sample: Callable[[], object] = lambda: None,
-    on_sample: Callable[[], object] = lambda: None,
-) -> dict[str, list[float]]:
+) -> dict[Name, list[float]]:
     """Times the steps alternately. Returns the seconds per call of each, by round.
 
     Args:
         steps: functions without arguments, by name.
-        rounds: samples per step.
+        rounds: samples per step, after one that is discarded.
         calls: calls per sample; more than one where a call is too short for the clock.
-        warm_up: samples per step that are run first and discarded.
         device: synchronised before and after each sample.
         before_sample: called before each sample, and not timed: several processes wait for each other there.
-        on_sample: called after each sample, and not timed.
     """
     names = list(steps)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(warm_up + rounds):
+    seconds: dict[Name, list[float]] = {name: [] for name in names}
+    for index in range(1 + rounds):
         gc.collect()
         turn = index % len(names)
         order = names[turn:] + names[:turn]
@@ -80,9 +78,8 @@ def alternate(
         for name in order if index % 2 else reversed(order):
             before_sample()
             elapsed = _sample(steps[name], calls, device)
-            if index >= warm_up:
+            if index:
                 seconds[name].append(elapsed)
-            on_sample()
     return seconds
 
 
@@ -100,12 +97,12 @@ def _synchronise(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def paired_ratio(seconds: Mapping[str, Sequence[float]], of: str, to: str) -> Spread:
+def paired_ratio(seconds: Mapping[Name, Sequence[float]], of: Name, to: Name) -> Spread:
     """Returns the spread of the ratios `of / to` of all rounds."""
     return spread([a / b for a, b in zip(seconds[of], seconds[to], strict=True)])
 
 
-def is_slower(seconds: Mapping[str, Sequence[float]], of: str, to: str) -> bool:
+def is_slower(seconds: Mapping[Name, Sequence[float]], of: Name, to: Name) -> bool:
     """Whether `of` is slower than `to` beyond noise: in significantly many rounds, and by more than `RESOLUTION`.
 
     The one-sided sign test assumes nothing about the distribution of the noise: on a shared machine that has a long

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from torch import Tensor, nn
 import fckpt
 from benches.models.wrapping import wrap_blocks
 from fckpt._planned.making import make_plan
-from fckpt.cost import CostSource, Measured, OpCost
+from fckpt.cost import CostSource, Measured
 from fckpt.errors import BudgetError
+from fckpt.graph import Graph
 
 SEED = 0
 Sizes = Mapping[str, int]
@@ -56,7 +56,9 @@ class Task:
     def in_blocks(self, wrap: Callable[[nn.Module], nn.Module]) -> TrainingLoss:
         """Returns the loss with every block of the network replaced by `wrap(block)`; parameters are shared."""
         shared: dict[int, Any] = {id(p): p for p in self.loss.parameters()}
-        return wrap_blocks(copy.deepcopy(self.loss, shared), wrap, kind=self.loss.model.block)  # type: ignore[arg-type]
+        loss = copy.deepcopy(self.loss, shared)
+        wrap_blocks(loss, wrap, self.loss.model.block)  # type: ignore[arg-type]
+        return loss
 
     def plan(self, costs: CostSource) -> fckpt.Plan:
         """Traces and prices a step. The plan recomputes nothing; on the meta device nothing is allocated or run."""
@@ -116,14 +118,8 @@ def size_of(device: torch.device, *, quick: bool = False, tiny: bool = False) ->
 # ---- a step, and its results ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a step, to be compared bitwise."""
-
-    loss: Tensor
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-    generator: Tensor
+Outcome = dict[str, Tensor | None]
+"""The results of a step: "loss", "gradient NAME" and "buffer NAME" of each, and "generator", its state."""
 
 
 def step_of(loss: nn.Module, task: Task) -> Callable[[], None]:
@@ -149,31 +145,28 @@ def outcome_of(loss: nn.Module, task: Task, buffers: Sequence[Tensor]) -> Outcom
     torch.manual_seed(SEED)
     value = loss(task.inputs, task.labels)
     value.backward()
-    device = task.inputs.device
-    state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    gradients = {name: p.grad for name, p in loss.named_parameters()}
-    loss.zero_grad(set_to_none=True)
-    after = {name: buffer.clone() for name, buffer in loss.named_buffers()}
-    return Outcome(value.detach(), gradients, after, state)
+    return taken(loss, value)
+
+
+def taken(module: nn.Module, loss: Tensor) -> Outcome:
+    """Takes the results of a step from a module whose gradients it drops."""
+    found: Outcome = {"loss": loss.detach(), "generator": _generator_state(loss.device)}
+    found |= {f"gradient {name}": p.grad for name, p in module.named_parameters()}
+    found |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
+    module.zero_grad(set_to_none=True)
+    return found
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
 def unequal(expected: Outcome, actual: Outcome) -> list[str]:
     """Names everything in which two outcomes differ by at least one bit. Parameters are matched by position."""
-    found = [] if torch.equal(expected.loss, actual.loss) else ["loss"]
-    for what in ("gradients", "buffers"):
-        one, other = getattr(expected, what), list(getattr(actual, what).values())
-        if len(one) != len(other):
-            found.append(f"number of {what}")
-            continue
-        pairs = zip(one.items(), other, strict=True)
-        found += [f"{what[:-1]} {name}" for (name, a), b in pairs if not _same(a, b)]
-    return found if torch.equal(expected.generator, actual.generator) else [*found, "generator"]
-
-
-def different(names: Sequence[str]) -> str:
-    """Returns a complaint about the result of `unequal`."""
-    more = ", ..." if len(names) > 4 else ""
-    return f"{len(names)} results not bitwise equal: {', '.join(names[:4])}{more}"
+    if len(expected) != len(actual):
+        return ["number of results"]
+    pairs = zip(expected.items(), actual.values(), strict=True)
+    return [name for (name, one), other in pairs if not _same(one, other)]
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -189,16 +182,15 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 class Prepared:
     """A traced and priced step, from which plans are made."""
 
-    plain: fckpt.Plan
-    """The plan that recomputes nothing."""
-    trace_seconds: float
-    price_seconds: float
-    estimated: dict[str, str]
-    """Operations that could not be measured, and the reasons."""
+    graph: Graph
+    baseline_peak_bytes: int
+    """Predicted peak of the plain step."""
+    version: str
+    """Of torch."""
 
-    def plan(self, budget: float, solver: str = "auto") -> fckpt.Plan:
-        """Plans for a number of bytes, or for a fraction of the plain peak."""
-        return make_plan(self.plain.graph, budget, solver, self.plain.torch_version)
+    def plan(self, budget: float, solver: str = "auto", seconds: float | None = None) -> fckpt.Plan:
+        """Plans for a number of bytes, or for a fraction of the plain peak, within a time limit."""
+        return make_plan(self.graph, budget, solver, self.version, seconds)
 
     def least_bytes(self) -> int:
         """Returns the least budget that is said to be feasible."""
@@ -210,17 +202,5 @@ class Prepared:
 
 def prepare(task: Task) -> Prepared:
     """Traces and prices a step, and measures each operation anew."""
-    source = Measured(cache=False)
-    pricing = 0.0
-
-    def timed(call: Any, specs: Sequence[Any]) -> OpCost:
-        nonlocal pricing
-        start = time.perf_counter()
-        cost = source(call, specs)
-        pricing += time.perf_counter() - start
-        return cost
-
-    start = time.perf_counter()
-    plan = task.plan(timed)
-    seconds = time.perf_counter() - start - pricing
-    return Prepared(plan, seconds, pricing, dict(source.failures))
+    plain = task.plan(Measured(cache=False))
+    return Prepared(plain.graph, plain.baseline_peak_bytes, plain.torch_version)

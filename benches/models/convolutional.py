@@ -20,13 +20,58 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Kernel = int | tuple[int, int]
+
+
+class ConvNorm(nn.Sequential):
+    """Convolution, BatchNorm and, by default, ReLU; padded to the size of its input unless `valid`."""
+
+    def __init__(
+        self,
+        channels: int,
+        out: int,
+        kernel: Kernel,
+        *,
+        stride: int = 1,
+        valid: bool = False,
+        eps: float = 1e-5,
+        relu: bool = True,
+    ) -> None:
+        high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
+        padding = 0 if valid else (high // 2, wide // 2)
+        conv = nn.Conv2d(channels, out, (high, wide), stride=stride, padding=padding, bias=False)
+        super().__init__(conv, nn.BatchNorm2d(out, eps=eps), *([nn.ReLU()] if relu else []))
+
+
+class Classifier(nn.Module):
+    """Stages of convolutions, the mean over the image, and a linear layer; `block` is the class of the blocks."""
+
+    def __init__(
+        self, stages: Sequence[nn.Module], channels: int, classes: int, block: type[nn.Module], dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.block = block
+        self.features = nn.Sequential(*stages)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.dropout(self.features(x).mean((2, 3))))
+
+
+def _stem(channels: int, *, small: bool, normalise: bool) -> list[nn.Module]:
+    """Returns a 3x3 stem for 32x32 images if `small`; otherwise the 7x7 stem with pooling for 224x224 ones."""
+    conv = ConvNorm(3, channels, 3 if small else 7, stride=1 if small else 2)
+    return [conv if normalise else conv[0], *([] if small else [nn.MaxPool2d(3, stride=2, padding=1)])]
+
 
 # ---- DenseNet-BC --------------------------------------------------------------------------------
 
@@ -48,9 +93,6 @@ class _Grown(nn.Module):
     def grow_from(self, narrow: Tensor) -> Tensor:
         return self.conv2(F.relu(self.norm2(narrow)))
 
-    def grow(self, x: Tensor) -> Tensor:
-        return self.grow_from(self.narrow(x))
-
 
 class DenseLayer(_Grown):
     """From all feature maps before it to `growth` new ones.
@@ -61,7 +103,7 @@ class DenseLayer(_Grown):
     """
 
     def forward(self, *features: Tensor) -> Tensor:
-        return self.grow(torch.cat(features, 1))
+        return self.grow_from(self.narrow(torch.cat(features, 1)))
 
 
 class DenseBlock(nn.Module):
@@ -84,7 +126,7 @@ class ChainedLayer(_Grown):
     """Returns its input with `growth` more channels."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x, self.grow(x)], 1)
+        return torch.cat([x, self.grow_from(self.narrow(x))], 1)
 
 
 class ChainedBlock(nn.Sequential):
@@ -99,14 +141,14 @@ class ChainedBlock(nn.Sequential):
         super().__init__(*(ChainedLayer(channels + i * growth, growth) for i in range(layers)))
 
 
-class DenseNet(nn.Module):
+class DenseNet(Classifier):
     """DenseNet-BC: bottleneck layers of 4 x growth channels, and transitions that halve the channels.
 
     Args:
         growth: channels that a dense layer adds (the paper's k).
         layers: dense layers in each block.
         classes: outputs.
-        small: a 3x3 stem for 32x32 images; otherwise the 7x7 stem with pooling for 224x224 ones.
+        small: see `_stem`.
         dense: the class of the blocks.
     """
 
@@ -119,97 +161,62 @@ class DenseNet(nn.Module):
         small: bool,
         dense: type[DenseBlock | ChainedBlock] = DenseBlock,
     ) -> None:
-        super().__init__()
-        self.block = dense.layer
         channels = 2 * growth
-        stages: list[nn.Module] = [_stem(channels, small=small, normalise=not small)]
+        stages = _stem(channels, small=small, normalise=not small)
         for i, count in enumerate(layers):
+            if i:
+                narrow = nn.Conv2d(channels, channels // 2, 1, bias=False)
+                stages += [nn.BatchNorm2d(channels), nn.ReLU(), narrow, nn.AvgPool2d(2)]
+                channels //= 2
             stages.append(dense(channels, growth, count))
             channels += count * growth
-            if i < len(layers) - 1:
-                stages.append(_transition(channels))
-                channels //= 2
-        self.features = nn.Sequential(*stages, nn.BatchNorm2d(channels), nn.ReLU())
-        self.head = nn.Linear(channels, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x).mean((2, 3)))
-
-
-def _transition(channels: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.BatchNorm2d(channels),
-        nn.ReLU(),
-        nn.Conv2d(channels, channels // 2, 1, bias=False),
-        nn.AvgPool2d(2),
-    )
-
-
-def _stem(channels: int, *, small: bool, normalise: bool) -> nn.Sequential:
-    conv = (
-        nn.Conv2d(3, channels, 3, padding=1, bias=False)
-        if small
-        else nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False)
-    )
-    norm = [nn.BatchNorm2d(channels), nn.ReLU()] if normalise else []
-    pool = [] if small else [nn.MaxPool2d(3, stride=2, padding=1)]
-    return nn.Sequential(conv, *norm, *pool)
+        super().__init__([*stages, nn.BatchNorm2d(channels), nn.ReLU()], channels, classes, dense.layer)
 
 
 # ---- ResNet -------------------------------------------------------------------------------------
 
 
-class Bottleneck(nn.Module):
-    """conv1x1-conv3x3-conv1x1 with BatchNorm, and a shortcut (a 1x1 convolution where shapes differ)."""
+class _Residual(nn.Module):
+    """Convolutions with BatchNorm, and a shortcut (a 1x1 convolution where shapes differ)."""
+
+    def __init__(self, channels: int, out: int, stride: int, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        same = stride == 1 and channels == out
+        self.shortcut = nn.Identity() if same else ConvNorm(channels, out, 1, stride=stride, relu=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.layers(x) + self.shortcut(x))
+
+
+class Bottleneck(_Residual):
+    """conv1x1-conv3x3-conv1x1."""
 
     expansion: ClassVar[int] = 4
     """Channels of its output over its width."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        out = self.expansion * width
-        self.conv1, self.norm1 = nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(width)
-        self.conv3, self.norm3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
-        self.shortcut = _shortcut(channels, out, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.relu(self.norm1(self.conv1(x)))
-        h = F.relu(self.norm2(self.conv2(h)))
-        return F.relu(self.norm3(self.conv3(h)) + self.shortcut(x))
+        narrow, middle = ConvNorm(channels, width, 1), ConvNorm(width, width, 3, stride=stride)
+        super().__init__(channels, 4 * width, stride, narrow, middle, ConvNorm(width, 4 * width, 1, relu=False))
 
 
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with BatchNorm, and a shortcut (a 1x1 convolution where shapes differ)."""
+class BasicBlock(_Residual):
+    """Two 3x3 convolutions."""
 
     expansion: ClassVar[int] = 1
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(width)
-        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-        self.shortcut = _shortcut(channels, width, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(h)) + self.shortcut(x))
+        first = ConvNorm(channels, width, 3, stride=stride)
+        super().__init__(channels, width, stride, first, ConvNorm(width, width, 3, relu=False))
 
 
-def _shortcut(channels: int, out: int, stride: int) -> nn.Module:
-    if stride == 1 and channels == out:
-        return nn.Identity()
-    return nn.Sequential(nn.Conv2d(channels, out, 1, stride=stride, bias=False), nn.BatchNorm2d(out))
-
-
-class ResNet(nn.Module):
+class ResNet(Classifier):
     """A ResNet, the stride of bottlenecks in the 3x3 convolution.
 
     Args:
         layers: blocks in each of the stages.
         classes: outputs.
-        small: a 3x3 stem for 32x32 images; otherwise the 7x7 stem with pooling for 224x224 ones.
+        small: see `_stem`.
         block: the class of the blocks.
         width: of the blocks of the first stage, doubled in each of the others.
     """
@@ -223,19 +230,13 @@ class ResNet(nn.Module):
         block: type[Bottleneck | BasicBlock] = Bottleneck,
         width: int = 64,
     ) -> None:
-        super().__init__()
-        self.block = block
         channels = width
-        stages: list[nn.Module] = [_stem(width, small=small, normalise=True)]
+        stages = _stem(width, small=small, normalise=True)
         for stage, count in enumerate(layers):
             for i in range(count):
                 stages.append(block(channels, width << stage, stride=2 if stage and not i else 1))
                 channels = block.expansion * (width << stage)
-        self.features = nn.Sequential(*stages)
-        self.head = nn.Linear(channels, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x).mean((2, 3)))
+        super().__init__(stages, channels, classes, block)
 
 
 # ---- AlexNet and VGG ----------------------------------------------------------------------------
@@ -245,27 +246,26 @@ class Stage(nn.Sequential):
     """Convolutions with ReLU, and what pools after them."""
 
 
-class _Classified(nn.Module):
+class _Stages(nn.Module):
     """Stages of convolutions, and a classifier of two hidden layers on `features` values, with dropout or without."""
 
     block: ClassVar[type[nn.Module]] = Stage
 
     def __init__(
-        self, stages: list[Stage], pool: nn.Module, features: int, hidden: int, classes: int, *, dropout: float = 0.0
+        self, stages: Sequence[Stage], pool: nn.Module, features: int, hidden: int, classes: int, dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.features = nn.Sequential(*stages)
         self.pool = pool
-        layers: list[nn.Module] = []
-        for width in (features, hidden):
-            layers += [nn.Linear(width, hidden), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
+        layers = [nn.Linear(features, hidden), nn.ReLU(), nn.Dropout(dropout)]
+        layers += [nn.Linear(hidden, hidden), nn.ReLU(), nn.Dropout(dropout)]
         self.classifier = nn.Sequential(*layers, nn.Linear(hidden, classes))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.pool(self.features(x)).flatten(1))
 
 
-class AlexNet(_Classified):
+class AlexNet(_Stages):
     """AlexNet in one tower, for images from 3x63x63 up; `hidden` is the classifier's width."""
 
     def __init__(self, *, hidden: int = 4096, classes: int = 1000) -> None:
@@ -279,23 +279,7 @@ class AlexNet(_Classified):
         super().__init__(stages, nn.AdaptiveAvgPool2d(6), 256 * 36, hidden, classes)
 
 
-class VGG(_Classified):
-    """VGG without BatchNorm, for images from 3x32x32 up, with `layers` convolutions in each of the five stages."""
-
-    def __init__(self, layers: tuple[int, ...], *, hidden: int = 4096, classes: int = 1000) -> None:
-        stages = _vgg_stages(64, layers, lambda a, b: [nn.Conv2d(a, b, 3, padding=1), nn.ReLU()])
-        super().__init__(stages, nn.AdaptiveAvgPool2d(7), 512 * 49, hidden, classes)
-
-
-class NormalisedVGG(_Classified):
-    """VGG-16 with BatchNorm and dropout. The first stage has `width` channels, later ones up to eight times as many."""
-
-    def __init__(self, *, width: int = 64, hidden: int = 4096, side: int = 224, classes: int = 10) -> None:
-        stages = _vgg_stages(width, (2, 2, 3, 3, 3), lambda a, b: [ConvNorm(a, b, 3)])
-        super().__init__(stages, nn.Identity(), 8 * width * (side // 32) ** 2, hidden, classes, dropout=0.5)
-
-
-def _vgg_stages(width: int, layers: tuple[int, ...], conv: Callable[[int, int], list[nn.Module]]) -> list[Stage]:
+def _vgg_stages(width: int, layers: Sequence[int], conv: Callable[[int, int], list[nn.Module]]) -> list[Stage]:
     """Returns stages of `layers` convolutions, and the pooling after them."""
     widths = (3, width, 2 * width, 4 * width, 8 * width, 8 * width)
     return [
@@ -304,19 +288,20 @@ def _vgg_stages(width: int, layers: tuple[int, ...], conv: Callable[[int, int], 
     ]
 
 
-Kernel = int | tuple[int, int]
+class VGG(_Stages):
+    """VGG without BatchNorm, for images from 3x32x32 up, with `layers` convolutions in each of the five stages."""
+
+    def __init__(self, layers: tuple[int, ...], *, hidden: int = 4096, classes: int = 1000) -> None:
+        stages = _vgg_stages(64, layers, lambda a, b: [nn.Conv2d(a, b, 3, padding=1), nn.ReLU()])
+        super().__init__(stages, nn.AdaptiveAvgPool2d(7), 512 * 49, hidden, classes)
 
 
-class ConvNorm(nn.Sequential):
-    """Convolution, BatchNorm, ReLU; padded to the size of its input unless `valid`."""
+class NormalisedVGG(_Stages):
+    """VGG-16 with BatchNorm and dropout. The first stage has `width` channels, later ones up to eight times as many."""
 
-    def __init__(
-        self, channels: int, out: int, kernel: Kernel, *, stride: int = 1, valid: bool = False, eps: float = 1e-5
-    ) -> None:
-        high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
-        padding = 0 if valid else (high // 2, wide // 2)
-        conv = nn.Conv2d(channels, out, (high, wide), stride=stride, padding=padding, bias=False)
-        super().__init__(conv, nn.BatchNorm2d(out, eps=eps), nn.ReLU())
+    def __init__(self, *, width: int = 64, hidden: int = 4096, side: int = 224, classes: int = 10) -> None:
+        stages = _vgg_stages(width, (2, 2, 3, 3, 3), lambda a, b: [ConvNorm(a, b, 3)])
+        super().__init__(stages, nn.Identity(), 8 * width * (side // 32) ** 2, hidden, classes, dropout=0.5)
 
 
 # ---- Inception ----------------------------------------------------------------------------------
@@ -325,8 +310,19 @@ class ConvNorm(nn.Sequential):
 class Branches(nn.ModuleList):
     """Modules side by side on the same input, their results concatenated."""
 
+    def __init__(self, *branches: nn.Module) -> None:
+        super().__init__(branches)
+
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([branch(x) for branch in self], 1)
+
+
+def _convs(channels: int, *layers: tuple[int, Kernel], eps: float = 1e-3) -> nn.Sequential:
+    """Several `ConvNorm`, one after the other, of these widths and kernels."""
+    widths = [channels, *(width for width, _ in layers)]
+    return nn.Sequential(
+        *(ConvNorm(a, b, kernel, eps=eps) for a, b, (_, kernel) in zip(widths, widths[1:], layers, strict=False))
+    )
 
 
 class Inception(Branches):
@@ -337,66 +333,47 @@ class Inception(Branches):
         widths: 1x1; 1x1 before 3x3, 3x3; 1x1 before 5x5, 5x5; 1x1 after the pooling.
     """
 
-    def __init__(self, channels: int, widths: tuple[int, int, int, int, int, int]) -> None:
+    def __init__(self, channels: int, widths: Sequence[int]) -> None:
         one, before_three, three, before_five, five, pool = widths
+        convs = partial(_convs, channels, eps=1e-5)
+        pooled = nn.Sequential(nn.MaxPool2d(3, stride=1, padding=1), *convs((pool, 1)))
         super().__init__(
-            [
-                ConvNorm(channels, one, 1),
-                nn.Sequential(ConvNorm(channels, before_three, 1), ConvNorm(before_three, three, 3)),
-                nn.Sequential(ConvNorm(channels, before_five, 1), ConvNorm(before_five, five, 5)),
-                nn.Sequential(nn.MaxPool2d(3, stride=1, padding=1), ConvNorm(channels, pool, 1)),
-            ]
+            convs((one, 1)), convs((before_three, 1), (three, 3)), convs((before_five, 1), (five, 5)), pooled
         )
 
 
-class GoogLeNet(nn.Module):
+class GoogLeNet(Classifier):
     """GoogLeNet with BatchNorm: nine inception modules; `divisor` narrows all of it."""
 
-    block: ClassVar[type[nn.Module]] = Inception
-
-    TABLE: ClassVar[list[list[tuple[int, int, int, int, int, int]]]] = [
-        [(64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64)],
-        [
+    TABLE = (
+        ((64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64)),
+        (
             (192, 96, 208, 16, 48, 64),
             (160, 112, 224, 24, 64, 64),
             (128, 128, 256, 24, 64, 64),
             (112, 144, 288, 32, 64, 64),
             (256, 160, 320, 32, 128, 128),
-        ],
-        [(256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128)],
-    ]
+        ),
+        ((256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128)),
+    )
     """Table 1 of the paper, by stage."""
 
     def __init__(self, *, divisor: int = 1, classes: int = 10) -> None:
-        super().__init__()
-        channels = 192 // divisor
-        stages: list[nn.Module] = [
-            ConvNorm(3, 64 // divisor, 7, stride=2),
-            nn.MaxPool2d(3, stride=2, padding=1),
-            ConvNorm(64 // divisor, 64 // divisor, 1),
-            ConvNorm(64 // divisor, channels, 3),
-        ]
+        pool = lambda: nn.MaxPool2d(3, stride=2, padding=1)
+        first, channels = 64 // divisor, 192 // divisor
+        stages = [ConvNorm(3, first, 7, stride=2), pool(), ConvNorm(first, first, 1), ConvNorm(first, channels, 3)]
         for stage in self.TABLE:
-            stages.append(nn.MaxPool2d(3, stride=2, padding=1))
+            stages.append(pool())
             for row in stage:
-                a, b, c, d, e, f = (max(1, width // divisor) for width in row)
-                stages.append(Inception(channels, (a, b, c, d, e, f)))
-                channels = a + c + e + f
-        self.features = nn.Sequential(*stages)
-        self.dropout = nn.Dropout(0.4)
-        self.head = nn.Linear(channels, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.dropout(self.features(x).mean((2, 3))))
+                widths = [max(1, width // divisor) for width in row]
+                stages.append(Inception(channels, widths))
+                channels = widths[0] + widths[2] + widths[4] + widths[5]
+        super().__init__(stages, channels, classes, Inception, dropout=0.4)
 
 
 _conv = partial(ConvNorm, eps=1e-3)  # as in Inception-v3
-
-
-def _convs(channels: int, *layers: tuple[int, Kernel]) -> nn.Sequential:
-    """Several `_conv`, one after the other, of these widths and kernels."""
-    widths = [channels, *(width for width, _ in layers)]
-    return nn.Sequential(*(_conv(a, b, kernel) for a, b, (_, kernel) in zip(widths, widths[1:], layers, strict=False)))
+_reducing = partial(_conv, stride=2, valid=True)
+_ROW, _COLUMN = (1, 7), (7, 1)
 
 
 def _pooled(channels: int, out: int) -> nn.Sequential:
@@ -405,85 +382,48 @@ def _pooled(channels: int, out: int) -> nn.Sequential:
 
 def _fine(channels: int, pool: int) -> Branches:
     """The module of the 35x35 grid: 3x3 and 5x5 convolutions."""
-    return Branches(
-        [
-            _conv(channels, 64, 1),
-            _convs(channels, (48, 1), (64, 5)),
-            _convs(channels, (64, 1), (96, 3), (96, 3)),
-            _pooled(channels, pool),
-        ]
-    )
+    five, double = _convs(channels, (48, 1), (64, 5)), _convs(channels, (64, 1), (96, 3), (96, 3))
+    return Branches(_conv(channels, 64, 1), five, double, _pooled(channels, pool))
 
 
 def _factorised(channels: int, width: int) -> Branches:
     """The module of the 17x17 grid: 7x7 convolutions as products of 1x7 and 7x1."""
-    row, column = (1, 7), (7, 1)
-    twice = [(width, 1), (width, column), (width, row), (width, column), (192, row)]
-    return Branches(
-        [
-            _conv(channels, 192, 1),
-            _convs(channels, (width, 1), (width, row), (192, column)),
-            _convs(channels, *twice),
-            _pooled(channels, 192),
-        ]
-    )
+    once = _convs(channels, (width, 1), (width, _ROW), (192, _COLUMN))
+    twice = _convs(channels, (width, 1), (width, _COLUMN), (width, _ROW), (width, _COLUMN), (192, _ROW))
+    return Branches(_conv(channels, 192, 1), once, twice, _pooled(channels, 192))
 
 
 def _expanded(channels: int) -> Branches:
     """The module of the 8x8 grid: 3x3 convolutions split into a row and a column side by side."""
-
-    def split(width: int) -> Branches:
-        return Branches([_conv(width, 384, (1, 3)), _conv(width, 384, (3, 1))])
-
-    return Branches(
-        [
-            _conv(channels, 320, 1),
-            nn.Sequential(_conv(channels, 384, 1), split(384)),
-            nn.Sequential(_convs(channels, (448, 1), (384, 3)), split(384)),
-            _pooled(channels, 192),
-        ]
-    )
+    split = lambda width: Branches(_conv(width, 384, (1, 3)), _conv(width, 384, (3, 1)))
+    once = nn.Sequential(_conv(channels, 384, 1), split(384))
+    twice = nn.Sequential(_convs(channels, (448, 1), (384, 3)), split(384))
+    return Branches(_conv(channels, 320, 1), once, twice, _pooled(channels, 192))
 
 
 def _shrunk(channels: int) -> Branches:
     """From the 35x35 grid to the 17x17 one."""
-    three = _conv(channels, 384, 3, stride=2, valid=True)
-    double = nn.Sequential(_convs(channels, (64, 1), (96, 3)), _conv(96, 96, 3, stride=2, valid=True))
-    return Branches([three, double, nn.MaxPool2d(3, 2)])
+    double = nn.Sequential(_convs(channels, (64, 1), (96, 3)), _reducing(96, 96, 3))
+    return Branches(_reducing(channels, 384, 3), double, nn.MaxPool2d(3, 2))
 
 
 def _shrunk_again(channels: int) -> Branches:
     """From the 17x17 grid to the 8x8 one."""
-    three = nn.Sequential(_conv(channels, 192, 1), _conv(192, 320, 3, stride=2, valid=True))
-    seven = _convs(channels, (192, 1), (192, (1, 7)), (192, (7, 1)))
-    return Branches([three, nn.Sequential(seven, _conv(192, 192, 3, stride=2, valid=True)), nn.MaxPool2d(3, 2)])
+    three = nn.Sequential(_conv(channels, 192, 1), _reducing(192, 320, 3))
+    seven = nn.Sequential(_convs(channels, (192, 1), (192, _ROW), (192, _COLUMN)), _reducing(192, 192, 3))
+    return Branches(three, seven, nn.MaxPool2d(3, 2))
 
 
-class InceptionV3(nn.Module):
+class InceptionV3(Classifier):
     """Inception-v3 without auxiliary classifier, for images from 3x75x75 up, 3x299x299 in its paper."""
 
-    block: ClassVar[type[nn.Module]] = Branches
-
     def __init__(self, *, classes: int = 1000) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            _conv(3, 32, 3, stride=2, valid=True),
-            _conv(32, 32, 3, valid=True),
-            _conv(32, 64, 3),
-            nn.MaxPool2d(3, 2),
-            _conv(64, 80, 1),
-            _conv(80, 192, 3, valid=True),
-            nn.MaxPool2d(3, 2),
-            *(_fine(channels, pool) for channels, pool in ((192, 32), (256, 64), (288, 64))),
-            _shrunk(288),
-            *(_factorised(768, width) for width in (128, 160, 160, 192)),
-            _shrunk_again(768),
-            *(_expanded(channels) for channels in (1280, 2048)),
-        )
-        self.head = nn.Linear(2048, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x).mean((2, 3)))
+        stem = [_reducing(3, 32, 3), _conv(32, 32, 3, valid=True), _conv(32, 64, 3), nn.MaxPool2d(3, 2)]
+        stem += [_conv(64, 80, 1), _conv(80, 192, 3, valid=True), nn.MaxPool2d(3, 2)]
+        fine = (_fine(channels, pool) for channels, pool in ((192, 32), (256, 64), (288, 64)))
+        factorised = (_factorised(768, width) for width in (128, 160, 160, 192))
+        stages = [*stem, *fine, _shrunk(288), *factorised, _shrunk_again(768), _expanded(1280), _expanded(2048)]
+        super().__init__(stages, 2048, classes, Branches)
 
 
 # ---- U-Net --------------------------------------------------------------------------------------

@@ -25,30 +25,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# ---- BERT ---------------------------------------------------------------------------------------
+
+def _mlp(hidden: int, inner: int, approximate: str = "none") -> nn.Sequential:
+    return nn.Sequential(nn.Linear(hidden, inner), nn.GELU(approximate), nn.Linear(inner, hidden))
 
 
-class SelfAttention(nn.Module):
-    """Multi-head self-attention with dropout on the probabilities.
+def _at_positions(words: nn.Embedding, positions: nn.Embedding, tokens: Tensor) -> Tensor:
+    """Returns the sums of both embeddings."""
+    position = torch.arange(tokens.shape[1], device=tokens.device)
+    return words(tokens) + positions(position)
+
+
+def _initialise(model: nn.Module) -> None:
+    # The default N(0, 1) of embeddings saturates the attention of a BERT. The papers have 0.02.
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with dropout on the probabilities, and one product for q, k and v if `joint`.
 
     Softmax and both products are written out, because the backward passes of fused attention kernels may sum in a
     different order in each run, and then not even two plain steps are bitwise equal.
     """
 
-    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
+    def __init__(self, hidden: int, heads: int, dropout: float, *, causal: bool, joint: bool) -> None:
         super().__init__()
-        self.heads = heads
-        self.query, self.key, self.value = (nn.Linear(hidden, hidden) for _ in range(3))
+        self.heads, self.causal = heads, causal
+        widths = [3 * hidden] if joint else [hidden] * 3
+        self.qkv = nn.ModuleList(nn.Linear(hidden, width) for width in widths)
         self.out = nn.Linear(hidden, hidden)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.query, self.key, self.value)
-        )
+        parts = self.qkv[0](x).chunk(3, -1) if len(self.qkv) == 1 else (project(x) for project in self.qkv)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in parts)
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        if self.causal:
+            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+            scores = scores.masked_fill(later, float("-inf"))
         probabilities = self.dropout(scores.softmax(-1))
         return self.out((probabilities @ v).transpose(1, 2).flatten(2))
+
+
+# ---- BERT ---------------------------------------------------------------------------------------
 
 
 class EncoderLayer(nn.Module):
@@ -56,9 +79,9 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, hidden: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.attention = SelfAttention(hidden, heads, dropout)
+        self.attention = Attention(hidden, heads, dropout, causal=False, joint=False)
         self.norm1 = nn.LayerNorm(hidden, eps=1e-12)
-        self.mlp = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
+        self.mlp = _mlp(hidden, 4 * hidden)
         self.norm2 = nn.LayerNorm(hidden, eps=1e-12)
         self.dropout = nn.Dropout(dropout)
 
@@ -76,69 +99,26 @@ class BertEncoder(nn.Module):
     block: ClassVar[type[nn.Module]] = EncoderLayer
 
     def __init__(
-        self,
-        *,
-        hidden: int = 768,
-        layers: int = 12,
-        heads: int = 12,
-        vocabulary: int = 30522,
-        positions: int = 512,
-        classes: int = 2,
-        dropout: float = 0.1,
+        self, *, hidden: int = 768, layers: int = 12, heads: int = 12, vocabulary: int = 30522, positions: int = 512
     ) -> None:
+        dropout = 0.1
         super().__init__()
-        self.words = nn.Embedding(vocabulary, hidden)
-        self.positions = nn.Embedding(positions, hidden)
+        self.words, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(positions, hidden)
         self.types = nn.Embedding(2, hidden)
         self.norm = nn.LayerNorm(hidden, eps=1e-12)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(EncoderLayer(hidden, heads, dropout) for _ in range(layers))
+        self.layers = nn.Sequential(*(EncoderLayer(hidden, heads, dropout) for _ in range(layers)))
         self.pooler = nn.Sequential(nn.Linear(hidden, hidden), nn.Tanh(), nn.Dropout(dropout))
-        self.head = nn.Linear(hidden, classes)
-        self.apply(_initialise)
+        self.head = nn.Linear(hidden, 2)
+        _initialise(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        position = torch.arange(tokens.shape[1], device=tokens.device)
         # All tokens belong to the first segment, whose embedding is one vector.
-        x = self.words(tokens) + self.positions(position) + self.types.weight[0]
-        x = self.dropout(self.norm(x))
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.pooler(x[:, 0]))
-
-
-def _initialise(module: nn.Module) -> None:
-    # The default N(0, 1) of embeddings saturates the attention of a BERT. The paper has 0.02.
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear):
-        nn.init.zeros_(module.bias)
+        x = _at_positions(self.words, self.positions, tokens) + self.types.weight[0]
+        return self.head(self.pooler(self.layers(self.dropout(self.norm(x)))[:, 0]))
 
 
 # ---- ViT and GPT-2 ------------------------------------------------------------------------------
-
-
-class Attention(nn.Module):
-    """Multi-head self-attention with one projection for queries, keys and values, causal or not.
-
-    Softmax and both products are written out, for the reason in `SelfAttention`.
-    """
-
-    def __init__(self, hidden: int, heads: int, *, causal: bool, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.out = nn.Linear(hidden, hidden)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        if self.causal:
-            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
-            scores = scores.masked_fill(later, float("-inf"))
-        probabilities = self.dropout(scores.softmax(-1))
-        return self.out((probabilities @ v).transpose(1, 2).flatten(2))
 
 
 class PreNormBlock(nn.Module):
@@ -147,9 +127,8 @@ class PreNormBlock(nn.Module):
     def __init__(self, hidden: int, heads: int, *, causal: bool, dropout: float, approximate: str = "none") -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.attention = Attention(hidden, heads, causal=causal, dropout=dropout)
-        mlp = [nn.Linear(hidden, 4 * hidden), nn.GELU(approximate), nn.Linear(4 * hidden, hidden)]
-        self.mlp = nn.Sequential(*mlp)
+        self.attention = Attention(hidden, heads, dropout, causal=causal, joint=True)
+        self.mlp: nn.Module = _mlp(hidden, 4 * hidden, approximate)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -186,6 +165,11 @@ class ViT(nn.Module):
         return self.head(self.norm(self.layers(tokens))[:, 0])
 
 
+def _causal_blocks(hidden: int, layers: int, heads: int, dropout: float) -> nn.Sequential:
+    block = lambda: PreNormBlock(hidden, heads, causal=True, dropout=dropout, approximate="tanh")
+    return nn.Sequential(*(block() for _ in range(layers)))
+
+
 class Decoder(nn.Module):
     """GPT-2: a causal language model with dropout (embeddings, attention, residual branches) and a tied head."""
 
@@ -202,20 +186,14 @@ class Decoder(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        self.words = nn.Embedding(vocabulary, hidden)
-        self.positions = nn.Embedding(positions, hidden)
+        self.words, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(positions, hidden)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.Sequential(
-            *(PreNormBlock(hidden, heads, causal=True, dropout=dropout, approximate="tanh") for _ in range(layers))
-        )
+        self.layers = _causal_blocks(hidden, layers, heads, dropout)
         self.norm = nn.LayerNorm(hidden)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+        _initialise(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        position = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.words(tokens) + self.positions(position))
+        x = self.dropout(_at_positions(self.words, self.positions, tokens))
         return F.linear(self.norm(self.layers(x)), self.words.weight)
 
 
@@ -233,9 +211,7 @@ class Experts(nn.Module):
         super().__init__()
         self.count, self.capacity = count, capacity
         self.router = nn.Linear(hidden, count)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden)) for _ in range(count)
-        )
+        self.experts = nn.ModuleList(_mlp(hidden, 4 * hidden) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         weights, choice = self.router(x).softmax(-1).max(-1)
@@ -255,18 +231,13 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, *, hidden: int, layers: int, heads: int, experts: int, vocabulary: int, tokens: int) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, hidden)
-        self.blocks = nn.ModuleList(
-            PreNormBlock(hidden, heads, causal=True, dropout=0.0, approximate="tanh") for _ in range(layers)
-        )
+        self.blocks = _causal_blocks(hidden, layers, heads, dropout=0.0)
         for block in list(self.blocks)[1::2]:
             block.mlp = Experts(hidden, experts, 2 * tokens // experts)
         self.norm = nn.LayerNorm(hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(self.norm(x), self.words.weight)
+        return F.linear(self.norm(self.blocks(self.words(tokens))), self.words.weight)
 
 
 # ---- Llama --------------------------------------------------------------------------------------
@@ -368,8 +339,7 @@ class MixerBlock(nn.Module):
     def __init__(self, patches: int, hidden: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.across = nn.Sequential(nn.Linear(patches, hidden // 2), nn.GELU(), nn.Linear(hidden // 2, patches))
-        self.within = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
+        self.across, self.within = _mlp(patches, hidden // 2), _mlp(hidden, 4 * hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.across(self.norm1(x).transpose(1, 2)).transpose(1, 2)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 class TorchCheckpoint(nn.Module):
@@ -22,33 +20,10 @@ class TorchCheckpoint(nn.Module):
         return checkpoint(self.inner, *args, use_reentrant=False)
 
 
-def wrap_blocks(
-    model: ModelT, wrap: Callable[[nn.Module], nn.Module], *, kind: type[nn.Module] | None = None
-) -> ModelT:
-    """Replaces every block of `model`, in place, by `wrap(block)` and returns `model`.
-
-    Args:
-        model: one of the networks here, or any module if `kind` is given.
-        wrap: turns a module into a module that computes the same, e.g. `fckpt.remat`.
-        kind: the class of the modules to wrap; by default `model.block`. Blocks in a wrapped block are not wrapped.
-
-    Raises:
-        ValueError: `model` has no module of that class.
-    """
-    block = kind or getattr(model, "block", None)
-    if block is None:
-        raise ValueError(f"{type(model).__name__} has no `block`: pass kind=")
-    if _wrap_children(model, wrap, block) == 0:
-        raise ValueError(f"no {block.__name__} in {type(model).__name__}: nothing to wrap")
-    return model
-
-
-def _wrap_children(parent: nn.Module, wrap: Callable[[nn.Module], nn.Module], kind: type[nn.Module]) -> int:
-    wrapped = 0
+def wrap_blocks(parent: nn.Module, wrap: Callable[[nn.Module], nn.Module], kind: type[nn.Module]) -> None:
+    """Replaces every module of class `kind` in `parent`, in place, by `wrap(module)`; not those within another."""
     for name, child in list(parent.named_children()):
         if isinstance(child, kind):
             setattr(parent, name, wrap(child))
-            wrapped += 1
         else:
-            wrapped += _wrap_children(child, wrap, kind)
-    return wrapped
+            wrap_blocks(child, wrap, kind)

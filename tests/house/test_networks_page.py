@@ -40,7 +40,7 @@ def row(report: dict[str, Any]) -> str:
     assert plain is not None
     assert ogc is not None
     memory, time = Target(**report["targets"]["memory"]), Target(**report["targets"]["overhead"])
-    nbytes = plain["measured_bytes"] or plain["predicted_bytes"]
+    nbytes = plain["peak_bytes"] or plain["predicted_bytes"]
     cells = [
         report["title"].partition(" (")[0],
         f"{nbytes / 2**20:,.0f}",
@@ -67,7 +67,7 @@ def more(report: dict[str, Any]) -> list[str]:
     )
     assert plain is not None
     assert torch is not None
-    part = (torch["measured_bytes"] or torch["predicted_bytes"]) / (plain["measured_bytes"] or plain["predicted_bytes"])
+    part = (torch["peak_bytes"] or torch["predicted_bytes"]) / (plain["peak_bytes"] or plain["predicted_bytes"])
     cells = [f"{part:.2f}", extra(torch)]
     if half is not None:
         return [*cells, extra(half), f"{100 * half['lower_bound']:.1f}"]

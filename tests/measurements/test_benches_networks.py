@@ -79,9 +79,9 @@ def test_a_network_is_run() -> None:
     assert "knapsack, same memory" in by_title
     assert plain.predicted_step_bytes == plain.measured_step_bytes
     assert ours.predicted_step_bytes == ours.measured_step_bytes
-    assert torchs.measured_bytes is not None
-    assert plain.measured_bytes is not None
-    assert torchs.measured_bytes < plain.measured_bytes
+    assert torchs.peak_bytes is not None
+    assert plain.peak_bytes is not None
+    assert torchs.peak_bytes < plain.peak_bytes
     for point in report.points:
         if point.predicted_bytes is None:
             assert point.least_bytes is not None
@@ -101,7 +101,7 @@ def test_a_difference_is_a_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
     report = networks.examine(settings(), "alexnet", nothing)
     different, wrong = (complaint for point in report.points for complaint in sorted(point.complaints))
     assert different == "1 results not bitwise equal: gradient model.head.weight"
-    assert wrong.startswith("predicted 0.0 MiB, measured ")
+    assert wrong.startswith("predicted 1 bytes, measured ")
 
 
 def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +109,7 @@ def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--planned", "--tiny", "--networks", "vgg11", "--points", "3", "--solver", "greedy"]
     assert networks.main([*arguments, "--json", str(target)]) == 0
     document = read_json(target)
-    assert document["command"].startswith("python -m benches.networks --planned")
+    assert document["command"].startswith("python -m benches networks --planned")
     (report,) = document["networks"]
     assert report["published"]["ogc_megabytes"] == NETWORKS["vgg11"].published.ogc_megabytes
     titles = [point["solver"] for point in report["points"]]

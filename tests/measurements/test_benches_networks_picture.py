@@ -43,10 +43,10 @@ def report(**changes: Any) -> Report:
         planned("plain", "", 1000, 0.0),
         planned("torch", "per block", 600, 0.25),
         planned("ogc", "", 500, 0.36),
-        Point("rotor", "same memory", 500 * MIB, least_bytes=700 * MIB),
+        Point("rotor", "same memory", budget_bytes=500 * MIB, least_bytes=700 * MIB),
         planned("knapsack", "same memory", 490, 0.09),
         ours(500, 0.04, 0.01, "same memory"),
-        Point("auto", "half of it", 250 * MIB, least_bytes=300 * MIB),
+        Point("auto", "half of it", budget_bytes=250 * MIB, least_bytes=300 * MIB),
         ours(310, 0.16, 0.09, "same time"),
     ]
     curve = [ours(310, 0.16, 0.09), ours(700, 0.01, 0.0025), ours(1000, 0.0, -1e-16)]
