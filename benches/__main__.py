@@ -14,6 +14,7 @@ BENCHES = {
     "budgets": ("eleven networks: predicted and measured peaks, and times, for ten budgets", "half an hour"),
     "calls": ("six functions with derivatives inside, within half of their peak: peak and time", "5 minutes"),
     "steps": ("twelve networks: whole training steps, their peaks and times, by hand and by fckpt.step", "an hour"),
+    "sizes": ("six networks: runs over batches of many lengths, their times, budgets and bits", "half an hour"),
     "networks": ("eighteen networks: plans in the memory, or time, of published checkpoints", "an hour"),
     "networks_picture": ("pictures of the results of networks", "a minute"),
     "solvers": ("all solvers on the same graphs, which it traces: extra time, least peak and seconds", "3 hours"),

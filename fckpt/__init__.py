@@ -11,8 +11,6 @@ from fckpt._blocks import Blocks as Blocks
 from fckpt._blocks import remat_blocks as remat_blocks
 from fckpt._check import Check as Check
 from fckpt._check import check as check
-from fckpt._inspect import ParetoPoint as ParetoPoint
-from fckpt._inspect import pareto as pareto
 from fckpt._inspect import plan as plan
 from fckpt._inspect import print_saved_residuals as print_saved_residuals
 from fckpt._inspect import saved_residuals as saved_residuals
@@ -22,6 +20,9 @@ from fckpt._memory import PeakMemory as PeakMemory
 from fckpt._memory import measure_peak as measure_peak
 from fckpt._module import Functional as Functional
 from fckpt._module import from_module as from_module
+from fckpt._pareto import Pareto as Pareto
+from fckpt._pareto import ParetoPoint as ParetoPoint
+from fckpt._pareto import pareto as pareto
 from fckpt._planned.ledger import Stats as Stats
 from fckpt._planned.plan import Plan as Plan
 from fckpt._remat import remat as remat
@@ -104,6 +105,7 @@ __all__ = [
     "MutationError",
     "OpaqueOutputError",
     "P",
+    "Pareto",
     "ParetoPoint",
     "PeakMemory",
     "Plan",

@@ -1,11 +1,10 @@
-"""`plan`, `pareto`, `saved_residuals` and `stats`: inspect what a call saves and what a plan does."""
+"""`plan`, `saved_residuals` and `stats`: inspect what a call saves and what a plan does."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,25 +22,16 @@ from fckpt._remat import plain_of, planner_of
 from fckpt._trace.operations import Trace
 from fckpt.cost import Analytic, Measured, profile_of, profiles
 from fckpt.cost.calls import CostSource
-from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.policies.decisions import PolicyLike, as_policy
 from fckpt.policies.named import reductions_saveable
 from fckpt.report.table import Residual, format_residuals
-from fckpt.solve._known_orders import remembering
 
-__all__ = ["ParetoPoint", "pareto", "plan", "print_saved_residuals", "saved_residuals", "stats"]
+__all__ = ["Looked", "Outputs", "plan", "print_saved_residuals", "saved_residuals", "stats"]
 
 
 Outputs = int | str | Sequence[int | str]
 """Tensors of a result, by index or name."""
-
-
-class ParetoPoint(NamedTuple):
-    """One trade-off between memory and time."""
-
-    peak_bytes: int
-    overhead: float
-    plan: Plan
 
 
 def plan(
@@ -100,71 +90,6 @@ def plan(
     """
     tile, donated = check_tile(tile, budget), (donate_argnums, donate_argnames)
     return Looked(fn, args, kwargs, costs, outputs, donated).plan(policy, budget, solver, time_limit, tile)
-
-
-def pareto(
-    fn: Callable[..., Any],
-    *args: Any,
-    points: int = 12,
-    policy: PolicyLike | None = None,
-    solver: str = "auto",
-    tile: Tile = False,
-    costs: CostSource | None = None,
-    outputs: Outputs | None = None,
-    donate_argnums: int | Sequence[int] = (),
-    donate_argnames: str | Sequence[str] = (),
-    **kwargs: Any,
-) -> list[ParetoPoint]:
-    """Plans a call for several budgets, from the least feasible one to the plain peak.
-
-    Args:
-        fn: see `plan`.
-        args: see `plan`.
-        points: the number of budgets, at least 2. They form a geometric sequence.
-        policy: see `plan`.
-        solver: see `plan`.
-        tile: see `remat`.
-        costs: see `plan`.
-        outputs: see `plan`.
-        donate_argnums: see `remat`.
-        donate_argnames: see `remat`.
-        kwargs: as in the call.
-
-    Returns:
-        Points with ascending peak and descending overhead. Budgets that do not reduce the overhead are left out.
-
-    Example:
-        >>> import torch, fckpt
-        >>> def loss(w, x):
-        ...     for _ in range(20):
-        ...         x = torch.tanh(x @ w)
-        ...     return x.sum()
-        >>> curve = fckpt.pareto(loss, torch.randn(16, 16, requires_grad=True), torch.randn(1024, 16), points=4)
-        >>> curve[0].peak_bytes < curve[-1].peak_bytes, curve[-1].overhead
-        (True, 0.0)
-    """
-    if type(points) is not int or points < 2:
-        raise ArgumentValueError(f"pareto needs at least 2 points, not {points!r}.")
-    tile = check_tile(tile, 1.0)
-    looked = Looked(fn, args, kwargs, costs, outputs, (donate_argnums, donate_argnames))
-    found: list[ParetoPoint] = []
-    with remembering():
-        most = looked.plan(policy, 1.0, solver).baseline_peak_bytes
-        try:
-            looked.plan(policy, 1, solver, None, tile, hint=False)
-            least = 1
-        except BudgetError as error:
-            least = error.least_bytes
-        for i in range(points):
-            budget = round(least * (most / least) ** (i / (points - 1))) if least < most else most
-            made = looked.plan(policy, max(budget, least), solver, None, tile)
-            found.append(ParetoPoint(made.peak_bytes, made.overhead, made))
-    found.sort(key=lambda point: (point.peak_bytes, point.overhead))
-    best: list[ParetoPoint] = []
-    for point in found:
-        if point.overhead < (best[-1].overhead if best else math.inf):
-            best.append(point)
-    return best
 
 
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
-from html import escape
 from typing import NamedTuple
 
 from fckpt._units import format_bytes
 from fckpt.graph.simulation import Timeline
+from fckpt.report import svg
+from fckpt.report.svg import AFTER, BEFORE, BOTTOM, BUDGET, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 
 __all__ = ["POINTS", "memory_svg"]
 
 POINTS = 1000
 """The most points of a curve. With more steps, each point is the maximum of several consecutive steps."""
-
-WIDTH, HEIGHT = 720, 360
-LEFT, RIGHT, TOP, BOTTOM = 76, 16, 44, 44
-"""Margins around the axes."""
-
-# Colours of medium brightness, which contrast with white and with black, and which colour-blind readers can tell apart.
-# Everything else has the colour of the page's text.
-BEFORE, AFTER, BUDGET = "#d97706", "#3b82f6", "#dc2626"
-# The style of a page takes precedence. As an <img>, the picture follows the colour scheme of the reader's system.
-_STYLE = "svg:root{color:#1f2328}@media(prefers-color-scheme:dark){svg:root{color:#e6edf3}}"
 
 
 class _Axes(NamedTuple):
@@ -68,8 +58,8 @@ def memory_svg(
     """
     steps = max(len(before.live_nbytes), len(after.live_nbytes))
     limit = max(before.peak_nbytes, after.peak_nbytes, budget or 0, 1)
-    unit, factor = _unit(limit)
-    tick = max(_round_up(limit / factor / 6) * factor, 1)
+    unit, factor = svg.unit(limit)
+    tick = max(svg.round_up(limit / factor / 6) * factor, 1)
     axes = _Axes(steps, math.ceil(limit / tick) * tick)
     parts = [*_y_axis(axes, tick, unit, factor), *_x_axis(axes)]
     if forward_steps is not None:
@@ -77,23 +67,9 @@ def memory_svg(
     parts += [_curve(axes, before.live_nbytes, BEFORE), _curve(axes, after.live_nbytes, AFTER)]
     parts += _recomputed(axes, after.recomputed_steps)
     if budget is not None:
-        parts.append(_line(LEFT, axes.y(budget), WIDTH - RIGHT, axes.y(budget), BUDGET, 'stroke-dasharray="6 4"'))
+        parts.append(svg.line(LEFT, axes.y(budget), WIDTH - RIGHT, axes.y(budget), BUDGET, 'stroke-dasharray="6 4"'))
     parts += _legend(before, after, budget)
-    return _document(parts, _description(before, after, budget))
-
-
-def _document(parts: list[str], description: str) -> str:
-    content = "\n".join(parts)
-    mark = f"{zlib.crc32((content + description).encode()):08x}"  # ids must be unique on a page with several pictures
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="100%" '
-        f'style="max-width:{WIDTH}px" role="img" aria-labelledby="fckpt-title-{mark} fckpt-desc-{mark}" '
-        f'font-family="system-ui, sans-serif" font-size="12" fill="currentColor">\n'
-        f"<style>{_STYLE}</style>\n"
-        f'<title id="fckpt-title-{mark}">Memory during one training step</title>\n'
-        f'<desc id="fckpt-desc-{mark}">{escape(description)}</desc>\n'
-        f"{content}\n</svg>\n"
-    )
+    return svg.document(parts, "Memory during one training step", _description(before, after, budget))
 
 
 def _description(before: Timeline, after: Timeline, budget: int | None) -> str:
@@ -136,25 +112,25 @@ def _y_axis(axes: _Axes, tick: float, unit: str, factor: int) -> list[str]:
     parts = []
     for i in range(round(axes.nbytes / tick) + 1):
         y = axes.y(i * tick)
-        parts.append(_line(LEFT, y, WIDTH - RIGHT, y, "currentColor", f'stroke-opacity="{0.15 if i else 0.6}"'))
-        parts.append(_text(LEFT - 8, float(y) + 4, f"{i * tick / factor:g} {unit}" if i else "0", "end"))
+        parts.append(svg.line(LEFT, y, WIDTH - RIGHT, y, "currentColor", f'stroke-opacity="{0.15 if i else 0.6}"'))
+        parts.append(svg.text(LEFT - 8, float(y) + 4, f"{i * tick / factor:g} {unit}" if i else "0", "end"))
     return parts
 
 
 def _x_axis(axes: _Axes) -> list[str]:
-    tick = max(round(_round_up(axes.steps / 8)), 1)
+    tick = max(round(svg.round_up(axes.steps / 8)), 1)
     y = HEIGHT - BOTTOM + 22
-    parts = [_text(axes.x(step), y, str(step), "middle") for step in range(0, axes.steps + 1, tick)]
-    return [*parts, _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "steps", "middle")]
+    parts = [svg.text(axes.x(step), y, str(step), "middle") for step in range(0, axes.steps + 1, tick)]
+    return [*parts, svg.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "steps", "middle")]
 
 
 def _boundaries(axes: _Axes, forward_steps: tuple[int, int]) -> list[str]:
     parts = []
     for step, colour in zip(forward_steps, (BEFORE, AFTER), strict=True):
         x = axes.x(step)
-        parts.append(_line(x, TOP, x, HEIGHT - BOTTOM, colour, 'stroke-dasharray="2 3"'))
+        parts.append(svg.line(x, TOP, x, HEIGHT - BOTTOM, colour, 'stroke-dasharray="2 3"'))
     x = float(axes.x(forward_steps[1]))
-    return [*parts, _text(x - 6, TOP - 4, "forward", "end"), _text(x + 6, TOP - 4, "backward", "start")]
+    return [*parts, svg.text(x - 6, TOP - 4, "forward", "end"), svg.text(x + 6, TOP - 4, "backward", "start")]
 
 
 def _legend(before: Timeline, after: Timeline, budget: int | None) -> list[str]:
@@ -167,27 +143,7 @@ def _legend(before: Timeline, after: Timeline, budget: int | None) -> list[str]:
     if after.recomputed_steps:
         entries.append((AFTER, "recomputed: strip below"))
     parts = []
-    for i, (colour, text) in enumerate(entries):
+    for i, (colour, label) in enumerate(entries):
         x = LEFT - 40 + 170 * i
-        parts += [_line(x, 16, x + 18, 16, colour, 'stroke-width="3"'), _text(x + 24, 20, text, "start")]
+        parts += [svg.line(x, 16, x + 18, 16, colour, 'stroke-width="3"'), svg.text(x + 24, 20, label, "start")]
     return parts
-
-
-def _line(x1: object, y1: object, x2: object, y2: object, colour: str, more: str) -> str:
-    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{colour}" {more}/>'
-
-
-def _text(x: object, y: object, text: str, anchor: str) -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _unit(nbytes: int) -> tuple[str, int]:
-    """Returns the binary unit for an axis that ends at `nbytes`, and its number of bytes."""
-    power = min((nbytes.bit_length() - 1) // 10, 4)
-    return ("B", "KiB", "MiB", "GiB", "TiB")[power], 1024**power
-
-
-def _round_up(size: float) -> float:
-    """Rounds up to the next of ..., 0.5, 1, 2, 5, 10, 20, ..."""
-    power = 10.0 ** math.floor(math.log10(size))
-    return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= size)

@@ -1,0 +1,276 @@
+"""Sizes that change: whole runs over batches of many lengths, plain, checkpointed, compiled and within a budget.
+
+    python -m benches sizes --json benches/results/sizes-cpu.json --check       # half an hour
+    python -m benches sizes --tiny
+
+Six networks train for a number of steps, each with another batch size and length: three language models of
+transformers, whose lengths follow a log-normal distribution as those of sentences do; a convolutional network for
+images of changing edges; an LSTM; and a graph network. The same steps run plainly; with a checkpoint per block
+(`gradient_checkpointing_enable`), or around the whole loss where there are no blocks; by `torch.compile(dynamic=True)`
+with its memory budget of 0.5; and by `fckpt.remat(loss, budget=0.5)`. Times are those of the whole run from the first
+step on, with everything that is captured, traced, solved and compiled on the way, relative to the plain run.
+
+Of the planned steps the table also says how many kept their budget, measured by the allocator, and how many had losses
+and gradients bitwise equal to the plain ones; and, for the first step at a new size, the median of its seconds beyond
+those of a plain step. With `--check` the exit code is 1 if a budget was exceeded or a result was not equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import benches.common.repaired  # noqa: F401
+import fckpt
+from benches.common.command import described, opening, report_each, report_parser, table_of
+from benches.common.rows import Record
+from benches.common.timing import set_up
+from benches.models.convolutional import ResNet
+from fckpt._memory import measure_peak
+
+BUDGET = 0.5
+Batch = tuple[Tensor, ...]
+Loss = Callable[..., Tensor]
+
+
+def language(name: str, width: int, layers: int) -> nn.Module:
+    """Returns a language model of transformers with random weights, without dropout."""
+    import transformers as hf
+
+    common: dict[str, Any] = {"vocab_size": 1000, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if name == "gpt2":
+        sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "n_positions": 512, "use_cache": False}
+        return hf.GPT2LMHeadModel(hf.GPT2Config(**common, **sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
+    if name == "bert":
+        sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4}
+        rest = {"intermediate_size": 4 * width, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return hf.BertForMaskedLM(hf.BertConfig(**common, **sizes, **rest))
+    sizes = {"d_model": width, "d_kv": width // 4, "d_ff": 4 * width, "num_layers": layers // 2, "num_heads": 4}
+    rest = {"dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**common, **sizes, **rest))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.cells, self.out = nn.LSTM(width, width, 2), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.cells(x)[0]).square().mean()
+
+
+class Messages(nn.Module):
+    """A graph network: each node adds up what its edges carry."""
+
+    def __init__(self, width: int, layers: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(layers))
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        for layer in self.layers:
+            sent = torch.tanh(layer(torch.cat([nodes[edges[0]], nodes[edges[1]]], -1)))
+            nodes = nodes + torch.zeros_like(nodes).index_add(0, edges[1], sent)
+        return nodes.square().mean()
+
+
+class Images(nn.Module):
+    def __init__(self, stages: int):
+        super().__init__()
+        self.net = ResNet((2, 2, 2, 2)[:stages], classes=10, small=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).square().mean()
+
+
+def _tokens(draw: random.Random, most: int) -> Batch:
+    length = min(most, max(4, round(draw.lognormvariate(4.0, 0.6) * most / 256)))
+    return (torch.randint(3, 1000, (draw.randint(2, 6), length)),)
+
+
+def _edges(draw: random.Random, most: int, width: int) -> Batch:
+    nodes = draw.randint(2, 4 * most)
+    return torch.randn(nodes, width), torch.randint(0, nodes, (2, draw.randint(nodes, 6 * nodes)))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network, and how to draw a batch."""
+
+    make: Callable[[int, int], nn.Module]
+    draw: Callable[[random.Random, int, int], Batch]
+    labelled: bool = False
+
+    def loss(self, net: nn.Module) -> Loss:
+        if self.labelled:
+            return lambda tokens: net(input_ids=tokens, labels=tokens).loss
+        return lambda *batch: net(*batch)
+
+
+def _image(draw: random.Random, most: int, width: int) -> Batch:
+    edge = 8 * draw.randint(4, max(5, most // 16))
+    return (torch.randn(draw.randint(1, 4), 3, edge, edge),)
+
+
+_words = lambda draw, most, width: _tokens(draw, most)
+TASKS = {
+    "gpt2": Task(lambda width, layers: language("gpt2", width, layers), _words, True),
+    "bert": Task(lambda width, layers: language("bert", width, layers), _words, True),
+    "t5": Task(lambda width, layers: language("t5", width, layers), _words, True),
+    "resnet": Task(lambda width, layers: Images(2 if layers < 4 else 3), _image),
+    "lstm": Task(
+        lambda width, layers: Recurrent(width),
+        lambda draw, most, width: (torch.randn(draw.randint(4, most // 4), draw.randint(2, 8), width),),
+    ),
+    "messages": Task(Messages, _edges),
+}
+SIZES = {"cuda": (512, 12, 512, 300), "cpu": (128, 6, 256, 60), "tiny": (16, 2, 32, 4)}
+"""Width, layers, most tokens, and steps."""
+
+
+@dataclass
+class Run(Record):
+    """One network, trained in all ways."""
+
+    network: str
+    steps: int
+    plain_seconds: float
+    checkpointed: float | None
+    """The time of the run relative to the plain one; None if it failed, which a complaint says."""
+    compiled: float | None
+    planned: float
+    kept: int = 0
+    equal: int = 0
+    refused: int = 0
+    """Steps for which the solver finds no plan within the budget."""
+    captures: int = 0
+    solved: int = 0
+    new_size_seconds: float = 0.0
+
+
+def _checkpointed(task: Task, net: nn.Module) -> Loss:
+    if task.labelled:
+        net.gradient_checkpointing_enable()  # type: ignore[operator]  # a method of transformers
+        return task.loss(net.train())
+    loss = task.loss(net)
+    return lambda *batch: checkpoint(loss, *batch, use_reentrant=False)
+
+
+def _compiled(task: Task, net: nn.Module) -> Loss:
+    torch._dynamo.reset()
+    torch._functorch.config.activation_memory_budget = BUDGET
+    return torch.compile(task.loss(net), dynamic=True)
+
+
+def _seconds(loss: Loss, net: nn.Module, batches: Sequence[Batch]) -> list[float]:
+    """Returns the seconds of each step. A step that no plan fits does not run."""
+    found = []
+    for batch in batches:
+        start = time.perf_counter()
+        with contextlib.suppress(fckpt.BudgetError):
+            loss(*batch).backward()
+        net.zero_grad(set_to_none=True)
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def examine(name: str, size: str, compiles: bool, device: torch.device) -> list[Run]:
+    """Trains one network in all ways."""
+    width, layers, most, count = SIZES[size]
+    task, draw = TASKS[name], random.Random(0)
+    torch.manual_seed(0)
+    net = task.make(width, layers).to(device)
+    batches = [tuple(t.to(device) for t in task.draw(draw, most, width)) for _ in range(count)]
+    loss = task.loss(net)
+    _seconds(loss, net, batches[:1])
+    plain = _seconds(loss, net, batches)
+    ratios: dict[str, float | None] = {"checkpointed": None, "compiled": None}
+    complaints = []
+    for way, make in (("checkpointed", _checkpointed), ("compiled", _compiled)):
+        if way == "checkpointed" or compiles:
+            other = copy.deepcopy(net)
+            try:
+                ratios[way] = sum(_seconds(make(task, other), other, batches)) / sum(plain)
+            except Exception as error:
+                complaints.append(f"{way}: {described(error)}")
+    planned = fckpt.remat(loss, budget=BUDGET)
+    seconds = _seconds(planned, net, batches)
+    ratio, stats = sum(seconds) / sum(plain), fckpt.stats(planned)
+    first = [mine - theirs for mine, theirs in zip(seconds[1:], plain[1:], strict=True)]
+    found = Run(name, count, sum(plain), ratios["checkpointed"], ratios["compiled"], ratio, complaints=complaints)
+    found.captures, found.solved = stats.captures, stats.plans - stats.adapted
+    found.new_size_seconds = statistics.median(first)
+    _verify(found, net, (loss, planned), batches, device)
+    return [found]
+
+
+def _verify(
+    found: Run, net: nn.Module, losses: tuple[Loss, Loss], batches: Sequence[Batch], device: torch.device
+) -> None:
+    """Counts the steps that keep the budget, and those that are bitwise equal to plain steps."""
+    state = copy.deepcopy(net.state_dict())
+    for batch in batches:
+        results, peaks = [], []
+        for loss in losses:
+            net.load_state_dict(state)
+            net.zero_grad(set_to_none=True)
+            out: list[Tensor] = []
+
+            def step(loss: Loss = loss, batch: Batch = batch, out: list[Tensor] = out) -> None:
+                value = loss(*batch)
+                value.backward()
+                out[:] = [value.detach()]
+
+            try:
+                step()
+            except fckpt.BudgetError:
+                found.refused += 1
+                break
+            results.append([*out, *(p.grad.clone() for p in net.parameters() if p.grad is not None)])
+            net.zero_grad(set_to_none=True)
+            peaks.append(measure_peak(step, device).peak_bytes)
+        else:
+            found.kept += peaks[1] <= peaks[0] * BUDGET * 1.01  # the baseline is the plain peak within 1 %
+            found.equal += all(map(torch.equal, *results))
+    for count, what in ((found.kept, "exceed the budget"), (found.equal, "are not bitwise equal")):
+        if count + found.refused < found.steps:
+            found.complaints.append(f"{found.steps - found.refused - count} steps {what}")
+
+
+def show(rows: Sequence[Run], console: Console) -> None:
+    """Prints the table of one network."""
+    table = table_of(
+        "network", "steps", "plain s", "checkpoint", "compiled", "fckpt", "kept", "equal", "captures", "solved", "new",
+        left=("network",),
+    )  # fmt: skip
+    number = lambda value: "" if value is None else f"{value:.2f}"
+    for row in rows:
+        times = [row.plain_seconds, row.checkpointed, row.compiled, row.planned]
+        counts = [row.kept, row.equal, row.captures, row.solved]
+        new = f"{row.new_size_seconds:.2f} s"
+        table.add_row(row.network, str(row.steps), *map(number, times), *map(str, counts), new)
+    console.print(table)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
+    parser = report_parser("sizes", __doc__, tiny=True, check="a budget or a result is not as it should be")
+    parser.add_argument("--networks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="NAME")
+    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
+    parsed = parser.parse_args(arguments)
+    device = set_up(parsed.device)
+    console, document = opening("sizes", arguments, device)
+    document["size"] = size = "tiny" if parsed.tiny else device.type
+    run = lambda name, advance: examine(name, size, not parsed.no_compile, device)
+    note = "Times: of whole runs, relative to the plain run. New: seconds of a new size beyond those of a plain step."
+    return report_each(parsed, (console, document), "rows", parsed.networks, run, show, note=note)

@@ -1,0 +1,65 @@
+"""The curve of `fckpt.pareto`: its table, its picture, and how to choose a point."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fckpt
+
+A100 = fckpt.cost.Analytic(fckpt.cost.profiles["A100"])
+
+
+def loss(w: Tensor, x: Tensor) -> Tensor:
+    for _ in range(12):
+        x = torch.tanh(x @ w)
+    return x.sum()
+
+
+@pytest.fixture(scope="module")
+def curve() -> fckpt.Pareto:
+    return fckpt.pareto(loss, torch.ones(16, 16, requires_grad=True), torch.ones(1024, 16), points=5, costs=A100)
+
+
+def test_the_table_has_a_line_per_point(curve: fckpt.Pareto) -> None:
+    header, *lines = str(curve).splitlines()
+    assert header.split() == ["peak", "of", "plain", "extra", "time"]
+    assert len(lines) == len(curve) >= 4
+    assert lines[-1].split()[2:] == ["100.0%", "+0.0%"]
+
+
+def test_the_picture_shows_every_point(curve: fckpt.Pareto) -> None:
+    picture = ElementTree.fromstring(curve.svg())
+    circles = [element for element in picture.iter() if element.tag.endswith("circle")]
+    places = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in circles]
+    assert len(places) == len(curve)
+    assert places == sorted(places)  # more memory to the right, less time below
+    assert all(0 < x < 720 and 0 < y < 360 for x, y in places)
+    assert str(curve).splitlines()[1] in curve._repr_html_()
+
+
+def test_best_is_the_smallest_peak_in_time_or_the_fastest_in_memory(curve: fckpt.Pareto) -> None:
+    for point in curve:
+        assert curve.best(overhead=point.overhead) is point
+        assert curve.best(seconds=point.plan.timeline.seconds) is point
+        assert curve.best(peak_bytes=point.peak_bytes) is point
+    assert curve.best(overhead=0.0).overhead == 0.0
+    assert curve.best(peak_bytes="1GiB") is curve[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "takes one of"),
+        ({"overhead": 0.1, "seconds": 1.0}, "not 2 of them"),
+        ({"overhead": -0.1}, "no point has overhead up to -0.1: the fastest takes .* an overhead of 0.0%"),
+        ({"peak_bytes": 1}, "no point has peak_bytes up to 1: the smallest peak is"),
+    ],
+)
+def test_best_says_what_cannot_be_met(curve: fckpt.Pareto, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(fckpt.ArgumentValueError, match=said):
+        curve.best(**given)
