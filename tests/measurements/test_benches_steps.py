@@ -1,4 +1,4 @@
-"""Benches of whole steps and of calls with derivatives inside, run from end to end in their tiny sizes."""
+"""Benches of whole steps, of calls with derivatives inside, and of changing sizes, run in their tiny sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-from benches import calls, steps
+from benches import calls, sizes, steps
 from benches.common.results import read_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -50,3 +50,12 @@ def test_calls(tmp_path: Path) -> None:
     for row in rows:
         assert not [text for text in row["complaints"] if "feasible" not in text]
         assert row["peak_bytes"] is None or row["peak_bytes"] == row["predicted_bytes"]
+
+
+def test_sizes(tmp_path: Path) -> None:
+    target = tmp_path / "sizes.json"
+    arguments = ["--tiny", "--device", "cpu", "--no-compile", "--networks", "messages", "bert", "--check"]
+    assert sizes.main([*arguments, "--json", str(target)]) == 0
+    for row in read_json(target)["rows"]:
+        assert row["kept"] == row["equal"] == row["steps"] - row["refused"] > 0
+        assert row["complaints"] == [] and row["planned"] > 0
