@@ -1,9 +1,11 @@
 """Solving in the background: a worker process solves one graph after the other, the latest request first.
 
 The worker starts when there is a request, and ends when it has answered, or when this process ends: its standard input
-is a pipe that nothing is written to, and that closes with this process. The worker has the lowest priority, and uses
-one thread. Requests and answers are JSON files in a temporary folder. There is no thread in this process: callers ask
-for the answer between their steps.
+is a pipe that nothing is written to, and that closes with this process. The worker has the lowest priority, and solves
+in one thread. Requests and answers are JSON files in a temporary folder. There is no thread in this process: callers
+ask for the answer between their steps. Whatever goes wrong, callers keep the plans that they have: nothing here raises.
+
+A process that is forked has no worker of its parent's, and may start its own.
 
 The environment variable FCKPT_BACKGROUND=0 switches the worker off.
 """
@@ -14,6 +16,8 @@ import atexit
 import contextlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -67,7 +71,7 @@ class Request:
     def finish(self, text: str | None) -> None:
         """Takes the answer of the worker; None if it failed."""
         self._answer = None
-        with contextlib.suppress(ValueError, FckptError):  # for example, if the worker ran out of memory
+        with contextlib.suppress(ValueError, FckptError):  # for example, the file was cut off because the disk is full
             if text is not None:
                 plan, schedule = self._plan, Schedule.from_json(json.loads(text))
                 found = Plan(plan.graph, schedule, plan.solver, plan.budget_bytes, plan.torch_version)
@@ -79,60 +83,76 @@ class _Worker:
     """The worker process, and the requests that wait for it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._forget()
 
     def _forget(self) -> None:
+        self._lock = threading.Lock()
         self._owner = os.getpid()
         self._waiting: list[weakref.ref[Request]] = []
         self._request: Request | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder = ""
+
+    def forked(self) -> None:
+        """Leaves the worker to the parent, in a process that was forked."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()  # or the worker would not end before this process
+            self._process.returncode = 0  # not this process's child: no warning that it still runs
+        self._forget()  # the lock as well: another thread of the parent may have held it
 
     def add(self, request: Request) -> None:
         """Adds a request, and starts the worker if it is idle."""
         with self._lock:
-            if self._owner != os.getpid():  # a forked process: the worker belongs to its parent
-                self._forget()
             self._waiting.append(weakref.ref(request))
-            self._start()
+            self._collect()
 
     def look(self) -> None:
         """Hands over the answer, if the worker has finished, and starts the next request."""
         with self._lock:
-            if self._owner != os.getpid() or self._process is None or self._process.poll() is None:
+            self._collect()
+
+    def _collect(self) -> None:
+        if self._process is not None:
+            if self._process.poll() is None:
                 return
-            assert self._request is not None
-            done, path = self._request, self._path("answer")
-            done.finish(path.read_text() if self._process.returncode == 0 and path.exists() else None)
+            done, text = self._request, None
+            if self._process.returncode == 0:
+                with contextlib.suppress(OSError):  # someone has emptied the temporary folder
+                    text = self._path("answer").read_text()
             self._end()
-            self._start()
+            if done is not None:
+                done.finish(text)
+        self._start()
 
     def _start(self) -> None:
         while self._process is None and self._waiting:
             request = self._waiting.pop()()
             if request is None:
                 continue
+            program = _interpreter()
             try:
-                self._folder = tempfile.TemporaryDirectory(prefix="fckpt-")
-                self._path("request").write_text(request.to_json())
-                self._process = _run(self._folder.name)
-                self._request = request
-            except OSError:  # no more processes, or no space
+                if program is not None:
+                    self._folder = tempfile.mkdtemp(prefix="fckpt-")
+                    self._path("request").write_text(request.to_json())
+                    self._process = _run(program, self._folder)
+                    self._request = request
+            except (OSError, ValueError, RuntimeError):  # no more processes, no space, or the interpreter is ending
+                pass
+            if self._process is None:
                 request.finish(None)
                 self._end()
 
     def _path(self, name: str) -> Path:
-        assert self._folder is not None
-        return Path(self._folder.name) / f"{name}.json"
+        return Path(self._folder) / f"{name}.json"
 
     def _end(self) -> None:
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
-        if self._folder is not None:
-            self._folder.cleanup()
-        self._process, self._folder, self._request = None, None, None
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._process, self._folder, self._request = None, "", None
 
     def stop(self) -> None:
         """Ends the worker, at the end of this process."""
@@ -142,30 +162,45 @@ class _Worker:
             self._end()
 
 
-def _run(folder: str) -> subprocess.Popen[bytes]:
-    code = f"from {__name__} import serve; serve({folder!r})"
-    path = os.pathsep.join(part or os.getcwd() for part in sys.path)
+def _interpreter() -> str | None:
+    """Returns the path of Python; None if another program contains Python, which would be started a second time."""
+    name = os.path.basename(sys.executable or "").lower()
+    return sys.executable if name.startswith(("python", "pypy")) and not getattr(sys, "frozen", False) else None
+
+
+def _run(program: str, folder: str) -> subprocess.Popen[bytes]:
+    nice = "import os; hasattr(os, 'nice') and os.nice(19)"  # before the imports, which take a second
+    code = f"{nice}; from {__name__} import serve; serve({folder!r})"
+    path = os.pathsep.join(part or os.getcwd() for part in sys.path if isinstance(part, str))
     settings = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FCKPT_BACKGROUND": "0"}
     nothing = subprocess.DEVNULL
+    names = ("IDLE_PRIORITY_CLASS", "CREATE_NO_WINDOW")  # on Windows
     return subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, env=settings
+        [program, "-P", "-c", code],  # -P: modules in the current folder hide no others unless they do here
+        stdin=subprocess.PIPE,
+        stdout=nothing,
+        stderr=nothing,
+        env=settings,
+        creationflags=sum(getattr(subprocess, name, 0) for name in names),
     )
 
 
 _worker = _Worker()
 atexit.register(_worker.stop)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_worker.forked)
 
 
 def serve(folder: str) -> None:
     """Solves the request in a folder; the program of the worker process."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    if hasattr(os, "nice"):
-        os.nice(19)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which interrupts a step or a notebook's cell, not the worker
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     asked = json.loads((Path(folder) / "request.json").read_text())
     plan = make_plan(Graph.from_json(asked["graph"]), asked["nbytes"], "auto", "")
     (Path(folder) / "answer.json").write_text(json.dumps(plan.schedule.to_json()))
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: str) -> None:
     sys.stdin.read()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -31,7 +31,8 @@ class Families:
     """The schedules of one function's plans, by structure."""
 
     def __init__(self) -> None:
-        self._known: dict[str, list[Schedule]] = {}
+        self._known: dict[str, tuple[Schedule, ...]] = {}
+        """Schedules by structure, the latest first. Tuples, because other threads may be adapting them."""
         self._pending: dict[int, tuple[Plan, background.Request]] = {}
         """Adapted plans that are being solved in the background, by id."""
 
@@ -47,42 +48,46 @@ class Families:
         Raises:
             BudgetError: the solver finds no plan that fits.
         """
-        known = self._known.setdefault(structure(graph), [])
+        name = structure(graph)
+        known = self._known.get(name)
         found = _adapted(graph, nbytes, version, known) if known else None
         plan = solve() if found is None else found
-        self._add(known, plan)
+        self._add(name, plan)
         return plan, found is not None
 
     def solve_later(self, plan: Plan) -> None:
         """Has an adapted plan solved in the background, unless it recomputes nothing."""
         if plan.overhead > 0:
-            while len(self._pending) >= _PENDING:
-                del self._pending[next(iter(self._pending))]
+            for other in list(self._pending)[: 1 - _PENDING]:
+                self._pending.pop(other, None)
             self._pending[id(plan)] = plan, background.Request(plan)
 
     def improved(self, plan: Plan) -> Plan | None:
-        """Returns a faster plan that was solved in the background meanwhile, once; None if there is none."""
-        if not self._pending or id(plan) not in self._pending:
+        """Returns a faster plan that was solved in the background meanwhile, once; None if there is none.
+
+        It is called at each step, in any thread, without a lock.
+        """
+        pending = self._pending.get(id(plan))
+        if pending is None:
             return None
-        solved = self._pending[id(plan)][1].answer()
-        if solved is background.PENDING:
+        solved = pending[1].answer()
+        if solved is background.PENDING or self._pending.pop(id(plan), None) is None:  # another thread has it
             return None
-        del self._pending[id(plan)]
         if not isinstance(solved, Plan) or solved.timeline.seconds >= plan.timeline.seconds:
             return None
-        self._add(self._known.setdefault(structure(plan.graph), []), solved)
+        self._add(structure(plan.graph), solved)
         return solved
 
-    @staticmethod
-    def _add(known: list[Schedule], plan: Plan) -> None:
+    def _add(self, name: str, plan: Plan) -> None:
+        known = self._known.get(name, ())
         if plan.schedule not in known:
-            known.insert(0, plan.schedule)
-            del known[_MOST:]
+            self._known[name] = (plan.schedule, *known)[:_MOST]
 
 
-def _adapted(graph: Graph, nbytes: int, version: str, known: list[Schedule]) -> Plan | None:
+def _adapted(graph: Graph, nbytes: int, version: str, known: tuple[Schedule, ...]) -> Plan | None:
     if writes_late(graph):
         schedule = settled_within(graph, nbytes, lambda graph, nbytes: adapt(graph, nbytes, known))
     else:
         schedule = adapt(graph, nbytes, known)
-    return None if schedule is None else Plan(graph, schedule, "auto", nbytes, version)
+    plan = None if schedule is None else Plan(graph, schedule, "auto", nbytes, version)
+    return plan if plan is not None and plan.peak_bytes <= nbytes else None

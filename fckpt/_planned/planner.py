@@ -93,8 +93,9 @@ class Programs:
                 if self._last is None:
                     made = self._make(Backward())
                     self._made[made.backward] = self._last = made
-        better = self._improved(self._last)
-        if better is not self._last:
+        last = self._last  # another thread may replace it now
+        better = self._improved(last)
+        if better is not last:
             self._made[better.backward] = self._last = better
         return better
 
@@ -150,7 +151,7 @@ class Planner:
         """The reasons of failed captures, by whether the capture was below levels of torch.func."""
         self.families = Families()
         self.plans: dict[Any, Plan] = {}
-        """By everything on which a plan depends, see `_identity`."""
+        """The latest plans, by everything on which a plan depends, see `_identity`."""
         self.ledger.expected = lambda: max([plan.baseline_peak_bytes for plan in self.plans.values()], default=None)
 
     @property
@@ -395,7 +396,7 @@ class Planner:
                     make = lambda graph, budget: make_plan(graph, budget, self.solver, version)
                     price = functools.partial(self._priced, batches=batches)
                     solve = lambda: tiled_or_hinted(traced, graph, price, budget, make, self.tile)
-                    self.plans[key] = self._of_family(graph, budget, solve)
+                    self._remember(key, self._of_family(graph, budget, solve))
                 self.ledger.count("plans")
             return self.plans[key]
         if self.tile:
@@ -404,6 +405,11 @@ class Planner:
         with released(TRACING), self.ledger.timed("solve"):  # other ranks may be threads
             self.ledger.count("plans")
             return agreed(traced, mesh, self.budget, make)
+
+    def _remember(self, key: Any, plan: Plan) -> None:
+        while len(self.plans) >= _MOST:  # sizes that change at every call make a plan each time
+            del self.plans[next(iter(self.plans))]
+        self.plans[key] = plan
 
     def _of_family(self, graph: Graph, budget: Budget | None, solve: Callable[[], Plan]) -> Plan:
         """Returns a plan that is adapted from plans of other sizes, if there are such plans, or else solved."""
@@ -421,7 +427,7 @@ class Planner:
         if plan is None:
             return program
         self.ledger.count("improved")
-        self.plans.update({key: plan for key, known in self.plans.items() if known is program.plan})
+        self.plans.update({key: plan for key, known in list(self.plans.items()) if known is program.plan})
         return Program(program.trace, plan, program.count)
 
     def _priced(self, traced: Trace, batches: tuple[int, ...]) -> Graph:

@@ -80,10 +80,10 @@ class StepPlanner(Planner):
                 graph = _with_first_updates(graph, traced) if first else graph
                 version = str(torch.__version__)
                 if self.budget is None:
-                    self.plans[key] = Plan(graph, without_recomputation(graph), "save_all", None, version)
+                    self._remember(key, Plan(graph, without_recomputation(graph), "save_all", None, version))
                 else:
                     solve = functools.partial(make_plan, graph, self.budget, self.solver, version)
-                    self.plans[key] = self._of_family(graph, self.budget, solve)
+                    self._remember(key, self._of_family(graph, self.budget, solve))
             self.ledger.count("plans")
         return self.plans[key]
 

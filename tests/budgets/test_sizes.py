@@ -18,8 +18,13 @@ from planned import Block, ConvNet, Squared, UNet, Unrolled, Words, measured
 from torch import Tensor, nn
 
 import fckpt
+from fckpt._planned.background import Request
+from fckpt._planned.families import Families
+from fckpt._planned.plan import Plan
+from fckpt._planned.planner import Planner, traced_without_running
 from fckpt.graph.graph import Graph
 from fckpt.graph.identity import structure
+from fckpt.graph.schedule import Schedule
 from fckpt.graph.simulation import simulate
 from fckpt.solve._adapt import adapt
 
@@ -239,9 +244,13 @@ def deep() -> tuple[nn.Module, Any]:
     return net, fckpt.remat(lambda x: net(x).square().sum(), budget=0.6)
 
 
+def slower(graph: Graph, budget: int, known: Any) -> Schedule:
+    """Returns a schedule for a smaller budget, which the solver surpasses."""
+    return fckpt.solve.greedy(graph, budget * 5 // 6)
+
+
 def test_a_plan_that_is_solved_in_the_background_replaces_the_adapted_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FCKPT_BACKGROUND", raising=False)
-    slower = lambda graph, budget, known: fckpt.solve.recompute_all(graph, None)
     monkeypatch.setattr("fckpt._planned.families.adapt", slower)
     net, planned = deep()
     for rows in (240, 400):
@@ -267,7 +276,7 @@ from fckpt._planned import background
 net = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(8, 8), nn.Tanh())])
 plan = fckpt.plan(lambda x: net(x).sum(), torch.randn(50, 8), budget=0.9)
 request = background.Request(plan)
-print(background._worker._process.pid, background._worker._folder.name, flush=True)
+print(background._worker._process.pid, background._worker._folder, flush=True)
 if {killed}:
     os.kill(os.getpid(), 9)
 """
@@ -284,7 +293,79 @@ def test_the_worker_ends_with_the_program(killed: bool) -> None:
     while _runs(int(pid)) and time.monotonic() < limit:
         time.sleep(0.1)
     assert not _runs(int(pid))
-    assert killed or not os.path.exists(folder)
+    assert not os.path.exists(folder)
+
+
+FORKED = """
+import os, pathlib, sys, torch, fckpt
+from torch import nn
+from fckpt._planned import background
+net = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(8, 8), nn.Tanh())])
+plan = fckpt.plan(lambda x: net(x).sum(), torch.randn(50, 8), budget=0.9)
+sys.path.append(pathlib.Path("."))  # which imports ignore
+request, worker = background.Request(plan), background._worker
+mine = worker._process.pid
+with worker._lock:
+    child = os.fork()
+if child == 0:
+    assert request.answer() is background.PENDING
+    other = background.Request(plan)
+    assert worker._process.pid != mine
+    worker.stop()
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert os.path.exists(worker._folder)
+assert worker._process.wait(60) == 0
+assert request.answer() is not background.PENDING
+assert worker._process is None
+"""
+
+
+def test_a_forked_process_leaves_the_worker_to_its_parent() -> None:
+    settings = {k: v for k, v in os.environ.items() if k != "FCKPT_BACKGROUND"}
+    made = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", FORKED],
+        capture_output=True, text=True, env=settings, timeout=120,
+    )  # fmt: skip
+    assert made.returncode == 0 and "ResourceWarning" not in made.stderr, made.stderr
+
+
+@pytest.mark.parametrize("found", [None, "", "/usr/bin/uwsgi", "/nowhere/python"])
+def test_no_step_fails_if_no_worker_can_start(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FCKPT_BACKGROUND", raising=False)
+    monkeypatch.setattr(sys, "executable", found)
+    monkeypatch.setattr("fckpt._planned.families.adapt", slower)
+    _, planned = deep()
+    for rows in (240, 400, 400):
+        planned(torch.randn(rows, 32)).backward()
+    assert (fckpt.stats(planned).adapted, fckpt.stats(planned).improved) == (1, 0)
+
+
+def test_a_plan_of_which_another_thread_took_the_answer_is_not_replaced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    families, graph = Families(), graphs(160)
+    budget = peak(graph) * 6 // 10
+    slow = Plan(graph, fckpt.solve.recompute_all(graph, None), "auto", budget, "")
+    fast = Plan(graph, fckpt.solve.auto(graph, budget), "auto", budget, "")
+    families.solve_later(slow)
+    taken: list[Plan | None] = []
+
+    def answer(_: Request) -> Plan:
+        if not taken:  # another thread asks between this one's question and its answer
+            taken.append(None)
+            taken.append(families.improved(slow))
+        return fast
+
+    monkeypatch.setattr(Request, "answer", answer)
+    assert families.improved(slow) is None
+    assert taken[1:] == [fast]
+
+
+def test_plans_of_the_latest_sizes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fckpt._planned.planner._MOST", 3)
+    planner = Planner(budget=0.9)
+    net = Squared(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()))
+    plans = [planner.plan(traced_without_running(net, (torch.randn(rows, 8),), {})[0]) for rows in range(20, 25)]
+    assert list(planner.plans.values()) == plans[-3:]
 
 
 def _runs(pid: int) -> bool:
@@ -298,7 +379,7 @@ def _runs(pid: int) -> bool:
 
 def test_no_worker_starts_if_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: pytest.fail("started"))
-    monkeypatch.setattr("fckpt._planned.families.adapt", lambda graph, *_: fckpt.solve.recompute_all(graph, None))
+    monkeypatch.setattr("fckpt._planned.families.adapt", slower)
     _, planned = deep()
     for rows in (240, 400, 400):
         planned(torch.randn(rows, 32)).backward()
