@@ -29,7 +29,7 @@ __all__ = ["adapt"]
 MOVES = 3_000
 """The largest number of moves of all repairs, and of the search: each about a quarter of a second on a slow core."""
 MOST = 3
-"""The number of schedules on each side of the budget that are pruned or repaired."""
+"""The number of schedules on each side of the budget that are pruned or repaired, besides the one of largest peak."""
 
 
 def adapt(graph: Graph, budget: int, known: Iterable[Schedule]) -> Schedule | None:
@@ -55,16 +55,14 @@ def adapt(graph: Graph, budget: int, known: Iterable[Schedule]) -> Schedule | No
 
 def _valid(graph: Graph, known: Iterable[Schedule]) -> Iterator[Order]:
     for schedule in known:
-        forward, backward = ([s.node for s in half if isinstance(s, Compute)] for half in _halves(schedule))
+        forward, backward = (
+            [s.node for s in half if isinstance(s, Compute)] for half in (schedule.forward, schedule.backward)
+        )
         try:
             simulate(graph, schedule_of(graph, forward, backward))
         except (FckptError, IndexError):  # sizes decide which results may overwrite operands
             continue
         yield Order(forward, backward)
-
-
-def _halves(schedule: Schedule) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    return schedule.forward, schedule.backward
 
 
 def _fitted(rules: Rules, starts: Iterable[Start], budget: int) -> Iterator[Start]:
