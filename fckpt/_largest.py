@@ -59,7 +59,9 @@ def largest(
 
     Raises:
         BudgetError: no plan fits the budget for the size `least`.
-        ArgumentValueError: the budget is a fraction, which every size can meet; or `least` and `most` are no range.
+        ArgumentTypeError: `least` or `most` is not an int of at least 1.
+        ArgumentValueError: the budget is a fraction, which every size can meet; `most` is smaller than `least`; or the
+            peak does not grow with the size, and there is no `most`.
         TraceError: the function cannot be traced.
 
     Example:
@@ -173,6 +175,6 @@ class _Sizes:
                 if (high - low) * (large - small) > 0:
                     middle = small + int((self.nbytes - low) * (large - small) / (high - low))
                     break
-        if fails is None:
-            return max(fits + 1, min(middle + 1, _GROWTH * fits))
-        return max(fits + 1, min(middle, fails - 1))
+        most = _GROWTH * fits  # `most` may be far above: larger arguments would be made than are needed
+        most, middle = (most, middle + 1) if fails is None else (min(most, fails - 1), middle)
+        return max(fits + 1, min(middle, most))

@@ -58,6 +58,12 @@ def test_sizes_are_limited_by_least_and_most() -> None:
         fckpt.largest(loss, make, budget="300KiB", least=10_000, costs=H100)
 
 
+def test_a_large_limit_does_not_make_large_arguments() -> None:
+    sizes: list[int] = []
+    rows = fckpt.largest(loss, lambda n: sizes.append(n) or torch.empty(n, 32), budget="300KiB", most=10**9, costs=H100)
+    assert max(sizes) <= 16 * rows
+
+
 def test_a_peak_that_does_not_grow_has_no_largest_size() -> None:
     w = torch.ones(8, 8, requires_grad=True)
     fixed = lambda n: (torch.ones(8, 8) * (n > 0),)
