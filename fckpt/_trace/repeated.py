@@ -98,6 +98,8 @@ def _key(value: Any, given: list[FakeTensor]) -> Any:
         return (type(value), *[_key(part, given) for part in value])
     if not isinstance(value, _PLAIN):
         raise _Unknown
+    if isinstance(value, torch.device) and value.index is None and value.type not in ("cpu", "meta"):
+        raise _Unknown  # it means the current device, which may change
     return type(value), value
 
 
