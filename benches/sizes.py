@@ -206,10 +206,11 @@ def examine(name: str, size: str, compiles: bool, device: torch.device) -> list[
     planned = fckpt.remat(loss, budget=budget)
     seconds = _seconds(planned, net, batches)
     ratio, stats = sum(seconds) / sum(plain), fckpt.stats(planned)
-    first = [mine - theirs for mine, theirs in zip(seconds[1:], plain[1:], strict=True)]
+    shapes = [[t.shape for t in batch] for batch in batches]
+    new = [seconds[i] - plain[i] for i in range(1, count) if shapes[i] not in shapes[:i]]
     found = Run(name, count, sum(plain), ratios["checkpointed"], ratios["compiled"], ratio, complaints=complaints)
     found.captures, found.solved = stats.captures, stats.plans - stats.adapted
-    found.new_size_seconds = statistics.median(first)
+    found.new_size_seconds = statistics.median(new) if new else 0.0
     _verify(found, net, (loss, planned), batches, budget, device)
     return [found]
 
