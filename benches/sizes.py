@@ -5,14 +5,15 @@
 
 Six networks train for a number of steps, each with another batch size and length: three language models of
 transformers, whose lengths follow a log-normal distribution as those of sentences do; a convolutional network for
-images of changing edges; an LSTM; and a graph network. The same steps run plainly; with a checkpoint per block
+images of changing side lengths; an LSTM; and a graph network. The same steps run plainly; with a checkpoint per block
 (`gradient_checkpointing_enable`), or around the whole loss where there are no blocks; by `torch.compile(dynamic=True)`
 with `activation_memory_budget=0.5`; and by `fckpt.remat(loss, budget=0.5)`. Times are those of the whole run from the
 first step on, with everything that is captured, traced, solved and compiled on the way, relative to the plain run.
 
 Of the planned steps the table also says how many kept their budget, measured by the allocator, and how many had losses
 and gradients bitwise equal to the plain ones; and, for the first step at a new size, the median of its seconds beyond
-those of a plain step. With `--check` the exit code is 1 if a budget was exceeded or a result was not equal.
+those of a plain step. A step that no plan fits is refused, and is left out of all times. With `--check` the exit code
+is 1 if a budget was exceeded or a result was not equal.
 """
 
 from __future__ import annotations
@@ -171,16 +172,24 @@ def _compiled(task: Task, net: nn.Module) -> Loss:
     return torch.compile(task.loss(net), dynamic=True)
 
 
-def _seconds(loss: Loss, net: nn.Module, batches: Sequence[Batch]) -> list[float]:
-    """Returns the seconds of each step. A step that no plan fits does not run."""
-    found = []
+def _seconds(loss: Loss, net: nn.Module, batches: Sequence[Batch]) -> list[float | None]:
+    """Returns the seconds of each step; None for a step that no plan fits, which does not run."""
+    found: list[float | None] = []
     for batch in batches:
         start = time.perf_counter()
-        with contextlib.suppress(fckpt.BudgetError):
+        try:
             loss(*batch).backward()
+            found.append(time.perf_counter() - start)
+        except fckpt.BudgetError:
+            found.append(None)
         net.zero_grad(set_to_none=True)
-        found.append(time.perf_counter() - start)
     return found
+
+
+def _ratio(seconds: Sequence[float | None], plain: Sequence[float | None]) -> float:
+    """Returns the time of the steps that ran, relative to the same plain steps."""
+    pairs = [(mine, theirs) for mine, theirs in zip(seconds, plain, strict=True) if mine and theirs]
+    return sum(mine for mine, _ in pairs) / max(sum(theirs for _, theirs in pairs), 1e-9)
 
 
 def examine(name: str, size: str, compiles: bool, device: torch.device) -> list[Run]:
@@ -200,15 +209,18 @@ def examine(name: str, size: str, compiles: bool, device: torch.device) -> list[
             other = copy.deepcopy(net)
             try:
                 with torch._functorch.config.patch(activation_memory_budget=budget):
-                    ratios[way] = sum(_seconds(make(task, other), other, batches)) / sum(plain)
+                    ratios[way] = _ratio(_seconds(make(task, other), other, batches), plain)
             except Exception as error:
                 complaints.append(f"{way}: {described(error)}")
     planned = fckpt.remat(loss, budget=budget)
     seconds = _seconds(planned, net, batches)
-    ratio, stats = sum(seconds) / sum(plain), fckpt.stats(planned)
+    ratio, stats = _ratio(seconds, plain), fckpt.stats(planned)
     shapes = [[t.shape for t in batch] for batch in batches]
-    new = [seconds[i] - plain[i] for i in range(1, count) if shapes[i] not in shapes[:i]]
-    found = Run(name, count, sum(plain), ratios["checkpointed"], ratios["compiled"], ratio, complaints=complaints)
+    pairs = list(zip(seconds, plain, strict=True))
+    firsts = [pairs[i] for i in range(1, count) if shapes[i] not in shapes[:i]]
+    new = [mine - theirs for mine, theirs in firsts if mine and theirs]
+    total = sum(t for t in plain if t)
+    found = Run(name, count, total, ratios["checkpointed"], ratios["compiled"], ratio, complaints=complaints)
     found.captures, found.solved = stats.captures, stats.plans - stats.adapted
     found.new_size_seconds = statistics.median(new) if new else 0.0
     _verify(found, net, (loss, planned), batches, budget, device)
@@ -251,13 +263,13 @@ def _verify(
 def show(rows: Sequence[Run], console: Console) -> None:
     """Prints the table of one network."""
     table = table_of(
-        "network", "steps", "plain s", "blocks", "compile", "fckpt", "kept", "equal", "captures", "solved", "new",
+        "network", "steps", "plain s", "blocks", "compile", "fckpt", "kept", "equal", "refused", "solved", "new",
         left=("network",),
     )  # fmt: skip
     number = lambda value: "" if value is None else f"{value:.2f}"
     for row in rows:
         times = [row.plain_seconds, row.checkpointed, row.compiled, row.planned]
-        counts = [row.kept, row.equal, row.captures, row.solved]
+        counts = [row.kept, row.equal, row.refused, row.solved]
         new = f"{row.new_size_seconds:.2f} s"
         table.add_row(row.network, str(row.steps), *map(number, times), *map(str, counts), new)
     console.print(table)

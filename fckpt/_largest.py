@@ -11,6 +11,7 @@ from fckpt import solve
 from fckpt._inspect import Looked, Outputs
 from fckpt._planned.families import Families
 from fckpt._planned.making import make_plan, priced
+from fckpt._planned.plan import Plan
 from fckpt._units import format_bytes, parse_bytes
 from fckpt.cost.calls import CostSource
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
@@ -40,10 +41,10 @@ def largest(
 ) -> int:
     """Returns the largest size for which a plan of `fn` fits a budget, without running `fn`.
 
-    The size is whatever `make_args` makes of a number: a batch size, a sequence length, the edge of an image. Larger
+    The size is whatever `make_args` makes of a number: a batch size, a sequence length, the side of an image. Larger
     sizes are assumed to need more memory. The search increases the size until nothing fits, and then narrows the range,
     guided by the peaks seen so far. Each size is traced and priced. A size is excluded by a lower bound on its peak, or
-    fits by a known plan that is adapted to it; the solver runs where neither decides.
+    fits by a known plan that is adapted to it; the solver runs where neither decides, and for the result.
 
     Args:
         fn: a function or a module, as for `remat`.
@@ -80,8 +81,10 @@ def largest(
             f"largest needs a budget in bytes, not {budget!r}: a fraction of the plain peak grows with the size."
         )
     for name, value in (("least", least), ("most", most)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ArgumentTypeError(f"{name} must be an int of at least 1, not {value!r}.")
+        if value is not None and type(value) is not int:
+            raise ArgumentTypeError(f"{name} must be an int, not {type(value).__name__}: {value!r}.")
+        if value is not None and value < 1:
+            raise ArgumentValueError(f"{name} must be at least 1, not {value}.")
     if most is not None and most < least:
         raise ArgumentValueError(f"most={most} is smaller than least={least}.")
     solve.get(solver)  # raises if there is no such solver
@@ -92,18 +95,21 @@ def largest(
 
 def _search(sizes: _Sizes, least: int, most: int | None, line: Line) -> int:
     """Returns the largest size that fits."""
-    sizes.check(least)
-    fits, fails = least, None if most is None else most + 1
-    while fails is None or fails - fits > 1:
-        size = sizes.guess(fits, fails)
-        line.say(f"size {size}: looking for a plan within {format_bytes(sizes.nbytes)}")
-        if sizes.fit(size):
-            fits = size
-            if fits >= _UNBOUNDED:
+    sizes.solve(least)
+    solved, fits, fails = least, least, None if most is None else most + 1
+    while True:
+        while fails is None or fails - fits > 1:
+            size = sizes.guess(fits, fails)
+            line.say(f"size {size}: looking for a plan within {format_bytes(sizes.nbytes)}")
+            if not sizes.fit(size):
+                fails = size
+            elif size < _UNBOUNDED:
+                fits = size
+            else:
                 raise ArgumentValueError("the peak does not grow with the size, so no size is the largest: pass most=.")
-        else:
-            fails = size
-    return fits
+        if fits == solved or sizes.solves(fits):
+            return fits
+        fits, fails = solved, fits  # a plan of another size fits, but a call of this size alone has no such plan
 
 
 class _Sizes:
@@ -129,36 +135,43 @@ class _Sizes:
         """By size that does not fit although its bound does: the least budget that would do."""
         self._guesses = 0
 
-    def check(self, size: int) -> None:
-        """Raises `BudgetError` if no plan fits a size."""
-        graph = self._graph(size)
-        version = str(torch.__version__)
-        solve = lambda: make_plan(graph, self.nbytes, self.solver, version)
-        if self.solver == "auto":
-            self._families.plan(graph, self.nbytes, version, solve)
-        else:
-            solve()
+    def solve(self, size: int) -> None:
+        """Raises `BudgetError` if the solver finds no plan for a size that fits."""
+        self._plan(self._graph(size))
+
+    def solves(self, size: int) -> bool:
+        """Whether the solver finds a plan for a size, from nothing."""
+        try:
+            self.solve(size)
+        except BudgetError:
+            return False
+        return True
 
     def fit(self, size: int) -> bool:
-        """Whether a plan fits a size."""
-        self._graph(size)
+        """Whether a plan fits a size: an adapted one, or one of the solver."""
+        graph = self._graph(size)
         if self._bounds[size] > self.nbytes:
             return False
         try:
-            self.check(size)
+            if self.solver == "auto":
+                self._families.plan(graph, self.nbytes, str(torch.__version__), lambda: self._plan(graph))
+            else:
+                self._plan(graph)
         except BudgetError as error:
             self._needed[size] = error.least_bytes
             return False
         return True
 
+    def _plan(self, graph: Graph) -> Plan:
+        return make_plan(graph, self.nbytes, self.solver, str(torch.__version__))
+
     def _graph(self, size: int) -> Graph:
-        if size not in self._bounds:
-            given = self.make_args(size)
-            args: Sequence[Any] = given if isinstance(given, tuple) else (given,)
-            looked = Looked(self.fn, args, {}, self.costs, self.outputs)
-            self._latest = priced(looked.trace, self.policy, looked.costs, budgeted=True)
-            self._bounds[size] = least_peak(self._latest)
-        return self._latest
+        given = self.make_args(size)
+        args: Sequence[Any] = given if isinstance(given, tuple) else (given,)
+        looked = Looked(self.fn, args, {}, self.costs, self.outputs)
+        graph = priced(looked.trace, self.policy, looked.costs, budgeted=True)
+        self._bounds[size] = least_peak(graph)
+        return graph
 
     def guess(self, fits: int, fails: int | None) -> int:
         """Returns the size to try next.

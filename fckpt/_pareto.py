@@ -84,7 +84,7 @@ class Pareto(list[ParetoPoint]):
 
     def __str__(self) -> str:
         """Returns a table of peaks and overheads."""
-        return curve_table(self._pairs(), self._baseline())
+        return "no points" if not self else curve_table(self._pairs(), self._baseline())
 
     def svg(self) -> str:
         """Returns a picture of the overheads over the peaks, as an `<svg>` element."""

@@ -23,6 +23,8 @@ __all__ = ["Families"]
 
 _MOST = 16
 """The number of schedules per structure that are adapted to a new size: the latest ones."""
+_STRUCTURES = 128
+"""The number of structures whose schedules are known: the first ones are forgotten."""
 _PENDING = 8
 """The number of plans that wait to be solved in the background: the latest ones."""
 
@@ -35,6 +37,8 @@ class Families:
         """Schedules by structure, the latest first. Tuples, because other threads may be adapting them."""
         self._pending: dict[int, tuple[Plan, background.Request]] = {}
         """Adapted plans that are being solved in the background, by id."""
+        self._better: dict[int, tuple[Plan, Plan]] = {}
+        """Adapted plans with the faster plans that replace them, by id: the latest ones."""
 
     def plan(self, graph: Graph, nbytes: int, version: str, solve: Callable[[], Plan]) -> tuple[Plan, bool]:
         """Returns a plan for a priced graph, and whether the plan was adapted from the plan of another size.
@@ -63,10 +67,13 @@ class Families:
             self._pending[id(plan)] = plan, background.Request(plan)
 
     def improved(self, plan: Plan) -> Plan | None:
-        """Returns a faster plan that was solved in the background meanwhile, once; None if there is none.
+        """Returns a faster plan that was solved in the background meanwhile; None if there is none.
 
         It is called at each step, in any thread, without a lock.
         """
+        better = self._better.get(id(plan))
+        if better is not None and better[0] is plan:  # other programs of the plan ask as well
+            return better[1]
         pending = self._pending.get(id(plan))
         if pending is None:
             return None
@@ -75,12 +82,15 @@ class Families:
             return None
         if not isinstance(solved, Plan) or solved.timeline.seconds >= plan.timeline.seconds:
             return None
+        self._better = dict([*self._better.items(), (id(plan), (plan, solved))][-_MOST:])
         self._add(structure(plan.graph), solved)
         return solved
 
     def _add(self, name: str, plan: Plan) -> None:
         known = self._known.get(name, ())
         if plan.schedule not in known:
+            for other in list(self._known)[:-_STRUCTURES]:
+                self._known.pop(other, None)
             self._known[name] = (plan.schedule, *known)[:_MOST]
 
 

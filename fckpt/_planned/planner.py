@@ -426,8 +426,10 @@ class Planner:
         plan = self.families.improved(program.plan)
         if plan is None:
             return program
-        self.ledger.count("improved")
-        self.plans.update({key: plan for key, known in list(self.plans.items()) if known is program.plan})
+        replaced = {key: plan for key, known in list(self.plans.items()) if known is program.plan}
+        if replaced:  # not yet for another program of the plan
+            self.ledger.count("improved")
+            self.plans.update(replaced)
         return Program(program.trace, plan, program.count)
 
     def _priced(self, traced: Trace, batches: tuple[int, ...]) -> Graph:

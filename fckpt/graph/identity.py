@@ -32,8 +32,7 @@ def fingerprint(graph: Graph, *, arguments: bool = True) -> str:
 def structure(graph: Graph) -> str:
     """Returns a hash of operations, dependencies and decisions, without arguments and sizes.
 
-    Every schedule of a graph is a schedule of all graphs with the same structure, unless it overwrites operands that
-    have another size there.
+    Every schedule of a graph is a schedule of all graphs with the same structure.
     """
     parts = [_structure(n) for n in graph.nodes]
     return hashlib.sha256(repr((parts, [v.decision for v in graph.values], _ends(graph))).encode()).hexdigest()

@@ -60,7 +60,7 @@ def _valid(graph: Graph, known: Iterable[Schedule]) -> Iterator[Order]:
         )
         try:
             simulate(graph, schedule_of(graph, forward, backward))
-        except (FckptError, IndexError):  # sizes decide which results may overwrite operands
+        except (FckptError, IndexError):  # a schedule of another graph
             continue
         yield Order(forward, backward)
 

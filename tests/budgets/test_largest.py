@@ -75,7 +75,7 @@ def test_a_peak_that_does_not_grow_has_no_largest_size() -> None:
     ("given", "said"),
     [
         ({"budget": 0.5}, "a fraction of the plain peak grows with the size"),
-        ({"budget": "1MiB", "most": 0}, "most must be an int of at least 1"),
+        ({"budget": "1MiB", "most": 0}, "most must be at least 1"),
         ({"budget": "1MiB", "least": 5, "most": 4}, "most=4 is smaller than least=5"),
         ({"budget": "1MiB", "solver": "none"}, "none"),
     ],
