@@ -18,7 +18,6 @@ is 1 if a budget was exceeded or a result was not equal.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import random
 import statistics
