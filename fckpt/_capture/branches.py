@@ -141,6 +141,9 @@ class Branches:
                 stack.enter_context(patched(builtin, "generic_bool", self._converting))
             stack.enter_context(patched(TensorVariable, "method_item", self._reading))
             yield
+        # Arguments of the call and the capture's graph must not stay alive.
+        self._places = {}
+        self._conditions = dict(enumerate(self._conditions.values()))
 
     @contextlib.contextmanager
     def _jumps(self, owner: Any) -> Iterator[None]:
