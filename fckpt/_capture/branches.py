@@ -57,6 +57,9 @@ class _Condition:
         """
         tensors = []
         for tensor in self._read(places):
+            if not isinstance(tensor, torch.Tensor):  # a size
+                tensors.append(tensor)
+                continue
             below = list(layers(tensor))
             bottom = below[-1]
             if type(bottom) not in _PLAIN or bottom.is_meta or any(map(is_batchedtensor, below)):
@@ -105,11 +108,16 @@ class Branches:
         return self._conditions[node].outcome
 
     def _condition(self, node: fx.Node, tx: Any) -> _Condition | None:
-        calls = _computing(node)
-        if calls is None:
+        computing = _computing(node)
+        if computing is None:
             return None
+        calls, sizes = computing
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for call in calls:
+            if call in sizes:
+                given, dim = sizes[call]
+                copies[call] = graph.call_method("size", (copies[given], dim))
+                continue
             copies[call] = graph.node_copy(call, copies.__getitem__)
             copies[call].meta = {}  # it refers to the tensors of the capture
         graph.output(copies[node])
@@ -211,15 +219,21 @@ def _with_subclasses(owner: type) -> Iterator[type]:
         yield from _with_subclasses(subclass)
 
 
-def _computing(node: fx.Node) -> list[fx.Node] | None:
-    """Returns the inputs and calls from which a graph computes `node`, in order.
+def _computing(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, tuple[fx.Node, int]]] | None:
+    """Returns the inputs and calls from which a graph computes `node`, in order, and the sizes among them.
 
-    None if there are too many, if one is not a torch function, if an input is not an integer or boolean tensor, or if
-    the graph has written to one of the tensors.
+    A size of an activation is read from the input that has the same size: by node, the input and its dimension.
+
+    None if there are too many, if one is not a torch function, if an input is neither a size nor an integer or boolean
+    tensor, or if the graph has written to one of the tensors.
     """
-    found, todo = {node}, [node]
+    found, todo, sizes = {node}, [node], dict[fx.Node, tuple[fx.Node, int]]()
     while todo:
-        new = set(todo.pop().all_input_nodes) - found
+        read = todo.pop()
+        size = _size_of_input(read)
+        if size is not None:
+            sizes[read] = size
+        new = (set(read.all_input_nodes) if size is None else {size[0]}) - found
         found |= new
         todo += new
         if len(found) > _MOST_CALLS:
@@ -227,12 +241,25 @@ def _computing(node: fx.Node) -> list[fx.Node] | None:
     inputs = [n for n in found if n.op == "placeholder"]
     if not all(map(_is_integer_input, inputs)):
         return None
-    if not all(n.op == "placeholder" or n.op == "call_method" or _is_of_torch(n) for n in found):
+    if not all(n.op in ("placeholder", "call_method") or n in sizes or _is_of_torch(n) for n in found):
         return None
     memory = {_storage(n) for n in found}
     if any(_storage(n) in memory for call in node.graph.nodes for n in _written(call)):
         return None
-    return [n for n in node.graph.nodes if n in found]
+    return [n for n in node.graph.nodes if n in found], sizes
+
+
+def _size_of_input(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """Returns an integer input, and a dimension in which its size is the number that `node` computes; None if none."""
+    number = node.meta.get("example_value")
+    if node.op == "placeholder" or not isinstance(number, torch.SymInt):
+        return None
+    for other in node.graph.nodes:
+        example = _example(other) if other.op == "placeholder" and _is_integer_input(other) else None
+        for dim, size in enumerate(() if example is None else example.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr == number.node.expr:
+                return other, dim
+    return None
 
 
 def _example(node: fx.Node) -> torch.Tensor | None:
@@ -242,7 +269,11 @@ def _example(node: fx.Node) -> torch.Tensor | None:
 
 def _is_integer_input(node: fx.Node) -> bool:
     example, given = _example(node), node.meta.get("grapharg")
-    if example is None or given is None or given.source is None or given.pass_arg_as_tensor:
+    if given is None or given.source is None or given.pass_arg_as_tensor:
+        return False
+    if isinstance(node.meta.get("example_value"), (int, torch.SymInt)):
+        return True
+    if example is None:
         return False
     return not (example.dtype.is_floating_point or example.dtype.is_complex)
 
