@@ -36,6 +36,10 @@ from fckpt.graph.schedule import Schedule
 __all__ = ["PENDING", "Request", "serve"]
 
 
+NICENESS = 19
+"""The worker runs when nothing else does, as far as the system allows."""
+
+
 class _Pending(Enum):
     PENDING = 0
 
@@ -169,7 +173,7 @@ def _interpreter() -> str | None:
 
 
 def _run(program: str, folder: str) -> subprocess.Popen[bytes]:
-    nice = "import os; hasattr(os, 'nice') and os.nice(19)"  # before the imports, which take a second
+    nice = f"import os; hasattr(os, 'nice') and os.nice({NICENESS})"  # before the imports, which take a second
     code = f"{nice}; from {__name__} import serve; serve({folder!r})"
     path = os.pathsep.join(part or os.getcwd() for part in sys.path if isinstance(part, str))
     settings = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FCKPT_BACKGROUND": "0"}

@@ -125,11 +125,13 @@ def _layouts(result: Any, given: list[FakeTensor]) -> list[_Layout | None] | _La
 
 
 def _layout(made: Any, given: list[FakeTensor], storages: list[int]) -> _Layout | None:
-    if type(made) is not FakeTensor or made.constant is not None or any(made is t for t in given):
+    if type(made) is not FakeTensor or made.layout is not torch.strided:  # a sparse tensor has no storage
+        return None
+    if made.constant is not None or any(made is t for t in given):
         return None
     storage = made.untyped_storage()
     views = storage._cdata in storages
-    if made.layout is not torch.strided or (views and (len(given) != 1 or storage._cdata != storages[0])):
+    if views and (len(given) != 1 or storage._cdata != storages[0]):
         return None
     if not all(type(n) is int for n in (*made.shape, *made.stride(), made.storage_offset())):
         return None  # they depend on data

@@ -251,11 +251,12 @@ def slower(graph: Graph, budget: int, known: Any) -> Schedule:
 
 def test_a_plan_that_is_solved_in_the_background_replaces_the_adapted_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FCKPT_BACKGROUND", raising=False)
+    monkeypatch.setattr("fckpt._planned.background.NICENESS", 0)  # other tests keep all cores busy
     monkeypatch.setattr("fckpt._planned.families.adapt", slower)
     net, planned = deep()
     for rows in (240, 400):
         planned(torch.randn(rows, 32)).backward()
-    x, limit = torch.randn(400, 32), time.monotonic() + 120
+    x, limit = torch.randn(400, 32), time.monotonic() + 300
     held = planned(x)  # its backward pass runs by the plan of its forward pass
     while not fckpt.stats(planned).improved and time.monotonic() < limit:
         time.sleep(0.2)
@@ -275,6 +276,7 @@ from torch import nn
 from fckpt._planned import background
 net = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(8, 8), nn.Tanh())])
 plan = fckpt.plan(lambda x: net(x).sum(), torch.randn(50, 8), budget=0.9)
+background.NICENESS = 0
 request = background.Request(plan)
 print(background._worker._process.pid, background._worker._folder, flush=True)
 if {killed}:
@@ -289,7 +291,7 @@ def test_the_worker_ends_with_the_program(killed: bool) -> None:
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=settings)
     assert made.returncode == (-9 if killed else 0), made.stderr
     pid, folder = made.stdout.split()
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 300
     while _runs(int(pid)) and time.monotonic() < limit:
         time.sleep(0.1)
     assert not _runs(int(pid))
