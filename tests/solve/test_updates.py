@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fckpt._planned.late_writes import settled, solved_with_writes, without_recomputation
-from fckpt.errors import ArgumentValueError, ScheduleError
+from fckpt.errors import ArgumentValueError, BudgetError, ScheduleError
 from fckpt.graph import Compute, Graph, Node, Schedule, Value, schedule_of, simulate
 from fckpt.graph.schedule import plain_schedule
 
@@ -114,8 +114,10 @@ def test_settled_schedules_are_valid_where_the_order_is(sizes: list[int], random
 def test_plans_of_solvers_that_know_nothing_of_updates(sizes: list[int], solver: str) -> None:
     graph = chain(sizes)
     most = simulate(graph, plain_schedule(graph)).peak_nbytes
-    plan = solved_with_writes(graph, most, solver, "")
-    assert plan.peak_bytes <= most
+    try:
+        assert solved_with_writes(graph, most, solver, "").peak_bytes <= most
+    except BudgetError as error:  # its stages may need a little more than the plain order of a tiny graph
+        assert solver == "rotor" and error.least_bytes > most
     assert simulate(graph, without_recomputation(graph)).peak_nbytes <= most
 
 
