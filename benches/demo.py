@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-import benches.common.repaired  # noqa: F401
+import benches.common.repaired  # noqa: F401  lets transformers import torchvision
 import fckpt
 from benches.common.command import described, fraction, mib, opening, report_each, report_parser
 from benches.common.rows import Record, Row, different

@@ -31,7 +31,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import benches.common.repaired  # noqa: F401
+import benches.common.repaired  # noqa: F401  lets transformers import torchvision
 import fckpt
 from benches.common.command import described, opening, report_each, report_parser, table_of
 from benches.common.rows import Record

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-import benches.common.repaired  # noqa: F401
+import benches.common.repaired  # noqa: F401  lets transformers import torchvision
 import fckpt
 from benches.common.command import script_parser
 from fckpt.cost import Analytic, profile_of

@@ -22,7 +22,7 @@ class Record:
     complaints: list[str] = field(default_factory=list)
 
     def everything_wrong(self) -> Iterator[str]:
-        """Yields the complaints; those of a row begin with its title."""
+        """Yields the complaints. A complaint about a row begins with the title of the row."""
         yield from self.complaints
         for row in getattr(self, "rows", ()):
             yield from (f"{row.title}: {text}" for text in row.complaints)
@@ -43,7 +43,7 @@ class Row(Record):
     """The time of a step relative to the plain step."""
     step_seconds: Spread | None = None
     unequal: list[str] = field(default_factory=list)
-    """Which results are not bitwise equal to those of the plain step."""
+    """The names of the results that are not bitwise equal to the results of the plain step."""
 
     @property
     def style(self) -> str | None:
