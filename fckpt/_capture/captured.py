@@ -162,7 +162,7 @@ class Captured:
         classes = [cls for guard in graph_guards.guards for cls in classes_of(guard)]
         if any(map(guards_script, graph_guards.guards)):
             raise CaptureError("the function calls TorchScript, which has its own derivative formulas")
-        local = {"fn": taken[1], "this": taken[2], "args": passed[0], "kwargs": passed[1]}
+        local = _scope(taken, *passed)
         reader = cached_reader(graph_guards.guards, taken[0].__globals__, local)
         if reader:
             raise CaptureError(f"the cached function `{reader}` reads variables, and Dynamo looks through the cache")
@@ -191,22 +191,19 @@ class Captured:
 
     def holds(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the capture is valid for a call: everything that it read is unchanged."""
-        _, function, this = self._entry.taken(fn)
-        scope = {"fn": function, "this": this, "args": args, "kwargs": kwargs}
+        scope = _scope(self._entry.taken(fn), args, kwargs)
         known = self.keywords == tuple(kwargs) and self._guards.check(scope) and self._classes.hold()
         known = known and self.builtins.hold() and (self._wrapped is None or self._wrapped.same(scope))
         return known and self.branches.hold(scope)
 
     def guard_wrapped(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Adds guards on the layouts of the call's wrapped tensors, as the function sees them."""
-        entry, function, this = self._entry.taken(fn)
-        scope = {"fn": function, "this": this, "args": args, "kwargs": kwargs}
-        self._wrapped = WrappedTensors(self._names, entry.__globals__, scope)
+        taken = self._entry.taken(fn)
+        self._wrapped = WrappedTensors(self._names, taken[0].__globals__, _scope(taken, args, kwargs))
 
     def why(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Returns a description of the guard that fails for a call, with the user's line; empty if none fails."""
-        _, function, this = self._entry.taken(fn)
-        scope = {"fn": function, "this": this, "args": args, "kwargs": kwargs}
+        scope = _scope(self._entry.taken(fn), args, kwargs)
         found = self._guards.check_verbose(scope)
         if self.keywords != tuple(kwargs):
             return f"the keyword arguments were {', '.join(self.keywords)}, and are {', '.join(kwargs)}"
