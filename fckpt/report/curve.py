@@ -35,9 +35,9 @@ def curve_table(points: Sequence[tuple[int, float]], baseline: int) -> str:
 
     Example:
         >>> print(curve_table([(2**20, 0.25), (2**21, 0.0)], 2**21))
-        peak     of plain  extra time
-        1 MiB       50.0%      +25.0%
-        2 MiB      100.0%       +0.0%
+        peak      of plain  extra time
+        1.00 MiB     50.0%      +25.0%
+        2.00 MiB    100.0%       +0.0%
     """
     rows = [[format_bytes(peak), f"{peak / max(baseline, 1):.1%}", f"{overhead:+.1%}"] for peak, overhead in points]
     return "\n".join(aligned([["peak", "of plain", "extra time"], *rows], right=(1, 2)))
