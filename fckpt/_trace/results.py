@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -104,21 +104,7 @@ class Results:
         differentiated = backward.outputs if backward.chosen is None else self._chosen(backward.chosen)
         if differentiated is None:
             differentiated = tuple(likely_differentiated(self.results))
-        given = dict(zip(differentiated, backward.strides or (), strict=False))
-        strides: list[tuple[int, ...]] = []
-        cotangents: list[torch.Tensor | None] = []
-        for i, (t, _) in enumerate(map(self._below, self.results)):
-            own = strides_of(t.shape, t.stride())
-            same = given.get(i, own) == own
-            layout = Layout(tuple(t.shape), t.stride() if same else given[i], t.dtype, t.device, False, False)
-            cotangents.append(recorder.stand_in(layout) if i in differentiated else None)
-            strides += [given.get(i, own)] if i in differentiated else []
-            del t
-        self.cotangents = tuple(None if ct is None else recorder.number(ct) for ct in cotangents)
-        if self.levels is not None:
-            pairs = list(zip(cotangents, self.out_dims, strict=True))
-            cotangents = [None if ct is None else self.levels.batched(ct, dim) for ct, dim in pairs]
-            del pairs
+        cotangents, strides = self._cotangents(differentiated, backward.strides or ())
         wanted = [t for t in self.operands if t.requires_grad]
         pairs = [(y, ct) for y, ct in zip(self.results, cotangents, strict=True) if ct is not None]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
@@ -142,25 +128,57 @@ class Results:
             recorder.release()
             del ys
         how = {"recorded": recorded, "wrapped": wrapped if dependent else None}
-        self.backward = Backward(differentiated, backward.autocast, tuple(strides), then=backward.then, **how)
-        grads = iter(found)
-        taken = {recorder.values[t] for t in self.outputs}
+        self.backward = Backward(differentiated, backward.autocast, strides, then=backward.then, **how)
         added = backward.then is not None and backward.then.loss is not None
-        """Whether autograd adds the gradients to those of earlier microbatches."""
-        ends: list[torch.Tensor | None] = []
+        ends = self._leaf_gradients(iter(found), added)
+        if backward.then is not None:
+            ends = self._ended(backward.then, ends, [ct for ct in cotangents if ct is not None], carried or {})
+        self.gradients = tuple(None if grad is None else recorder.number(grad) for grad in ends)
+
+    def _cotangents(
+        self, differentiated: Sequence[int], known: Sequence[tuple[int, ...]]
+    ) -> tuple[list[torch.Tensor | None], tuple[tuple[int, ...], ...]]:
+        """Returns a cotangent for each result that is differentiated, None for the others, and their strides.
+
+        Args:
+            differentiated: numbers of results.
+            known: the strides of the cotangents where they are known; otherwise those of the results.
+        """
+        given = dict(zip(differentiated, known, strict=False))
+        strides: list[tuple[int, ...]] = []
+        cotangents: list[torch.Tensor | None] = []
+        for i, (t, _) in enumerate(map(self._below, self.results)):
+            own = strides_of(t.shape, t.stride())
+            same = given.get(i, own) == own
+            layout = Layout(tuple(t.shape), t.stride() if same else given[i], t.dtype, t.device, False, False)
+            cotangents.append(self.recorder.stand_in(layout) if i in differentiated else None)
+            strides += [given.get(i, own)] if i in differentiated else []
+        self.cotangents = tuple(None if ct is None else self.recorder.number(ct) for ct in cotangents)
+        if self.levels is not None:
+            pairs = zip(cotangents, self.out_dims, strict=True)
+            cotangents = [None if ct is None else self.levels.batched(ct, dim) for ct, dim in pairs]
+        return cotangents, tuple(strides)
+
+    def _leaf_gradients(self, found: Iterator[torch.Tensor | None], added: bool) -> list[torch.Tensor | None]:
+        """Returns the gradient of each operand, None where there is none, as autograd hands it to a leaf.
+
+        Args:
+            found: the gradients of the operands that require grad.
+            added: whether autograd adds the gradients to those of earlier microbatches.
+        """
+        taken = {self.recorder.values[t] for t in self.outputs}
+        gradients: list[torch.Tensor | None] = []
         dims: list[int | None] = []
         for operand, layout in zip(self.operands, self.layouts, strict=True):
-            grad, dim = next(grads) if operand.requires_grad else None, None
+            grad, dim = next(found) if operand.requires_grad else None, None
             if grad is not None:
                 grad, dim = self._below(grad)
             dims.append(dim)
             if grad is not None and layout.accumulates and self.levels is None and not added:
                 grad = self._own(grad, layout, taken)
-            ends.append(grad)
-        if backward.then is not None:
-            ends = self._ended(backward.then, ends, [ct for ct in cotangents if ct is not None], carried or {})
-        self.gradients = tuple(None if grad is None else recorder.number(grad) for grad in ends)
+            gradients.append(grad)
         self.grad_dims = tuple(dims)
+        return gradients
 
     def _ended(
         self, then: Any, gradients: list[Any], cotangents: list[torch.Tensor], carried: dict[int, torch.Tensor]

@@ -118,6 +118,7 @@ def _traced(
     tensors = [*arguments.tensors, *closure]
     enabled = torch.is_grad_enabled() or any(layout.requires_grad for layout in layouts)
     wrapped = batch is not None or any(layout.transformed for layout in layouts)
+    graph = isinstance(fn, (GraphFunction, BatchedGraph))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_active.set_to(recorder))
         stack.enter_context(_tracing(recorder, wrapped, enabled))
@@ -128,10 +129,9 @@ def _traced(
         for i, operand in enumerate(stand_ins[:count]):
             if i in donated:
                 recorder.donate(operand)
-                continue
-            recorder.refuse_writes(
-                operand, functools.partial(argument_written, origins[i] if i < len(origins) else arguments.path(i))
-            )
+            else:
+                origin = origins[i] if i < len(origins) else arguments.path(i)
+                recorder.refuse_writes(operand, functools.partial(argument_written, origin))
         levels = None if batch is None else stack.enter_context(under_vmap(batch))
         tracked = [layout.requires_grad for layout in layouts]
         computed = [layout.computed for layout in layouts]
@@ -143,26 +143,17 @@ def _traced(
         with placed(closed), names_recorded(recorder.name), marks_answered(recorder):
             before = state.again()
             carried = {} if backward.then is None else backward.then.begun(operands)
-            graph = isinstance(fn, (GraphFunction, BatchedGraph))
             if not graph:
                 for tensor, operand in zip(tensors, operands, strict=True):
                     vars(operand).update(vars(tensor))
-            with contextlib.ExitStack() as python:
-                if not graph:
-                    # Compiled functions inside run uncompiled: torch would cache the failure of compiling them here.
-                    python.enter_context(torch.compiler.set_stance("force_eager"))
-                    python.enter_context(impure_calls_refused(reads))
+            with contextlib.nullcontext() if graph else _python_code(reads):
                 result = fn(*args, **kwargs)
             check_assignments(closed, before, recorder)
         if donated:
             kept = fn.returned_operands(result) if isinstance(fn, GraphFunction) else set()
             result = written_over_donated(result, operands, [n for n in donated if n not in kept], recorder)
         results = Results(result, operands, numbers, layouts, count, recorder, levels)
-        if any(results.flags) and not any(layout.requires_grad for layout in layouts):
-            raise TraceError(
-                "the function returns a tensor that requires grad, although nothing that is passed to it does: a plan "
-                f"would lose that. Detach the result. {WAY_OUT}"
-            )
+        _refuse_lost_grad(results, layouts)
         check_writes(operands, numbers, recorder, tensors)
         recorder.start_backward()
         with contextlib.nullcontext() if graph else impure_calls_refused(reads):
@@ -173,6 +164,22 @@ def _traced(
     if recorder.ending is not None:
         traced = with_early_updates(traced, assembly.nodes_before(recorder.ending))
     return dataclasses.replace(traced, given=tuple(map(weakref.ref, tensors)))
+
+
+@contextlib.contextmanager
+def _python_code(reads: Reads) -> Iterator[None]:
+    """Lets the user's Python code run within a trace: without compiled functions and impure calls."""
+    # Compiled functions inside run uncompiled: torch would cache the failure of compiling them here.
+    with torch.compiler.set_stance("force_eager"), impure_calls_refused(reads):
+        yield
+
+
+def _refuse_lost_grad(results: Results, layouts: Sequence[Layout]) -> None:
+    if any(results.flags) and not any(layout.requires_grad for layout in layouts):
+        raise TraceError(
+            "the function returns a tensor that requires grad, although nothing that is passed to it does: a plan "
+            f"would lose that. Detach the result. {WAY_OUT}"
+        )
 
 
 class _Active(threading.local):
