@@ -24,6 +24,7 @@ from fckpt._planned.making import check_budget
 from fckpt._planned.optimizers import Updates, check_optimizer
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.stepping import StepPlanner
+from fckpt._planned.tiling import Tile, check_tile
 from fckpt._planned.tracing import TRACING, CapturedTensors, graph_tracer
 from fckpt._trace.layouts import layouts_below
 from fckpt._trace.operations import TensorSpec
@@ -45,7 +46,9 @@ def step(
     budget: Budget | None = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
+    clip_value: float | None = None,
     solver: str = "auto",
+    tile: Tile = False,
 ) -> TrainingStep:
     """Returns a function that does one training step in place: forward, backward and the optimizer's update.
 
@@ -69,8 +72,11 @@ def step(
             `torch.Tensor.chunk` does; the losses of the parts are divided by the number of parts, and their gradients
             are summed in order.
         clip_norm: the largest norm of all gradients together, as for
-            `torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)`.
+            `torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)`. All gradients are alive at once then.
+        clip_value: the largest absolute value of an element of a gradient, as for
+            `torch.nn.utils.clip_grad_value_(model.parameters(), clip_value)`.
         solver: see `fckpt.solve.names()`.
+        tile: whether to cut operations that are independent by rows into tiles; see `remat`.
 
     Returns:
         A callable that takes a batch (a pytree) and returns the loss; for several microbatches the sum of their scaled
@@ -105,8 +111,11 @@ def step(
         raise ArgumentTypeError(f"loss_fn must be a function of the model and a batch, not {type(loss_fn).__name__}.")
     if type(accumulate) is not int or accumulate < 1:
         raise ArgumentValueError(f"accumulate is a number of microbatches, at least 1, not {accumulate!r}.")
-    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and 0 < clip_norm < math.inf):
-        raise ArgumentValueError(f"clip_norm must be a number above 0, not {clip_norm!r}.")
+    for name, most in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        if most is not None and not (isinstance(most, (int, float)) and 0 < most < math.inf):
+            raise ArgumentValueError(f"{name} must be a number above 0, not {most!r}.")
+    if clip_norm is not None and clip_value is not None:
+        raise ArgumentValueError("clip_norm and clip_value together: it is unclear which clips first. Give one.")
     if solver != "auto" and budget is None:
         raise ArgumentValueError(f"solver={solver!r} needs a budget: pass budget=...")
     check_plannable(model)
@@ -117,7 +126,9 @@ def step(
         None if budget is None else check_budget(budget),
         accumulate,
         None if clip_norm is None else float(clip_norm),
+        None if clip_value is None else float(clip_value),
         solver,
+        check_tile(tile, budget),
     )
 
 
@@ -132,7 +143,9 @@ class TrainingStep:
         budget: Budget | None,
         accumulate: int,
         clip_norm: float | None,
+        clip_value: float | None,
         solver: str,
+        tile: Tile,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -140,8 +153,9 @@ class TrainingStep:
         self.budget = budget
         self.accumulate = accumulate
         self.clip_norm = clip_norm
+        self.clip_value = clip_value
         self._updates = Updates(optimizer)
-        self._planner = StepPlanner(budget, solver)
+        self._planner = StepPlanner(budget, solver, tile)
         self._planner.ledger.name = f"the step of {name_of(loss_fn)}"
         self._fckpt_planner = self._planner
         self._traced: dict[Any, Any] = {}
@@ -225,7 +239,7 @@ class TrainingStep:
                     f"parameter {self._name(i)} has a hook on its gradient, which a step would not call. Remove the "
                     "hook, or use fckpt.remat for forward and backward."
                 )
-        if self.clip_norm is not None:
+        if self.clip_norm is not None:  # each gradient is clipped by value on its own
             others = [
                 n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in self._updates.numbers
             ]
@@ -420,7 +434,8 @@ class TrainingStep:
         ending = Ending(tuple(found), place.last, place.carried, place.loss)
         if not place.last:
             return ending
-        return dataclasses.replace(ending, clip_norm=self.clip_norm, layout=self._layout, first=place.first)
+        clips = {"clip_norm": self.clip_norm, "clip_value": self.clip_value}
+        return dataclasses.replace(ending, **clips, layout=self._layout, first=place.first)
 
     def _of_graph(
         self, captured: Any, programs: dict[Any, Any], function: GraphFunction, place: _Place

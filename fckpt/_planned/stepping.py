@@ -14,8 +14,9 @@ from fckpt._call import ambient
 from fckpt._planned.execution import Program
 from fckpt._planned.late_writes import without_recomputation
 from fckpt._planned.making import make_plan, priced
-from fckpt._planned.plan import Plan
+from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.planner import Planner, _identity
+from fckpt._planned.tiling import Tile, tiled_or_hinted
 from fckpt._trace.operations import Backward, Trace
 from fckpt._trace.updates import UPDATE, Ending, runs
 from fckpt.graph.graph import Graph
@@ -46,8 +47,8 @@ def _with_first_updates(graph: Graph, trace: Trace) -> Graph:
 class StepPlanner(Planner):
     """Planner of the microbatches of a training step."""
 
-    def __init__(self, budget: int | float | str | None, solver: str):
-        super().__init__(budget=budget, solver=solver)
+    def __init__(self, budget: Budget | None, solver: str, tile: Tile):
+        super().__init__(budget=budget, solver=solver, tile=tile)
         self.then: Ending | None = None
         """What follows on the backward pass of the calls to plan now."""
         self._exact: weakref.WeakKeyDictionary[Program, Plan] = weakref.WeakKeyDictionary()
@@ -75,17 +76,25 @@ class StepPlanner(Planner):
         first = self.then is not None and self.then.first
         key = (_identity(traced), self.budget, first)
         if key not in self.plans:
-            graph = _with_updates(traced) if self.budget is None else self._priced(traced, ())
-            with self.ledger.timed("solve"):
+            version = str(torch.__version__)
+            if self.budget is None:
+                graph = _with_updates(traced)
                 graph = _with_first_updates(graph, traced) if first else graph
-                version = str(torch.__version__)
-                if self.budget is None:
-                    self._remember(key, Plan(graph, without_recomputation(graph), "save_all", None, version))
-                else:
-                    solve = functools.partial(make_plan, graph, self.budget, self.solver, version)
-                    self._remember(key, self._of_family(graph, self.budget, solve))
+                plan = Plan(graph, without_recomputation(graph), "save_all", None, version)
+            else:
+                graph = self._priced_step(traced, first)
+                price = functools.partial(self._priced_step, first=first)
+                make = lambda graph, budget: make_plan(graph, budget, self.solver, version)
+                solve = lambda: tiled_or_hinted(traced, graph, price, self.budget, make, self.tile)
+                with self.ledger.timed("solve"):
+                    plan = self._of_family(graph, self.budget, solve)
+            self._remember(key, plan)
             self.ledger.count("plans")
         return self.plans[key]
+
+    def _priced_step(self, traced: Trace, first: bool) -> Graph:
+        graph = self._priced(traced, ())
+        return _with_first_updates(graph, traced) if first else graph
 
     def fits_first(self, program: Program) -> bool:
         """Whether the first updates of the parameters, which may take more memory than later ones, fit the plan."""

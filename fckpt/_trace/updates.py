@@ -126,6 +126,7 @@ class Ending:
     loss: torch.dtype | None = None
     """The dtype of the loss of earlier microbatches; None if this is the first one."""
     clip_norm: float | None = None
+    clip_value: float | None = None
     layout: Any = None
     """Everything else on which the memory of an update depends."""
     first: bool = False
@@ -177,6 +178,9 @@ class Ending:
         if self.updates:
             if self.clip_norm is not None and found:
                 _clip(list(found.values()), self.clip_norm)
+            if self.clip_value is not None:  # as `torch.nn.utils.clip_grad_value_`
+                for operand in found:
+                    found[operand].clamp_(min=-self.clip_value, max=self.clip_value)
             for operand, number in self.numbers:
                 if operand in found:
                     UPDATE(operands[operand], found[operand], [cotangent, *total], number)

@@ -85,6 +85,7 @@ def plain_step(
     loss_fn: Callable[[Model, Batch], Tensor],
     accumulate: int = 1,
     clip_norm: float | None = None,
+    clip_value: float | None = None,
 ) -> Callable[[Batch], Tensor]:
     """The lines that a step stands for."""
 
@@ -99,6 +100,8 @@ def plain_step(
             total = value if total is None else total + value
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        if clip_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), clip_value)
         optimizer.step()
         optimizer.zero_grad()
         assert total is not None
@@ -131,7 +134,7 @@ class Twins:
         torch.manual_seed(0)
         self.plain, self.plain_optimizer = self._of(make(), optimizer)
         self.model, self.optimizer = self._of(copy.deepcopy(self.plain), optimizer)
-        rest = {k: v for k, v in options.items() if k in ("accumulate", "clip_norm")}
+        rest = {k: v for k, v in options.items() if k in ("accumulate", "clip_norm", "clip_value")}
         self.plain_step = plain_step(self.plain, self.plain_optimizer, loss_fn, **rest)
         self.step = fckpt.step(self.model, self.optimizer, loss_fn, **options)
 
@@ -198,13 +201,51 @@ def test_microbatches(net: str, accumulate: int, budget: float | None) -> None:
     assert budget is None or plan.peak_bytes <= budget * plan.baseline_peak_bytes
 
 
+@pytest.mark.parametrize("clip", [{"clip_norm": 0.1}, {"clip_value": 1e-3}], ids=["norm", "value"])
 @pytest.mark.parametrize(("net", "accumulate"), [("mlp", 1), ("transformer", 2), ("conv", 2), ("lstm", 1)])
-def test_clipped_gradients(net: str, accumulate: int) -> None:
+def test_clipped_gradients(net: str, accumulate: int, clip: dict[str, float]) -> None:
     make, batch, loss_fn = NETS[net]
-    twins = Twins(make, OPTIMIZERS["sgd"], loss_fn, budget=0.95, accumulate=accumulate, clip_norm=0.1)
+    twins = Twins(make, OPTIMIZERS["sgd"], loss_fn, budget=0.95, accumulate=accumulate, **clip)
     data = batch()
     twins.check(data)
     twins.check_peak(data)
+
+
+class Words(nn.Module):
+    """A network whose logits are larger than everything else."""
+
+    def __init__(self, words: int = 2_000, width: int = 16) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
+def next_word(model: Model, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens), tokens.roll(1))
+
+
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, {}), (2, {}), (1, {"clip_norm": 0.1}), (2, {"clip_value": 1e-3})])
+def test_tiles(accumulate: int, clip: dict[str, float]) -> None:
+    tokens = torch.randint(2_000, (256,))
+    options = {"accumulate": accumulate, **clip}
+    with pytest.raises(fckpt.BudgetError, match="with tile='exact'") as error:
+        Twins(Words, OPTIMIZERS["adamw"], next_word, budget=0.6, **options).step(tokens)
+    twins = Twins(Words, OPTIMIZERS["adamw"], next_word, budget=0.6, tile="exact", **options)
+    twins.check(tokens, 3)
+    plan = twins.check_peak(tokens)
+    assert plan.tiles
+    assert plan.peak_bytes < 0.7 * error.value.least_bytes
+
+
+def test_tiles_in_another_order_of_sums() -> None:
+    tokens = torch.randint(2_000, (256,))
+    twins = Twins(Words, OPTIMIZERS["sgd"], next_word, budget=0.3, tile=True)
+    for _ in range(3):
+        torch.testing.assert_close(twins.step(tokens), twins.plain_step(tokens))  # sums over tiles round differently
+    torch.testing.assert_close(twins.model.state_dict(), twins.plain.state_dict())
+    assert measure_peak(lambda: twins.step(tokens)).peak_bytes == twins.step.plan(tokens).peak_bytes
 
 
 def test_gradients_are_not_all_alive() -> None:
@@ -238,7 +279,7 @@ def test_every_optimizer_that_updates_one_by_one(name: str) -> None:
     residual=st.booleans(),
     kind=st.sampled_from(["sgd", "adam", "adamw"]),
     accumulate=st.integers(1, 3),
-    clip=st.sampled_from([None, 0.01]),
+    clip=st.sampled_from([{}, {"clip_norm": 0.01}, {"clip_value": 0.001}]),
     fraction=st.sampled_from([None, 1.0, 0.8]),
 )
 def test_random_steps(
@@ -248,7 +289,7 @@ def test_random_steps(
     residual: bool,
     kind: str,
     accumulate: int,
-    clip: float | None,
+    clip: dict[str, float],
     fraction: float | None,
 ) -> None:
     class Net(nn.Module):
@@ -266,7 +307,7 @@ def test_random_steps(
     count = min(accumulate, rows)
     if len(torch.empty(rows).chunk(count)) != count:
         return
-    options = {"accumulate": count, "clip_norm": clip, "budget": fraction}
+    options: dict[str, Any] = {"accumulate": count, "budget": fraction, **clip}
     data = torch.randn(rows, width), torch.randn(rows, width)
     try:
         twins = Twins(Net, OPTIMIZERS[kind], squares, **options)
@@ -431,7 +472,10 @@ def test_options_that_a_step_does_not_support() -> None:
     assert "nn.Module" in refused(squares, sgd)
     assert "accumulate" in refused(model, sgd, accumulate=0)
     assert "clip_norm" in refused(model, sgd, clip_norm=-1.0)
+    assert "clip_value" in refused(model, sgd, clip_value=0.0)
+    assert "which clips first" in refused(model, sgd, clip_norm=1.0, clip_value=1.0)
     assert "needs a budget" in refused(model, sgd, solver="rotor")
+    assert "needs a budget" in refused(model, sgd, tile=True)
     handle = sgd.register_step_post_hook(lambda *_: None)
     assert "step hooks" in refused(model, sgd)
     handle.remove()
