@@ -39,7 +39,7 @@ from fckpt.graph.schedule import Schedule, schedule_of
 from fckpt.solve._min_cut import cheapest
 from fckpt.solve.chains.stages import Costs, Option, Stages, Step
 from fckpt.solve.core.rules import Order, Rules, fastest, peak_of
-from fckpt.solve.core.starts import backward_orders
+from fckpt.solve.core.starts import backward_orders, save_everything_orders
 
 __all__ = ["Curve", "Table", "best", "curves", "rotor", "tables"]
 
@@ -227,7 +227,7 @@ def rotor(graph: Graph, budget: int | None = None) -> Schedule:
     found = curves(rules)
     if budget is None:
         return schedule_of(graph, *found[0].order(found[0].limits[-1]))
-    return best(rules, found, budget, "rotor")
+    return best(rules, found, budget, "rotor", save_everything_orders(rules))
 
 
 def best(rules: Rules, found: Sequence[Curve], budget: int, solver: str, others: Sequence[Order] = ()) -> Schedule:

@@ -7,11 +7,11 @@ import json
 from itertools import permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fckpt._planned.late_writes import settled, solved_with_writes, without_recomputation
-from fckpt.errors import ArgumentValueError, BudgetError, ScheduleError
+from fckpt.errors import ArgumentValueError, ScheduleError
 from fckpt.graph import Compute, Graph, Node, Schedule, Value, schedule_of, simulate
 from fckpt.graph.schedule import plain_schedule
 
@@ -109,15 +109,13 @@ def test_settled_schedules_are_valid_where_the_order_is(sizes: list[int], random
     simulate(graph, settled(graph, schedule_of(graph, forward, order)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
+@example([2, 1, 1], "rotor")  # whose stages alone need a byte more
 @given(st.lists(st.integers(1, 200), min_size=2, max_size=5), st.sampled_from(["auto", "greedy", "chen", "rotor"]))
 def test_plans_of_solvers_that_know_nothing_of_updates(sizes: list[int], solver: str) -> None:
     graph = chain(sizes)
     most = simulate(graph, plain_schedule(graph)).peak_nbytes
-    try:
-        assert solved_with_writes(graph, most, solver, "").peak_bytes <= most
-    except BudgetError as error:  # its stages may need a little more than the plain order of a tiny graph
-        assert solver == "rotor" and error.least_bytes > most
+    assert solved_with_writes(graph, most, solver, "").peak_bytes <= most
     assert simulate(graph, without_recomputation(graph)).peak_nbytes <= most
 
 
