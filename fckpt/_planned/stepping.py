@@ -13,7 +13,7 @@ import torch
 from fckpt._call import ambient
 from fckpt._planned.execution import Program
 from fckpt._planned.late_writes import without_recomputation
-from fckpt._planned.making import make_plan, priced
+from fckpt._planned.making import priced
 from fckpt._planned.plan import Plan
 from fckpt._planned.planner import Planner, _identity
 from fckpt._trace.operations import Backward, Trace
@@ -81,10 +81,11 @@ class StepPlanner(Planner):
                 version = str(torch.__version__)
                 if self.budget is None:
                     self._remember(key, Plan(graph, without_recomputation(graph), "save_all", None, version))
+                    self.ledger.count("plans")
                 else:
-                    solve = functools.partial(make_plan, graph, self.budget, self.solver, version)
-                    self._remember(key, self._of_family(graph, self.budget, solve))
-            self.ledger.count("plans")
+                    stored = self._stored(traced)
+                    solve = functools.partial(self._solved, stored, graph, self.budget)
+                    self._remember(key, self._of_family(graph, self.budget, solve, stored))
         return self.plans[key]
 
     def fits_first(self, program: Program) -> bool:
