@@ -13,6 +13,8 @@ import torch
 torch.set_num_threads(1)
 # Plans are solved in the background in tests of that alone: elsewhere the worker would only take time.
 os.environ["FCKPT_BACKGROUND"] = "0"
+# Plans are read from disk in tests of that alone: elsewhere each test has its plans solved.
+os.environ["FCKPT_PLANS"] = "0"
 
 
 @pytest.fixture(autouse=True)

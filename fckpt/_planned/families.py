@@ -2,7 +2,8 @@
 
 A schedule that was found for one size is valid for all sizes. For a new size, the known schedules are adapted to the
 budget, which takes a fraction of a second; the solver runs only if none of them fits. The plan is used at once, while
-another process solves the graph (`background`). If that plan is faster, it replaces the adapted plan.
+another process solves the graph (`background`). If that plan is faster, it replaces the adapted plan. A process starts
+with the schedules that other processes have stored on disk (`stored`).
 
 Not shared are plans of named solvers, which promise their own plans, of policies alone, with tiles, and on a mesh.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from fckpt._planned import background
 from fckpt._planned.late_writes import settled_within, writes_late
 from fckpt._planned.plan import Plan
+from fckpt._planned.stored import StoredPlans
 from fckpt.graph.graph import Graph
 from fckpt.graph.identity import structure
 from fckpt.graph.schedule import Schedule
@@ -35,12 +37,19 @@ class Families:
     def __init__(self) -> None:
         self._known: dict[str, tuple[Schedule, ...]] = {}
         """Schedules by structure, the latest first. Tuples, because other threads may be adapting them."""
-        self._pending: dict[int, tuple[Plan, background.Request]] = {}
+        self._pending: dict[int, tuple[Plan, background.Request, StoredPlans | None]] = {}
         """Adapted plans that are being solved in the background, by id."""
         self._better: dict[int, tuple[Plan, Plan]] = {}
         """Adapted plans with the faster plans that replace them, by id: the latest ones."""
 
-    def plan(self, graph: Graph, nbytes: int, version: str, solve: Callable[[], Plan]) -> tuple[Plan, bool]:
+    def plan(
+        self,
+        graph: Graph,
+        nbytes: int,
+        version: str,
+        solve: Callable[[], Plan],
+        stored: StoredPlans | None = None,
+    ) -> tuple[Plan, bool]:
         """Returns a plan for a priced graph, and whether the plan was adapted from the plan of another size.
 
         Args:
@@ -48,23 +57,28 @@ class Families:
             nbytes: the budget.
             version: the version of torch, which the plan records.
             solve: returns the solver's plan.
+            stored: the plans on disk, which are tried first.
 
         Raises:
             BudgetError: the solver finds no plan that fits.
         """
         name = structure(graph)
-        known = self._known.get(name)
+        plan = stored.plan(graph, nbytes) if stored else None
+        if plan is not None:
+            self._add(name, plan)
+            return plan, False
+        known = self._known.get(name) or (stored.schedules(graph) if stored else ())
         found = _adapted(graph, nbytes, version, known) if known else None
         plan = solve() if found is None else found
         self._add(name, plan)
         return plan, found is not None
 
-    def solve_later(self, plan: Plan) -> None:
-        """Has an adapted plan solved in the background, unless it recomputes nothing."""
+    def solve_later(self, plan: Plan, stored: StoredPlans | None = None) -> None:
+        """Has an adapted plan solved in the background and then stored on disk, unless it recomputes nothing."""
         if plan.overhead > 0:
             for other in list(self._pending)[: 1 - _PENDING]:
                 self._pending.pop(other, None)
-            self._pending[id(plan)] = plan, background.Request(plan)
+            self._pending[id(plan)] = plan, background.Request(plan), stored
 
     def improved(self, plan: Plan) -> Plan | None:
         """Returns a faster plan that was solved in the background meanwhile; None if there is none.
@@ -80,7 +94,12 @@ class Families:
         solved = pending[1].answer()
         if solved is background.PENDING or self._pending.pop(id(plan), None) is None:  # another thread has it
             return None
-        if not isinstance(solved, Plan) or solved.timeline.seconds >= plan.timeline.seconds:
+        if not isinstance(solved, Plan):
+            return None
+        faster = solved.timeline.seconds < plan.timeline.seconds
+        if pending[2] is not None:
+            pending[2].add(solved if faster else plan)
+        if not faster:
             return None
         self._better = dict([*self._better.items(), (id(plan), (plan, solved))][-_MOST:])
         self._add(structure(plan.graph), solved)

@@ -83,7 +83,9 @@ class Stats:
     calls: int = 0
     """Calls to which the budget, policy or plan applies: with grad mode on, outside of other planned functions."""
     plans: int = 0
-    """Plans made, by a solver or from plans of other sizes."""
+    """Plans made, by a solver or from plans of other sizes, or read from disk."""
+    read: int = 0
+    """Those of the plans that were read from disk, without running a solver."""
     adapted: int = 0
     """Those of the plans that were made from plans of other sizes, without running a solver."""
     improved: int = 0

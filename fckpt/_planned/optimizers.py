@@ -23,6 +23,7 @@ from fckpt._trace.operations import Call, TensorSpec
 from fckpt._trace.updates import runs
 from fckpt.cost.calls import OpCost, named, register_cost
 from fckpt.cost.measured import _isolated, _run, _temporaries
+from fckpt.cost.store import Store, environment
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = ["Updates", "check_optimizer"]
@@ -93,6 +94,7 @@ class Updates:
         """By parameter: everything on which its state and the cost of its update depend."""
         self._layouts: dict[Any, dict[str, _Layout]] = {}
         self._costs: dict[Any, tuple[OpCost, int]] = {}
+        self._store = Store()
         self.sums: list[torch.Tensor] = []
         """The gradients of earlier microbatches, in the order of `Ending.carried`, then the sum of the losses."""
         self.refresh()
@@ -238,8 +240,21 @@ class Updates:
     def _cost(self, number: int) -> tuple[OpCost, int]:
         key = self._signatures[number]
         if key not in self._costs:
-            self._costs[key] = self._measured(number)
+            self._costs[key] = self._remembered(number)
         return self._costs[key]
+
+    def _remembered(self, number: int) -> tuple[OpCost, int]:
+        """Returns the result of `_measured` from disk; if it is not there, measures and stores it."""
+        kind, where = type(self.optimizer), environment(self.parameters[number].device)
+        if not kind.__module__.startswith("torch.optim."):  # the class may be edited without a change of its name
+            return self._measured(number)
+        keys = [f"{when} update of {kind.__name__}: {self._signatures[number]}" for when in ("later", "first")]
+        later, first = [self._store.get(where, key) for key in keys]
+        if later is None or first is None:
+            later, nbytes = self._measured(number)
+            self._store.put(where, keys[0], later)
+            self._store.put(where, keys[1], first := OpCost(0.0, 0, nbytes))
+        return later, first.temporary_nbytes
 
     def _measured(self, number: int) -> tuple[OpCost, int]:
         """Returns the cost of a later update, and the temporary bytes of the first one."""

@@ -25,6 +25,7 @@ from fckpt._planned.families import Families
 from fckpt._planned.ledger import Ledger
 from fckpt._planned.making import make_plan, nbytes_of, priced
 from fckpt._planned.plan import Budget, Plan
+from fckpt._planned.stored import StoredPlans, stored_plans
 from fckpt._planned.tiling import Tile, tiled_as_planned, tiled_or_hinted
 from fckpt._planned.tracing import (
     TRACING,
@@ -384,7 +385,6 @@ class Planner:
         """
         if self.given is not None:
             return self._fitting(self.given, traced)
-        version = str(torch.__version__)
         mesh = mesh_of(traced, self.budget is not None)
         if mesh is None:
             key = (_identity(traced), batches, None if of_training is None else _identity(of_training))
@@ -393,33 +393,53 @@ class Planner:
                 if of_training is not None and budget is not None:
                     budget = nbytes_of(budget, self._priced(of_training, batches))
                 with self.ledger.timed("solve"):
-                    make = lambda graph, budget: make_plan(graph, budget, self.solver, version)
+                    stored = self._stored(traced)
+                    make = functools.partial(self._solved, stored)
                     price = functools.partial(self._priced, batches=batches)
                     solve = lambda: tiled_or_hinted(traced, graph, price, budget, make, self.tile)
-                    self._remember(key, self._of_family(graph, budget, solve))
-                self.ledger.count("plans")
+                    self._remember(key, self._of_family(graph, budget, solve, stored))
             return self.plans[key]
         if self.tile:
             raise ArgumentValueError(f"tile={self.tile!r} does not work on one rank of a mesh. Leave it out.")
-        make = lambda least: make_plan(self._priced(traced, batches), least, self.solver, version)
+        stored = self._stored(traced)
+        make = lambda least: self._solved(stored, self._priced(traced, batches), least)
         with released(TRACING), self.ledger.timed("solve"):  # other ranks may be threads
-            self.ledger.count("plans")
-            return agreed(traced, mesh, self.budget, make)
+            plan = agreed(traced, mesh, self.budget, make)
+            self._count(stored)
+            return plan
 
     def _remember(self, key: Any, plan: Plan) -> None:
         while len(self.plans) >= _MOST:  # sizes that change at every call make a plan each time
             del self.plans[next(iter(self.plans))]
         self.plans[key] = plan
 
-    def _of_family(self, graph: Graph, budget: Budget | None, solve: Callable[[], Plan]) -> Plan:
-        """Returns a plan that is adapted from plans of other sizes, if there are such plans, or else solved."""
+    def _stored(self, traced: Trace) -> StoredPlans:
+        """Returns the plans on disk for a trace."""
+        own_costs = self.costs is None and self.budget is not None
+        return stored_plans(self.solver, traced, own_costs=own_costs)
+
+    def _solved(self, stored: StoredPlans, graph: Graph, budget: Budget | None) -> Plan:
+        """Returns the plan on disk for a priced graph, if there is one, or else the solver's."""
+        make = functools.partial(make_plan, graph, budget, self.solver, str(torch.__version__))
+        return make() if budget is None else stored.made(graph, nbytes_of(budget, graph), make)
+
+    def _of_family(self, graph: Graph, budget: Budget | None, solve: Callable[[], Plan], stored: StoredPlans) -> Plan:
+        """Returns a plan that is read or adapted from plans of other sizes, if there are such plans, or else solved."""
         if budget is None or self.solver != "auto" or self.tile:
-            return solve()
-        plan, adapted = self.families.plan(graph, nbytes_of(budget, graph), str(torch.__version__), solve)
-        if adapted:
-            self.ledger.count("adapted")
-            self.families.solve_later(plan)
+            plan = solve()
+        else:
+            version = str(torch.__version__)
+            plan, adapted = self.families.plan(graph, nbytes_of(budget, graph), version, solve, stored)
+            if adapted:
+                self.ledger.count("adapted")
+                self.families.solve_later(plan, stored)
+        self._count(stored)
         return plan
+
+    def _count(self, stored: StoredPlans) -> None:
+        self.ledger.count("plans")
+        if stored.read and not stored.solved:
+            self.ledger.count("read")
 
     def improved(self, program: Program) -> Program:
         """Returns a planned program with a faster plan, if one was solved in the background; else the same program."""

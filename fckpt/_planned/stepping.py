@@ -13,7 +13,7 @@ import torch
 from fckpt._call import ambient
 from fckpt._planned.execution import Program
 from fckpt._planned.late_writes import without_recomputation
-from fckpt._planned.making import make_plan, priced
+from fckpt._planned.making import priced
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.planner import Planner, _identity
 from fckpt._planned.tiling import Tile, tiled_or_hinted
@@ -81,15 +81,15 @@ class StepPlanner(Planner):
                 graph = _with_updates(traced)
                 graph = _with_first_updates(graph, traced) if first else graph
                 plan = Plan(graph, without_recomputation(graph), "save_all", None, version)
+                self.ledger.count("plans")
             else:
-                graph = self._priced_step(traced, first)
+                graph, stored = self._priced_step(traced, first), self._stored(traced)
                 price = functools.partial(self._priced_step, first=first)
-                make = lambda graph, budget: make_plan(graph, budget, self.solver, version)
+                make = functools.partial(self._solved, stored)
                 solve = lambda: tiled_or_hinted(traced, graph, price, self.budget, make, self.tile)
                 with self.ledger.timed("solve"):
-                    plan = self._of_family(graph, self.budget, solve)
+                    plan = self._of_family(graph, self.budget, solve, stored)
             self._remember(key, plan)
-            self.ledger.count("plans")
         return self.plans[key]
 
     def _priced_step(self, traced: Trace, first: bool) -> Graph:

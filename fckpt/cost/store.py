@@ -20,7 +20,7 @@ import torch
 from fckpt._call import ambient
 from fckpt.cost.calls import OpCost, valid
 
-__all__ = ["Store", "environment"]
+__all__ = ["Store", "cache_folder", "environment"]
 
 FORMAT = 2  # part of the file names: to be increased when the measurements change
 
@@ -47,7 +47,7 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _folder() -> Path:
+def cache_folder() -> Path:
     """Returns the folder in FCKPT_CACHE, or `fckpt` in the platform's folder for users' caches."""
     named = os.environ.get("FCKPT_CACHE")
     if named:
@@ -91,7 +91,7 @@ class Store:
 
 def _path(where: str) -> Path:
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", where)[:60].strip("-")
-    return _folder() / f"costs-{FORMAT}-{readable}-{hashlib.sha256(where.encode()).hexdigest()[:16]}.jsonl"
+    return cache_folder() / f"costs-{FORMAT}-{readable}-{hashlib.sha256(where.encode()).hexdigest()[:16]}.jsonl"
 
 
 def _line(key: str, cost: OpCost) -> str:
