@@ -1,19 +1,22 @@
 """Whole training steps: forward, backward and update, by `fckpt.step` and by hand.
 
-    python -m benches steps --quick --json benches/results/steps-cpu.json --check     # three quarters of an hour
+    python -m benches steps --json benches/results/steps-cpu.json --check             # half an hour
+    python -m benches steps --quick --check                                           # five minutes
     python -m benches steps --tiny --networks vit lstm --optimizers adamw             # seconds
 
 For each network, optimizer and number of microbatches, in one process and from the same parameters:
 
-plain     `loss.backward()` per microbatch, then `optimizer.step()` and `optimizer.zero_grad()`.
-blocks    the same with `torch.utils.checkpoint` per block.
-hooks     blocks, and each parameter is updated by a hook as soon as its gradient is complete (in the last microbatch).
-step      `fckpt.step` within the peak of hooks, and within the least budget that it finds feasible.
-today     the least budget of forward and backward alone by `fckpt.remat`; the optimizer's own memory comes on top.
+plain          `loss.backward()` per microbatch, then `optimizer.step()` and `optimizer.zero_grad()`.
+blocks         the same with `torch.utils.checkpoint` per block.
+hooks          blocks, and each parameter is updated by a hook when its gradient is complete (in the last microbatch).
+step, free     `fckpt.step` without a budget.
+step           `fckpt.step` within the peak of hooks.
+step, least    `fckpt.step` within the least budget that it finds feasible.
+today          the least budget of forward and backward alone by `fckpt.remat`; the optimizer's own memory comes on top.
 
-Peaks are counted by the allocator; times are relative to plain, run alternately. After five steps, losses, parameters
-and the optimizer's state are compared bitwise with those of plain. With `--check` the exit code is 1 if anything
-differs, or if a peak exceeds its budget.
+Peaks are counted by the allocator; times are taken alternately, and relative to plain and to hooks. After five steps,
+losses, parameters and the optimizer's state are compared bitwise with those of plain. With `--check` the exit code is 1
+if a planned step differs, or if its peak is not the predicted one.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,14 +34,16 @@ from torch import Tensor, nn
 import fckpt
 from benches.common.command import described, mib, network_parser, opening, parse_networks, report_each, share, table_of
 from benches.common.rows import Record, Row
-from benches.common.timing import set_up
+from benches.common.timing import Spread, alternate, is_slower, paired_ratio, set_up, spread
 from benches.common.training import SEED, Network, Sizes, Task, prepare, size_of, sizes_from
 from benches.models.budget_networks import NETWORKS as ELEVEN
 from benches.models.wrapping import TorchCheckpoint
 from fckpt._memory import measure_peak
 from fckpt.errors import BudgetError
+from fckpt.solve._known_orders import remembering
 
 STEPS = 5
+COLUMNS = ("optimizer", "n", "way", "peak MiB", "of plain", "time", "of hooks", "than plain", "same")
 ATTEMPTS = 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, foreach=False),
@@ -63,13 +68,40 @@ def _features(sizes: Sizes) -> tuple[Tensor, Tensor]:
     return torch.randn(sizes["batch"], sizes["width"]), torch.randint(10, (sizes["batch"],))
 
 
-_SIZES = {
+_CPU = """
+resnet50    batch=4 side=64 stages=3
+densenet121 batch=4 side=64 stages=2
+vgg16       batch=4 side=64 width=32 hidden=256
+googlenet   batch=4 side=64 divisor=2
+unet        batch=1 side=64 width=16 depth=3
+vit         batch=4 side=64 patch=8 hidden=192 heads=4 layers=4
+bert        batch=4 tokens=64 hidden=192 layers=4 heads=4 vocabulary=512
+gpt2        batch=4 tokens=64 hidden=192 layers=4 heads=4 vocabulary=512
+llama       batch=4 tokens=64 hidden=192 layers=4 heads=4 groups=2 vocabulary=512
+mixer       batch=4 side=64 patch=8 hidden=192 layers=4
+lstm        batch=32 steps=16 features=32 hidden=192 span=4
+"""
+"""Sizes for which weights take as many bytes as activations, as they do in training with small microbatches."""
+
+_PERCEPTRON = {
     "cuda": sizes_from("batch=512 width=3072 layers=24"),
-    "cpu": sizes_from("batch=128 width=512 layers=12"),
-    "quick": sizes_from("batch=128 width=256 layers=12"),
+    "cpu": sizes_from("batch=128 width=384 layers=8"),
+    "quick": sizes_from("batch=8 width=64 layers=3"),
     "tiny": sizes_from("batch=8 width=64 layers=3"),
 }
-NETWORKS = {**ELEVEN, "mlp": Network("perceptron", Perceptron, _features, _SIZES)}
+
+
+def _networks() -> dict[str, Network]:
+    """Returns the networks with the sizes of this bench; `quick` are the tiny ones."""
+    lines = dict(line.split(maxsplit=1) for line in _CPU.strip().splitlines())
+    own = {
+        name: replace(network, sizes={**network.sizes, "cpu": sizes_from(lines[name]), "quick": network.sizes["tiny"]})
+        for name, network in ELEVEN.items()
+    }
+    return {**own, "mlp": Network("perceptron", Perceptron, _features, _PERCEPTRON)}
+
+
+NETWORKS = _networks()
 Step = Callable[[], Tensor]
 
 
@@ -80,6 +112,10 @@ class Way(Row):
     way: str
     optimizer: str
     accumulate: int
+    time_to_hooks: Spread | None = None
+    """The time of a step relative to hooks."""
+    slower: bool = False
+    """Whether it is slower than the plain step beyond noise."""
 
     @property
     def title(self) -> str:
@@ -142,7 +178,7 @@ class Trainee:
 
             parameter.register_post_accumulate_grad_hook(update)
 
-    def planned(self, budget: int) -> Any:
+    def planned(self, budget: int | None) -> Any:
         """Returns `fckpt.step` within a budget."""
         loss_fn = lambda loss, batch: loss(*batch)
         return fckpt.step(self.loss, self.optimizers[0], loss_fn, budget=budget, accumulate=self.accumulate)
@@ -169,52 +205,70 @@ def examine(task: Task, parsed: argparse.Namespace, device: torch.device, advanc
         for optimizer in parsed.optimizers:
             for accumulate in parsed.accumulate:
                 advance(f"{optimizer}, {accumulate}")
-                report.rows += _ways(task, optimizer, accumulate, parsed.rounds, device)
+                report.rows += Comparison(task, optimizer, accumulate, device).run(parsed.rounds)
     except Exception as error:  # the other networks may work
         report.complaints.append(described(error))
     return report
 
 
-def _ways(task: Task, optimizer: str, accumulate: int, rounds: int, device: torch.device) -> list[Way]:
-    options = (optimizer, accumulate)
-    plain, blocks, hooks = Trainee(task, *options), *(Trainee(task, *options, blocks=True) for _ in range(2))
-    hooks.update_in_hooks()
-    expected = plain.after(plain.step)
+class Comparison:
+    """The ways to do a step, for one optimizer and one number of microbatches."""
 
-    def measured(row: Way, trainee: Trainee, step: Step) -> Way:
-        actual = expected if trainee is plain else trainee.after(step)
+    def __init__(self, task: Task, optimizer: str, accumulate: int, device: torch.device) -> None:
+        self.task, self.options, self.device = task, (optimizer, accumulate), device
+        self.rows: list[Way] = []
+        self.steps: dict[str, Step] = {}
+        """By way."""
+        self.expected: dict[str, list[Tensor]] = {}
+
+    def run(self, rounds: int) -> list[Way]:
+        """Runs and times all ways."""
+        plain, blocks, hooks = (Trainee(self.task, *self.options, blocks=b) for b in (False, True, True))
+        hooks.update_in_hooks()
+        self.expected = plain.after(plain.step)
+        for way, trainee in (("plain", plain), ("blocks", blocks), ("hooks", hooks)):
+            self._add(Way(way, *self.options), trainee, trainee.step)
+        self._plan("step, free", None)
+        self._plan("step", self.rows[2].peak_bytes)
+        self._plan("step, least", 1)
+        seconds = alternate(self.steps, rounds=rounds, device=self.device)
+        for row in (row for row in self.rows if row.way in seconds):
+            row.step_seconds = spread(seconds[row.way])
+            row.time_ratio = paired_ratio(seconds, row.way, "plain")
+            row.time_to_hooks = paired_ratio(seconds, row.way, "hooks")
+            row.slower = row.way != "plain" and is_slower(seconds, row.way, "plain")
+        return self.rows
+
+    def _add(self, row: Way, trainee: Trainee, step: Step) -> None:
+        actual = self.expected if row.way == "plain" else trainee.after(step)
         same = lambda one, other: len(one) == len(other) and all(map(torch.equal, one, other))
-        row.unequal = [what for what, values in expected.items() if not same(values, actual[what])]
-        if trainee is plain:
-            row.peak_bytes = measure_peak(step, device).peak_bytes
-        else:
-            row.measure(step, plain.step, rounds, device)
-        return row
+        row.unequal = [what for what, values in self.expected.items() if not same(values, actual[what])]
+        row.peak_bytes = measure_peak(step, self.device).peak_bytes
+        self.rows.append(row)
+        self.steps[row.way] = step
 
-    def planned(way: str, budget: int) -> Way:
+    @remembering()
+    def _plan(self, way: str, budget: int | None) -> None:
         """Tries a budget, and with "step, least" the least budget that is said to be feasible."""
-        row = Way(way, *options, budget_bytes=budget)
+        row = Way(way, *self.options, budget_bytes=budget)
+        trainee = Trainee(self.task, *self.options)
+        step = trainee.planned(budget)
         for _ in range(ATTEMPTS):
-            trainee = Trainee(task, *options)
             try:
-                step = trainee.planned(row.budget_bytes or 1)
-                measured(row, trainee, lambda: step(trainee.batch))
-                row.predict(step.plan(trainee.batch))
-                row.judge()
-                return row
+                plan = step.plan(trainee.batch)
             except BudgetError as error:
                 row.least_bytes = error.least_bytes
                 if way == "step":
                     break
-                row.budget_bytes = error.least_bytes  # more, if the first update takes more memory than later ones
+                step.budget = row.budget_bytes = error.least_bytes  # which the next search may lower no further
+                continue
+            row.predict(plan)
+            self._add(row, trainee, lambda: step(trainee.batch))
+            row.predict(step.plan(trainee.batch))
+            row.judge()
+            return
         row.complaints.append(f"needs {row.least_bytes} bytes")
-        return row
-
-    rows = [
-        measured(Way(way, *options), trainee, trainee.step)
-        for way, trainee in (("plain", plain), ("blocks", blocks), ("hooks", hooks))
-    ]
-    return [*rows, planned("step", rows[-1].peak_bytes or 1), planned("step, least", 1)]
+        self.rows.append(row)
 
 
 # ---- the script ----------------------------------------------------------------------------------
@@ -225,11 +279,12 @@ def show(reports: Sequence[Report], console: Console) -> None:
     for report in reports:
         sizes = f"parameters {mib(report.parameter_bytes)} MiB, forward and backward alone at least"
         console.print(f"[bold]{report.name}[/]: {report.what}; {sizes} {mib(report.today_bytes)} MiB")
-        table = table_of("optimizer", "n", "way", "peak MiB", "of plain", "time", "same", left=("optimizer", "way"))
+        table = table_of(*COLUMNS, left=COLUMNS[:3:2])
         plain = 1
         for row in report.rows:
             plain = row.peak_bytes or 1 if row.way == "plain" else plain
-            cells = [mib(row.peak_bytes), share(row.peak_bytes, plain), str(row.time_ratio or ""), row.same]
+            times = [str(row.time_ratio or ""), str(row.time_to_hooks or ""), "slower" if row.slower else ""]
+            cells = [mib(row.peak_bytes), share(row.peak_bytes, plain), *times, row.same]
             table.add_row(row.optimizer, str(row.accumulate), row.way, *cells, style=row.style)
         console.print(table)
 
@@ -237,9 +292,10 @@ def show(reports: Sequence[Report], console: Console) -> None:
 def main(arguments: list[str]) -> int:
     """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
     parser = network_parser("steps", __doc__, "a peak or a result is not as it should be", NETWORKS)
-    parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS), metavar="NAME")
+    parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), metavar="NAME")
     parser.add_argument("--accumulate", nargs="+", type=int, default=[1, 4], metavar="N", help="microbatches")
     parsed = parse_networks(parser, NETWORKS, arguments)
+    parsed.optimizers = parsed.optimizers or (["adamw"] if parsed.quick else list(OPTIMIZERS))
     device = set_up(parsed.device)
     console, document = opening("steps", arguments, device)
     size = size_of(device, quick=parsed.quick, tiny=parsed.tiny)

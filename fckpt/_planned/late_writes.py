@@ -8,7 +8,8 @@ the write behind the last computation that reads the old value, where there is o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import NamedTuple
 
 from fckpt._planned.plan import Plan
 from fckpt._planned.solving import solved
@@ -17,13 +18,17 @@ from fckpt.errors import BudgetError
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Compute, Schedule, schedule_of
 from fckpt.graph.simulation import simulate
-from fckpt.solve._known_orders import remembering
-from fckpt.solve.core.rules import Rules, peak_of
+from fckpt.solve._auto import orders_of
+from fckpt.solve._greedy import fit, lowered
+from fckpt.solve._known_orders import KnownOrders, remembering
+from fckpt.solve.core.rules import Order, Rules, peak_of
 from fckpt.solve.core.starts import backward_orders, save_everything
 
 __all__ = ["settled", "settled_within", "solved_with_writes", "without_recomputation", "writes_late"]
 
 _STARTS = 12
+_LOWERED = 12
+"""The number of orders whose peaks are lowered to find the lowest one."""
 
 
 def writes_late(graph: Graph) -> bool:
@@ -131,24 +136,28 @@ def solved_with_writes(
         time_limit: see `solved`.
 
     Raises:
-        BudgetError: no plan fits the budget.
+        BudgetError: no plan fits the budget. Its `least_bytes` do not depend on the budget.
     """
-    smallest: Plan | None = None
+    relaxed = _relaxed(graph)
+    solve = lambda nbytes: solved(relaxed, nbytes, solver, torch_version, time_limit)
+    plan_of = lambda schedule: Plan(graph, schedule, solver, nbytes, torch_version)
     why: BudgetError | None = None
-    solve = lambda graph, nbytes: solved(graph, nbytes, solver, torch_version, time_limit)
-    for made in _tries(_relaxed(graph), nbytes, solve):
-        if isinstance(made, BudgetError):
-            why = made
-            continue
-        found = dataclasses.replace(made, graph=graph, schedule=settled(graph, made.schedule), budget_bytes=nbytes)
-        if found.peak_bytes <= nbytes:
-            return found
-        if smallest is None or found.peak_bytes < smallest.peak_bytes:
-            smallest = found
-    if smallest is None or (why is not None and smallest.peak_bytes == why.least_bytes):
-        assert why is not None
+    try:
+        for size in (nbytes, *_smaller(nbytes)):
+            found = plan_of(settled(graph, solve(max(1, size)).schedule))
+            if found.peak_bytes <= nbytes:
+                return found
+    except BudgetError as error:
+        why = error
+    if solver == "auto":
+        found = plan_of(smallest_within(graph, relaxed, nbytes))
+    else:
+        found = plan_of(settled(graph, solve(_least_of(solve) if why is None else why.least_bytes).schedule))
+    least = found.peak_bytes
+    if least <= nbytes:
+        return found
+    if why is not None and least == why.least_bytes:
         raise why
-    least = smallest.peak_bytes
     raise BudgetError(
         f"no plan fits {format_bytes(nbytes)} ({nbytes} bytes): the least that the solver {solver!r} finds is "
         f"{format_bytes(least)} ({least} bytes), because updates wait for recomputations that read the old values. "
@@ -157,19 +166,80 @@ def solved_with_writes(
     )
 
 
-def _tries(relaxed: Graph, nbytes: int, solve: Callable[[Graph, int], Plan]) -> Iterator[Plan | BudgetError]:
-    """Yields plans without regard to updates: for the budget, for less, and the smallest that the solver finds.
+def _least_of(solve: Callable[[int], Plan]) -> int:
+    """Returns the least budget for which a solver finds a plan."""
+    try:
+        return solve(1).peak_bytes
+    except BudgetError as error:
+        return error.least_bytes
 
-    An error stands for a budget that no plan fits; the smallest plan follows on it.
+
+# ---- the lowest peak -----------------------------------------------------------------------------
+
+
+class _Settled(NamedTuple):
+    """An order of computations in which no update is too early."""
+
+    peak_nbytes: int
+    order: Order
+    schedule: Schedule
+
+
+def _settled(graph: Graph, order: Order) -> _Settled:
+    schedule = settled(graph, schedule_of(graph, *order))
+    return _Settled(simulate(graph, schedule).peak_nbytes, _order_of(schedule), schedule)
+
+
+def _order_of(schedule: Schedule) -> Order:
+    forward, backward = ([s.node for s in p if isinstance(s, Compute)] for p in (schedule.forward, schedule.backward))
+    return Order(forward, backward)
+
+
+def smallest_within(graph: Graph, relaxed: Graph, nbytes: int) -> Schedule:
+    """Returns the schedule with the lowest peak that is found, without the recomputations that a budget spares.
+
+    Args:
+        graph: the graph, with its writes.
+        relaxed: the graph without them.
+        nbytes: the budget. If the lowest peak is above it, it is not considered.
     """
-    error: BudgetError | None = None
-    for size in (nbytes, *_smaller(nbytes), 1):
-        try:
-            yield solve(relaxed, max(1, size))
-        except BudgetError as found:
-            error = found
+    known = orders_of(relaxed)
+    best = _smallest(graph, known)
+    if best.peak_nbytes > nbytes:
+        return best.schedule
+    faster = fit(known.rules, best.order, nbytes)[0]
+    pruned = best if faster is None else _settled(graph, faster)
+    return pruned.schedule if pruned.peak_nbytes <= nbytes else best.schedule
+
+
+def _smallest(graph: Graph, known: KnownOrders) -> _Settled:
+    """Returns the order with the lowest peak that is found.
+
+    The solver's smallest orders often need no more with their updates settled. Otherwise the smallest of all orders are
+    settled, lowered by repairs, and settled again, as long as their peaks fall.
+    """
+    rules = known.rules
+    found = [_settled(graph, order) for order in known.smallest]
+    best = min(found, key=_peak)
+    if best.peak_nbytes <= peak_of(rules, known.least):
+        return best
+    starts = sorted([*known.common, *known.spread, *known.binomials], key=lambda start: start.peak_nbytes)
+    for start in starts:
+        found.sort(key=_peak)
+        del found[_LOWERED:]
+        if start.peak_nbytes >= found[-1].peak_nbytes and len(found) == _LOWERED:
             break
-    if error is not None:
-        least = error.least_bytes
-        yield error
-        yield solve(relaxed, least)
+        found.append(_settled(graph, start.order))
+    for start in found:
+        last = start
+        while True:
+            following = _settled(graph, lowered(rules, last.order)[0])
+            if following.peak_nbytes >= last.peak_nbytes:
+                break
+            last = following
+        best = min(best, last, key=_peak)
+    return best
+
+
+def _peak(order: _Settled) -> int:
+    return order.peak_nbytes

@@ -51,7 +51,7 @@ from fckpt.solve.core.starts import Start, measured
 from fckpt.solve.proofs.certificate import PROOF, certified, quick
 from fckpt.solve.repair.search import Search
 
-__all__ = ["auto"]
+__all__ = ["auto", "orders_of"]
 
 GOOD_ENOUGH = 1e-4
 """On small graphs, or with a time limit, the search ends at a plan that exceeds the lower bound by at most this
@@ -152,11 +152,16 @@ def auto(
         decided = any(value.decision for value in graph.values)
         return policy(graph) if decided else save_all(graph)
     limits = _Limits.of(graph, time_limit)
-    known = known_orders(graph, lambda: KnownOrders(graph, 2 * limits.failed_repair_moves))
+    known = orders_of(graph)
     key = (budget, time_limit, seed)
     if key not in known.found:
         known.found[key] = _solved(known, budget, limits, seed, watch or _ignore)
     return known.found[key]
+
+
+def orders_of(graph: Graph) -> KnownOrders:
+    """Returns the orders of a graph from which plans start; see `remembering`."""
+    return known_orders(graph, lambda: KnownOrders(graph, 2 * _Limits.of(graph, None).failed_repair_moves))
 
 
 def _solved(

@@ -106,20 +106,23 @@ class KnownOrders:
     @functools.cached_property
     def least(self) -> Order:
         """The order with the lowest peak."""
-        return min(self._smallest(), key=lambda order: peak_of(self.rules, order))
+        return min(self.smallest, key=lambda order: peak_of(self.rules, order))
 
-    def _smallest(self) -> Iterator[Order]:
-        """Yields orders whose peaks repairs have lowered as far as possible."""
+    @functools.cached_property
+    def smallest(self) -> list[Order]:
+        """Orders whose peaks repairs have lowered as far as possible."""
         weighed = 0
         done: list[Order] = []
+        found: list[Order] = []
         for start in self._to_lower():
             if start not in done:
                 order, moves = lowered(self.rules, start)
                 weighed += moves
                 done.append(start)
-                yield order
+                found.append(order)
             if weighed > self.lowering_moves:
-                return  # before the next start is computed
+                break  # before the next start is computed
+        return found
 
     def _to_lower(self) -> Iterator[Order]:
         """Yields the orders with the smallest peaks, and last the one of `greedy`, which may become smaller still."""
