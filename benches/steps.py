@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,6 +38,7 @@ from benches.common.rows import Record, Row
 from benches.common.timing import Spread, alternate, is_slower, paired_ratio, set_up, spread
 from benches.common.training import SEED, Network, Sizes, Task, prepare, size_of, sizes_from
 from benches.models.budget_networks import NETWORKS as ELEVEN
+from benches.models.sequence import UnrolledLSTM
 from benches.models.wrapping import TorchCheckpoint
 from fckpt._memory import measure_peak
 from fckpt.errors import BudgetError
@@ -64,6 +66,18 @@ class Perceptron(nn.Sequential):
         super().__init__(*(Layer(nn.Linear(width, width), nn.GELU()) for _ in range(layers)))
 
 
+class BatchFirst(UnrolledLSTM):
+    """An LSTM that takes batches whose first dimension is split into microbatches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(0, 1))
+
+
+def _series(sizes: Sizes) -> tuple[Tensor, Tensor]:
+    batch = sizes["batch"]
+    return torch.randn(batch, sizes["steps"], sizes["features"]), torch.randint(10, (batch,))
+
+
 def _features(sizes: Sizes) -> tuple[Tensor, Tensor]:
     return torch.randn(sizes["batch"], sizes["width"]), torch.randint(10, (sizes["batch"],))
 
@@ -74,12 +88,12 @@ densenet121 batch=4 side=64 stages=2
 vgg16       batch=4 side=64 width=32 hidden=256
 googlenet   batch=4 side=64 divisor=2
 unet        batch=1 side=64 width=16 depth=3
-vit         batch=4 side=64 patch=8 hidden=192 heads=4 layers=4
-bert        batch=4 tokens=64 hidden=192 layers=4 heads=4 vocabulary=512
-gpt2        batch=4 tokens=64 hidden=192 layers=4 heads=4 vocabulary=512
-llama       batch=4 tokens=64 hidden=192 layers=4 heads=4 groups=2 vocabulary=512
-mixer       batch=4 side=64 patch=8 hidden=192 layers=4
-lstm        batch=32 steps=16 features=32 hidden=192 span=4
+vit         batch=4 side=64 patch=8 hidden=192 heads=4 layers=3
+bert        batch=4 tokens=64 hidden=192 layers=3 heads=4 vocabulary=512
+gpt2        batch=4 tokens=64 hidden=192 layers=3 heads=4 vocabulary=512
+llama       batch=4 tokens=64 hidden=192 layers=3 heads=4 groups=2 vocabulary=512
+mixer       batch=4 side=64 patch=8 hidden=192 layers=3
+lstm        batch=32 steps=16 features=32 hidden=256 span=4
 """
 """Sizes for which weights take as many bytes as activations, as they do in training with small microbatches."""
 
@@ -98,6 +112,7 @@ def _networks() -> dict[str, Network]:
         name: replace(network, sizes={**network.sizes, "cpu": sizes_from(lines[name]), "quick": network.sizes["tiny"]})
         for name, network in ELEVEN.items()
     }
+    own["lstm"] = replace(own["lstm"], model=BatchFirst, data=_series)
     return {**own, "mlp": Network("perceptron", Perceptron, _features, _PERCEPTRON)}
 
 
@@ -138,11 +153,39 @@ class Report(Record):
 # ---- ways to do a step -----------------------------------------------------------------------------
 
 
-class Trainee:
-    """A copy of a network with an optimizer, and ways to do a step."""
+class Model:
+    """A copy of a network that several trainees train one after the other, each from the start.
 
-    def __init__(self, task: Task, optimizer: str, accumulate: int, *, blocks: bool = False) -> None:
-        self.loss = copy.deepcopy(task.in_blocks(TorchCheckpoint) if blocks else task.loss)
+    Dynamo captures it once for all budgets and optimizers, because a capture takes longer than everything else.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.loss = copy.deepcopy(task.loss)
+        self.start = copy.deepcopy(task.loss.state_dict())
+        self.loss_fn: Callable[[Any, Any], Tensor] = lambda loss, batch: loss(*batch)
+        self.known: dict[int, Any] = {}
+        """Earlier steps, by the number of microbatches."""
+
+    def fresh(self) -> nn.Module:
+        """Returns the module with the values that it had at first."""
+        self.loss.load_state_dict(self.start)
+        return self.loss
+
+    def step(self, optimizer: torch.optim.Optimizer, budget: int | None, accumulate: int) -> Any:
+        """Returns `fckpt.step` within a budget."""
+        step = fckpt.step(self.loss, optimizer, self.loss_fn, budget=budget, accumulate=accumulate)
+        known = self.known.setdefault(accumulate, step)
+        if known is not step:
+            step._losses, step._planner._entry = known._losses, known._planner._entry
+            step._planner.captures = [(capture, {}) for capture, _ in known._planner.captures]
+        return step
+
+
+class Trainee:
+    """A network with an optimizer, and ways to do a step."""
+
+    def __init__(self, task: Task, optimizer: str, accumulate: int, loss: nn.Module) -> None:
+        self.loss = loss
         self.parameters = [p for p in self.loss.parameters() if p.requires_grad]
         self.make = OPTIMIZERS[optimizer]
         self.optimizers = [self.make(self.parameters)]
@@ -178,11 +221,6 @@ class Trainee:
 
             parameter.register_post_accumulate_grad_hook(update)
 
-    def planned(self, budget: int | None) -> Any:
-        """Returns `fckpt.step` within a budget."""
-        loss_fn = lambda loss, batch: loss(*batch)
-        return fckpt.step(self.loss, self.optimizers[0], loss_fn, budget=budget, accumulate=self.accumulate)
-
     def after(self, step: Step) -> dict[str, list[Tensor]]:
         """Returns the losses of some steps from a fixed seed, and copies of the state after them."""
         torch.manual_seed(SEED)
@@ -202,10 +240,11 @@ def examine(task: Task, parsed: argparse.Namespace, device: torch.device, advanc
     try:
         report.parameter_bytes = sum(p.nbytes for p in task.loss.parameters())
         report.today_bytes = prepare(task).least_bytes()
+        model = Model(task)
         for optimizer in parsed.optimizers:
             for accumulate in parsed.accumulate:
                 advance(f"{optimizer}, {accumulate}")
-                report.rows += Comparison(task, optimizer, accumulate, device).run(parsed.rounds)
+                report.rows += Comparison(task, model, optimizer, accumulate, device).run(parsed.rounds)
     except Exception as error:  # the other networks may work
         report.complaints.append(described(error))
     return report
@@ -214,8 +253,8 @@ def examine(task: Task, parsed: argparse.Namespace, device: torch.device, advanc
 class Comparison:
     """The ways to do a step, for one optimizer and one number of microbatches."""
 
-    def __init__(self, task: Task, optimizer: str, accumulate: int, device: torch.device) -> None:
-        self.task, self.options, self.device = task, (optimizer, accumulate), device
+    def __init__(self, task: Task, model: Model, optimizer: str, accumulate: int, device: torch.device) -> None:
+        self.task, self.model, self.options, self.device = task, model, (optimizer, accumulate), device
         self.rows: list[Way] = []
         self.steps: dict[str, Step] = {}
         """By way."""
@@ -223,7 +262,8 @@ class Comparison:
 
     def run(self, rounds: int) -> list[Way]:
         """Runs and times all ways."""
-        plain, blocks, hooks = (Trainee(self.task, *self.options, blocks=b) for b in (False, True, True))
+        losses = copy.deepcopy(self.task.loss), *(copy.deepcopy(self.task.in_blocks(TorchCheckpoint)) for _ in range(2))
+        plain, blocks, hooks = (Trainee(self.task, *self.options, loss) for loss in losses)
         hooks.update_in_hooks()
         self.expected = plain.after(plain.step)
         for way, trainee in (("plain", plain), ("blocks", blocks), ("hooks", hooks)):
@@ -231,7 +271,10 @@ class Comparison:
         self._plan("step, free", None)
         self._plan("step", self.rows[2].peak_bytes)
         self._plan("step, least", 1)
+        gc.collect()
+        gc.freeze()  # collecting what Dynamo keeps would take longer than the steps
         seconds = alternate(self.steps, rounds=rounds, device=self.device)
+        gc.unfreeze()
         for row in (row for row in self.rows if row.way in seconds):
             row.step_seconds = spread(seconds[row.way])
             row.time_ratio = paired_ratio(seconds, row.way, "plain")
@@ -251,8 +294,8 @@ class Comparison:
     def _plan(self, way: str, budget: int | None) -> None:
         """Tries a budget, and with "step, least" the least budget that is said to be feasible."""
         row = Way(way, *self.options, budget_bytes=budget)
-        trainee = Trainee(self.task, *self.options)
-        step = trainee.planned(budget)
+        trainee = Trainee(self.task, *self.options, self.model.fresh())
+        step = self.model.step(trainee.optimizers[0], budget, trainee.accumulate)
         for _ in range(ATTEMPTS):
             try:
                 plan = step.plan(trainee.batch)
