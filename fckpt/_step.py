@@ -18,6 +18,7 @@ from fckpt._call.conditions import Observation
 from fckpt._call.levels import below_autograd, has_forward_mode, is_recorded, transforms_active
 from fckpt._call.results import Rebuilt, is_number
 from fckpt._capture.function import GraphFunction
+from fckpt._fuse.option import Kernels, check_kernels
 from fckpt._module import check_plannable
 from fckpt._planned.execution import Program
 from fckpt._planned.making import check_budget
@@ -46,6 +47,7 @@ def step(
     accumulate: int = 1,
     clip_norm: float | None = None,
     solver: str = "auto",
+    kernels: Kernels = "aten",
 ) -> TrainingStep:
     """Returns a function that does one training step in place: forward, backward and the optimizer's update.
 
@@ -71,6 +73,7 @@ def step(
         clip_norm: the largest norm of all gradients together, as for
             `torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)`.
         solver: see `fckpt.solve.names()`.
+        kernels: the kernels that run the step, see `remat`; also without a budget.
 
     Returns:
         A callable that takes a batch (a pytree) and returns the loss; for several microbatches the sum of their scaled
@@ -109,6 +112,7 @@ def step(
         raise ArgumentValueError(f"clip_norm must be a number above 0, not {clip_norm!r}.")
     if solver != "auto" and budget is None:
         raise ArgumentValueError(f"solver={solver!r} needs a budget: pass budget=...")
+    check_kernels(kernels, planned=True)
     check_plannable(model)
     return TrainingStep(
         model,
@@ -118,6 +122,7 @@ def step(
         accumulate,
         None if clip_norm is None else float(clip_norm),
         solver,
+        kernels,
     )
 
 
@@ -133,6 +138,7 @@ class TrainingStep:
         accumulate: int,
         clip_norm: float | None,
         solver: str,
+        kernels: Kernels,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -141,7 +147,7 @@ class TrainingStep:
         self.accumulate = accumulate
         self.clip_norm = clip_norm
         self._updates = Updates(optimizer)
-        self._planner = StepPlanner(budget, solver)
+        self._planner = StepPlanner(budget, solver, kernels)
         self._planner.ledger.name = f"the step of {name_of(loss_fn)}"
         self._fckpt_planner = self._planner
         self._traced: dict[Any, Any] = {}
