@@ -39,6 +39,7 @@ from fckpt.errors import ClosureError as ClosureError
 from fckpt.errors import FckptError as FckptError
 from fckpt.errors import GradientWarning as GradientWarning
 from fckpt.errors import ImpureFunctionError as ImpureFunctionError
+from fckpt.errors import KernelWarning as KernelWarning
 from fckpt.errors import MeshWarning as MeshWarning
 from fckpt.errors import MutationError as MutationError
 from fckpt.errors import OpaqueOutputError as OpaqueOutputError
@@ -99,6 +100,7 @@ __all__ = [
     "Functional",
     "GradientWarning",
     "ImpureFunctionError",
+    "KernelWarning",
     "Link",
     "Mesh",
     "MeshWarning",

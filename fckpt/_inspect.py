@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fckpt import solve
 from fckpt._call.arguments import DonatedArguments
 from fckpt._call.results import is_number
+from fckpt._fuse.option import Kernels, check_kernels
 from fckpt._planned.ledger import Stats
 from fckpt._planned.making import check_budget, make_plan, plain_plan, priced
 from fckpt._planned.plan import Budget, Plan
@@ -41,6 +42,7 @@ def plan(
     policy: PolicyLike | None = None,
     solver: str = "auto",
     tile: Tile = False,
+    kernels: Kernels = "aten",
     costs: CostSource | None = None,
     time_limit: float | None = None,
     outputs: Outputs | None = None,
@@ -60,6 +62,7 @@ def plan(
         policy: see `remat`. Without budget and policy, the plan is that of the plain function.
         solver: see `fckpt.solve.names()`.
         tile: see `remat`.
+        kernels: see `remat`. The plan only notes them: kernels are compiled where it runs.
         costs: the source of times and temporary memory: `fckpt.cost.Measured()`, the default for real tensors, or
             `fckpt.cost.Analytic(profile)`, the default for fake ones.
         time_limit: approximate time limit of the solver `auto`, in seconds; see `fckpt.solve.auto`. If interrupted, it
@@ -89,7 +92,9 @@ def plan(
         True
     """
     tile, donated = check_tile(tile, budget), (donate_argnums, donate_argnames)
-    return Looked(fn, args, kwargs, costs, outputs, donated).plan(policy, budget, solver, time_limit, tile)
+    check_kernels(kernels, planned=budget is not None or policy is not None)
+    made = Looked(fn, args, kwargs, costs, outputs, donated).plan(policy, budget, solver, time_limit, tile)
+    return dataclasses.replace(made, kernels=kernels)
 
 
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:

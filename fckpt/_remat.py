@@ -28,6 +28,7 @@ from fckpt._call.levels import (
 from fckpt._call.rng import RandomState
 from fckpt._capture import marks
 from fckpt._capture.function import BatchedGraph
+from fckpt._fuse.option import Kernels, check_kernels
 from fckpt._module import check_plannable, remat_module
 from fckpt._planned.batched import NOT_BATCHED, Batching, outer_batch, run_batched
 from fckpt._planned.execution import NOT_AGAIN, Execution, Program
@@ -67,6 +68,7 @@ def remat(
     plan: Plan | None = ...,
     solver: str = ...,
     tile: Tile = ...,
+    kernels: Kernels = ...,
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
@@ -83,6 +85,7 @@ def remat(
     plan: Plan | None = ...,
     solver: str = ...,
     tile: Tile = ...,
+    kernels: Kernels = ...,
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
@@ -99,6 +102,7 @@ def remat(
     plan: Plan | None = ...,
     solver: str = ...,
     tile: Tile = ...,
+    kernels: Kernels = ...,
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
@@ -116,6 +120,7 @@ def remat(
     plan: Plan | None = None,
     solver: str = "auto",
     tile: Tile = False,
+    kernels: Kernels = "aten",
     untraceable: Untraceable = "raise",
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -159,6 +164,11 @@ def remat(
             products, softmax, normalisation, losses, pointwise operations and their derivatives. "exact" takes only
             tiles that give the bits of the whole operation, as tested on its kernel; True also sums in another order
             (the gradient of a weight, for example). A plan without tiles stays if it is as fast.
+        kernels: "aten" runs a plan with torch's kernels, one operation after the other. "exact" compiles consecutive
+            operations with exactly rounded results (float32 and float64 on CPU: add, mul, div, comparisons, where) to
+            one kernel each, which is used where its bits are the same and it is faster. "fused" compiles all pointwise
+            operations, softmax and normalisations; gradients then differ as those of `torch.compile` do. The budget
+            holds in any case. Each kernel takes about a second at the first call, and inductor keeps it on disk.
         untraceable: what to do with a function that cannot be traced into a graph: "raise" a `TraceError`, or "remat",
             which rematerialises its repeated blocks (or the whole function if it has none) without a plan, and warns
             once that the budget does not hold.
@@ -212,6 +222,7 @@ def remat(
             plan=plan,
             solver=solver,
             tile=tile,
+            kernels=kernels,
             untraceable=untraceable,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
@@ -230,6 +241,7 @@ def remat(
     if solver != "auto" and budget is None:
         raise ArgumentValueError(f"solver={solver!r} needs a budget: pass budget=...")
     tile = check_tile(tile, budget)
+    kernels = check_kernels(kernels, planned=policy is not None or budget is not None or plan is not None)
     if name is not None and not isinstance(name, str):
         raise ArgumentTypeError(f"name must be a str, not {type(name).__name__}: {name!r}.")
     if untraceable not in ("raise", "remat"):
@@ -243,7 +255,7 @@ def remat(
         budget = None if budget is None else check_budget(budget)
         named = name_of(fn) if name is None else name
         is_module = isinstance(fn, nn.Module)
-        options = (static, donated, policy, budget, plan, solver, tile, untraceable, named, is_module)
+        options = (static, donated, policy, budget, plan, solver, tile, kernels, untraceable, named, is_module)
         make = functools.partial(_PlannedRegion, *options)
     if isinstance(fn, nn.Module):
         return remat_module(fn, make)
@@ -322,6 +334,7 @@ class _PlannedRegion(_Region):
         plan: Plan | None,
         solver: str,
         tile: Tile,
+        kernels: Kernels,
         untraceable: Untraceable,
         name: str,
         is_module: bool,
@@ -333,7 +346,7 @@ class _PlannedRegion(_Region):
         self.untraceable = untraceable
         self.without_plan: Callable[..., Any] | None = None
         """The function that runs instead of a plan, once the function is known to be untraceable."""
-        self.planner = Planner(policy, budget, plan, solver, tile=tile)
+        self.planner = Planner(policy, budget, plan, solver, tile=tile, kernels=kernels)
         self.planner.ledger.name = name
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from fckpt._call.conditions import Observation
 from fckpt._call.levels import below_autograd, has_forward_mode, is_recorded, transforms_active
 from fckpt._call.results import Rebuilt, is_number
 from fckpt._capture.function import GraphFunction
+from fckpt._fuse.option import Kernels, check_kernels
 from fckpt._module import check_plannable
 from fckpt._planned.execution import Program
 from fckpt._planned.making import check_budget
@@ -49,6 +50,7 @@ def step(
     clip_value: float | None = None,
     solver: str = "auto",
     tile: Tile = False,
+    kernels: Kernels = "aten",
 ) -> TrainingStep:
     """Returns a function that does one training step in place: forward, backward and the optimizer's update.
 
@@ -77,6 +79,7 @@ def step(
             `torch.nn.utils.clip_grad_value_(model.parameters(), clip_value)`.
         solver: see `fckpt.solve.names()`.
         tile: whether to cut operations that are independent by rows into tiles; see `remat`.
+        kernels: the kernels that run the step, see `remat`; also without a budget.
 
     Returns:
         A callable that takes a batch (a pytree) and returns the loss; for several microbatches the sum of their scaled
@@ -118,6 +121,7 @@ def step(
         raise ArgumentValueError("clip_norm and clip_value together: it is unclear which clips first. Give one.")
     if solver != "auto" and budget is None:
         raise ArgumentValueError(f"solver={solver!r} needs a budget: pass budget=...")
+    check_kernels(kernels, planned=True)
     check_plannable(model)
     return TrainingStep(
         model,
@@ -129,6 +133,7 @@ def step(
         None if clip_value is None else float(clip_value),
         solver,
         check_tile(tile, budget),
+        kernels,
     )
 
 
@@ -146,6 +151,7 @@ class TrainingStep:
         clip_value: float | None,
         solver: str,
         tile: Tile,
+        kernels: Kernels,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -155,7 +161,7 @@ class TrainingStep:
         self.clip_norm = clip_norm
         self.clip_value = clip_value
         self._updates = Updates(optimizer)
-        self._planner = StepPlanner(budget, solver, tile)
+        self._planner = StepPlanner(budget, solver, tile, kernels)
         self._planner.ledger.name = f"the step of {name_of(loss_fn)}"
         self._fckpt_planner = self._planner
         self._traced: dict[Any, Any] = {}

@@ -16,6 +16,7 @@ __all__ = [
     "FckptError",
     "GradientWarning",
     "ImpureFunctionError",
+    "KernelWarning",
     "MeshWarning",
     "MutationError",
     "OpaqueOutputError",
@@ -110,6 +111,10 @@ class CacheWarning(UserWarning):
 
 class GradientWarning(UserWarning):
     """Gradients are not bitwise equal to those of the plain function: the message says why, and what to do."""
+
+
+class KernelWarning(UserWarning):
+    """A kernel cannot be compiled, so torch's own kernels run instead."""
 
 
 class MeshWarning(UserWarning):

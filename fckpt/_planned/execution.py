@@ -22,12 +22,14 @@ from fckpt._call.levels import (
     unbatched,
 )
 from fckpt._call.results import Returned
+from fckpt._fuse.option import Kernels
 from fckpt._planned.lower import Lowered, lower
 from fckpt._planned.plan import Plan
 from fckpt._trace.formulas import FormulaError
 from fckpt._trace.operations import Backward, Ref, Trace, indices_of, is_expanded, statistics_of, strides_of
 from fckpt.errors import MutationError
-from fckpt.graph.schedule import Compute, Step
+from fckpt.graph.schedule import Compute, FusedSchedule, Step
+from fckpt.graph.simulation import Timeline, simulate
 
 __all__ = ["NOT_AGAIN", "Execution", "Program"]
 
@@ -35,19 +37,27 @@ __all__ = ["NOT_AGAIN", "Execution", "Program"]
 class Program:
     """A planned program: a traced call, lowered by a schedule. It can run any number of times, in any threads."""
 
-    def __init__(self, trace: Trace, plan: Plan, count: int):
+    def __init__(self, trace: Trace, plan: Plan, count: int, kernels: Kernels = "aten"):
         """Lowers a plan.
 
         Args:
             trace: the traced call, cut into the tiles of the plan.
             plan: the plan.
             count: the number of the trace's operands that are arguments; the others are captured tensors.
+            kernels: the kernels that run it, see `remat`.
         """
         self.trace = trace
         self.plan = plan
+        self.kernels: Kernels = kernels
         self.schedule = schedule = plan.schedule
         self.graph = graph = plan.graph
-        self.lowered = lower(trace, schedule, graph)
+        self.unfused = lower(trace, schedule, graph)
+        """The lowered functions that run operation by operation, for cotangents with other strides than planned."""
+        self.fused = None if kernels == "aten" else _with_blocks(trace, plan, kernels)
+        """The schedule with compiled blocks; None if there are none."""
+        self.lowered = self.unfused if self.fused is None else lower(trace, self.fused, graph)
+        if self.lowered.residuals != self.unfused.residuals:  # the backward pass of one may follow on the other forward
+            self.fused, self.lowered = None, self.unfused
         self.count = count
         self.ambient = ambient.capture()
         """The settings of the trace, which are those of every call. The backward pass recomputes under them."""
@@ -91,6 +101,15 @@ class Program:
         """The lowered functions without overwriting: a residual is too small for a batch of results."""
         return lower(self.trace, self.schedule, self.graph.plain)
 
+    def lowered_for(self, strides: tuple[tuple[int, ...], ...]) -> Lowered:
+        """Returns the lowered functions for cotangents with these strides; compiled kernels take planned ones only."""
+        return self.lowered if strides == self.backward.strides else self.unfused
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """The memory of the program, step by step, with its compiled blocks."""
+        return self.plan.timeline if self.fused is None else simulate(self.graph, self.fused)
+
     def takes(self, strides: Sequence[tuple[int, ...]]) -> bool:
         """Whether the plan is valid for cotangents with these strides: only their first readers see the difference.
 
@@ -110,6 +129,13 @@ class Program:
     def closed_over(self, closure: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the captured tensors that are used but not written."""
         return [closure[i - self.count] for i in self.read_only]
+
+
+def _with_blocks(trace: Trace, plan: Plan, kernels: Kernels) -> FusedSchedule | None:
+    from fckpt._fuse.blocks import fused  # compiles, and imports what that needs
+
+    limit = max(plan.peak_bytes, plan.budget_bytes or 0)
+    return fused(trace, plan.graph, plan.schedule, limit, kernels)
 
 
 def _without(shape: Sequence[int], dim: int | None) -> torch.Size:
@@ -398,7 +424,7 @@ class Execution:
         self._check_outputs()
         elsewhere = program.ambient != ambient.capture()
         with ambient.restored(program.ambient) if elsewhere else contextlib.nullcontext(), below_autograd():
-            lowered = program.functional if functional else program.lowered
+            lowered = program.functional if functional else program.lowered_for(strides)
             grads = lowered.backward(self._given(program, operands, statistics), residuals, cotangents)
         return [grads[i] for i in self._gradients()]
 

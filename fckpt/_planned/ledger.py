@@ -99,7 +99,7 @@ class Stats:
     fallbacks: dict[str, int] = field(default_factory=dict)
     """Calls and backward passes that could not run by a plan, by reason."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds spent on capturing, tracing and solving."""
+    """Seconds spent on capturing, tracing and solving, and on compiling and trying kernels if there are any."""
 
 
 _SIZES = re.compile(r"size mismatch|stride mismatch|\.size\(\)|\.stride\(\)")
@@ -129,7 +129,7 @@ class Ledger:
         try:
             yield
         finally:
-            self.stats.seconds[what] += time.perf_counter() - start
+            self.stats.seconds[what] = self.stats.seconds.get(what, 0.0) + time.perf_counter() - start
 
     def falls_back(self, reason: str, detail: str = "", *, quiet: bool = False) -> None:
         """Counts a call that does not run by a plan, and warns the first time for each reason.

@@ -19,7 +19,7 @@ from fckpt._trace.in_place import writer_of
 from fckpt._trace.operations import Call, Ref, Trace, indices_of, is_random, is_tagged_random, statistics_of
 from fckpt.errors import PlanError, RandomStateError
 from fckpt.graph.graph import Graph
-from fckpt.graph.schedule import Compute, Schedule, Step, with_freed
+from fckpt.graph.schedule import Compute, FusedBlock, FusedSchedule, FusedStep, Schedule, with_freed
 
 __all__ = ["Lowered", "lower"]
 
@@ -34,14 +34,16 @@ class Lowered:
     """Maps operands and constants, residuals (a list, which it empties) and cotangents to gradients, by operand."""
     source: str
     """The Python source of both functions."""
+    residuals: tuple[str, ...] = ()
+    """The names of the residuals in the source."""
 
 
-def lower(trace: Trace, schedule: Schedule, graph: Graph) -> Lowered:
+def lower(trace: Trace, schedule: Schedule | FusedSchedule, graph: Graph) -> Lowered:
     """Generates the two functions. They run in the dispatch state that the caller sets up.
 
     Args:
         trace: the trace.
-        schedule: a schedule of the graph of the trace.
+        schedule: a schedule of the graph of the trace, possibly with blocks.
         graph: the graph of the trace, or a variant in which fewer inputs are overwritten.
 
     Raises:
@@ -51,7 +53,7 @@ def lower(trace: Trace, schedule: Schedule, graph: Graph) -> Lowered:
     source = writer.write()
     scope = dict(writer.scope)
     exec(compile(source, "<fckpt plan>", "exec"), scope)
-    return Lowered(scope["forward"], scope["backward"], source)
+    return Lowered(scope["forward"], scope["backward"], source, tuple(writer.residuals))
 
 
 def _watch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, RandomState]:
@@ -112,7 +114,7 @@ def _generator(kwargs: dict[str, Any], device: torch.device) -> torch.Generator:
 class _Writer:
     """Generator of the source of both functions."""
 
-    def __init__(self, trace: Trace, schedule: Schedule, graph: Graph):
+    def __init__(self, trace: Trace, schedule: Schedule | FusedSchedule, graph: Graph):
         self.trace = trace
         self.graph = graph
         self.schedule = schedule
@@ -148,6 +150,7 @@ class _Writer:
         self.used: set[int] = set()
         self.live: set[int] = set()
         self.states: set[int] = set()  # nodes whose generator state is saved
+        self.residuals: list[str] = []
 
     # -- the functions
 
@@ -175,6 +178,7 @@ class _Writer:
         backward, backward_used = self.lines, self.used
         # Only tensors that the backward pass uses are residuals: the caller may free an output, for example.
         residuals = [_var(t) for t in candidates if t in backward_used] + [f"s{node}" for node in states]
+        self.residuals = residuals
         constants = {t for t, _ in trace.constants}
         outputs = [f"{_var(t)}.clone()" if self.base(t) in constants else _var(t) for t in trace.outputs]
         takes = [f"{_var(t)} = given[{i}]" for i, t in self.given if t in forward_used]
@@ -210,10 +214,12 @@ class _Writer:
 
     # -- the steps
 
-    def steps(self, steps: Sequence[Step]) -> None:
+    def steps(self, steps: Sequence[FusedStep]) -> None:
         for step, freed in with_freed(steps):
             if isinstance(step, Compute):
                 self.compute(step.node, freed)
+            elif isinstance(step, FusedBlock):
+                self.block(step)
             else:
                 self.free(step.value)
 
@@ -229,6 +235,15 @@ class _Writer:
             self.run(call, node, over, again)
         if node in self.repeated and self.trace.graph.nodes[node].random and not again:
             self.states.add(node)
+
+    def block(self, block: FusedBlock) -> None:
+        kernel = block.kernel
+        for t in kernel.inputs:
+            self.ensure(t)
+        inputs, outputs = _list([self.text(Ref(t)) for t in kernel.inputs]), map(_var, kernel.outputs)
+        self.emit(f"{', '.join(outputs)}, = {self.object(kernel.run, 'kernel')}({inputs})")
+        self.live.update(kernel.outputs)
+        self.done.update(block.nodes)
 
     def run(self, call: Call, node: int, over: int | None, again: bool) -> None:
         args, copies = list(call.args), []

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fckpt._fuse.option import Kernels, check_kernels
 from fckpt._tile.stretches import Gathered, Step, step_from_json, step_to_json
 from fckpt._units import format_bytes
 from fckpt.errors import ArgumentValueError, FckptError, PlanError
@@ -57,6 +58,9 @@ class Plan:
     """The option with which `tiles` were chosen: "exact" if they have the bits of the whole operations."""
     untiled: Graph | None = None
     """The graph without tiles, if there are tiles."""
+    kernels: Kernels = "aten"
+    """The kernels that run the plan. Blocks for compiled kernels are derived where the plan runs; all figures here are
+    those of torch's own kernels."""
 
     @functools.cached_property
     def timeline(self) -> Timeline:
@@ -155,6 +159,9 @@ class Plan:
             gap=self.gap,
         )
         lines = [table, *([self._tiles_text()] if self.tiles else [])]
+        lines += (
+            [] if self.kernels == "aten" else [f"It runs with kernels={self.kernels!r}, compiled at the first call."]
+        )
         return "\n".join([*lines, f"For a loss of {', '.join(self.loss_of)} alone."] if self.loss_of else lines)
 
     def _tiles_text(self) -> str:
@@ -204,6 +211,8 @@ class Plan:
         if self.untiled is not None:
             steps = [step_to_json(step) for step in self.tiles]
             data |= {"tiles": steps, "tile": self.tile, "untiled": self.untiled.to_json()}
+        if self.kernels != "aten":
+            data["kernels"] = self.kernels
         return {**data, "checksum": checksum(data)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -276,6 +285,7 @@ def _plan_from(data: dict[str, Any]) -> Plan:
         tuple([step_from_json(step) for step in data.get("tiles", [])]),
         _tile_from(data.get("tile", False)),
         Graph.from_json(data["untiled"]) if "untiled" in data else None,
+        check_kernels(data.get("kernels", "aten"), planned=True),
     )
 
 

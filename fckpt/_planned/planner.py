@@ -19,6 +19,7 @@ from fckpt._call.conditions import Observation
 from fckpt._call.facts import SCRIPT, Unguarded
 from fckpt._call.levels import transforms_active
 from fckpt._capture.reads import Guards, Reads
+from fckpt._fuse.option import Kernels
 from fckpt._planned.agreement import agreed, mesh_of
 from fckpt._planned.execution import Program
 from fckpt._planned.families import Families
@@ -126,6 +127,7 @@ class Planner:
         solver: str = "auto",
         costs: CostSource | None = None,
         tile: Tile = False,
+        kernels: Kernels = "aten",
     ):
         if plan is not None and not isinstance(plan, Plan):
             raise ArgumentTypeError(
@@ -141,6 +143,7 @@ class Planner:
         self.solver = solver
         self.costs = costs
         self.tile: Tile = tile
+        self.kernels: Kernels = kernels if plan is None or kernels != "aten" else plan.kernels
         self.ledger = Ledger()
         self.ledger.promised = budget if plan is None else plan.budget_bytes
         self.traced: dict[Any, list[tuple[Guards, Programs]]] = {}
@@ -285,7 +288,13 @@ class Planner:
                 of_training = None if whole is None else whole(Backward())
             plan = self.plan(traced, batches, of_training)
             self.ledger.count("programs")
-            return Program(rewritten(traced, plan.tiles), plan, count)
+            return self._program(rewritten(traced, plan.tiles), plan, count)
+
+    def _program(self, traced: Trace, plan: Plan, count: int) -> Program:
+        if self.kernels == "aten" or mesh_in_use() is not None:
+            return Program(traced, plan, count)
+        with self.ledger.timed("compile"):
+            return Program(traced, plan, count, self.kernels)
 
     def traced_programs(
         self,
@@ -450,7 +459,8 @@ class Planner:
         if replaced:  # not yet for another program of the plan
             self.ledger.count("improved")
             self.plans.update(replaced)
-        return Program(program.trace, plan, program.count)
+        with TRACING:
+            return self._program(program.trace, plan, program.count)
 
     def _priced(self, traced: Trace, batches: tuple[int, ...]) -> Graph:
         return priced(traced, self.policy, self.costs, budgeted=self.budget is not None, batches=batches)

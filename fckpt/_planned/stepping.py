@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fckpt._call import ambient
+from fckpt._fuse.option import Kernels
 from fckpt._planned.execution import Program
 from fckpt._planned.late_writes import without_recomputation
 from fckpt._planned.making import priced
@@ -47,8 +48,8 @@ def _with_first_updates(graph: Graph, trace: Trace) -> Graph:
 class StepPlanner(Planner):
     """Planner of the microbatches of a training step."""
 
-    def __init__(self, budget: Budget | None, solver: str, tile: Tile):
-        super().__init__(budget=budget, solver=solver, tile=tile)
+    def __init__(self, budget: Budget | None, solver: str, tile: Tile, kernels: Kernels):
+        super().__init__(budget=budget, solver=solver, tile=tile, kernels=kernels)
         self.then: Ending | None = None
         """What follows on the backward pass of the calls to plan now."""
         self._exact: weakref.WeakKeyDictionary[Program, Plan] = weakref.WeakKeyDictionary()

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fckpt.errors import ArgumentValueError
 from fckpt.graph.graph import Graph
 
-__all__ = ["Compute", "Free", "Schedule", "plain_schedule", "schedule_of", "with_freed"]
+__all__ = [
+    "Compute",
+    "Free",
+    "FusedBlock",
+    "FusedSchedule",
+    "FusedStep",
+    "Schedule",
+    "Step",
+    "plain_schedule",
+    "schedule_of",
+    "with_freed",
+]
 
 
 class Compute(NamedTuple):
@@ -25,6 +36,23 @@ class Free(NamedTuple):
 
 
 Step = Compute | Free
+
+
+class FusedBlock(NamedTuple):
+    """Runs several nodes in one compiled kernel. Values that only the kernel reads have no memory."""
+
+    nodes: tuple[int, ...]
+    makes: tuple[int, ...]
+    """The values that the kernel makes."""
+    overwrites: tuple[int, ...] = ()
+    """Values that are freed directly after the block, and whose memory the kernel writes outputs over."""
+    temporary_nbytes: int = 0
+    kernel: Any = None
+    """What runs the block: a `fckpt._fuse.blocks.Runnable`."""
+
+
+FusedStep = Compute | Free | FusedBlock
+AnyStep = TypeVar("AnyStep", bound=FusedStep)
 
 
 @dataclass(frozen=True)
@@ -51,6 +79,14 @@ class Schedule:
             raise ArgumentValueError(f"the data is not a schedule written by fckpt: {error!r}.") from error
 
 
+@dataclass(frozen=True)
+class FusedSchedule:
+    """A schedule in which blocks of computations run as compiled kernels. It is derived, and not saved."""
+
+    forward: tuple[FusedStep, ...]
+    backward: tuple[FusedStep, ...]
+
+
 def plain_schedule(graph: Graph) -> Schedule:
     """Returns the schedule of the plain function: every node once, in the plain order, with autograd's lifetimes.
 
@@ -68,10 +104,10 @@ def plain_schedule(graph: Graph) -> Schedule:
     return Schedule(tuple(steps[0]), tuple(steps[1]))
 
 
-def with_freed(steps: Sequence[Step]) -> Iterator[tuple[Step, frozenset[int]]]:
+def with_freed(steps: Sequence[AnyStep]) -> Iterator[tuple[AnyStep, frozenset[int]]]:
     """Yields each step with the values that are freed directly after it."""
     freed: list[int] = []
-    found: list[tuple[Step, frozenset[int]]] = []
+    found: list[tuple[AnyStep, frozenset[int]]] = []
     for step in reversed(steps):
         found.append((step, frozenset(freed)))
         freed = [*freed, step.value] if isinstance(step, Free) else []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fckpt.errors import ScheduleError
 from fckpt.graph.graph import Graph
-from fckpt.graph.schedule import Compute, Schedule, Step, with_freed
+from fckpt.graph.schedule import Compute, FusedBlock, FusedSchedule, FusedStep, Schedule, with_freed
 
 __all__ = ["Timeline", "simulate"]
 
@@ -43,8 +43,8 @@ class Timeline:
         return self.recomputed_seconds / rest if rest else 0.0
 
 
-def simulate(graph: Graph, schedule: Schedule) -> Timeline:
-    """Simulates `schedule` on `graph`, without running anything.
+def simulate(graph: Graph, schedule: Schedule | FusedSchedule) -> Timeline:
+    """Simulates `schedule` on `graph`, without running anything. The times are those of the nodes, in blocks as well.
 
     Raises:
         ScheduleError: a step reads or frees a value that is not live, or runs a backward node in the forward pass;
@@ -95,9 +95,11 @@ class _Run:
         self.gone: dict[int, int] = {}
         """By value that a node has overwritten for good: that node."""
 
-    def step(self, step: Step, freed: Collection[int], *, backward: bool) -> None:
+    def step(self, step: FusedStep, freed: Collection[int], *, backward: bool) -> None:
         if isinstance(step, Compute):
             self.compute(step.node, freed, backward)
+        elif isinstance(step, FusedBlock):
+            self.block(step, freed, backward)
         else:
             self.free(step.value)
 
@@ -129,6 +131,32 @@ class _Run:
         self.live.update(new)
         self.made.update(new)
         self.count(index, backward)
+
+    def block(self, block: FusedBlock, freed: Collection[int], backward: bool) -> None:
+        at, inside = f"step {len(self.profile)} computes a block", set[int]()
+        for index in block.nodes:
+            node = self.graph.nodes[index]
+            missing = [v for v in node.inputs if v not in inside and v not in self.live]
+            if missing:
+                raise ScheduleError(f"{at}, but value {missing[0]} is not live.")
+            if node.backward and not backward:
+                raise ScheduleError(f"{at} of node {index} ({node.op}) before the backward pass.")
+            if node.once or node.random or node.writes:
+                raise ScheduleError(f"{at} of node {index} ({node.op}), which must run alone.")
+            inside.update(node.outputs)
+        if not inside.issuperset(block.makes) or not self.live.union(self.gone).isdisjoint(block.makes):
+            raise ScheduleError(f"{at} for values {block.makes}, which it does not make or which are live.")
+        if not set(freed).difference(self.permanent).intersection(self.live).issuperset(block.overwrites):
+            raise ScheduleError(f"{at} over values {block.overwrites}, which are not freed after it.")
+        self.held_nbytes -= sum(self.graph.values[v].nbytes for v in block.overwrites)
+        self.overwritten.update(block.overwrites)
+        made = sum(self.graph.values[v].nbytes for v in block.makes)
+        self.profile.append(self.held_nbytes + made + block.temporary_nbytes)
+        self.held_nbytes += made
+        self.live.update(block.makes)
+        self.made.update(block.makes)
+        for index in block.nodes:
+            self.count(index, backward)
 
     def count(self, index: int, backward: bool) -> None:
         node = self.graph.nodes[index]

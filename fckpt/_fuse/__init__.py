@@ -1,0 +1,1 @@
+"""Kernels of several operations: consecutive computations of a schedule become one compiled kernel."""

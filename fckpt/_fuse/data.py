@@ -1,0 +1,69 @@
+"""Data on which kernels are tried: usual numbers, tiny ones, and all those that arithmetic treats specially."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fckpt._trace.operations import TensorSpec
+from fckpt.cost.calls import extent
+
+__all__ = ["made_up", "same_bits"]
+
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+
+
+def made_up(specs: Sequence[TensorSpec], kind: str, seed: int = 0) -> list[torch.Tensor]:
+    """Makes tensors with the given layouts; those that share a storage in the trace share one here.
+
+    Args:
+        specs: the specs of the tensors.
+        kind: "usual" for normally distributed numbers; "tiny" for such numbers times 1e-20, so that products are
+            denormal or 0; "any" for a mixture with infinities, NaN, zeros, denormals and random bits.
+        seed: the seed of the random numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+    for value in dict.fromkeys(s.value for s in specs):
+        kin = [s for s in specs if s.value == value]
+        types = {s.dtype for s in kin}
+        count = max(s.offset + extent(s) for s in kin)
+        for dtype in types:  # a storage that is read as two types (a view of bits) is not shared here
+            found[value, dtype] = _numbers(dtype, count, kind, generator)
+    return [found[s.value, s.dtype].as_strided(s.shape, s.stride, s.offset) for s in specs]
+
+
+def _numbers(dtype: torch.dtype, count: int, kind: str, generator: torch.Generator) -> torch.Tensor:
+    if dtype is torch.bool:
+        return torch.rand(count, generator=generator) < 0.5
+    if not dtype.is_floating_point:
+        return torch.randint(0, 8, (count,), generator=generator, dtype=dtype)
+    usual = torch.randn(count, generator=generator, dtype=torch.float64)
+    if kind == "tiny":
+        return (usual * 1e-20).to(dtype)
+    usual = usual.to(dtype)
+    if kind == "usual":
+        return usual
+    info, bits = torch.finfo(dtype), _BITS[dtype]
+    limits = torch.iinfo(bits)
+    special = [0.0, -0.0, 1.0, -1.0, 2.0, 0.5, float("inf"), -float("inf"), float("nan"), info.max, info.min, info.tiny]
+    special += [info.tiny / 2, -info.tiny / 4, info.smallest_normal * info.eps, info.eps, 1 + info.eps, 3.0, -6.0]
+    specials = torch.tensor(special, dtype=torch.float64).to(dtype)
+    drawn = torch.randint(limits.min, limits.max, (count,), generator=generator, dtype=bits).view(dtype)
+    chosen = torch.randint(0, 4, (count,), generator=generator)
+    some = specials[torch.randint(0, len(special), (count,), generator=generator)]
+    return torch.where(chosen == 0, drawn, torch.where(chosen == 1, some, usual))
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits; any NaN equals any other, whose bits depend on the order of operands."""
+    if not a.dtype.is_floating_point:
+        return torch.equal(a, b)
+    bits = _BITS[a.dtype]
+    return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())

@@ -1,0 +1,169 @@
+"""Trials of compiled kernels: a kernel is used only if it gives the right results and is faster than torch's kernels.
+
+A kernel is compiled and tried once per process and signature: its layouts (each output must be a tensor with its own
+memory, or written over an input that dies), for exact kernels its bits on data with infinities, NaN, zeros of both
+signs and denormals, its temporary memory, and its time, on usual and on tiny numbers: a compiled function may be many
+times slower than torch's on denormals, and activations that vanish are such data.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fckpt._call.levels import below_autograd
+from fckpt._fuse import inductor
+from fckpt._fuse.data import made_up, same_bits
+from fckpt._fuse.kernel import Kernel
+from fckpt.cost.measured import _isolated, _temporaries
+from fckpt.errors import KernelWarning, users_stacklevel
+
+__all__ = ["Compiled", "tried"]
+
+_SECONDS = 0.02  # of alternating runs, for each kind of data
+_RUNS = (3, 30)  # the least and the most runs of each
+_FASTER = 0.97
+"""A kernel is used if it takes at most this fraction of the time of torch's kernels on usual numbers..."""
+_NOT_SLOWER = 1.1
+"""...and at most this fraction on tiny numbers."""
+_CHECKED = 4096  # elements of each output that are compared bit for bit, at least
+_LEAST_ELEMENTS = 8  # trials per kernel, at most
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel that passed its trial."""
+
+    run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+    over: tuple[tuple[int, int], ...]
+    """Pairs of positions: an output, and the donated input that it is written over."""
+    temporary_nbytes: int
+    seconds: float
+    plain_seconds: float
+    """The time of torch's kernels."""
+
+
+_known: dict[tuple[str, int], Compiled | None] = {}
+_lock = threading.RLock()
+_warned: set[str] = set()
+_no_compiler: bool | None = None
+
+
+def tried(kernel: Kernel) -> Compiled | None:
+    """Returns the compiled kernel; None if it cannot be compiled, gives other results, or is not faster.
+
+    A failure to compile is warned of, once per process: a `KernelWarning`.
+    """
+    key = (kernel.signature, torch.get_num_threads())
+    with _lock:
+        if key not in _known:
+            reason = ""
+            with _isolated(torch.device("cpu")):
+                try:
+                    _known[key] = _tried(kernel)
+                except _NoCompiler:
+                    _known[key], reason = None, "no C++ compiler was found (the environment variable CXX names one)"
+                except Exception as error:  # inductor raises any exception on operations that it cannot compile
+                    _known[key] = None
+                    reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            if reason:
+                _warn(reason)
+        return _known[key]
+
+
+class _NoCompiler(Exception):
+    pass
+
+
+def _warn(reason: str) -> None:
+    if not _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f"a kernel could not be compiled: {reason}. The operations run with torch's own kernels, as with "
+            "kernels='aten'. Further failures are not reported.",
+            KernelWarning,
+            stacklevel=users_stacklevel(),
+        )
+
+
+def _tried(kernel: Kernel) -> Compiled | None:
+    global _no_compiler
+    if _no_compiler is None:
+        _no_compiler = not inductor.has_compiler()
+    if _no_compiler:
+        raise _NoCompiler
+    run = inductor.compiled(kernel)
+    with below_autograd():
+        over = _layouts(kernel, run)
+        if over is None or (kernel.exact and not _has_the_bits(kernel, run)):
+            return None
+        inputs = _inputs(kernel, "usual")
+        nbytes, _ = _temporaries(lambda: run(list(inputs)), torch.device("cpu"))
+        return _timed(kernel, Compiled(run, over, max(0, nbytes), 0.0, 0.0))
+
+
+def _inputs(kernel: Kernel, kind: str, seed: int = 0) -> list[torch.Tensor]:
+    return made_up([kernel.specs[t] for t in kernel.inputs], kind, seed)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _layouts(kernel: Kernel, run: Callable[..., Any]) -> tuple[tuple[int, int], ...] | None:
+    """Returns the pairs of an output and the input that it is written over; None if an output is not as traced."""
+    inputs = _inputs(kernel, "usual")
+    made = list(run(list(inputs)))
+    mine = [_storage(t) for t in made]
+    if len(made) != len(kernel.outputs) or len(set(mine)) != len(mine):
+        return None
+    over = []
+    for i, (t, number) in enumerate(zip(made, kernel.outputs, strict=True)):
+        spec = kernel.specs[number]
+        nbytes = t.numel() * t.element_size()
+        same = (tuple(t.shape), t.stride(), t.dtype) == (spec.shape, spec.stride, spec.dtype)
+        if not same or t.storage_offset() or t.untyped_storage().nbytes() != nbytes:
+            return None
+        holders = [j for j, given in enumerate(inputs) if _storage(given) == mine[i]]
+        if any(j not in kernel.donated for j in holders):
+            return None
+        over += [(i, j) for j in holders]
+    return tuple(over)
+
+
+def _has_the_bits(kernel: Kernel, run: Callable[..., Any]) -> bool:
+    smallest = min(math.prod(kernel.specs[t].shape) for t in kernel.outputs)
+    for seed in range(max(1, min(_LEAST_ELEMENTS, _CHECKED // max(1, smallest)))):
+        expected = kernel.run(_inputs(kernel, "any", seed))
+        if not all(map(same_bits, expected, run(_inputs(kernel, "any", seed)))):
+            return False
+    return True
+
+
+def _timed(kernel: Kernel, made: Compiled) -> Compiled | None:
+    plain = kernel.as_planned()
+    times: dict[str, tuple[float, float]] = {}
+    for kind, most in (("usual", _FASTER), ("tiny", _NOT_SLOWER)):
+        originals = _inputs(kernel, kind)
+        changing = {*kernel.donated, *(i for i, t in enumerate(kernel.inputs) if t in kernel.over)}
+        least, spent, runs = [float("inf")] * 2, 0.0, 0
+        while runs < _RUNS[0] or (spent < _SECONDS and runs < _RUNS[1]):
+            for which, fn in enumerate((made.run, plain)):
+                given = [t.clone() if i in changing else t for i, t in enumerate(originals)]
+                start = time.perf_counter()
+                results = fn(given)
+                seconds = time.perf_counter() - start
+                del results, given
+                least[which], spent = min(least[which], seconds), spent + seconds
+            runs += 1
+        if least[0] > most * least[1]:
+            return None
+        times[kind] = (least[0], least[1])
+    return Compiled(made.run, made.over, made.temporary_nbytes, *times["usual"])
