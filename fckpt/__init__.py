@@ -11,6 +11,7 @@ from fckpt._blocks import Blocks as Blocks
 from fckpt._blocks import remat_blocks as remat_blocks
 from fckpt._check import Check as Check
 from fckpt._check import check as check
+from fckpt._compile import registration as _registration  # noqa: F401  # the backend "fckpt" of torch.compile
 from fckpt._inspect import plan as plan
 from fckpt._inspect import print_saved_residuals as print_saved_residuals
 from fckpt._inspect import saved_residuals as saved_residuals

@@ -18,18 +18,18 @@ PUBLIC = sorted(name for name in vars(fckpt) if not name.startswith("_") and not
 
 ROOMS = [
     "errors", "_units", "_tree", "_memory", "_repeats", "graph", "report", "solve", "_call", "_module", "_autodiff",
-    "_capture", "_recompute", "policies", "_trace", "cost", "_tile", "_fuse", "spmd", "_planned", "_remat", "_blocks",
-    "_inspect", "_pareto", "_largest", "_check", "_sequential", "_step",
+    "_capture", "_recompute", "policies", "_trace", "cost", "_tile", "_fuse", "spmd", "_planned", "_compile",
+    "_remat", "_blocks", "_inspect", "_pareto", "_largest", "_check", "_sequential", "_step",
 ]  # fmt: skip
 """The folders and files of the package. Each may import from those before it, and from itself."""
 
 PRIVATE = {
     "torch._dynamo": ("_capture/",),
-    "torch._functorch": ("_call/levels.py", "_recompute/", "_capture/", "_trace/", "spmd/simulation.py"),
+    "torch._functorch": ("_call/levels.py", "_recompute/", "_capture/", "_trace/", "_compile/", "spmd/simulation.py"),
     "torch._C._functorch": ("_call/levels.py", "_recompute/", "_capture/", "_trace/"),
     "torch._C._autograd": ("_recompute/saved_tensors.py", "_trace/aliases.py"),
     "torch._C": ("_call/levels.py", "_call/ambient.py", "_call/casts.py", "_recompute/", "_capture/", "_trace/"),
-    "torch._inductor": ("_fuse/inductor.py",),
+    "torch._inductor": ("_compile/", "_fuse/inductor.py"),
     "torch._guards": ("_fuse/inductor.py",),
     "torch._subclasses": (
         "_fuse/inductor.py",
@@ -41,14 +41,14 @@ PRIVATE = {
     ),
     "torch.utils._python_dispatch": ("_call/ambient.py", "_trace/", "spmd/varying.py"),
     "torch.utils._pytree": ("_tree.py", "_capture/"),
-    "torch._ops": ("cost/", "_trace/", "_tile/"),
+    "torch._ops": ("cost/", "_trace/", "_tile/", "_compile/"),
     "torch.ops._c10d_functional": ("spmd/c10d.py",),
     "torch.distributed": ("spmd/files.py",),
     "torch.serialization": ("spmd/files.py",),
-    "torch.autograd": ("_recompute/", "_trace/", "cost/measured.py"),
+    "torch.autograd": ("_recompute/", "_trace/", "cost/measured.py", "_compile/rehearsal.py"),
     "torch.optim": ("_planned/optimizers.py",),
     "torch.overrides": ("_recompute/closed_over.py", "_capture/"),
-    "torch.ops.aten": ("_trace/", "_capture/", "_tile/", "_fuse/", "_planned/", "cost/synthetic.py"),
+    "torch.ops.aten": ("_trace/", "_capture/", "_tile/", "_fuse/", "_planned/", "_compile/", "cost/synthetic.py"),
     "torch": ("_recompute/", "_trace/", "_capture/"),
 }
 """Private parts of torch, and where alone they may be used; the longest prefix counts."""

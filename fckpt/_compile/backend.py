@@ -1,0 +1,165 @@
+"""The backend "fckpt" of `torch.compile`: compiles with Inductor, measures the peak, and plans again if necessary."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from torch import fx
+from torch._functorch import config as functorch
+from torch._inductor import config as inductor
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx
+
+from fckpt import solve
+from fckpt._compile.partition import Partitioner
+from fckpt._compile.rehearsal import can_measure, peak_of, plain_peak_of
+from fckpt._planned.making import check_budget
+from fckpt._planned.plan import Budget
+from fckpt._units import format_bytes, parse_bytes
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetWarning
+from fckpt.policies.decisions import PolicyLike, as_policy
+
+__all__ = ["fckpt"]
+
+ATTEMPTS = 3
+"""How often a plan is made again because the compiled function exceeded the budget."""
+
+
+def fckpt(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compiles a function with Inductor under a budget: `torch.compile(model, backend="fckpt", options={...})`.
+
+    A plan decides which values the forward pass saves, and what the backward pass recomputes, in which order. When the
+    function is compiled, it runs once with its backward pass on the example inputs, and the peak is measured. If it is
+    above the budget, the difference is taken off the budget, and the function is planned and compiled again, at most
+    three times. If torch's own partition fits the budget, it stays.
+
+    Args:
+        module: the graph of a function, from Dynamo.
+        inputs: example inputs.
+        options: `budget`, the most bytes that forward and backward may hold at once above what is held at the call
+            (an int, a string such as "8GiB", or a float for a fraction of the peak of the function without a compiler);
+            `policy`, one of `fckpt.policies`; `solver`, the name of a solver. All other options are Inductor's.
+        mode: a mode of Inductor, "reduce-overhead" for example.
+
+    Returns:
+        The compiled function.
+
+    Raises:
+        ArgumentTypeError: an option has a wrong type.
+        ArgumentValueError: an option has a wrong value. Dynamo reports errors as `BackendCompilerFailed`.
+
+    Warns:
+        BudgetWarning: the compiled function exceeds the budget, or nothing could be measured.
+    """
+    return _Compilation(module, inputs, dict(options or {}), mode).compiled()
+
+
+class _Compilation:
+    """The compilations of one graph under one budget."""
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any], mode: str | None):
+        budget: Budget | None = options.pop("budget", None)
+        policy: PolicyLike | None = options.pop("policy", None)
+        self.solver = options.pop("solver", "auto")
+        self.budget = None if budget is None else check_budget(budget)
+        self.policy = None if policy is None else as_policy(policy)
+        if not isinstance(self.solver, str):
+            raise ArgumentTypeError(f"a solver is named by a str, not {type(self.solver).__name__}: {self.solver!r}.")
+        solve.get(self.solver)  # raises an error that lists the solvers, if there is none of this name
+        self.patches = {**_of_mode(mode), **{k.replace("-", "_"): v for k, v in options.items()}}
+        known = inductor.get_config_copy()
+        unknown = sorted(set(self.patches) - set(known))
+        if unknown:
+            raise ArgumentValueError(
+                f"the backend fckpt has no option {unknown[0]!r}. Its options are budget, policy and solver, and those "
+                "of Inductor (torch._inductor.list_options())."
+            )
+        self.module = module
+        self.inputs = inputs
+
+    def compiled(self) -> Callable[..., Any]:
+        """Returns the compiled function, within the budget if any attempt is."""
+        if self.budget is None:
+            return self._attempt(None)[0]
+        limit = self._limit(self.budget)
+        target: int = limit
+        found: list[tuple[int, Callable[..., Any]]] = []
+        plans = 0
+        while plans <= ATTEMPTS:
+            function, partitioner = self._attempt(target, torchs=not found and self.policy is None)
+            if not partitioner.trains:
+                return function
+            plans += partitioner.plan is not None
+            if not can_measure(self.inputs):
+                return self._unmeasured(function)
+            peak = peak_of(function, self.inputs)
+            if peak <= limit:
+                return function
+            found.append((peak, function))
+            if partitioner.is_least:
+                break
+            if partitioner.plan is not None:
+                target = max(1, target - (peak - limit))
+        peak, function = min(found, key=lambda pair: pair[0])
+        self._warn(peak, limit, plans)
+        return function
+
+    def _limit(self, budget: Budget) -> int:
+        if not isinstance(budget, float):
+            return parse_bytes(budget)
+        return max(1, int(plain_peak_of(_copied(self.module), self.inputs) * budget))
+
+    def _attempt(self, nbytes: int | None, torchs: bool = False) -> tuple[Callable[..., Any], Partitioner]:
+        """Compiles the function for a number of bytes; with torch's own partition if it may fit, or without a number."""
+        partitioner = Partitioner(nbytes, self.policy, self.solver, torchs)
+        patches = {**self.patches, "custom_partitioner_fn": partitioner}
+        # By default, the backward half is compiled by its first run, which cannot be a rehearsal within a compilation.
+        with functorch.patch(force_non_lazy_backward_lowering=True):
+            function = compile_fx(_copied(self.module), self.inputs, config_patches=patches)
+        return cast(Callable[..., Any], function), partitioner
+
+    def _warn(self, peak: int, limit: int, plans: int) -> None:
+        promised = f"{self.budget!r} = {format_bytes(limit)}" if isinstance(self.budget, float) else format_bytes(limit)
+        warnings.warn(
+            f"the function that torch.compile compiled with the budget {promised} holds {format_bytes(peak)}, which is "
+            f"the least that was measured with {plans} plan{'s' * (plans != 1)}. Name that budget, or use fckpt.remat "
+            "without torch.compile, where a budget holds to the byte or is an error.",
+            BudgetWarning,
+            stacklevel=2,
+        )
+
+    def _unmeasured(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        warnings.warn(
+            "the peak of the compiled function was not measured, because its inputs are no plain tensors, or because a "
+            "profiler was running. The budget holds as far as the plan knows Inductor's kernels. Call the compiled "
+            "function once before you profile it.",
+            BudgetWarning,
+            stacklevel=2,
+        )
+        return function
+
+
+def _of_mode(mode: str | None) -> dict[str, Any]:
+    return {} if mode in (None, "default") else dict(list_mode_options(mode))
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy of a graph with the same tensors: Inductor changes the graph that it compiles."""
+    made = fx.GraphModule(module, copy.deepcopy(module.graph))
+    made.meta = dict(module.meta)
+    for name in ("_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason"):
+        if hasattr(module, name):
+            setattr(made, name, getattr(module, name))
+    for old, new in zip(module.graph.nodes, made.graph.nodes, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    return made
