@@ -119,7 +119,7 @@ class _Compilation:
         return max(1, int(plain_peak_of(_copied(self.module), self.inputs) * budget))
 
     def _attempt(self, nbytes: int | None, torchs: bool = False) -> tuple[Callable[..., Any], Partitioner]:
-        """Compiles the function for a number of bytes; with torch's own partition if it may fit, or without a number."""
+        """Compiles the function for a number of bytes; with torch's own partition if it may fit."""
         partitioner = Partitioner(nbytes, self.policy, self.solver, torchs)
         patches = {**self.patches, "custom_partitioner_fn": partitioner}
         # By default, the backward half is compiled by its first run, which cannot be a rehearsal within a compilation.
