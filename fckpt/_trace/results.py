@@ -143,14 +143,15 @@ class Results:
             del ys
         how = {"recorded": recorded, "wrapped": wrapped if dependent else None}
         self.backward = Backward(differentiated, backward.autocast, tuple(strides), then=backward.then, **how)
-        grads = iter(found)
+        grads = list(reversed(found))
+        found = ()  # a gradient that is copied is freed before the next one is copied
         taken = {recorder.values[t] for t in self.outputs}
         added = backward.then is not None and backward.then.loss is not None
         """Whether autograd adds the gradients to those of earlier microbatches."""
         ends: list[torch.Tensor | None] = []
         dims: list[int | None] = []
         for operand, layout in zip(self.operands, self.layouts, strict=True):
-            grad, dim = next(grads) if operand.requires_grad else None, None
+            grad, dim = grads.pop() if operand.requires_grad else None, None
             if grad is not None:
                 grad, dim = self._below(grad)
             dims.append(dim)
