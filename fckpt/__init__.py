@@ -11,6 +11,8 @@ from fckpt._blocks import Blocks as Blocks
 from fckpt._blocks import remat_blocks as remat_blocks
 from fckpt._check import Check as Check
 from fckpt._check import check as check
+from fckpt._estimate import Estimate as Estimate
+from fckpt._estimate import estimate as estimate
 from fckpt._inspect import plan as plan
 from fckpt._inspect import print_saved_residuals as print_saved_residuals
 from fckpt._inspect import saved_residuals as saved_residuals
@@ -95,6 +97,7 @@ __all__ = [
     "Check",
     "CheckpointError",
     "ClosureError",
+    "Estimate",
     "FckptError",
     "Functional",
     "GradientWarning",
@@ -129,6 +132,7 @@ __all__ = [
     "checkpoint_name",
     "clip_grad_norm",
     "cost",
+    "estimate",
     "fake_mesh",
     "fold_in",
     "from_module",

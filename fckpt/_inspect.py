@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from fckpt import solve
 from fckpt._call.arguments import DonatedArguments
 from fckpt._call.closure import closure_of
 from fckpt._call.results import is_number
+from fckpt._planned.families import Families
 from fckpt._planned.ledger import Stats
 from fckpt._planned.making import check_budget, make_plan, plain_plan, priced
 from fckpt._planned.plan import Budget, Plan
@@ -25,7 +27,8 @@ from fckpt._trace.named_device import NamedDevice, device_named, named_device
 from fckpt._trace.operations import Trace
 from fckpt.cost import Analytic, DeviceProfile, Measured, profile_of, profiles
 from fckpt.cost.calls import CostSource
-from fckpt.errors import ArgumentTypeError, ArgumentValueError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, PlanError
+from fckpt.graph.identity import structure
 from fckpt.policies.decisions import PolicyLike, as_policy
 from fckpt.policies.named import reductions_saveable
 from fckpt.report.table import Residual, format_residuals
@@ -96,8 +99,19 @@ def plan(
         True
     """
     tile, donated = check_tile(tile, budget), (donate_argnums, donate_argnames)
-    looked = Looked(fn, args, kwargs, costs, outputs, donated, device)
-    return looked.plan(policy, budget, solver, time_limit, tile)
+    look = lambda args, kwargs: Looked(fn, args, kwargs, costs, outputs, donated, device)
+
+    def remade(known: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        looked = look(args, kwargs)
+        within = None if budget is None else known.budget_bytes
+        if within is None or solver != "auto" or tile:
+            made = looked.plan(policy, within, solver, time_limit, tile)
+        else:
+            made = looked.adapted(known, policy, within, solver, time_limit)
+        return dataclasses.replace(made, remade=remade)
+
+    made = look(args, kwargs).plan(policy, budget, solver, time_limit, tile)
+    return dataclasses.replace(made, remade=remade)
 
 
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:
@@ -232,6 +246,32 @@ class Looked:
         else:
             price = lambda trace: priced(trace, policy, self.costs, budgeted=True)
             made = tiled_or_hinted(self.trace, graph, price, budget, make, tile)
+        return dataclasses.replace(made, loss_of=_loss_of(self.trace, self.chosen is not None))
+
+    def adapted(
+        self, known: Plan, policy: PolicyLike | None, budget: int, solver: str, time_limit: float | None
+    ) -> Plan:
+        """Returns the schedule of a plan for other sizes, adapted to this call, or a solved plan if that does not fit.
+
+        Raises:
+            PlanError: the call has other operations.
+            BudgetError: no plan fits.
+        """
+        decided = None if policy is None else as_policy(policy)
+        graph = priced(self.trace, decided, self.costs, budgeted=True)
+        if structure(graph) != structure(known.graph):
+            pairs = itertools.zip_longest([n.op for n in known.graph.nodes], [n.op for n in graph.nodes])
+            how = next(
+                (f"operation {i} is {a} in the plan, and {b} here" for i, (a, b) in enumerate(pairs) if a != b), ""
+            )
+            raise PlanError(
+                "at these sizes the function runs other operations than those of the plan, or makes results of other "
+                f"kinds{how and ': '}{how}. Make another plan with fckpt.plan."
+            )
+        families = Families()
+        families.add(known)
+        solve = lambda: self.plan(policy, budget, solver, time_limit)
+        made, _ = families.plan(graph, budget, str(torch.__version__), solve)
         return dataclasses.replace(made, loss_of=_loss_of(self.trace, self.chosen is not None))
 
 
