@@ -12,6 +12,8 @@ from fckpt._blocks import remat_blocks as remat_blocks
 from fckpt._check import Check as Check
 from fckpt._check import check as check
 from fckpt._compile import registration as _registration  # noqa: F401  # the backend "fckpt" of torch.compile
+from fckpt._estimate import Estimate as Estimate
+from fckpt._estimate import estimate as estimate
 from fckpt._inspect import plan as plan
 from fckpt._inspect import print_saved_residuals as print_saved_residuals
 from fckpt._inspect import saved_residuals as saved_residuals
@@ -97,6 +99,7 @@ __all__ = [
     "Check",
     "CheckpointError",
     "ClosureError",
+    "Estimate",
     "FckptError",
     "Functional",
     "GradientWarning",
@@ -132,6 +135,7 @@ __all__ = [
     "checkpoint_name",
     "clip_grad_norm",
     "cost",
+    "estimate",
     "fake_mesh",
     "fold_in",
     "from_module",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,20 +11,25 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fckpt import _tree as tree
 from fckpt import solve
 from fckpt._call.arguments import DonatedArguments
+from fckpt._call.closure import closure_of
 from fckpt._call.results import is_number
 from fckpt._fuse.option import Kernels, check_kernels
+from fckpt._planned.families import Families
 from fckpt._planned.ledger import Stats
 from fckpt._planned.making import check_budget, make_plan, plain_plan, priced
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.planner import traced_without_running
 from fckpt._planned.tiling import Tile, check_tile, tiled_or_hinted
 from fckpt._remat import plain_of, planner_of
+from fckpt._trace.named_device import NamedDevice, device_named, named_device
 from fckpt._trace.operations import Trace
-from fckpt.cost import Analytic, Measured, profile_of, profiles
+from fckpt.cost import Analytic, DeviceProfile, Measured, profile_of, profiles
 from fckpt.cost.calls import CostSource
-from fckpt.errors import ArgumentTypeError, ArgumentValueError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, PlanError
+from fckpt.graph.identity import structure
 from fckpt.policies.decisions import PolicyLike, as_policy
 from fckpt.policies.named import reductions_saveable
 from fckpt.report.table import Residual, format_residuals
@@ -43,7 +49,8 @@ def plan(
     solver: str = "auto",
     tile: Tile = False,
     kernels: Kernels = "aten",
-    costs: CostSource | None = None,
+    costs: CostSource | str | None = None,
+    device: torch.device | str | None = None,
     time_limit: float | None = None,
     outputs: Outputs | None = None,
     donate_argnums: int | Sequence[int] = (),
@@ -56,15 +63,18 @@ def plan(
     Args:
         fn: a function or a module, as for `remat`.
         args: arguments as in the call to plan. Arguments and parameters that require grad are differentiated. Fake
-            tensors are accepted (`torch._subclasses.FakeTensorMode`); to plan for a device that is not available, use
-            meta tensors and pass `costs`.
+            tensors and meta tensors are accepted.
         budget: see `remat`.
         policy: see `remat`. Without budget and policy, the plan is that of the plain function.
         solver: see `fckpt.solve.names()`.
         tile: see `remat`.
         kernels: see `remat`. The plan only notes them: kernels are compiled where it runs.
-        costs: the source of times and temporary memory: `fckpt.cost.Measured()`, the default for real tensors, or
-            `fckpt.cost.Analytic(profile)`, the default for fake ones.
+        costs: the source of times and temporary memory: `fckpt.cost.Measured()`, the default for real tensors,
+            `fckpt.cost.Analytic(profile)`, the default for fake ones, or the name of a profile (`"H100"`).
+        device: the device to plan for, if it is not the device of the tensors: `"cuda"`, which need not be here. The
+            tensors that are passed and captured then count as tensors on that device, and the plan has the operations
+            that the device runs. By default, for tensors on the meta device, the device that `costs` describes;
+            `"meta"` stands for the operations of the meta device itself.
         time_limit: approximate time limit of the solver `auto`, in seconds; see `fckpt.solve.auto`. If interrupted, it
             returns the best plan so far.
         outputs: the tensors of the result that the loss depends on: indices, or names such as `"loss"` and
@@ -93,8 +103,19 @@ def plan(
     """
     tile, donated = check_tile(tile, budget), (donate_argnums, donate_argnames)
     check_kernels(kernels, planned=budget is not None or policy is not None)
-    made = Looked(fn, args, kwargs, costs, outputs, donated).plan(policy, budget, solver, time_limit, tile)
-    return dataclasses.replace(made, kernels=kernels)
+    look = lambda args, kwargs: Looked(fn, args, kwargs, costs, outputs, donated, device)
+
+    def remade(known: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        looked = look(args, kwargs)
+        within = None if budget is None else known.budget_bytes
+        if within is None or solver != "auto" or tile:
+            made = looked.plan(policy, within, solver, time_limit, tile)
+        else:
+            made = looked.adapted(known, policy, within, solver, time_limit)
+        return dataclasses.replace(made, kernels=known.kernels, remade=remade)
+
+    made = look(args, kwargs).plan(policy, budget, solver, time_limit, tile)
+    return dataclasses.replace(made, kernels=kernels, remade=remade)
 
 
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:
@@ -175,9 +196,10 @@ class Looked:
         fn: Any,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        costs: CostSource | None,
+        costs: CostSource | str | None,
         outputs: Outputs | None = None,
         donated: tuple[Any, Any] = ((), ()),
+        device: torch.device | str | None = None,
     ):
         if not callable(fn):
             raise ArgumentTypeError(f"a plan needs a function or an nn.Module, not {type(fn).__name__}.")
@@ -186,14 +208,19 @@ class Looked:
         self.chosen = [outputs] if isinstance(outputs, (int, str)) else outputs
         region = getattr(fn, "_fckpt_region", None)
         given = DonatedArguments(run, *donated) or getattr(region, "donated", None)
-        self.trace, tensors = traced_without_running(run, tuple(args), kwargs, self.chosen, given)
+        if isinstance(costs, str):
+            costs = Analytic(profile_of(costs))
+        target = _target(fn, args, kwargs, costs, device)
+        self.trace, tensors = traced_without_running(run, tuple(args), kwargs, self.chosen, given, target)
         fake = next((t for t in tensors if isinstance(t, FakeTensor) or t.device.type == "meta"), None)
-        if costs is None and fake is not None and fake.device.type == "meta":
+        if costs is None and fake is not None and fake.device.type == "meta" and target is None:
             raise ArgumentValueError(
-                "tensors on the meta device do not say which device to plan for: pass "
-                f"costs=fckpt.cost.Analytic(fckpt.cost.profiles[name]), where name is one of {', '.join(profiles)}."
+                'tensors on the meta device do not say which device to plan for: pass costs="H100", for example. '
+                f"The profiles are {', '.join(profiles)}; fckpt.cost.DeviceProfile describes another device."
             )
-        if costs is None:
+        if costs is None and target is not None:
+            costs = Analytic(_profile_here(target.device))
+        elif costs is None:
             costs = Measured() if fake is None else Analytic(profile_of(fake.device))
         self.costs = costs
         self.graphs: dict[Any, Any] = {}
@@ -224,6 +251,65 @@ class Looked:
             price = lambda trace: priced(trace, policy, self.costs, budgeted=True)
             made = tiled_or_hinted(self.trace, graph, price, budget, make, tile)
         return dataclasses.replace(made, loss_of=_loss_of(self.trace, self.chosen is not None))
+
+    def adapted(
+        self, known: Plan, policy: PolicyLike | None, budget: int, solver: str, time_limit: float | None
+    ) -> Plan:
+        """Returns the schedule of a plan for other sizes, adapted to this call, or a solved plan if that does not fit.
+
+        Raises:
+            PlanError: the call has other operations.
+            BudgetError: no plan fits.
+        """
+        decided = None if policy is None else as_policy(policy)
+        graph = priced(self.trace, decided, self.costs, budgeted=True)
+        if structure(graph) != structure(known.graph):
+            pairs = itertools.zip_longest([n.op for n in known.graph.nodes], [n.op for n in graph.nodes])
+            how = next(
+                (f"operation {i} is {a} in the plan, and {b} here" for i, (a, b) in enumerate(pairs) if a != b), ""
+            )
+            raise PlanError(
+                "at these sizes the function runs other operations than those of the plan, or makes results of other "
+                f"kinds{how and ': '}{how}. Make another plan with fckpt.plan."
+            )
+        families = Families()
+        families.add(known)
+        solve = lambda: self.plan(policy, budget, solver, time_limit)
+        made, _ = families.plan(graph, budget, str(torch.__version__), solve)
+        return dataclasses.replace(made, loss_of=_loss_of(self.trace, self.chosen is not None))
+
+
+def _target(
+    fn: Any, args: Sequence[Any], kwargs: dict[str, Any], costs: CostSource | None, device: torch.device | str | None
+) -> NamedDevice | None:
+    """Returns the device to plan for, if it is not the device of the tensors."""
+    profile = costs.profile if isinstance(costs, Analytic) else None
+    capability = None if profile is None else profile.capability
+    asked = None if device is None else device_named(device)
+    if asked is not None and asked.type == "meta":
+        return None
+    tensors = [t for t in tree.leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    tensors += [t for module in closure_of([fn], []).modules for t in (*module.parameters(), *module.buffers())]
+    here = {t.device.type for t in tensors}
+    if asked is None:
+        if "meta" in here and capability is not None:
+            return named_device(torch.device("cuda"), capability)
+        hidden = any(isinstance(t, FakeTensor) and t.device.type == "cuda" for t in tensors)
+        return named_device(torch.device("cuda"), capability) if hidden and not torch.cuda.is_available() else None
+    real = not any(isinstance(t, FakeTensor) for t in tensors)
+    if here == {asked.type} and (real or torch.cuda.is_available() or asked.type != "cuda"):
+        return None
+    return named_device(asked, capability)
+
+
+def _profile_here(device: torch.device) -> DeviceProfile:
+    try:
+        return profile_of(device)
+    except ArgumentValueError as error:
+        raise ArgumentValueError(
+            f'this machine has no device {str(device)!r}, so say which one to plan for: costs="H100", for example. '
+            f"The profiles are {', '.join(profiles)}; fckpt.cost.DeviceProfile describes another device."
+        ) from error
 
 
 def _loss_of(trace: Trace, named: bool) -> tuple[str, ...]:

@@ -36,7 +36,8 @@ def largest(
     most: int | None = None,
     policy: PolicyLike | None = None,
     solver: str = "auto",
-    costs: CostSource | None = None,
+    costs: CostSource | str | None = None,
+    device: torch.device | str | None = None,
     outputs: Outputs | None = None,
 ) -> int:
     """Returns the largest size for which a plan of `fn` fits a budget, without running `fn`.
@@ -56,6 +57,7 @@ def largest(
         policy: see `remat`.
         solver: see `fckpt.solve.names()`.
         costs: see `plan`.
+        device: see `plan`.
         outputs: see `plan`.
 
     Raises:
@@ -88,7 +90,8 @@ def largest(
     if most is not None and most < least:
         raise ArgumentValueError(f"most={most} is smaller than least={least}.")
     solve.get(solver)  # raises if there is no such solver
-    sizes = _Sizes(fn, make_args, budget, None if policy is None else as_policy(policy), solver, costs, outputs)
+    policy = None if policy is None else as_policy(policy)
+    sizes = _Sizes(fn, make_args, budget, policy, solver, costs, device, outputs)
     with Line() as line:
         return _search(sizes, least, most, line)
 
@@ -122,11 +125,12 @@ class _Sizes:
         budget: int | str,
         policy: Any,
         solver: str,
-        costs: CostSource | None,
+        costs: CostSource | str | None,
+        device: torch.device | str | None,
         outputs: Outputs | None,
     ):
         self.fn, self.make_args, self.policy, self.solver = fn, make_args, policy, solver
-        self.costs, self.outputs = costs, outputs
+        self.costs, self.device, self.outputs = costs, device, outputs
         self.nbytes = parse_bytes(budget)
         self._families = Families()
         self._bounds: dict[int, int] = {}
@@ -168,7 +172,7 @@ class _Sizes:
     def _graph(self, size: int) -> Graph:
         given = self.make_args(size)
         args: Sequence[Any] = given if isinstance(given, tuple) else (given,)
-        looked = Looked(self.fn, args, {}, self.costs, self.outputs)
+        looked = Looked(self.fn, args, {}, self.costs, self.outputs, device=self.device)
         graph = priced(looked.trace, self.policy, looked.costs, budgeted=True)
         self._bounds[size] = least_peak(graph)
         return graph

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from fckpt._inspect import Looked, Outputs
 from fckpt._planned.plan import Plan
 from fckpt._planned.tiling import Tile, check_tile
@@ -108,7 +110,8 @@ def pareto(
     policy: PolicyLike | None = None,
     solver: str = "auto",
     tile: Tile = False,
-    costs: CostSource | None = None,
+    costs: CostSource | str | None = None,
+    device: torch.device | str | None = None,
     outputs: Outputs | None = None,
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Sequence[str] = (),
@@ -124,6 +127,7 @@ def pareto(
         solver: see `plan`.
         tile: see `remat`.
         costs: see `plan`.
+        device: see `plan`.
         outputs: see `plan`.
         donate_argnums: see `remat`.
         donate_argnames: see `remat`.
@@ -146,7 +150,7 @@ def pareto(
     if type(points) is not int or points < 2:
         raise ArgumentValueError(f"pareto needs at least 2 points, not {points!r}.")
     tile = check_tile(tile, 1.0)
-    looked = Looked(fn, args, kwargs, costs, outputs, (donate_argnums, donate_argnames))
+    looked = Looked(fn, args, kwargs, costs, outputs, (donate_argnums, donate_argnames), device)
     found: list[ParetoPoint] = []
     with remembering():
         most = looked.plan(policy, 1.0, solver).baseline_peak_bytes

@@ -64,7 +64,8 @@ class Task:
         """Traces and prices a step. The plan recomputes nothing; on the meta device nothing is allocated or run."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # operations whose costs are estimated
-            return fckpt.plan(self.loss, self.inputs, self.labels, budget=1.0, costs=costs)
+            device = "meta" if self.inputs.is_meta else None  # the results are of the meta device's operations
+            return fckpt.plan(self.loss, self.inputs, self.labels, budget=1.0, costs=costs, device=device)
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,10 @@ class Families:
         self._add(name, plan)
         return plan, found is not None
 
+    def add(self, plan: Plan) -> None:
+        """Adds the schedule of a plan."""
+        self._add(structure(plan.graph), plan)
+
     def solve_later(self, plan: Plan, stored: StoredPlans | None = None) -> None:
         """Has an adapted plan solved in the background and then stored on disk, unless it recomputes nothing."""
         if plan.overhead > 0:

@@ -19,6 +19,7 @@ from torch import optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fckpt._call.levels import below_autograd
+from fckpt._trace.allocations import Allocations, rounded
 from fckpt._trace.operations import Call, TensorSpec
 from fckpt._trace.updates import runs
 from fckpt.cost.calls import OpCost, named, register_cost
@@ -26,7 +27,7 @@ from fckpt.cost.measured import _isolated, _run, _temporaries
 from fckpt.cost.store import Store, environment
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["Updates", "check_optimizer"]
+__all__ = ["Updates", "bytes_of_updates", "check_optimizer"]
 
 _NAMES = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD", "Adafactor",
@@ -327,3 +328,62 @@ def _free(call: Call, specs: Sequence[TensorSpec]) -> OpCost:
 register_cost("fckpt_step::update", _cost)
 register_cost("fckpt_step::carried", _free)
 register_cost("fckpt_step::held", _free)
+
+
+def bytes_of_updates(optimizer: optim.Optimizer, kind: str, grain: int) -> tuple[int, int]:
+    """Returns the bytes of an optimizer's state after its first step, and the temporaries of its second step.
+
+    The optimizer's own code runs on copies of the parameters: on the meta device or, if it reads data, on the CPU, for
+    one parameter after the other.
+
+    Args:
+        optimizer: any optimizer whose step needs no closure.
+        kind: the type of the device of its parameters. On CUDA, torch updates all parameters at once by default.
+        grain: the allocator rounds sizes up to a multiple of this many bytes.
+
+    Raises:
+        ArgumentTypeError: the step does not run on copies.
+    """
+    groups = optimizer.param_groups
+    try:
+        return _stepped(optimizer, groups, kind, "meta", grain)
+    except (RuntimeError, NotImplementedError):
+        pass  # it reads data
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"the step of {type(optimizer).__name__} does not run without a closure ({error}), so its state is not "
+            "known before the first step. Pass optimizer=None, and add its state."
+        ) from error
+    found = [
+        _stepped(optimizer, [{**group, "params": [p]}], kind, "cpu", grain) for group in groups for p in group["params"]
+    ]
+    return sum(state for state, _ in found), max((update for _, update in found), default=0)
+
+
+def _stepped(
+    optimizer: optim.Optimizer, groups: Sequence[dict[str, Any]], kind: str, device: str, grain: int
+) -> tuple[int, int]:
+    """Returns the results of `bytes_of_updates` for copies of these groups on a device."""
+    copy: Any = object.__new__(type(optimizer))
+    vars(copy).update(vars(optimizer))
+    copy.state = type(optimizer.state)(dict)
+    copy.param_groups = [{**group, "params": [_copied(p, device) for p in group["params"]]} for group in groups]
+    for group in copy.param_groups:
+        if "foreach" in group and group["foreach"] is None:
+            group["foreach"] = kind == "cuda" and not group.get("fused")
+    step = inspect.unwrap(type(optimizer).step)
+    counted = Allocations({device, "cpu"} if kind == "cpu" else {device}, grain)
+    with torch.no_grad(), counted:
+        step(copy)
+        counted.forget()
+        before = counted.held
+        step(copy)
+    tensors = [t for state in copy.state.values() for t in state.values() if torch.is_tensor(t)]
+    there = {t.untyped_storage()._cdata: t for t in tensors if t.device.type in counted.kinds}
+    return sum(rounded(t.untyped_storage().nbytes(), grain) for t in there.values()), counted.peak - before
+
+
+def _copied(parameter: torch.Tensor, device: str) -> torch.Tensor:
+    made = torch.zeros_like(parameter, device=device).requires_grad_()
+    made.grad = torch.zeros_like(made) if parameter.requires_grad else None
+    return made

@@ -8,6 +8,7 @@ import hashlib
 import html
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,10 @@ class Plan:
     kernels: Kernels = "aten"
     """The kernels that run the plan. Blocks for compiled kernels are derived where the plan runs; all figures here are
     those of torch's own kernels."""
+    remade: Callable[[Plan, tuple[Any, ...], dict[str, Any]], Plan] | None = dataclasses.field(
+        default=None, compare=False
+    )
+    """Makes the plan of a call with other arguments, see `at`; None for a plan from a file, which has no function."""
 
     @functools.cached_property
     def timeline(self) -> Timeline:
@@ -195,6 +200,40 @@ class Plan:
     def _repr_html_(self) -> str:
         """Returns the picture and the summary, which notebooks show."""
         return f"{self.svg()}<pre>{html.escape(str(self))}</pre>"
+
+    def at(self, *args: Any, **kwargs: Any) -> Plan:
+        """Returns the plan of the same function for arguments of other sizes, within the same budget.
+
+        The call is traced and priced as by `fckpt.plan`. The schedule of this plan is adapted to the new sizes, which
+        takes a fraction of the time of the solver. The solver runs only if no adapted schedule fits. The plan of the
+        plain function, or of a policy, becomes that of the plain function or of the policy.
+
+        Args:
+            args: arguments in the structure of those that the plan was made for, with tensors of other sizes.
+            kwargs: likewise.
+
+        Raises:
+            PlanError: the plan was read from a file, or the function runs other operations at these sizes.
+            BudgetError: no plan for these sizes fits the budget.
+
+        Example:
+            >>> import torch, fckpt
+            >>> def loss(w, x):
+            ...     for _ in range(20):
+            ...         x = torch.tanh(x @ w)
+            ...     return x.sum()
+            >>> w = torch.randn(16, 16, requires_grad=True)
+            >>> plan = fckpt.plan(loss, w, torch.randn(1024, 16), budget="700KiB")
+            >>> longer = plan.at(w, torch.randn(2048, 16))
+            >>> longer.peak_bytes <= plan.budget_bytes, longer.overhead > plan.overhead
+            (True, True)
+        """
+        if self.remade is None:
+            raise PlanError(
+                "this plan was read from a file or made for a call of fckpt.remat, and does not hold its function, "
+                "which is traced for other sizes: make the plan with fckpt.plan."
+            )
+        return self.remade(self, args, kwargs)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as plain data, which `from_json` reads."""

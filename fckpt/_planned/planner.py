@@ -31,6 +31,7 @@ from fckpt._planned.tiling import Tile, tiled_as_planned, tiled_or_hinted
 from fckpt._planned.tracing import (
     TRACING,
     CapturedTensors,
+    as_on_cpu,
     below_levels,
     graph_tracer,
     released,
@@ -40,6 +41,7 @@ from fckpt._planned.tracing import (
 from fckpt._recompute.closed_over import unwatched
 from fckpt._tile.rewriting import rewritten
 from fckpt._trace.layouts import layouts_below
+from fckpt._trace.named_device import NamedDevice
 from fckpt._trace.operations import Backward, Layout, Trace
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.cost.calls import CostSource
@@ -497,11 +499,26 @@ def traced_without_running(
     kwargs: dict[str, Any],
     chosen: Sequence[int | str] | None = None,
     donated: DonatedArguments | None = None,
+    target: NamedDevice | None = None,
 ) -> tuple[Trace, Sequence[torch.Tensor]]:
     """Returns the trace of a call, which does not run, with a backward pass for the chosen outputs; and the tensors.
 
     If outputs are `chosen`, the Python code is traced, because the results of a captured graph have no names.
     """
+    if target is not None:
+        with as_on_cpu(fn, args, kwargs) as (a, k):
+            return _traced_without_running(fn, a, k, chosen, donated, target)
+    return _traced_without_running(fn, args, kwargs, chosen, donated, None)
+
+
+def _traced_without_running(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    chosen: Sequence[int | str] | None,
+    donated: DonatedArguments | None,
+    target: NamedDevice | None,
+) -> tuple[Trace, Sequence[torch.Tensor]]:
     planner, paths = Planner(), donated.tensors(args, kwargs) if donated else {}
     places_in = lambda tensors: [i for i, t in enumerate(tensors) if id(t) in paths]
     backward = Backward(chosen=None if chosen is None else tuple(chosen))
@@ -512,11 +529,13 @@ def traced_without_running(
         with TRACING, contextlib.suppress(TraceError):  # see `_PlannedRegion`
             names = [i.name for i in found[0].inputs]
             places = places_in(function.arguments)
-            return graph_tracer(function, names, layouts_below(tensors), donated=places)(backward), tensors
+            call = graph_tracer(function, names, layouts_below(tensors), donated=places, target=target)
+            return call(backward), tensors
     arguments = Arguments(args, kwargs)
     with TRACING:
         observation = Observation([fn], arguments.statics, arguments.tensors, {})
         captured = CapturedTensors(observation, arguments.tensors)
         tensors = [*arguments.tensors, *captured.tensors]
         places = places_in(arguments.tensors)
-        return traced_call(fn, arguments, captured, layouts_below(tensors), backward, donated=places), tensors
+        layouts = layouts_below(tensors)
+        return traced_call(fn, arguments, captured, layouts, backward, donated=places, target=target), tensors

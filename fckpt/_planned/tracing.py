@@ -20,12 +20,22 @@ from fckpt._call.rng import RandomState
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.reads import Reads
 from fckpt._capture.sources import Names, named
+from fckpt._trace.named_device import NamedDevice, fakes_on_cpu
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
 from fckpt._trace.stand_ins import WAY_OUT, check_dense
 from fckpt._trace.trace import trace
 from fckpt.errors import TraceError
 
-__all__ = ["TRACING", "CapturedTensors", "below_levels", "graph_tracer", "released", "traced_call", "unguarded_error"]
+__all__ = [
+    "TRACING",
+    "CapturedTensors",
+    "as_on_cpu",
+    "below_levels",
+    "graph_tracer",
+    "released",
+    "traced_call",
+    "unguarded_error",
+]
 
 TRACING = threading.RLock()
 """Held while tracing (stand-ins temporarily replace captured tensors and torch's default generator), while inspecting
@@ -97,15 +107,17 @@ def traced_call(
     backward: Backward,
     reads: Reads | None = None,
     donated: Sequence[int] = (),
+    target: NamedDevice | None = None,
 ) -> Trace:
     """Traces the Python code of a call, below all levels of torch.func, and a backward pass."""
-    _check_traceable((*arguments.tensors, *captured.tensors))
+    if target is None:
+        _check_traceable((*arguments.tensors, *captured.tensors))
     names = Names(fn, arguments.statics)
     origins = [arguments.path(i) for i in range(len(arguments.tensors))]
     origins += [names.tensors.get(id(t)) or _origin(captured.slots, t) for t in captured.tensors]
     with named(names):
         where = (captured.tensors, captured.slots, layouts, origins, captured.state)
-        traced = trace(fn, arguments, *where, backward, reads=reads, donated=donated)
+        traced = trace(fn, arguments, *where, backward, reads=reads, donated=donated, target=target)
     _check_random(captured.random)
     _check_generators(traced, captured.random)
     return traced
@@ -117,6 +129,7 @@ def graph_tracer(
     layouts: Sequence[Layout],
     batch: Batch | None = None,
     donated: Sequence[int] = (),
+    target: NamedDevice | None = None,
 ) -> Callable[[Backward], Trace]:
     """Returns a function that traces a captured graph with a given backward pass; it keeps no tensor alive.
 
@@ -126,9 +139,11 @@ def graph_tracer(
         layouts: the layouts of the operands: arguments, then captured tensors.
         batch: the `vmap` outside of the transform that differentiates, if any.
         donated: the positions of donated arguments.
+        target: the device to trace for, if it is not the device of the inputs.
     """
     tensors = [*function.arguments, *function.held.values()]
-    _check_traceable(tensors)
+    if target is None:
+        _check_traceable(tensors)
     given = tuple(map(weakref.ref, tensors))
     blueprint = function.blueprint()
     arguments, closure = Arguments(tuple(blueprint.arguments), {}), list(blueprint.held.values())
@@ -136,7 +151,7 @@ def graph_tracer(
 
     def traced(backward: Backward) -> Trace:
         where = (closure, blueprint.slots, layouts, origins, None, backward, batch)
-        made = trace(blueprint, arguments, *where, donated=donated)
+        made = trace(blueprint, arguments, *where, donated=donated, target=target)
         return dataclasses.replace(made, given=given)
 
     return traced
@@ -196,6 +211,29 @@ def below_levels(
     tensors = [*arguments.tensors, *captured.tensors]
     with below_all(), unseen():
         new = {id(t): _without_levels(t) for t in tensors if is_wrapped(t)}
+    moved: list[Slot] = []
+    for holder, key, value in captured.slots:
+        other = replaced(value, new)
+        if other is not value:
+            moved.append((holder, key, other))
+    with placed(moved):
+        yield arguments.rebuild([new.get(id(t), t) for t in arguments.tensors])
+
+
+@contextlib.contextmanager
+def as_on_cpu(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Yields the arguments with fake CPU tensors in place of tensors without memory, and does so in the closure within
+    the body.
+
+    Python code that asks for the device of a tensor gets one for which the libraries have settings; the trace then puts
+    the named device in its place.
+    """
+    arguments = Arguments(args, kwargs)
+    observation = Observation([fn], arguments.statics, arguments.tensors, {})
+    captured = CapturedTensors(observation, arguments.tensors)
+    new = fakes_on_cpu((*arguments.tensors, *captured.tensors))
     moved: list[Slot] = []
     for holder, key, value in captured.slots:
         other = replaced(value, new)

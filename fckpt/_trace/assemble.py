@@ -213,7 +213,7 @@ class Assembly:
             tuple(tensor.shape),
             tensor.stride(),
             tensor.dtype,
-            tensor.device,
+            self.recorder.device_of(tensor.device),
             self.known.get(storage, -1),
             int(tensor.storage_offset()),
             tensor.is_conj(),

@@ -55,8 +55,14 @@ class _Block:
 class Recorder(TorchDispatchMode):
     """A dispatch mode that records the operations below autograd, on tensors without memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, named: torch.device | None = None) -> None:
+        """Prepares to record.
+
+        Args:
+            named: the device to trace for, if that is another one; its tensors are on the meta device meanwhile.
+        """
         super().__init__()
+        self.named = named
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.fake.cache_enabled = False  # cached results may have a smaller storage (aten.copy of a row, torch 2.13)
         self.repeated = RepeatedCalls(self.fake)
@@ -97,8 +103,9 @@ class Recorder(TorchDispatchMode):
     def stand_in(self, layout: Layout) -> torch.Tensor:
         """Returns a tensor without memory that stands for an operand or a cotangent."""
         with below_all():  # stand-ins for cotangents are made within the levels of a trace
+            device = torch.device("meta") if layout.device == self.named else layout.device
             with self._faking():
-                fake = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+                fake = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
             tensor = self._fresh(fake, held=True)
             return as_computed(tensor) if layout.computed else tensor.requires_grad_(layout.requires_grad)
 
@@ -260,7 +267,7 @@ class Recorder(TorchDispatchMode):
     def _fresh(self, fake: Any, *, held: bool = False) -> torch.Tensor:
         """Returns a tensor without memory, on a new storage, with the layout of `fake`."""
         storage = storage_without_memory(fake.untyped_storage().nbytes(), fake.device)
-        tensor = viewing(storage, fake)
+        tensor = viewing(storage, fake, self.named)
         self._adopt(tensor, fake, held)
         return tensor
 
@@ -312,6 +319,8 @@ class Recorder(TorchDispatchMode):
             return args[0] if self._find(args[0]) is not None else self._constant(args[0])
         if func is aten._efficientzerotensor.default:  # a gradient of zeros without memory, which is not writable
             func = aten.zeros.default
+        if self.named is not None:
+            func, kwargs = self._on_meta(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags:
             return self._reshaped(func, args, kwargs)
         given: dict[int, torch.Tensor] = {}  # by storage of a fake tensor: an argument with that storage
@@ -342,6 +351,22 @@ class Recorder(TorchDispatchMode):
         for tensor in written:
             numbers[id(tensor)] = self._number(tensor)
         return self._returned(func, args, kwargs, numbers, given, result, written, replaced)
+
+    def _on_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Returns an operation of a trace for a named device as it runs on the meta device."""
+        device = kwargs.get("device")
+        if device is None or device.type != self.named.type:  # type: ignore[union-attr]
+            return func, kwargs
+        if func is aten._to_copy.default and getattr(args[0], "named", None) == self.named:
+            same = kwargs.get("dtype") in (None, args[0].dtype) and kwargs.get("memory_format") is None
+            if same:
+                return aten.alias.default, {}  # a move to the device of the tensor returns the tensor
+        return func, {**kwargs, "device": torch.device("meta")}
+
+    def device_of(self, value: Any) -> Any:
+        """Returns a device as the traced function knows it; any other value as it is."""
+        meta = isinstance(value, torch.device) and value.type == "meta"
+        return self.named if meta and self.named is not None else value
 
     def _number(self, tensor: torch.Tensor) -> int:
         number = self._find(tensor)
@@ -384,7 +409,7 @@ class Recorder(TorchDispatchMode):
                 outputs.append(len(self.tensors) - 1)
                 return tensor
             owner = given[key] if key in given else made[key]
-            tensor = viewing(owner.untyped_storage(), fake)
+            tensor = viewing(owner.untyped_storage(), fake, self.named)
             known = block.current.get(_geometry(fake))
             outputs.append(None if known is not None and key not in made else self._new(fake, block))
             return tensor
@@ -414,6 +439,8 @@ class Recorder(TorchDispatchMode):
             fake = self.tensors[outputs[0]]
             func, args = aten.empty_strided.default, (list(fake.shape), list(fake.stride()))
             kwargs = {"dtype": fake.dtype, "device": fake.device}
+        if self.named is not None:
+            args, kwargs = tuple(map(self.device_of, args)), {k: self.device_of(v) for k, v in kwargs.items()}
         module, line = self._source()
         inner = torch._C._current_autograd_node() is not None
         call = Recorded(func, args, kwargs, outputs, is_view, line, replaced, module, self.sums.is_one(func), inner)

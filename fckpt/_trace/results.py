@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -129,8 +129,10 @@ class Results:
             del ys
         how = {"recorded": recorded, "wrapped": wrapped if dependent else None}
         self.backward = Backward(differentiated, backward.autocast, strides, then=backward.then, **how)
+        grads = list(reversed(found))
+        found = ()  # a gradient that is copied is freed before the next one is copied
         added = backward.then is not None and backward.then.loss is not None
-        ends = self._leaf_gradients(iter(found), added)
+        ends = self._leaf_gradients(grads, added)
         if backward.then is not None:
             ends = self._ended(backward.then, ends, [ct for ct in cotangents if ct is not None], carried or {})
         self.gradients = tuple(None if grad is None else recorder.number(grad) for grad in ends)
@@ -159,18 +161,18 @@ class Results:
             cotangents = [None if ct is None else self.levels.batched(ct, dim) for ct, dim in pairs]
         return cotangents, tuple(strides)
 
-    def _leaf_gradients(self, found: Iterator[torch.Tensor | None], added: bool) -> list[torch.Tensor | None]:
+    def _leaf_gradients(self, grads: list[torch.Tensor | None], added: bool) -> list[torch.Tensor | None]:
         """Returns the gradient of each operand, None where there is none, as autograd hands it to a leaf.
 
         Args:
-            found: the gradients of the operands that require grad.
+            grads: the gradients of the operands that require grad, the last one first. The list is emptied.
             added: whether autograd adds the gradients to those of earlier microbatches.
         """
         taken = {self.recorder.values[t] for t in self.outputs}
         gradients: list[torch.Tensor | None] = []
         dims: list[int | None] = []
         for operand, layout in zip(self.operands, self.layouts, strict=True):
-            grad, dim = next(found) if operand.requires_grad else None, None
+            grad, dim = grads.pop() if operand.requires_grad else None, None
             if grad is not None:
                 grad, dim = self._below(grad)
             dims.append(dim)

@@ -34,6 +34,24 @@ class StandIn(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    named: torch.device | None = None
+    """The device that the tensor says it is on, in a trace for a device that is not here; see `named_device`."""
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.named or torch.Tensor.device.__get__(self)  # type: ignore[attr-defined]
+
+    @property
+    def is_cuda(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.device.type == "cuda"
+
+    @property
+    def is_meta(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.device.type == "meta"
+
+    def get_device(self) -> int:
+        return torch.Tensor.get_device(self) if self.named is None else self.named.index
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TraceError(
@@ -78,10 +96,10 @@ def check_dense(tensor: torch.Tensor) -> None:
             f"a {type(tensor).__name__} with layout {tensor.layout} cannot be traced: budgets and policies support "
             f"dense torch.Tensors only. {WAY_OUT}"
         )
-    if tensor.device.type == "cuda" and not torch.cuda.is_available():
+    if type(tensor) is FakeTensor and tensor.device.type == "cuda" and not torch.cuda.is_available():
         raise TraceError(
             "fake CUDA tensors cannot be traced on a machine without CUDA (autograd would end the process). To plan "
-            'for a GPU, use tensors on the meta device, and costs=fckpt.cost.Analytic(fckpt.cost.profiles["H100"]).'
+            'for a GPU, name it: fckpt.plan(fn, *args, device="cuda", costs="H100").'
         )
 
 
@@ -117,12 +135,16 @@ def storage_without_memory(nbytes: int, device: torch.device) -> torch.UntypedSt
     return torch._C._construct_storage_from_data_pointer(0, device, nbytes)  # type: ignore[attr-defined]
 
 
-def viewing(storage: torch.UntypedStorage, fake: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor on `storage` with the layout of `fake`."""
+def viewing(storage: torch.UntypedStorage, fake: torch.Tensor, named: torch.device | None = None) -> torch.Tensor:
+    """Returns a tensor on `storage` with the layout of `fake`. If `fake` is on the meta device, the tensor says that it
+    is on `named`.
+    """
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         tensor = torch.empty(0, dtype=fake.dtype, device=fake.device)
         tensor.set_(storage, int(fake.storage_offset()), tuple(fake.shape), fake.stride())
         tensor = torch.Tensor._make_subclass(StandIn, tensor)
+    if named is not None and fake.device.type == "meta":
+        tensor.named = named
     if fake.is_conj():
         torch._C._set_conj(tensor, True)
     if fake.is_neg():

@@ -33,6 +33,7 @@ from fckpt._trace.effects import (
     refuse_leftover_tensors,
     seeding_refused,
 )
+from fckpt._trace.named_device import DevicesMoved, NamedDevice, cuda_kernels
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.results import Results
@@ -60,6 +61,7 @@ def trace(
     batch: Batch | None = None,
     reads: Reads | None = None,
     donated: Sequence[int] = (),
+    target: NamedDevice | None = None,
 ) -> Trace:
     """Traces one call of `fn` and its backward pass, with the autocast state of the caller.
 
@@ -75,13 +77,16 @@ def trace(
         batch: the `vmap` outside of the transform that differentiates; if given, the layouts are those of the batches.
         reads: records which of the user's Python code runs.
         donated: the positions of arguments over which results are written; see `donation`.
+        target: the device to trace for, if it is not the device of the tensors; see `named_device`.
 
     Raises:
         TraceError: the control flow of the function depends on the data of tensors, or the function uses a tensor that
             is neither passed nor in `closure`, or it stores a tensor anywhere but in its result.
         MutationError: the function changes an argument in place.
     """
-    recorder = Recorder()
+    if target is not None:
+        layouts = [layout._replace(device=target.device) for layout in layouts]
+    recorder = Recorder(None if target is None else target.device)
     traced = _traced(
         fn,
         arguments,
@@ -95,6 +100,7 @@ def trace(
         reads or Reads(),
         recorder,
         donated,
+        target,
     )
     if not isinstance(fn, (GraphFunction, BatchedGraph)):  # a captured graph only calls torch
         refuse_leftover_tensors(recorder)
@@ -114,6 +120,7 @@ def _traced(
     reads: Reads,
     recorder: Recorder,
     donated: Sequence[int],
+    target: NamedDevice | None,
 ) -> Trace:
     tensors = [*arguments.tensors, *closure]
     enabled = torch.is_grad_enabled() or any(layout.requires_grad for layout in layouts)
@@ -121,6 +128,9 @@ def _traced(
     graph = isinstance(fn, (GraphFunction, BatchedGraph))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_active.set_to(recorder))
+        if target is not None:
+            stack.enter_context(cuda_kernels(target))
+            stack.enter_context(recorder.fake)  # torch would start CUDA for `device="cuda"` in another mode
         stack.enter_context(_tracing(recorder, wrapped, enabled))
         stack.enter_context(errors_located())
         stand_ins = [recorder.stand_in(_untracked(layout) if batch else layout) for layout in layouts]
@@ -146,7 +156,8 @@ def _traced(
             if not graph:
                 for tensor, operand in zip(tensors, operands, strict=True):
                     vars(operand).update(vars(tensor))
-            with contextlib.nullcontext() if graph else _python_code(reads):
+            moved = contextlib.nullcontext() if target is None else DevicesMoved(target, graph)
+            with contextlib.nullcontext() if graph else _python_code(reads), moved:
                 result = fn(*args, **kwargs)
             check_assignments(closed, before, recorder)
         if donated:

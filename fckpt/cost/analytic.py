@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fckpt._trace.operations import Call, Ref, TensorSpec
+from fckpt.cost.attention import attention_nbytes
 from fckpt.cost.calls import OpCost, extent, packet, refs, registered
 from fckpt.cost.devices import DeviceProfile
 
@@ -27,8 +28,8 @@ class Analytic:
     """Cost source that estimates `max(flops / peak, bytes moved / bandwidth) + launch`; it does not need the device.
 
     Temporaries are estimates. For CPU tensors they are the allocations that were observed for the main kernels. For
-    other devices they cover only operations that torch composes of several kernels, not the workspaces of cuDNN and
-    cuBLAS. If a budget must hold to the byte, use `Measured`.
+    other devices they cover operations that torch composes of several kernels and the fused kernels of attention, not
+    the workspaces of cuDNN and cuBLAS. If a budget must hold to the byte, use `Measured`.
 
     Example:
         >>> cpu = torch.device("cpu")
@@ -51,8 +52,8 @@ class Analytic:
         dtype = _compute_dtype(call, specs)
         traffic = _moved(call, specs) / self.profile.bytes_per_second * _slowdown(call, specs)
         seconds = max(flops / self.profile.flops_of(dtype), traffic)
-        temporary = _temporary(call, specs)
         grain = self.profile.allocation_granularity
+        temporary = _temporary(call, specs) or attention_nbytes(call, specs, grain)
         return OpCost(seconds + self.profile.launch_seconds, flops, -(-temporary // grain) * grain)
 
 

@@ -35,6 +35,8 @@ class DeviceProfile:
     memory_nbytes: int
     allocation_granularity: int = 1
     """The allocator rounds sizes up to a multiple of this many bytes."""
+    capability: tuple[int, int] | None = None
+    """The compute capability of a CUDA device, on which torch's choice of kernels depends; None for other devices."""
 
     def __post_init__(self) -> None:
         rates = [*self.flops.values(), self.bytes_per_second, self.allocation_granularity]
@@ -51,11 +53,17 @@ class DeviceProfile:
         return self.flops.get(dtype, self.flops[torch.float32])
 
 
-def _gpu(name: str, teraflops: dict[torch.dtype, float], gigabytes_per_second: float, nbytes: int) -> DeviceProfile:
+def _gpu(
+    name: str,
+    teraflops: dict[torch.dtype, float],
+    gigabytes_per_second: float,
+    nbytes: int,
+    capability: tuple[int, int],
+) -> DeviceProfile:
     flops = {dtype: rate * 1e12 * COMPUTE_EFFICIENCY for dtype, rate in teraflops.items()}
     rate = gigabytes_per_second * 1e9 * BANDWIDTH_EFFICIENCY
     # Eager PyTorch takes about 5 us to launch a kernel from Python; the caching allocator rounds up to 512 bytes.
-    return DeviceProfile(name, MappingProxyType(flops), rate, 5e-6, nbytes, allocation_granularity=512)
+    return DeviceProfile(name, MappingProxyType(flops), rate, 5e-6, nbytes, 512, capability)
 
 
 def _teraflops(half: float, single: float, double: float, eighth: float = 0.0) -> dict[torch.dtype, float]:
@@ -67,10 +75,12 @@ _HOPPER = _teraflops(half=989.4, single=66.9, double=66.9, eighth=1978.9)
 
 profiles: Mapping[str, DeviceProfile] = MappingProxyType(
     {
-        "H200": _gpu("H200", _HOPPER, 4800, 141 * 10**9),
-        "H100": _gpu("H100", _HOPPER, 3350, 80 * 10**9),
-        "A100": _gpu("A100", _teraflops(half=312, single=19.5, double=19.5), 2039, 80 * 10**9),
-        "RTX 4090": _gpu("RTX 4090", _teraflops(half=165.2, single=82.6, double=1.29, eighth=330.3), 1008, 24 * 10**9),
+        "H200": _gpu("H200", _HOPPER, 4800, 141 * 10**9, (9, 0)),
+        "H100": _gpu("H100", _HOPPER, 3350, 80 * 10**9, (9, 0)),
+        "A100": _gpu("A100", _teraflops(half=312, single=19.5, double=19.5), 2039, 80 * 10**9, (8, 0)),
+        "RTX 4090": _gpu(
+            "RTX 4090", _teraflops(half=165.2, single=82.6, double=1.29, eighth=330.3), 1008, 24 * 10**9, (8, 9)
+        ),
         "cpu": DeviceProfile(
             "cpu",
             MappingProxyType({torch.float32: 150e9, torch.float64: 50e9, torch.bfloat16: 300e9, torch.float16: 5e9}),

@@ -11,6 +11,7 @@ import torch
 
 from fckpt._call.levels import is_wrapped
 from fckpt._trace.operations import Call, Trace, is_random, is_tagged_random
+from fckpt.cost.analytic import Analytic
 from fckpt.cost.calls import CostSource, OpCost
 from fckpt.cost.measured import Measured
 from fckpt.cost.pairs import makers_of, paired_signature, workspace_maker
@@ -65,6 +66,8 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
         spent = {"seconds": cost.seconds, "flops": cost.flops, "temporary_nbytes": cost.temporary_nbytes}
         nodes[i] = dataclasses.replace(nodes[i], **spent)
     values = _measured_sizes(trace, calls, [costs[key].storages for key in keys])
+    if isinstance(source, Analytic) and source.profile.allocation_granularity > 1:
+        values = _rounded(trace, values, source.profile.allocation_granularity)
     nodes = [_overwriting_equals(node, values) for node in nodes]
     # These operations read the generator's state while memory for their result is already allocated: those that write
     # to existing memory, and custom ones, whose generators are observed.
@@ -137,6 +140,13 @@ def _measured_sizes(trace: Trace, calls: Sequence[Call], storages: Sequence[Sequ
             if before in sizes and after >= 0 and trace.graph.values[after].nbytes:
                 sizes[after] = sizes[before]
     return [dataclasses.replace(v, nbytes=sizes[v.id]) if v.id in sizes else v for v in trace.graph.values]
+
+
+def _rounded(trace: Trace, values: Sequence[Value], grain: int) -> list[Value]:
+    """Returns the values with the bytes that the allocator of a GPU takes for them."""
+    there = {spec.value for spec in trace.tensors if spec.device.type not in ("cpu", "meta")}
+    size = lambda value: -(-value.nbytes // grain) * grain if value.id in there else value.nbytes
+    return [dataclasses.replace(value, nbytes=size(value)) for value in values]
 
 
 def _sizes_of(trace: Trace, call: Call, storages: Sequence[int]) -> dict[int, int]:
