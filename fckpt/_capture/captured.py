@@ -49,6 +49,7 @@ from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.graphs import FlatGraph
+from fckpt._capture.numbers import options_constant
 from fckpt._capture.shadows import BuiltinNames, shadows_guarded
 from fckpt._capture.sources import Names
 from fckpt._capture.undecomposed import undecomposed
@@ -185,9 +186,9 @@ class Captured:
             self._call = _callable(output, compiled, taken[0].__globals__)
 
     @property
-    def is_general(self) -> bool:
-        """Whether the capture takes some numbers as inputs, and is valid for every value of them."""
-        return self.graph is not None and bool(self.graph.numbers)
+    def generality(self) -> int:
+        """How many numbers (sizes, counters) are inputs of the capture, which is valid for every value of them."""
+        return 0 if self.graph is None else len(self.graph.numbers)
 
     def holds(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the capture is valid for a call: everything that it read is unchanged."""
@@ -398,6 +399,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(absences_guarded())
         stack.enter_context(certain_comparisons())
         stack.enter_context(undecomposed())
+        stack.enter_context(options_constant())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # Dynamo warns about functions that it looks through, such as lru_cache
         yield modes

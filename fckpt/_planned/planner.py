@@ -230,9 +230,9 @@ class Planner:
         if "grad_mode" not in why:  # one capture each for training and for evaluation
             self.ledger.captured_again(why)
         programs = next((known for other, known in self.captures if other.same_graph(made)), {})
-        # Newest first, but captures that hold for one number only come before those that take any number.
+        # Newest first, but captures that hold for one number only come before those that take any such number.
         found = (made, programs)
-        self.captures = sorted([found, *self.captures[: _MOST_CAPTURES - 1]], key=lambda entry: entry[0].is_general)
+        self.captures = sorted([found, *self.captures[: _MOST_CAPTURES - 1]], key=lambda entry: entry[0].generality)
         return found
 
     _entry: Any = None

@@ -154,6 +154,36 @@ def test_a_size_that_counts_operations_is_another_structure() -> None:
     assert fckpt.stats(planned).adapted == 0
 
 
+class Attention(nn.Module):
+    """Options that are integers, as models keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.width = 4, 8
+        self.inner = nn.Linear(32, 96)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.inner(x).split(self.heads * self.width, -1)
+        q, k, v = (t.view(*t.shape[:-1], self.heads, self.width).transpose(1, 2) for t in parts)
+        return (q @ k.transpose(2, 3) / self.width**0.5).softmax(-1).matmul(v).square().sum() * (self.steps + 1)
+
+
+def test_options_of_modules_are_constants_and_counters_are_not() -> None:
+    net, x = Attention(), torch.randn(2, 24, 32)
+    planned = fckpt.remat(net, budget=0.9)
+    for step in (2, 3, 4, 4):
+        net.steps = step
+        net.zero_grad()
+        assert_equal(planned(x), net(x))
+    assert fckpt.stats(planned).captures == 2  # what has changed once may change again
+    planner: Planner = planned._fckpt_region.planner  # type: ignore[attr-defined]
+    counts = [len(captured.graph.numbers) for captured, _ in planner.captures]
+    assert counts == [2, 3], "batch, length, and the counter"
+    net.heads, net.width = 2, 16
+    assert_equal(planned(x), net(x))
+
+
 def test_plans_of_a_named_solver_are_its_own() -> None:
     planned = fckpt.remat(Squared(nn.Sequential(Block())), budget=0.9, solver="greedy")
     for rows in (3, 4, 5):
