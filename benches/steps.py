@@ -107,11 +107,11 @@ _PERCEPTRON = {
 
 def _networks() -> dict[str, Network]:
     """Returns the networks with the sizes of this bench; `quick` are the tiny ones."""
-    lines = dict(line.split(maxsplit=1) for line in _CPU.strip().splitlines())
-    own = {
-        name: replace(network, sizes={**network.sizes, "cpu": sizes_from(lines[name]), "quick": network.sizes["tiny"]})
-        for name, network in ELEVEN.items()
-    }
+    own = dict(ELEVEN)
+    for line in _CPU.strip().splitlines():
+        name, sizes = line.split(maxsplit=1)
+        other = own[name].sizes
+        own[name] = replace(own[name], sizes={**other, "cpu": sizes_from(sizes), "quick": other["tiny"]})
     own["lstm"] = replace(own["lstm"], model=BatchFirst, data=_series)
     return {**own, "mlp": Network("perceptron", Perceptron, _features, _PERCEPTRON)}
 
@@ -298,14 +298,13 @@ class Comparison:
         step = self.model.step(trainee.optimizers[0], budget, trainee.accumulate)
         for _ in range(ATTEMPTS):
             try:
-                plan = step.plan(trainee.batch)
+                step.plan(trainee.batch)
             except BudgetError as error:
                 row.least_bytes = error.least_bytes
                 if way == "step":
                     break
                 step.budget = row.budget_bytes = error.least_bytes  # which the next search may lower no further
                 continue
-            row.predict(plan)
             self._add(row, trainee, lambda: step(trainee.batch))
             row.predict(step.plan(trainee.batch))
             row.judge()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fckpt import solve
 from fckpt._planned.late_writes import settled, solved_with_writes, without_recomputation
 from fckpt.errors import ArgumentValueError, ScheduleError
 from fckpt.graph import Compute, Graph, Node, Schedule, Value, schedule_of, simulate
@@ -151,3 +152,26 @@ def test_what_reads_a_moved_update_is_moved_with_it() -> None:
     found = settled(graph, schedule)
     assert [step.node for step in found.backward if isinstance(step, Compute)] == [1, 0, 2, 3, 4]
     assert simulate(graph, found).peak_nbytes == 24
+
+
+def test_the_least_budget_is_lower_than_what_the_smallest_plan_needs_once_its_updates_wait() -> None:
+    graph = chain([8, 200, 200, 200, 60, 20, 20, 200, 60])
+    with pytest.raises(BudgetError) as raised:
+        solved_with_writes(graph, 1, "auto", "")
+    least = raised.value.least_bytes
+    relaxed = dataclasses.replace(graph, nodes=tuple(dataclasses.replace(node, writes=()) for node in graph.nodes))
+    with pytest.raises(BudgetError) as raised:
+        solve.auto(relaxed, 1)
+    smallest = settled(graph, solve.auto(relaxed, raised.value.least_bytes, time_limit=0.1))
+    assert least < simulate(graph, smallest).peak_nbytes
+    assert solved_with_writes(graph, least, "auto", "", 0.1).peak_bytes <= least
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.integers(1, 200), min_size=2, max_size=6), st.sampled_from(["auto", "greedy", "chen"]))
+def test_the_least_budget_of_an_error_is_kept(sizes: list[int], solver: str) -> None:
+    graph = chain(sizes)
+    with pytest.raises(BudgetError) as raised:
+        solved_with_writes(graph, 1, solver, "")
+    least = raised.value.least_bytes
+    assert solved_with_writes(graph, least, solver, "").peak_bytes <= least
