@@ -94,7 +94,7 @@ def compared(fn: Callable[[], Tensor], leaves: list[Tensor], made: list[Program]
 
 
 def elementwise() -> tuple[Callable[[], Tensor], list[Tensor]]:
-    w, x = torch.randn(5, 64, requires_grad=True), torch.randn(100, 64, requires_grad=True)
+    w, x = torch.randn(3, 64, requires_grad=True), torch.randn(100, 64, requires_grad=True)
 
     def loss() -> Tensor:
         h = x
@@ -153,6 +153,21 @@ def test_fused_kernels_give_nearly_the_numbers_of_the_plain_function(made: list[
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("made")
+def test_check_says_how_far_fused_kernels_are_from_the_plain_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded(kernel: Kernel) -> Any:
+        return lambda given: [t * (1 + 2**-10) for t in one_by_one(kernel)(given)]
+
+    monkeypatch.setattr(inductor, "compiled", rounded)
+    monkeypatch.setattr(trial, "_no_compiler", False)
+    fn, _ = relu_mlp()
+    found = fckpt.check(fn, budget=0.9, kernels="fused")
+    assert not found and 2**-11 < found.largest < 2**-5
+    assert f"the largest relative difference is {found.largest:.2g}" in str(found)
+    assert fckpt.check(fn, budget=0.9).largest == 0
+
+
+@pytest.mark.usefixtures("uncompiled")
 def test_kernels_are_used_only_if_they_are_faster(monkeypatch: pytest.MonkeyPatch, made: list[Program]) -> None:
     monkeypatch.setattr(trial, "_FASTER", 0.0)
     compared(*elementwise(), made, 0.6, "exact")

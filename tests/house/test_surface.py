@@ -45,7 +45,7 @@ PRIVATE = {
     "torch.ops._c10d_functional": ("spmd/c10d.py",),
     "torch.distributed": ("spmd/files.py",),
     "torch.serialization": ("spmd/files.py",),
-    "torch.autograd": ("_recompute/", "_trace/", "cost/measured.py"),
+    "torch.autograd": ("_recompute/", "_trace/", "_fuse/trial.py", "cost/measured.py"),
     "torch.optim": ("_planned/optimizers.py",),
     "torch.overrides": ("_recompute/closed_over.py", "_capture/"),
     "torch.ops.aten": ("_trace/", "_capture/", "_tile/", "_fuse/", "_planned/", "cost/synthetic.py"),
