@@ -20,6 +20,7 @@ BENCHES = {
     "solvers": ("all solvers on the same graphs, which it traces: extra time, least peak and seconds", "3 hours"),
     "solvers_picture": ("a picture of the results of solvers", "seconds"),
     "tiles": ("cross-entropy and attention: least peak and time, with tiles and without", "15 minutes"),
+    "kernels": ("four networks in half of their peak: time and bits by kernels, and by torch.compile", "10 minutes"),
     "multi_gpu": ("data parallel training of DenseNet: memory and time, PyTorch's methods and fckpt", "4 minutes"),
 }
 """For each script, in the order of the list: its table, and how long it takes on two cores."""

@@ -12,6 +12,7 @@ from torch import nn
 from fckpt import _tree as tree
 from fckpt._call.arguments import Arguments
 from fckpt._call.conditions import Observation
+from fckpt._fuse.option import Kernels
 from fckpt._inspect import Outputs
 from fckpt._memory import measure_peak
 from fckpt._planned.plan import Budget, Plan
@@ -34,12 +35,15 @@ class Check:
     """The number of tensors compared: outputs, gradients, statistics, the generator's state."""
     plain_peak_bytes: int
     peak_bytes: int
+    largest: float = 0.0
+    """The largest difference of a tensor of floats: the norm of the difference, as a fraction of the plain tensor's."""
 
     def __bool__(self) -> bool:
         return not self.differences
 
     def __str__(self) -> str:
         found = "; ".join(self.differences) or f"all {self.compared} tensors are bitwise equal"
+        found += f"; the largest relative difference is {self.largest:.2g}" if self.differences else ""
         return f"{found}; peak {format_bytes(self.plain_peak_bytes)} -> {format_bytes(self.peak_bytes)}"
 
 
@@ -49,6 +53,7 @@ def check(
     policy: PolicyLike | None = None,
     budget: Budget | None = None,
     plan: Plan | None = None,
+    kernels: Kernels = "aten",
     outputs: Outputs | None = None,
     **kwargs: Any,
 ) -> Check:
@@ -61,6 +66,7 @@ def check(
         policy: see `remat`.
         budget: see `remat`.
         plan: see `remat`.
+        kernels: see `remat`. With "fused", results may differ: `Check.largest` says how far.
         outputs: the tensors of the result to differentiate, see `fckpt.plan`; by default, all that require grad.
         kwargs: as in the call.
 
@@ -77,12 +83,12 @@ def check(
         True
     """
     plain = plain_of(fn)
-    region = remat(fn, policy=policy, budget=budget, plan=plan) if plain is fn else fn
+    region = remat(fn, policy=policy, budget=budget, plan=plan, kernels=kernels) if plain is fn else fn
     donated = getattr(region._fckpt_region, "donated", None)  # type: ignore[attr-defined]
     given = donated.tensors(args, kwargs) if donated else {}
     chosen = [outputs] if isinstance(outputs, (int, str)) else outputs
     comparison = _Comparison(plain, args, kwargs, chosen, given)
-    comparison.run(region)  # traces and plans, if necessary
+    comparison.run(region, measured=False)  # traces and plans, which a profiler would disturb
     expected, plain_peak = comparison.run(plain)
     actual, peak = comparison.run(region)
     differences = [
@@ -90,7 +96,8 @@ def check(
         for name in expected
         if not _same(expected[name], actual[name])
     ]
-    return Check(tuple(differences), len(expected), plain_peak, peak)
+    largest = max((_relative(expected[name], actual[name]) for name in expected), default=0.0)
+    return Check(tuple(differences), len(expected), plain_peak, peak, largest)
 
 
 class _Comparison:
@@ -133,8 +140,8 @@ class _Comparison:
         except LookupError as error:
             raise ArgumentValueError(f"outputs: {error}.") from error
 
-    def run(self, fn: Callable[..., Any]) -> tuple[dict[str, torch.Tensor | None], int]:
-        """Returns all tensors that one forward and backward pass produces, by name, and the peak bytes of the run."""
+    def run(self, fn: Callable[..., Any], *, measured: bool = True) -> tuple[dict[str, torch.Tensor | None], int]:
+        """Returns all tensors that one forward and backward pass produces, by name, and the peak if `measured`."""
         found: dict[str, torch.Tensor | None] = {}
 
         def step() -> None:
@@ -152,7 +159,9 @@ class _Comparison:
             found.update({f"the gradient of {path}": g for (path, _), g in zip(self.wanted, grads, strict=True)})
 
         self.generators.rewind()
-        peak = measure_peak(step, device=self.device).peak_bytes
+        peak = measure_peak(step, device=self.device).peak_bytes if measured else 0
+        if not measured:
+            step()
         found["the random generator"] = torch.get_rng_state()
         with torch.no_grad():
             for name, value in found.items():  # a result may be a donated tensor, which gets its old value back
@@ -171,6 +180,14 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _relative(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """Returns the norm of a difference as a fraction of the norm of `a`; 0 if the two cannot be compared."""
+    if _same(a, b) or a is None or b is None or a.shape != b.shape or not (a.is_floating_point() or a.is_complex()):
+        return 0.0
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return ((a - b).to(wide).norm() / a.to(wide).norm().clamp_min(torch.finfo(torch.float64).tiny)).item()
 
 
 def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:

@@ -59,10 +59,13 @@ _no_compiler: bool | None = None
 def tried(kernel: Kernel) -> Compiled | None:
     """Returns the compiled kernel; None if it cannot be compiled, gives other results, or is not faster.
 
-    A failure to compile is warned of, once per process: a `KernelWarning`.
+    A failure to compile is warned of, once per process: a `KernelWarning`. While torch.profiler records, temporary
+    memory cannot be measured, so no new kernel is used.
     """
     key = (kernel.signature, torch.get_num_threads())
     with _lock:
+        if key not in _known and torch.autograd._profiler_enabled():
+            return None
         if key not in _known:
             reason = ""
             with _isolated(torch.device("cpu")):
