@@ -48,7 +48,7 @@ from fckpt._trace.operations import Layout
 from fckpt._trace.trace import inlined, is_followed, is_tracing
 from fckpt._trace.untraceable import HigherOrderError
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError, name_of
-from fckpt.policies.decisions import PolicyLike
+from fckpt.policies.decisions import PolicyLike, as_policy
 from fckpt.policies.named import reductions_saveable
 
 __all__ = ["remat"]
@@ -149,8 +149,9 @@ def remat(
     mode, with several `vmap`s outside of the differentiating transform, and in second derivatives.
 
     A rematerialised function composes with `.backward()` and with all of `torch.func`, in any order and nesting.
-    Whether one argument requires grad does not affect the others. Under `torch.compile` the region becomes a region of
-    `torch.utils.checkpoint`, for which the compiler plans the recompute; under `make_fx` it is inlined.
+    Whether one argument requires grad does not affect the others. Under `torch.compile`, a region without a plan is a
+    region of `torch.utils.checkpoint`, and the compiler plans the recompute; a region with a budget or a policy is
+    compiled by itself, with the backend "fckpt". Under `make_fx` a region is inlined.
 
     Args:
         fn: a function from pytrees to pytrees, or an `nn.Module`. Leaves that are not tensors are static. If omitted,
@@ -234,7 +235,9 @@ def remat(
         from fckpt._recompute import compiled  # imports Dynamo, which takes about a second
 
         plain = policy is None and budget is None and plan is None
-        return compiled.made(fn, reductions_saveable if plain else policy, remat)
+        options = {"policy": policy, "budget": budget, "plan": plan, "solver": solver, "tile": tile}
+        planned = None if plain else functools.partial(remat, **options)
+        return compiled.made(fn, reductions_saveable if plain else policy, remat, planned)
     _check_function(fn)
     static = StaticArguments(fn.forward if isinstance(fn, nn.Module) else fn, static_argnums, static_argnames)
     make = functools.partial(_Region, static)
@@ -304,6 +307,8 @@ class _Region:
             return fn(*args, **kwargs)
         return self.run(fn, args, kwargs)
 
+    is_planned = False
+    """Whether calls run by a plan."""
     plans_calls = False
     """Whether calls are planned that nothing outside differentiates, for example with grad mode off."""
 
@@ -323,7 +328,9 @@ class _Region:
 class _PlannedRegion(_Region):
     """A rematerialised function that is captured, traced and planned once per signature."""
 
-    __slots__ = ("donated", "planner", "plans_calls", "untraceable", "without_plan")
+    __slots__ = ("compiled_options", "donated", "planner", "plans_calls", "untraceable", "without_plan")
+
+    is_planned = True
 
     def __init__(
         self,
@@ -348,6 +355,10 @@ class _PlannedRegion(_Region):
         """The function that runs instead of a plan, once the function is known to be untraceable."""
         self.planner = Planner(policy, budget, plan, solver, tile=tile, kernels=kernels)
         self.planner.ledger.name = name
+        nbytes = plan.budget_bytes or plan.peak_bytes if plan is not None else budget
+        named = policy is not None and as_policy(policy).mentioned
+        self.compiled_options = None if donated or tile or named else (nbytes, policy, solver)
+        """Budget, policy and solver for a compiler; None if it cannot follow the other options."""
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ledger = self.planner.ledger

@@ -6,17 +6,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.utils._pytree import tree_leaves
 
 from fckpt._capture import marks
 
-__all__ = ["is_capturing", "key_of", "marked_region", "named"]
+__all__ = ["compiler_name", "is_capturing", "key_of", "marked_region", "named"]
 
 
 @torch.compiler.assume_constant_result
 def is_capturing() -> bool:
     """Whether the capture in progress belongs to fckpt, not to the user's `torch.compile`."""
     return marks.is_capturing()
+
+
+@torch.compiler.assume_constant_result
+def compiler_name() -> str:
+    """Returns the name of the backend for which Dynamo is tracing, `inductor` for example; empty if it has none."""
+    backend = InstructionTranslator.current_tx().output.compiler_fn
+    while not hasattr(backend, "compiler_name") and hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return str(getattr(backend, "compiler_name", ""))
 
 
 @torch.compiler.assume_constant_result

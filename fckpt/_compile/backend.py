@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -14,6 +13,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 
 from fckpt import solve
+from fckpt._compile.joint import copied
 from fckpt._compile.partition import Partitioner
 from fckpt._compile.rehearsal import can_measure, peak_of, plain_peak_of
 from fckpt._planned.making import check_budget
@@ -90,6 +90,7 @@ class _Compilation:
         """Returns the compiled function, within the budget if any attempt is."""
         if self.budget is None:
             return self._attempt(None)[0]
+        self._warn_of_parts()
         limit = self._limit(self.budget)
         target: int = limit
         found: list[tuple[int, Callable[..., Any]]] = []
@@ -113,13 +114,25 @@ class _Compilation:
         self._warn(peak, limit, plans)
         return function
 
+    def _warn_of_parts(self) -> None:
+        """Warns if the function was not compiled as a whole."""
+        reason = getattr(self.module, "compile_subgraph_reason", None)
+        if reason is not None and getattr(reason, "graph_break", False):
+            warnings.warn(
+                "torch.compile compiles the function in parts, and the budget holds for each part by itself: the "
+                f"values that one part saves are not counted in the others. The reason of the break: {reason.reason}. "
+                "fullgraph=True shows its line.",
+                BudgetWarning,
+                stacklevel=2,
+            )
+
     def _limit(self, budget: Budget) -> int:
         if not isinstance(budget, float):
             return parse_bytes(budget)
         return max(1, int(plain_peak_of(_copied(self.module), self.inputs) * budget))
 
     def _attempt(self, nbytes: int | None, torchs: bool = False) -> tuple[Callable[..., Any], Partitioner]:
-        """Compiles the function for a number of bytes; with torch's own partition if it may fit."""
+        """Compiles the function for a number of bytes; with torch's partition if it may fit, or without a number."""
         partitioner = Partitioner(nbytes, self.policy, self.solver, torchs)
         patches = {**self.patches, "custom_partitioner_fn": partitioner}
         # By default, the backward half is compiled by its first run, which cannot be a rehearsal within a compilation.
@@ -154,8 +167,7 @@ def _of_mode(mode: str | None) -> dict[str, Any]:
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
     """Returns a copy of a graph with the same tensors: Inductor changes the graph that it compiles."""
-    made = fx.GraphModule(module, copy.deepcopy(module.graph))
-    made.meta = dict(module.meta)
+    made = copied(module)
     for name in ("_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason"):
         if hasattr(module, name):
             setattr(made, name, getattr(module, name))

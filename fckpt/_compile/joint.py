@@ -22,7 +22,7 @@ from fckpt._trace.operations import Call, Ref, TensorSpec
 from fckpt.cost import Measured, profile_of
 from fckpt.graph.graph import Graph, Node, Value
 
-__all__ = ["Joint", "is_late_write", "joint_graph", "mutates", "saved_nbytes", "size_of"]
+__all__ = ["Joint", "copied", "is_late_write", "joint_graph", "mutates", "saved_nbytes", "size_of"]
 
 
 @dataclass
@@ -56,6 +56,18 @@ class _Group:
         return next(m for m in reversed(self.members) if not _is_getitem(m))
 
 
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy of a graph with the same tensors. (`copy.deepcopy` also copies what nodes refer to.)"""
+    graph = fx.Graph(tracer_cls=getattr(module.graph, "_tracer_cls", None))
+    places: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(module.graph, places)
+    old = next(n for n in module.graph.nodes if n.op == "output")
+    graph.output(results).meta = dict(old.meta)
+    made = fx.GraphModule(module, graph)
+    made.meta = dict(module.meta)
+    return made
+
+
 def mutates(node: fx.Node) -> bool:
     """Whether an operation writes to one of its arguments: in a joint graph, to an input of the function."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
@@ -64,6 +76,14 @@ def mutates(node: fx.Node) -> bool:
 def is_late_write(node: fx.Node, joint: Joint) -> bool:
     """Whether an operation that writes, or has no result, belongs to the backward pass."""
     return node in joint.late or node.meta.get("partitioner_tag") == "must_be_in_backward"
+
+
+def _updated_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """Returns the inputs over which AOTAutograd writes a result after the forward pass: statistics of batch norms."""
+    output = next(n for n in graph.nodes if n.op == "output")
+    updated = [getattr(description, "mutated_input", None) for description in output.meta.get("desc") or ()]
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    return [n for n in inputs if n.meta.get("desc") is not None and n.meta["desc"] in updated]
 
 
 def _namespace(node: fx.Node) -> str:
@@ -132,6 +152,7 @@ class _Reading:
         for node in graph.nodes:
             self.bases[node] = self._base(node)
         self.written = {self.bases[n.args[0]] for n in self.calls if mutates(n) and isinstance(n.args[0], fx.Node)}
+        self.written.update(_updated_inputs(graph))
         self.late = self._depending_on(self.tangents)
         roots = [self.bases[n] for n in forward_outputs if isinstance(n, fx.Node)]
         self.forward_outputs = [n for n in dict.fromkeys(roots) if n is not None]
@@ -309,6 +330,10 @@ def joint_graph(module: fx.GraphModule, forward_outputs: Sequence[Any], outputs:
         if node.once:
             node = dataclasses.replace(node, overwrites=())
         nodes.append(costs.priced(node, group.members, values, reading))
+    for node in nodes:
+        if node.once:  # what must not be repeated is saved, whatever a region says
+            for v in node.outputs:
+                values[v] = dataclasses.replace(values[v], decision="")
     made = lambda ends: tuple(dict.fromkeys(numbers[n] for n in ends if values[numbers[n]].producer is not None))
     results = made(reading.forward_outputs)
     gradients = [n for n in reading.order if n in reading.outputs and n in numbers and numbers[n] not in results]
@@ -334,7 +359,7 @@ def _value(number: int, node: fx.Node, producer: int | None) -> Value:
     shape = tuple(map(size_of, fake.shape))
     dtype = str(fake.dtype).removeprefix("torch.")
     policy = node.meta.get("recompute") if producer is not None else None  # of a checkpointed region of torch
-    decision = policy.name.lower() if policy is not None else ""
+    decision = "" if policy is None else "must_save" if "SAVE" in policy.name else "must_recompute"
     return Value(number, nbytes_of(fake), producer, node.name, (), shape, dtype, decision)
 
 

@@ -5,7 +5,6 @@ Inductor calls it with the joint graph of a compiled function. Without a plan it
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from fckpt._call.ambient import without_modes
 from fckpt._compile.halves import halves
-from fckpt._compile.joint import Joint, joint_graph, saved_nbytes
+from fckpt._compile.joint import Joint, copied, joint_graph, saved_nbytes
 from fckpt._planned.making import make_plan
 from fckpt._planned.plan import Plan
 from fckpt.errors import BudgetError
@@ -72,7 +71,7 @@ class Partitioner(CustomPartitionerFn):
         if self.nbytes is None and self.policy is None:
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if self.torchs:
-            found = min_cut_rematerialization_partition(_copied(gm), joint_inputs, **kwargs)
+            found = min_cut_rematerialization_partition(copied(gm), joint_inputs, **kwargs)
             if self.nbytes is None or saved_nbytes(found[1]) <= self.nbytes:
                 return found
         count = kwargs["num_fwd_outputs"]
@@ -102,12 +101,6 @@ class Partitioner(CustomPartitionerFn):
             # The sizes of kernels are not known before Inductor has made them: the measured peak decides.
             self.is_least = True
             return make_plan(graph, error.least_bytes, self.solver, version)
-
-
-def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    made = fx.GraphModule(module, copy.deepcopy(module.graph))
-    made.meta = dict(module.meta)
-    return made
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +16,23 @@ from fckpt._capture import compiling
 __all__ = ["call"]
 
 
+OPTIONS = ("budget", "policy", "solver")
+"""The options of the backend "fckpt" for a region, in the order of `region.compiled_options`."""
+REASON = (
+    "a budget or a policy of fckpt.remat applies to a region inside of the compiled function. The region is compiled "
+    "by itself, so the graph breaks. With fullgraph=True, put the budget on the whole: "
+    'torch.compile(fn, backend="fckpt", options={"budget": ...}).'
+)
+
+
 def call(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a region while Dynamo traces.
 
     The partitioner would undo a recompute that is written into the graph, and with dropout the recompute would be
-    wrong. So the region becomes torch's checkpoint operator, which tells the compiler what to recompute. That operator
-    does not support torch.func; under it the graph is broken and the region runs eagerly (an error with
-    fullgraph=True).
+    wrong. So a region without a plan becomes torch's checkpoint operator, which tells the compiler what to recompute.
+    A region with a budget or a policy breaks the graph. It is then compiled by itself, with the backend "fckpt"; for
+    other compilers than Inductor, it runs as it does without a compiler. So do regions under torch.func, which the
+    checkpoint operator does not support.
 
     If fckpt itself is capturing an enclosing function, the region's operations become part of its graph, between two
     marks.
@@ -30,20 +41,60 @@ def call(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         return compiling.marked_region(region.key, fn, args, kwargs)
     if _under_torch_func():
         return _eagerly(region, fn, args, kwargs)  # type: ignore[call-arg]  # torch types the decorator wrongly
+    if region.is_planned:
+        if region.compiled_options is not None and compiling.compiler_name() in ("inductor", "fckpt"):
+            return _separately(region, fn, args, kwargs)  # type: ignore[call-arg]
+        return _planned_eagerly(region, fn, args, kwargs)  # type: ignore[call-arg]
     return checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)
 
 
-def made(fn: Callable[..., Any], policy: Any, remat: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the region of `fn`, for a call of `remat` itself while Dynamo traces."""
+def made(
+    fn: Callable[..., Any], policy: Any, remat: Callable[..., Any], planned: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """Returns the region of `fn`, for a call of `remat` itself while Dynamo traces.
+
+    Args:
+        fn: the function.
+        policy: the policy for marks in an enclosing graph.
+        remat: the function `remat`.
+        planned: `remat` with its options, if the region has a plan.
+    """
 
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
         if compiling.is_capturing():
             return compiling.marked_region(compiling.key_of(policy), fn, args, kwargs)
         if _under_torch_func():
             return _made_eagerly(remat, fn, args, kwargs)  # type: ignore[call-arg]
+        if planned is not None:
+            return _made_planned(planned, fn, args, kwargs)  # type: ignore[call-arg]
         return checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)
 
     return rematerialised
+
+
+@torch.compiler.disable(reason=REASON)
+def _separately(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    known = _compiled.get(region)
+    if known is None or known[0] != fn:
+        options = {k: v for k, v in zip(OPTIONS, region.compiled_options, strict=True) if v is not None}
+        known = _compiled[region] = fn, torch.compile(fn, backend="fckpt", options=options)
+    return known[1](*args, **kwargs)
+
+
+_compiled: weakref.WeakKeyDictionary[Any, tuple[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
+"""By region: its function, and the compiled function."""
+
+
+@torch.compiler.disable(reason=REASON)
+def _planned_eagerly(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return region(fn, args, kwargs)
+
+
+@torch.compiler.disable(reason=REASON)
+def _made_planned(
+    planned: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return planned(fn)(*args, **kwargs)
 
 
 @torch.compiler.assume_constant_result  # torch 2.11 cannot trace the query

@@ -164,6 +164,26 @@ def test_compiled_before() -> None:
     assert_equal(gradients(region), gradients(made()))
 
 
+def test_a_budget_around_what_is_compiled_already() -> None:
+    """The plan sees through compiled modules and functions, and runs PyTorch's kernels within the budget."""
+    layers = lambda: nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(6, 6), nn.Tanh(), nn.GELU())))
+    plain, whole, part, regional = (made(layers) for _ in range(4))
+    whole.compile(backend="eager")
+    for module in regional.modules():
+        if isinstance(module, nn.Linear):
+            module.compile(backend="eager")
+    x = torch.randn(256, 6)
+    limit = fckpt.plan(plain, x).baseline_peak_bytes * 0.6
+    plain(x).sum().backward()
+    for model in (whole, torch.compile(part, backend="eager"), regional):
+        region = fckpt.remat(model, budget=0.6)
+        region(x).sum().backward()
+        assert_equal([p.grad for p in region.parameters()], [p.grad for p in plain.parameters()])
+        region.zero_grad()
+        assert fckpt.measure_peak(lambda region=region: region(x).sum().backward()).peak_bytes <= limit
+        assert not fckpt.stats(region).fallbacks
+
+
 def test_compiled_after() -> None:
     block = lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
     region, expected = fckpt.remat(made(block)), gradients(made(block))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fckpt import solve
 from fckpt._planned.late_writes import settled, solved_with_writes, without_recomputation
-from fckpt.errors import ArgumentValueError, ScheduleError
+from fckpt.errors import ArgumentValueError, BudgetError, ScheduleError
 from fckpt.graph import Compute, Graph, Node, Schedule, Value, schedule_of, simulate
 from fckpt.graph.schedule import plain_schedule
 

@@ -1,0 +1,260 @@
+"""The backend "fckpt" of torch.compile: partitions have the bits of the function, and budgets hold."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_equal, seeded
+from torch import nn
+
+import fckpt
+from fckpt.policies import dots_saveable, nothing_saveable
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    # Dynamo looks at tensors between the parts of a function, and hides this warning, unless warnings are errors.
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+)
+
+
+class Perceptron(nn.Module):
+    """Linear layers with dropout: a redrawn mask would change the gradients."""
+
+    def __init__(self, layers: int = 4, width: int = 16, dropout: float = 0.3):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.dropout(F.gelu(layer(x)), self.dropout, self.training)
+        return x.square().mean()
+
+
+class Convolutions(nn.Module):
+    """Convolutions and batch norms, whose statistics change once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(m for i in range(3) for m in (nn.Conv2d(4 if i else 3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())),
+            nn.MaxPool2d(2),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).square().mean()
+
+
+class Transformer(nn.Module):
+    """A tiny GPT: attention, layer norms, an embedding, a cross-entropy."""
+
+    def __init__(self, width: int = 16, layers: int = 2, words: int = 24):
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(layers))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.words(words)
+        for qkv, up, down in zip(self.qkv, self.up, self.down, strict=True):
+            q, k, v = (
+                t.unflatten(-1, (2, -1)).transpose(1, 2) for t in qkv(F.layer_norm(x, x.shape[-1:])).chunk(3, -1)
+            )
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            x = x + down(F.gelu(up(F.layer_norm(x, x.shape[-1:]))))
+        return F.cross_entropy((x @ self.words.weight.T).flatten(0, 1), words.flatten())
+
+
+def made(kind: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = kind()
+    if isinstance(model, Transformer):
+        return model, torch.randint(24, (4, 12))
+    return model, torch.randn(64, 16) if isinstance(model, Perceptron) else torch.randn(4, 3, 8, 8)
+
+
+def step(run: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> list[Any]:
+    model.zero_grad()
+    loss = run(x)
+    loss.backward()
+    return [loss, [p.grad.clone() for p in model.parameters()], [b.clone() for b in model.buffers()]]
+
+
+@pytest.fixture(autouse=True)
+def reset() -> None:
+    torch._dynamo.reset()
+
+
+def eagerly(partitioner: Any) -> Callable[..., Any]:
+    """Returns a backend that runs the partitioner's halves with PyTorch's own kernels."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    keep = lambda graph, _: make_boxed_func(graph.forward)
+    return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partitioner)
+
+
+def products(half: torch.fx.GraphModule) -> int:
+    names = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.convolution.default")
+    return sum(str(n.target).startswith(names) for n in half.graph.nodes)
+
+
+# The halves run with the same kernels as the function, so the results are compared bit for bit.
+@pytest.mark.parametrize("kind", [Perceptron, Convolutions, Transformer])
+def test_partitions_have_the_bits_of_the_function(kind: Callable[[], nn.Module]) -> None:
+    from fckpt._compile.partition import Partitioner
+
+    (model, x), (plain, _) = made(kind), made(kind)
+    expected = seeded(lambda: step(plain, plain, x))
+    peak = fckpt.measure_peak(lambda: plain(x).backward()).peak_bytes
+    recomputed = []
+    for fraction in (1.0, 0.6, 0.4, 0.01):
+        torch._dynamo.reset()
+        model = made(kind)[0]
+        partitioner = Partitioner(int(peak * fraction), None, "auto")
+        assert_equal(seeded(lambda: step(torch.compile(model, backend=eagerly(partitioner)), model, x)), expected)
+        assert partitioner.plan is not None
+        recomputed.append(partitioner.plan.timeline.recomputed_nodes)
+        assert partitioner.is_least or partitioner.plan.peak_bytes <= peak * fraction
+    assert recomputed[0] < recomputed[-1], recomputed
+
+
+def test_the_backward_half_repeats_what_the_schedule_repeats() -> None:
+    from fckpt._compile.partition import Partitioner
+
+    model, x = made(Perceptron)
+    found: list[int] = []
+    for policy in (None, nothing_saveable, dots_saveable):
+        partitioner = Partitioner(None if policy else 2**30, policy, "auto")
+        halves: list[Any] = []
+
+        def keep(*args: Any, partitioner: Any = partitioner, halves: Any = halves, **kwargs: Any) -> Any:
+            halves += partitioner(*args, **kwargs)
+            return tuple(halves)
+
+        torch._dynamo.reset()
+        step(torch.compile(model, backend=eagerly(keep)), model, x)
+        found.append(products(halves[1]))
+    assert found == [7, 11, 7], found  # two products for each gradient, one for the first; and four recomputed
+
+
+def test_regions_inside_are_recomputed() -> None:
+    """The tags that torch sets in checkpointed regions bind the plan."""
+    from fckpt._compile.partition import Partitioner
+
+    model, x = made(lambda: Perceptron(dropout=0.0))
+    region = nn.Sequential(fckpt.remat(nn.Sequential(model.layers[0], nn.Tanh(), model.layers[1], nn.Tanh())))
+    partitioner = Partitioner(2**30, None, "auto")
+    step(lambda x: torch.compile(region, backend=eagerly(partitioner))(x).sum(), region, x)
+    assert partitioner.plan is not None
+    assert partitioner.plan.timeline.recomputed_nodes > 0
+
+
+# With Inductor --------------------------------------------------------------------------------------------------------
+
+# Inductor's kernels sum in another order than PyTorch's, with or without a budget.
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def peak_of(run: Callable[..., Any], x: torch.Tensor, model: nn.Module) -> int:
+    model.zero_grad()
+    return fckpt.measure_peak(lambda: run(x).backward()).peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "budget"), [(Perceptron, 0.6), (Transformer, 0.7)])
+def test_a_compiled_function_keeps_its_budget(kind: Callable[[], nn.Module], budget: float) -> None:
+    model, x = made(kind)
+    model.eval()  # without dropout: Inductor draws other numbers than PyTorch
+    plain = step(model, model, x)
+    limit = peak_of(model, x, model) * budget
+    run = torch.compile(model, backend="fckpt", options={"budget": budget})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fckpt.BudgetWarning)
+        torch.testing.assert_close(step(run, model, x)[:2], plain[:2], **CLOSE)
+    assert peak_of(run, x, model) <= limit
+
+
+def test_a_budget_that_cannot_be_kept_is_a_warning_with_the_peak() -> None:
+    model, x = made(lambda: Perceptron(layers=2))
+    run = torch.compile(model, backend="fckpt", options={"budget": "5 KiB"})
+    with pytest.warns(fckpt.BudgetWarning, match=r"with the budget 5.00 KiB holds .* KiB.* with 1 plan\. Name"):
+        run(x).backward()
+    assert peak_of(run, x, model) > 5 * 2**10
+
+
+def test_dropout_is_not_drawn_again() -> None:
+    """The gradient of x.dropout() counts the elements that the forward kept."""
+    torch.manual_seed(0)
+    x = torch.randn(256, requires_grad=True)
+    run = torch.compile(lambda x: F.dropout(x.sin(), 0.5).exp().sum(), backend="fckpt", options={"budget": 0.9})
+    out = run(x)
+    out.backward()
+    kept = x.grad != 0
+    assert 64 < kept.sum() < 192
+    expected = ((x.sin() * 2 * kept).exp()).sum()
+    torch.testing.assert_close(out, expected)  # Inductor sums in another order
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 1.5}, r"a float budget is a fraction"),
+        ({"budget": [1]}, r"a budget is a number of bytes"),
+        ({"budget": 0.5, "solver": "best"}, r"there is no solver 'best'"),
+        ({"budget": 0.5, "bugdet": 1}, r"the backend fckpt has no option 'bugdet'"),
+        ({"policy": "dots"}, r"a policy is one of fckpt.policies"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        torch.compile(lambda x: x.sin(), backend="fckpt", options=options)(torch.ones(2, requires_grad=True))
+
+
+# Regions inside of compiled functions ---------------------------------------------------------------------------------
+
+
+def test_a_region_with_a_budget_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fckpt._compile.backend as backend
+
+    parts: list[Any] = []
+    monkeypatch.setattr(backend, "compile_fx", lambda module, *_, **__: (parts.append(module), module.forward)[1])
+    model, x = made(lambda: Perceptron(dropout=0.0))
+    expected = step(model, model, x)
+    region = fckpt.remat(model, policy=dots_saveable)
+    compiled = torch.compile(lambda x: region(x) * 2)
+    assert_equal(step(lambda x: compiled(x) / 2, model, x), expected)
+    assert len(parts) == 1
+
+
+def test_a_region_with_a_budget_runs_by_its_plan_under_other_compilers() -> None:
+    model, x = made(Perceptron)
+    expected = seeded(lambda: step(model, model, x))
+    region = fckpt.remat(model, budget=0.7)
+    assert_equal(seeded(lambda: step(torch.compile(region, backend="aot_eager"), model, x)), expected)
+    assert fckpt.stats(region).programs == 1
+    assert not fckpt.stats(region).fallbacks
+
+
+def test_a_region_with_a_budget_and_fullgraph_is_an_error() -> None:
+    model, x = made(Perceptron)
+    region = fckpt.remat(model, budget=0.7)
+    with pytest.raises(Exception, match=r"the graph breaks. With fullgraph=True, put the budget on the whole"):
+        torch.compile(region, fullgraph=True)(x)
+
+
+@pytest.mark.slow
+def test_torch_compile_around_a_budget() -> None:
+    model, x = made(lambda: Perceptron(layers=3, dropout=0.0))
+    expected = step(model, model, x)
+    limit = peak_of(model, x, model) * 0.7
+    run = torch.compile(fckpt.remat(model, budget=0.7))
+    torch.testing.assert_close(step(run, model, x), expected, **CLOSE)
+    assert peak_of(run, x, model) <= limit
