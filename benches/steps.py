@@ -87,7 +87,7 @@ resnet50    batch=4 side=64 stages=3
 densenet121 batch=4 side=64 stages=2
 vgg16       batch=4 side=64 width=32 hidden=256
 googlenet   batch=4 side=64 divisor=2
-unet        batch=1 side=64 width=16 depth=3
+unet        batch=4 side=32 width=16 depth=3
 vit         batch=4 side=64 patch=8 hidden=192 heads=4 layers=3
 bert        batch=4 tokens=64 hidden=192 layers=3 heads=4 vocabulary=512
 gpt2        batch=4 tokens=64 hidden=192 layers=3 heads=4 vocabulary=512
@@ -106,12 +106,13 @@ _PERCEPTRON = {
 
 
 def _networks() -> dict[str, Network]:
-    """Returns the networks with the sizes of this bench; `quick` are the tiny ones."""
+    """Returns the networks with the sizes of this bench, in which a batch makes four microbatches."""
     own = dict(ELEVEN)
     for line in _CPU.strip().splitlines():
         name, sizes = line.split(maxsplit=1)
-        other = own[name].sizes
-        own[name] = replace(own[name], sizes={**other, "cpu": sizes_from(sizes), "quick": other["tiny"]})
+        tiny = {**own[name].sizes["tiny"], "batch": 4}
+        known = {**own[name].sizes, "cpu": sizes_from(sizes), "quick": tiny, "tiny": tiny}
+        own[name] = replace(own[name], sizes=known)
     own["lstm"] = replace(own["lstm"], model=BatchFirst, data=_series)
     return {**own, "mlp": Network("perceptron", Perceptron, _features, _PERCEPTRON)}
 
@@ -190,6 +191,8 @@ class Trainee:
         self.make = OPTIMIZERS[optimizer]
         self.optimizers = [self.make(self.parameters)]
         self.batch, self.accumulate = (task.inputs, task.labels), accumulate
+        if len(task.inputs) < accumulate:
+            raise ValueError(f"{len(task.inputs)} samples make no {accumulate} microbatches")
         self.updates_in_hooks = False
 
     def step(self) -> Tensor:

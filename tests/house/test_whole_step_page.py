@@ -8,6 +8,7 @@ import pytest
 from pages import ROOT
 
 from benches.common.results import read_json
+from benches.steps import NETWORKS
 
 RESULTS = ROOT / "benches" / "results"
 
@@ -52,6 +53,11 @@ def line(report: dict[str, Any], optimizer: str, count: int) -> str:
     return f"| {' | '.join([*cells, time('step, free')])} |"
 
 
+def said() -> str:
+    """Which networks the tables have, in words of the page."""
+    return f"The tables have {len(STEPS)} of its {len(NETWORKS)} networks."
+
+
 def targets() -> list[str]:
     """How many networks and cases reach each target, in words of the page."""
     cases = [(report, ways(report, *case)) for report in STEPS for case in CASES]
@@ -78,8 +84,7 @@ def test_the_tables_of_steps(optimizer: str, count: int) -> None:
 
 
 def test_what_the_page_says_of_steps() -> None:
-    assert len(STEPS) == 12
-    assert all(words in " ".join(PAGE.split()) for words in targets())
+    assert all(words in " ".join(PAGE.split()) for words in (said(), *targets()))
 
 
 def test_steps_leave_the_same_bits_in_the_predicted_bytes() -> None:
@@ -97,4 +102,4 @@ def test_steps_leave_the_same_bits_in_the_predicted_bytes() -> None:
 if __name__ == "__main__":
     for case in CASES:
         print(*case, *(line(report, *case) for report in STEPS), "", sep="\n")
-    print(*targets(), sep="\n")
+    print(said(), *targets(), sep="\n")
