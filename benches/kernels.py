@@ -43,6 +43,9 @@ class Measured(Row):
 class GatedBlock(nn.Module):
     """A layer as in Llama: RMS norms, rotated queries and keys, attention, and a gated product."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, width: int, heads: int, length: int):
         super().__init__()
         self.heads = heads

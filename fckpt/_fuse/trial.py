@@ -99,6 +99,7 @@ def _warn(reason: str) -> None:
 def _tried(kernel: Kernel) -> Compiled | None:
     global _no_compiler
     if _no_compiler is None:
+        _no_compiler = True  # also if looking for one fails, in another torch: that should not be repeated
         _no_compiler = not inductor.has_compiler()
     if _no_compiler:
         raise _NoCompiler
