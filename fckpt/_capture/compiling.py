@@ -23,7 +23,7 @@ def is_capturing() -> bool:
 @torch.compiler.assume_constant_result
 def compiler_name() -> str:
     """Returns the name of the backend for which Dynamo is tracing, `inductor` for example; empty if it has none."""
-    backend = InstructionTranslator.current_tx().output.compiler_fn
+    backend: Any = InstructionTranslator.current_tx().output.compiler_fn
     while not hasattr(backend, "compiler_name") and hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     return str(getattr(backend, "compiler_name", ""))

@@ -1,1 +1,1 @@
-"""The backend "fckpt" of `torch.compile`: Inductor's kernels under a kept budget."""
+"""The backend "fckpt" of `torch.compile`: Inductor's kernels under a budget."""

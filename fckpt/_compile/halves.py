@@ -63,7 +63,7 @@ class _Writing:
         self.steps(schedule.forward)
         self.effects(late=False)
         forward = fx.map_arg(results[: self.count], self.copied)
-        self.numbers = [self.copied(n) for n in self.joint.kept]
+        self.numbers = [self.copied(n) for n in self.joint.sizes]
         self.saved = [self.copies[n] for n in self.joint.tensors if n in self.copies and n not in self.joint.cotangents]
         self.steps(schedule.backward)
         self.effects(late=True)

@@ -37,7 +37,7 @@ class Joint:
     cotangents: set[fx.Node]
     late: set[fx.Node]
     """Operations that depend on a cotangent."""
-    kept: list[fx.Node]
+    sizes: list[fx.Node]
     """Numbers that the backward pass may need: symbolic sizes."""
 
 
@@ -346,8 +346,8 @@ def joint_graph(module: fx.GraphModule, forward_outputs: Sequence[Any], outputs:
         made(gradients),
         boundary,
     )
-    kept = [n for n in module.graph.nodes if _is_symbolic(n) and n not in reading.late]
-    return Joint(graph, [g.members for g in groups], tensors, set(cotangents), reading.late, kept)
+    sizes = [n for n in module.graph.nodes if _is_symbolic(n) and n not in reading.late]
+    return Joint(graph, [g.members for g in groups], tensors, set(cotangents), reading.late, sizes)
 
 
 def _is_symbolic(node: fx.Node) -> bool:

@@ -41,7 +41,7 @@ def peak_of(compiled: Callable[..., Any], inputs: Sequence[Any]) -> int:
         inputs: example inputs.
     """
     device = next(t.device for t in inputs if isinstance(t, torch.Tensor))
-    with without_modes(), _generators_kept(inputs), torch.enable_grad():
+    with without_modes(), _generators_restored(inputs), torch.enable_grad():
         given = [_example(t, copied=True) for t in inputs]
 
         def step() -> None:
@@ -84,7 +84,7 @@ def _example(given: Any, copied: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _generators_kept(inputs: Sequence[Any]) -> Iterator[None]:
+def _generators_restored(inputs: Sequence[Any]) -> Iterator[None]:
     state = RandomState.capture({t.device for t in inputs if isinstance(t, torch.Tensor)})
     try:
         yield
