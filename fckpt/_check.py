@@ -17,7 +17,8 @@ from fckpt._inspect import Outputs
 from fckpt._memory import measure_peak
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.tracing import CapturedTensors
-from fckpt._remat import plain_of, remat
+from fckpt._region import plain_of
+from fckpt._remat import remat
 from fckpt._units import format_bytes
 from fckpt.errors import ArgumentValueError
 from fckpt.policies.decisions import PolicyLike

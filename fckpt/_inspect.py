@@ -23,7 +23,7 @@ from fckpt._planned.making import check_budget, make_plan, plain_plan, priced
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.planner import traced_without_running
 from fckpt._planned.tiling import Tile, check_tile, tiled_or_hinted
-from fckpt._remat import plain_of, planner_of
+from fckpt._region import plain_of, planner_of
 from fckpt._trace.named_device import NamedDevice, device_named, named_device
 from fckpt._trace.operations import Trace
 from fckpt.cost import Analytic, DeviceProfile, Measured, profile_of, profiles

@@ -526,7 +526,7 @@ def _traced_without_running(
     if found is not None and found[0].graph is not None:
         function = found[0].bound(fn, args, kwargs)
         tensors = [*function.arguments, *function.held.values()]
-        with TRACING, contextlib.suppress(TraceError):  # see `_PlannedRegion`
+        with TRACING, contextlib.suppress(TraceError):  # see `PlannedRegion`
             names = [i.name for i in found[0].inputs]
             places = places_in(function.arguments)
             call = graph_tracer(function, names, layouts_below(tensors), donated=places, target=target)
