@@ -368,6 +368,12 @@ class Execution:
         except FormulaError:
             self.give_up("second derivative")
             return None
+        except RuntimeError as error:
+            # Autograd has formulas for batches of cotangents that write nothing in place; the plan has the usual ones.
+            if not (any(map(is_legacy_batch, tensors)) and str(error).startswith("vmap: ")):
+                raise
+            self.give_up("batched backward")
+            return None
         self.over = True
         self.seen()
         return self._batched(grads, [self.program.trace.grad_dims[i] for i in self._gradients()])
