@@ -462,14 +462,14 @@ def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from fckpt.cost.store import _folder
+    from fckpt.cost.store import cache_folder
 
     monkeypatch.delenv("FCKPT_CACHE")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert _folder() == tmp_path / "fckpt"
+    assert cache_folder() == tmp_path / "fckpt"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert _folder() == Path.home() / ".cache" / "fckpt"
+    assert cache_folder() == Path.home() / ".cache" / "fckpt"
 
 
 WRITER = """
