@@ -205,19 +205,13 @@ def below_levels(
     Each wrapper is replaced by a view of its innermost tensor, with the shape that the function sees. The view has the
     wrong data, which does not matter for a capture.
     """
-    arguments = Arguments(args, kwargs)
-    observation = Observation([fn], arguments.statics, arguments.tensors, {})
-    captured = CapturedTensors(observation, arguments.tensors)
-    tensors = [*arguments.tensors, *captured.tensors]
-    with below_all(), unseen():
-        new = {id(t): _without_levels(t) for t in tensors if is_wrapped(t)}
-    moved: list[Slot] = []
-    for holder, key, value in captured.slots:
-        other = replaced(value, new)
-        if other is not value:
-            moved.append((holder, key, other))
-    with placed(moved):
-        yield arguments.rebuild([new.get(id(t), t) for t in arguments.tensors])
+
+    def unwrapped(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        with below_all(), unseen():
+            return {id(t): _without_levels(t) for t in tensors if is_wrapped(t)}
+
+    with _replacing(fn, args, kwargs, unwrapped) as given:
+        yield given
 
 
 @contextlib.contextmanager
@@ -230,10 +224,29 @@ def as_on_cpu(
     Python code that asks for the device of a tensor gets one for which the libraries have settings; the trace then puts
     the named device in its place.
     """
+    with _replacing(fn, args, kwargs, fakes_on_cpu) as given:
+        yield given
+
+
+@contextlib.contextmanager
+def _replacing(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    others: Callable[[Sequence[torch.Tensor]], dict[int, torch.Tensor]],
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Yields the arguments with other tensors in place of some, and replaces captured tensors within the body.
+
+    Args:
+        fn: the function.
+        args: its arguments.
+        kwargs: its arguments by name.
+        others: returns the other tensors by the id of the tensor that each replaces.
+    """
     arguments = Arguments(args, kwargs)
     observation = Observation([fn], arguments.statics, arguments.tensors, {})
     captured = CapturedTensors(observation, arguments.tensors)
-    new = fakes_on_cpu((*arguments.tensors, *captured.tensors))
+    new = others((*arguments.tensors, *captured.tensors))
     moved: list[Slot] = []
     for holder, key, value in captured.slots:
         other = replaced(value, new)
