@@ -4,8 +4,9 @@
     python -m benches kernels --tiny                                         # small sizes, for a try
 
 For each network: the plain function, `torch.compile`, and fckpt with `kernels="aten"`, `"exact"` and `"fused"` in half
-of the plain peak. The difference is that of all gradients, relative to their norm; 0 means equal bits. The seconds of
-the first call include compilation, which inductor's cache on disk shortens, and fckpt's planning.
+of the plain peak. A difference is the norm of the gradients' difference from the plain ones, relative to the norm of
+the gradients; 0 means equal bits. The seconds of the first call include compilation, which inductor's cache on disk
+shortens, and fckpt's planning.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whole training steps: forward, backward and update, by `fckpt.step` and by hand.
 
-    python -m benches steps --json benches/results/steps-cpu.json --check             # half an hour
+    python -m benches steps --json benches/results/steps-cpu.json --check             # an hour
     python -m benches steps --quick --check                                           # five minutes
     python -m benches steps --tiny --networks vit lstm --optimizers adamw             # seconds
 
@@ -15,8 +15,8 @@ step, least    `fckpt.step` within the least budget that it finds feasible.
 today          the least budget of forward and backward alone by `fckpt.remat`; the optimizer's own memory comes on top.
 
 Peaks are counted by the allocator; times are taken alternately, and relative to plain and to hooks. After five steps,
-losses, parameters and the optimizer's state are compared bitwise with those of plain. With `--check` the exit code is 1
-if a planned step differs, or if its peak is not the predicted one.
+losses, parameters and the optimizer's state are compared bitwise with those of the plain step. With `--check` the exit
+code is 1 if a planned step differs, or if its peak is not the predicted one.
 """
 
 from __future__ import annotations

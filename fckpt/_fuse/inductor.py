@@ -56,7 +56,7 @@ def compiled(kernel: Kernel) -> Callable[[list[torch.Tensor]], Sequence[torch.Te
     output.meta["user_visible_output_idxs"] = list(range(len(kernel.outputs)))
     output.meta["original_output_strides"] = [kernel.specs[t].stride for t in kernel.outputs]
     context = TracingContext(mode)
-    context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=list(kernel.donated))  # type: ignore[assignment]
+    context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=list(kernel.donated))  # type: ignore[assignment]  # the only field it reads
     with tracing(context), config.patch(_SETTINGS):
         made: Any = compile_fx_inner(graph, given, is_backward=True)
     return _with_masks(kernel, made.current_callable)

@@ -220,7 +220,7 @@ def test_random_programs_have_the_bits_and_the_peak_that_was_simulated(made: lis
         try:
             expected, found = compared(loss, leaves, made, share, "exact")
         except fckpt.BudgetError as error:
-            share = error.least_bytes  # type: ignore[assignment]
+            share = error.least_bytes  # type: ignore[assignment]  # bytes instead of a fraction
             expected, found = compared(loss, leaves, made, error.least_bytes, "exact")
         assert_equal(found, expected)
         seen["compared"] += 1
