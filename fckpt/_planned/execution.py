@@ -62,20 +62,14 @@ class Program:
         self.ambient = ambient.capture()
         """The settings of the trace, which are those of every call. The backward pass recomputes under them."""
         self.constants = [data for _, data in trace.constants]
-        read = {trace.tensors[t].value for t in trace.operands}
-        used = read.intersection(v for node in trace.graph.nodes for v in node.inputs)
-        used.update(trace.tensors[t].value for t in trace.outputs)
         written = {operand for _, operand in trace.versions}
-        self.uses = {i for i, t in enumerate(trace.operands) if i < count or trace.tensors[t].value in used} | written
+        self.uses = {*range(count), *_read(trace), *written}
         """The operands of interest: all arguments, and the captured tensors that the operations use or write."""
         self.draws = any(node.random for node in trace.graph.nodes)
         """Whether an operation draws random numbers."""
         self.backward = trace.backward
         """The planned backward pass."""
-        dims = trace.out_dims or (None,) * len(trace.outputs)
-        specs = [(trace.tensors[t], dim) for t, dim in zip(trace.outputs, dims, strict=True)]
-        shapes = [(_without(spec.shape, dim), spec.dtype) for spec, dim in specs]
-        self.returned = Returned(trace.spec, trace.leaves, shapes)
+        self.returned = _returned(trace)
         """The result as the caller sees it: tree structure, leaves, and the shapes and dtypes of its tensors."""
         closed_over = [i for i in range(count, len(trace.operands)) if i in self.uses]
         self.read_only = [i for i in closed_over if i not in written]
@@ -86,7 +80,7 @@ class Program:
         self.remembered = [i for i in self.statistics if trace.tensors[trace.operands[i]].value in behind]
         """The written captured tensors whose previous values affect results or gradients (BatchNorm's do not)."""
         late = {t for node in _computed(schedule.backward) for t in graph.nodes[node].inputs}
-        versions = {trace.operands[i]: i for i in self.statistics} | {t: i for t, i in trace.versions if i in written}
+        versions = {trace.operands[i]: i for i in self.statistics} | dict(trace.versions)
         self.reread = {i for t, i in versions.items() if trace.tensors[t].value in late}
         """The captured tensors that the forward pass writes and the backward pass reads."""
         self.writes_late = any(graph.nodes[call.node].backward for call in trace.calls if call.node and call.replaced)
@@ -136,6 +130,19 @@ def _with_blocks(trace: Trace, plan: Plan, kernels: Kernels) -> FusedSchedule | 
 
     limit = max(plan.peak_bytes, plan.budget_bytes or 0)
     return fused(trace, plan.graph, plan.schedule, limit, kernels)
+
+
+def _read(trace: Trace) -> list[int]:
+    """Returns the operands that operations read, or that are results."""
+    used = {v for node in trace.graph.nodes for v in node.inputs} | {trace.tensors[t].value for t in trace.outputs}
+    return [i for i, t in enumerate(trace.operands) if trace.tensors[t].value in used]
+
+
+def _returned(trace: Trace) -> Returned:
+    """Returns the result as the caller sees it."""
+    dims = trace.out_dims or (None,) * len(trace.outputs)
+    specs = [(trace.tensors[t], dim) for t, dim in zip(trace.outputs, dims, strict=True)]
+    return Returned(trace.spec, trace.leaves, [(_without(spec.shape, dim), spec.dtype) for spec, dim in specs])
 
 
 def _without(shape: Sequence[int], dim: int | None) -> torch.Size:
@@ -415,13 +422,8 @@ class Execution:
                 functional = True  # without overwriting, operations accept operands with any strides
             if functional or self.program.takes(strides):
                 backward = planned
-        if backward != self.program.backward:
-            with ambient.restored(self.program.ambient):
-                program = self.replan(asked)
-            if program.lowered.source != self.program.lowered.source:  # it would have saved other residuals
-                residuals = None
-                self.shared = []
-            self.program = program
+        if backward != planned and not self._replanned(asked):
+            residuals = None
         program, statistics = self.program, self.statistics
         if residuals is None:
             residuals, statistics = self._again(operands)
@@ -433,6 +435,16 @@ class Execution:
             lowered = program.functional if functional else program.lowered_for(strides)
             grads = lowered.backward(self._given(program, operands, statistics), residuals, cotangents)
         return [grads[i] for i in self._gradients()]
+
+    def _replanned(self, asked: Backward) -> bool:
+        """Changes to the program for another backward pass; says whether the residuals of the forward pass serve it."""
+        before = self.program
+        with ambient.restored(before.ambient):
+            self.program = self.replan(asked)
+        same = self.program.lowered.source == before.lowered.source
+        if not same:
+            self.shared = []
+        return same
 
     def _again(self, operands: Sequence[torch.Tensor]) -> tuple[list[Any], list[tuple[int, torch.Tensor]]]:
         """Runs the forward pass again, with all side effects on copies; returns its residuals and the copies."""
