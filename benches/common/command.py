@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import gc
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,6 +67,12 @@ def parse_networks(
     parsed.networks = parsed.networks or list(networks)
     parsed.rounds = parsed.rounds or (5 if parsed.quick or parsed.tiny else 11)
     return parsed
+
+
+def add_names(parser: argparse.ArgumentParser, what: str, names: Iterable[str]) -> None:
+    """Adds an option for some of the `names`; all of them by default."""
+    known = list(names)
+    parser.add_argument(f"--{what}", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
 
 
 def fraction(text: str) -> float:
