@@ -17,7 +17,7 @@ from fckpt._call.arguments import DonatedArguments
 from fckpt._call.closure import closure_of
 from fckpt._call.results import is_number
 from fckpt._fuse.option import Kernels, check_kernels
-from fckpt._planned.families import Families
+from fckpt._planned.families import Families, is_shared
 from fckpt._planned.ledger import Stats
 from fckpt._planned.making import check_budget, make_plan, plain_plan, priced
 from fckpt._planned.plan import Budget, Plan
@@ -108,7 +108,7 @@ def plan(
     def remade(known: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         looked = look(args, kwargs)
         within = None if budget is None else known.budget_bytes
-        if within is None or solver != "auto" or tile:
+        if within is None or not is_shared(solver, tile):
             made = looked.plan(policy, within, solver, time_limit, tile)
         else:
             made = looked.adapted(known, policy, within, solver, time_limit)
@@ -275,7 +275,7 @@ class Looked:
         families = Families()
         families.add(known)
         solve = lambda: self.plan(policy, budget, solver, time_limit)
-        made, _ = families.plan(graph, budget, str(torch.__version__), solve)
+        made, _ = families.plan(graph, budget, solve)
         return dataclasses.replace(made, loss_of=_loss_of(self.trace, self.chosen is not None))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fckpt import solve
 from fckpt._inspect import Looked, Outputs
-from fckpt._planned.families import Families
+from fckpt._planned.families import Families, is_shared
 from fckpt._planned.making import make_plan, priced
 from fckpt._planned.plan import Plan
 from fckpt._units import format_bytes, parse_bytes
@@ -157,8 +157,8 @@ class _Sizes:
         if self._bounds[size] > self.nbytes:
             return False
         try:
-            if self.solver == "auto":
-                self._families.plan(graph, self.nbytes, str(torch.__version__), lambda: self._plan(graph))
+            if is_shared(self.solver, tile=False):
+                self._families.plan(graph, self.nbytes, lambda: self._plan(graph))
             else:
                 self._plan(graph)
         except BudgetError as error:

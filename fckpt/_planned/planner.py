@@ -22,7 +22,7 @@ from fckpt._capture.reads import Guards, Reads
 from fckpt._fuse.option import Kernels
 from fckpt._planned.agreement import agreed, mesh_of
 from fckpt._planned.execution import Program
-from fckpt._planned.families import Families
+from fckpt._planned.families import Families, is_shared
 from fckpt._planned.ledger import Ledger
 from fckpt._planned.making import make_plan, nbytes_of, priced
 from fckpt._planned.plan import Budget, Plan
@@ -436,11 +436,10 @@ class Planner:
 
     def _of_family(self, graph: Graph, budget: Budget | None, solve: Callable[[], Plan], stored: StoredPlans) -> Plan:
         """Returns a plan that is read or adapted from plans of other sizes, if there are such plans, or else solved."""
-        if budget is None or self.solver != "auto" or self.tile:
+        if budget is None or not is_shared(self.solver, self.tile):
             plan = solve()
         else:
-            version = str(torch.__version__)
-            plan, adapted = self.families.plan(graph, nbytes_of(budget, graph), version, solve, stored)
+            plan, adapted = self.families.plan(graph, nbytes_of(budget, graph), solve, stored)
             if adapted:
                 self.ledger.count("adapted")
                 self.families.solve_later(plan, stored)
