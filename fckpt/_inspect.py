@@ -65,7 +65,7 @@ def plan(
         args: arguments as in the call to plan. Arguments and parameters that require grad are differentiated. Fake
             tensors and meta tensors are accepted.
         budget: see `remat`.
-        policy: see `remat`. Without budget and policy, the plan is that of the plain function.
+        policy: see `remat`. Without budget and policy, the plan recomputes nothing.
         solver: see `fckpt.solve.names()`.
         tile: see `remat`.
         kernels: see `remat`. The plan only notes them: kernels are compiled where it runs.
@@ -269,7 +269,7 @@ class Looked:
                 (f"operation {i} is {a} in the plan, and {b} here" for i, (a, b) in enumerate(pairs) if a != b), ""
             )
             raise PlanError(
-                "at these sizes the function runs other operations than those of the plan, or makes results of other "
+                "at these sizes the function runs other operations than the plan has, or makes results of other "
                 f"kinds{how and ': '}{how}. Make another plan with fckpt.plan."
             )
         families = Families()

@@ -144,7 +144,7 @@ class _Sizes:
         self._plan(self._graph(size))
 
     def solves(self, size: int) -> bool:
-        """Whether the solver finds a plan for a size, from nothing."""
+        """Whether the solver itself, without plans of other sizes, finds a plan for a size."""
         try:
             self.solve(size)
         except BudgetError:
@@ -152,7 +152,7 @@ class _Sizes:
         return True
 
     def fit(self, size: int) -> bool:
-        """Whether a plan fits a size: an adapted one, or one of the solver."""
+        """Whether a plan for a size fits, adapted from the plan of another size or found by the solver."""
         graph = self._graph(size)
         if self._bounds[size] > self.nbytes:
             return False

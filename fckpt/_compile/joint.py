@@ -3,7 +3,7 @@
 AOTAutograd traces a compiled function and its backward pass into one graph (the joint graph), and Inductor decomposes
 operations such as GELU into small pointwise steps. A pointwise step that only one later operation reads gets no memory,
 because Inductor computes it inside the kernel of its reader. So such steps join the node of their reader, and a node
-stands for about one kernel. The sizes are those of the storages; views are not nodes.
+stands for about one kernel. Values are storages; views are not nodes.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class _Reading:
         self.early = self._needed_for([*[n for n in forward_outputs if isinstance(n, fx.Node)], *once])
 
     def _base(self, node: fx.Node) -> fx.Node | None:
-        """Returns the operation or input that makes the storage of a tensor; None if it is no tensor of the graph.
+        """Returns the operation or input that makes the storage of a tensor; None if it is not a tensor of the graph.
 
         Operations without tensor inputs (constants, ranges) are no storages: Inductor computes them where they are
         read.

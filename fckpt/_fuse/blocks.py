@@ -3,8 +3,8 @@
 A group is a run of consecutive computations that a kernel may contain. Within a group, operations that read one
 another's results, or the same tensor, form a block; blocks run one after the other. Values that are made and freed
 within the group have no memory. But values that the group frees are held until their block has run, and all results of
-a block exist at once: where that would lift the peak above the limit, the group is split into two. The simulator judges
-with what a kernel has been seen to need.
+a block exist at once. If that would lift the peak above the limit, the group is split into two. The simulator computes
+the peak from the memory that each kernel needed in its trial.
 """
 
 from __future__ import annotations

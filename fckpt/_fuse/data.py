@@ -1,4 +1,4 @@
-"""Data on which kernels are tried: usual numbers, tiny ones, and all those that arithmetic treats specially."""
+"""Data on which kernels are tried: usual numbers, tiny numbers, and special values such as NaN."""
 
 from __future__ import annotations
 

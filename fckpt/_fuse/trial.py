@@ -1,9 +1,9 @@
 """Trials of compiled kernels: a kernel is used only if it gives the right results and is faster than torch's kernels.
 
-A kernel is compiled and tried once per process and signature: its layouts (each output must be a tensor with its own
-memory, or written over an input that dies), for exact kernels its bits on data with infinities, NaN, zeros of both
-signs and denormals, its temporary memory, and its time, on usual and on tiny numbers: a compiled function may be many
-times slower than torch's on denormals, and activations that vanish are such data.
+A kernel is compiled and tried once per process and signature. A trial checks the layouts (each output must have its own
+memory, or be written over an input that dies) and, for exact kernels, the bits, on data with infinities, NaN, zeros of
+both signs and denormals. It measures temporary memory and time. The time is measured on usual and on tiny numbers,
+because on denormals, which vanishing activations contain, a compiled function may be many times slower than torch's.
 """
 
 from __future__ import annotations

@@ -437,7 +437,7 @@ class Execution:
         return [grads[i] for i in self._gradients()]
 
     def _replanned(self, asked: Backward) -> bool:
-        """Changes to the program for another backward pass; says whether the residuals of the forward pass serve it."""
+        """Changes to the program for another backward pass; returns whether it can use the same residuals."""
         before = self.program
         with ambient.restored(before.ambient):
             self.program = self.replan(asked)

@@ -176,7 +176,7 @@ class Plan:
         number = sum(len(step.ways) for step in cut)
         many = " or ".join(map(str, counts))
         bits = "with the bits of the whole operations" if self.tile == "exact" else "and sums may be in another order"
-        return f"{number} operations are cut into {many} tiles, {bits}. Lower bounds are those with these tiles."
+        return f"{number} operations are cut into {many} tiles, {bits}. Lower bounds hold for plans with these tiles."
 
     def __repr__(self) -> str:
         known = self.gap if "bound" in vars(self) else None  # a debugger should not wait for the bound
@@ -209,7 +209,7 @@ class Plan:
         plain function, or of a policy, becomes that of the plain function or of the policy.
 
         Args:
-            args: arguments in the structure of those that the plan was made for, with tensors of other sizes.
+            args: arguments with the structure of the plan's own arguments, and tensors of other sizes.
             kwargs: likewise.
 
         Raises:

@@ -5,11 +5,12 @@ data, at its real size and with the current settings. If every operation of a st
 operands, so does the stretch. The control flow of kernels does not depend on data, so a kernel that cuts its work
 differently for a tile differs in many elements, of which the test compares at least `SAMPLES`.
 
-One difference would hide from such a test: kernels for pointwise operations compute the last few elements of an array
-one by one, with another function than the vectors before them. So these kernels are also asked whether an element's
-result depends on its position. If it does, tiles must be contiguous and begin where a vector begins.
+Such a test can miss one difference: kernels for pointwise operations compute the last few elements of an array one by
+one, with another function than the vectors before them. So a second test finds out whether an element's result depends
+on its position. If it does, tiles must be contiguous and begin where a vector begins.
 
-Tensors without memory (on the meta device) cannot be tested. There, what is exact by its definition counts as exact.
+Tensors without memory (on the meta device) cannot be tested. There, operations that are exact by definition count as
+exact.
 """
 
 from __future__ import annotations
@@ -261,7 +262,7 @@ def _is_aligned(slices: Slices, node: int) -> bool:
 
 
 def _is_positional(call: Call, specs: Sequence[TensorSpec]) -> bool:
-    """Whether the result of an element depends on its position in an array, as asked of the kernel."""
+    """Whether the result of an element depends on its position in an array, by a test of the kernel."""
     used = tensors_of(call)
     key = (call.op, tuple((specs[t].dtype, specs[t].shape == ()) for t in used), _scalars(call), specs[used[0]].device)
     if key not in _positional:

@@ -141,7 +141,7 @@ class Assembly:
         return tuple(sorted(outputs)), tuple(sorted(gradients))
 
     def _split(self) -> int:
-        """Divides a call that has no backward pass of its own into two halves; returns the boundary between them.
+        """Divides a call that nothing differentiates into two halves; returns the boundary between them.
 
         The second half begins with the first backward pass inside of the function or, if there is none, with the first
         node: schedules may recompute anything in their second half. Nodes with an effect stay in the first half.

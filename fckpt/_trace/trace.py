@@ -74,7 +74,7 @@ def trace(
         origins: names for the operands.
         state: the places that `fn` may assign to, including attributes, parameters and buffers of modules.
         backward: the backward pass. Its outputs are numbers of distinct new tensors; None for `likely_differentiated`.
-        batch: the `vmap` outside of the transform that differentiates; if given, the layouts are those of the batches.
+        batch: the `vmap` outside of the transform that differentiates; if given, `layouts` describe the batches.
         reads: records which of the user's Python code runs.
         donated: the positions of arguments over which results are written; see `donation`.
         target: the device to trace for, if it is not the device of the tensors; see `named_device`.

@@ -115,8 +115,8 @@ class Graph:
     inputs: tuple[int, ...]
     """Values that the caller holds throughout: arguments and constants. Their bytes are not counted."""
     cotangents: tuple[int, ...]
-    """Values that arrive with the backward pass and are held until its end. Without any, the graph is that of a call
-    that nothing differentiates from outside, and its two passes run one directly after the other."""
+    """Values that arrive with the backward pass and are held until its end. Without any, the graph describes a
+    call that nothing differentiates from outside, and its two passes run one directly after the other."""
     outputs: tuple[int, ...]
     """Values that the forward pass makes and that are held until the end of the backward pass."""
     gradients: tuple[int, ...]
