@@ -236,7 +236,7 @@ def remat(
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
         return region(fn, args, kwargs)
 
-    rematerialised._fckpt_region = region  # type: ignore[attr-defined]
+    rematerialised._fckpt_region = region  # type: ignore[attr-defined]  # an attribute of a function
     return rematerialised
 
 

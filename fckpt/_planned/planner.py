@@ -66,7 +66,7 @@ class LazyModules(TraceError):
 def _has_lazy_modules(fn: Callable[..., Any], given: Any) -> bool:
     modules = closure_of([fn], [leaf for leaf in tree.leaves(given) if not isinstance(leaf, torch.Tensor)]).modules
     lazy = [m for module in modules for m in module.modules() if isinstance(m, LazyModuleMixin)]
-    return any(module.has_uninitialized_params() for module in lazy)  # type: ignore[misc]
+    return any(module.has_uninitialized_params() for module in lazy)  # type: ignore[misc]  # only lazy modules are in the list
 
 
 class Programs:

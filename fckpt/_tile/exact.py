@@ -247,7 +247,7 @@ def _results(result: Any) -> list[torch.Tensor]:
 def _is_aligned(slices: Slices, node: int) -> bool:
     """Whether all operands of a pointwise operation are contiguous, and tiles begin where a vector begins."""
     call, way = slices.calls[node], slices.ways[node]
-    out = slices.specs[call.outputs[0]]  # type: ignore[index]
+    out = slices.specs[call.outputs[0]]  # type: ignore[index]  # a call of a node has a result
     threads = out.device.type == "cpu" and torch.get_num_threads() > 1 and math.prod(out.shape) > ONE_THREAD
     dim, row = way.makes[0], math.prod(out.shape[way.makes[0] + 1 :])
     if threads or math.prod(out.shape[:dim]) != 1:
@@ -277,7 +277,7 @@ _positional: dict[Any, bool] = {}
 
 
 def _scalars(call: Call) -> str:
-    return signature(call, _Vectors())  # type: ignore[arg-type]
+    return signature(call, _Vectors())  # type: ignore[arg-type]  # only indexed
 
 
 class _Vectors:

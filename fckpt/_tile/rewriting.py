@@ -257,7 +257,7 @@ class Rewriting:
         if way.sizes is not None:
             position, entry = way.sizes
             sizes = list(args[position])
-            first, end = slices.slice_of(call.outputs[0], way.makes[0], tile)  # type: ignore[arg-type]
+            first, end = slices.slice_of(call.outputs[0], way.makes[0], tile)  # type: ignore[arg-type]  # a call of a node has a result
             sizes[entry] = end - first
             args = (*args[:position], sizes, *args[position + 1 :])
         self.sent[index].append((args, kwargs))

@@ -244,7 +244,7 @@ class _UnseedableGenerator:
 def seeding_refused() -> Iterator[None]:
     """Raises `TraceError` if the body seeds the default generator or sets its state."""
     generator = torch.random.default_generator
-    torch.random.default_generator = _UnseedableGenerator(generator)  # type: ignore[assignment]
+    torch.random.default_generator = _UnseedableGenerator(generator)
     try:
         yield
     finally:

@@ -236,14 +236,14 @@ class _RMSNorm(torch.autograd.Function):
     """CUDA's kernels of the root mean square norm, which torch's dispatcher composes of others on the meta device."""
 
     @staticmethod
-    def forward(ctx: Any, input: Any, weight: Any, shape: list[int], eps: float | None) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, input: Any, weight: Any, shape: list[int], eps: float | None) -> Any:
         result, rstd = _recorded(aten._fused_rms_norm.default, input, shape, weight, eps)
         ctx.save_for_backward(input, weight, rstd)
         ctx.shape = shape
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]  # torch passes `ctx`
         input, weight, rstd = ctx.saved_tensors
         mask = [bool(needed) for needed in ctx.needs_input_grad[:2]]
         found = _recorded(aten._fused_rms_norm_backward.default, grad, input, ctx.shape, rstd, weight, mask)

@@ -359,7 +359,7 @@ class Recorder(TorchDispatchMode):
     def _on_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Returns an operation of a trace for a named device as it runs on the meta device."""
         device = kwargs.get("device")
-        if device is None or device.type != self.named.type:  # type: ignore[union-attr]
+        if device is None or device.type != self.named.type:  # type: ignore[union-attr]  # only called if there is one
             return func, kwargs
         if func is aten._to_copy.default and getattr(args[0], "named", None) == self.named:
             same = kwargs.get("dtype") in (None, args[0].dtype) and kwargs.get("memory_format") is None

@@ -107,7 +107,7 @@ def parts_of(summed: Sequence[Sequence[Any]]) -> dict[torchs.MetadataIndex, _Sto
     found = {}
     for name, where, file, offset, length, crc32 in summed:
         info = _StorageInfo(file, offset, length)
-        info.crc32 = crc32  # type: ignore[attr-defined]
+        info.crc32 = crc32  # type: ignore[attr-defined]  # fckpt's addition, see the docstring
         found[torchs.MetadataIndex(name, None if where is None else torch.Size(where))] = info
     return found
 
