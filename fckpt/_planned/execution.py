@@ -65,7 +65,8 @@ class Program:
         read = {trace.tensors[t].value for t in trace.operands}
         used = read.intersection(v for node in trace.graph.nodes for v in node.inputs)
         used.update(trace.tensors[t].value for t in trace.outputs)
-        written = {operand for _, operand in trace.versions}
+        self.written = written = {operand for _, operand in trace.versions}
+        """The operands that the call writes."""
         self.uses = {i for i, t in enumerate(trace.operands) if i < count or trace.tensors[t].value in used} | written
         """The operands of interest: all arguments, and the captured tensors that the operations use or write."""
         self.draws = any(node.random for node in trace.graph.nodes)
