@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +21,7 @@ from fckpt._fuse.option import Kernels, check_kernels
 from fckpt._module import check_plannable
 from fckpt._planned.execution import Program
 from fckpt._planned.making import check_budget
-from fckpt._planned.optimizers import Updates, check_optimizer
+from fckpt._planned.optimizers import Updates
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.stepping import StepPlanner
 from fckpt._planned.tiling import Tile, check_tile
@@ -219,7 +218,6 @@ class TrainingStep:
             raise ArgumentValueError("a step runs outside of torch.func's transforms, torch.compile and other traces.")
         if mesh_in_use() is not None:
             raise ArgumentValueError("a step does not run inside of shard_map or pmap yet: use fckpt.remat there.")
-        check_optimizer(self.optimizer)
         self._updates.refresh()
         self._check_parameters()
         parts = self._parts(batch)
@@ -262,14 +260,15 @@ class TrainingStep:
 
     def _parts(self, batch: Any) -> list[Any]:
         """Returns the microbatches."""
-        leaves, spec = tree.flatten(batch)
+        leaves = tree.leaves(batch)
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
-        if any(t.requires_grad for t in tensors):
+        if any([t.requires_grad for t in tensors]):
             raise ArgumentValueError(
                 "a tensor of the batch requires grad, and a step returns no gradient for it: detach it."
             )
         if self.accumulate == 1:
             return [batch]
+        spec = tree.flatten(batch)[1]
         for path, t in zip(spec.paths(), leaves, strict=True):
             if isinstance(t, torch.Tensor) and (not t.dim() or len(t) != len(tensors[0])):
                 raise ArgumentValueError(
@@ -437,11 +436,10 @@ class TrainingStep:
         if self.clip_norm is not None:  # `clip_grad_norm_(model.parameters(), ...)` adds up norms in this order
             rank = {id(p): i for i, p in enumerate(self.model.parameters())}
             found.sort(key=lambda pair: rank.get(id(operands[pair[0]]), len(rank)))
-        ending = Ending(tuple(found), place.last, place.carried, place.loss)
         if not place.last:
-            return ending
-        clips = {"clip_norm": self.clip_norm, "clip_value": self.clip_value}
-        return dataclasses.replace(ending, **clips, layout=self._layout, first=place.first)
+            return Ending(tuple(found), False, place.carried, place.loss)
+        clips = self.clip_norm, self.clip_value
+        return Ending(tuple(found), True, place.carried, place.loss, *clips, self._layout, place.first)
 
     def _of_graph(
         self, captured: Any, programs: dict[Any, Any], function: GraphFunction, place: _Place
@@ -469,19 +467,19 @@ class TrainingStep:
 
     def _execute(self, program: Program, ending: Ending, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         """Runs a program; returns the outputs of the loss function. Leaves gradients in `Updates.sums`."""
-        mine = [(operand, number) for operand, number in ending.numbers if program.trace.gradients[operand] is not None]
         if ending.updates:
-            self._updates.prepare([number for _, number in mine])
-        given = [t.resolve_conj().resolve_neg() if t.is_complex() else t for t in operands] + program.constants
+            self._updates.prepare(_carried(program, ending))
+        given = [*operands, *program.constants]
+        for i in program.complex:
+            given[i] = given[i].resolve_conj().resolve_neg()
         with below_autograd():
             outputs, residuals = program.lowered.forward(given)
             assert program.backward.outputs is not None
             cotangents = [torch.ones_like(outputs[i]) for i in program.backward.outputs]
             gradients = program.lowered.backward(given, residuals, cotangents)
-        written = {operand for _, operand in program.trace.versions}
-        torch.autograd.graph.increment_version([operands[i] for i in written])
+        torch.autograd.graph.increment_version([operands[i] for i in program.written])
         if not ending.updates:
-            self._updates.sums = [gradients[operand] for operand, _ in mine]  # type: ignore[misc]
+            self._updates.sums = [gradients[i] for i, _ in ending.numbers if program.trace.gradients[i] is not None]  # type: ignore[misc]
         return outputs
 
 

@@ -62,8 +62,9 @@ class Program:
         self.ambient = ambient.capture()
         """The settings of the trace, which are those of every call. The backward pass recomputes under them."""
         self.constants = [data for _, data in trace.constants]
-        written = {operand for _, operand in trace.versions}
-        self.uses = {*range(count), *_read(trace), *written}
+        self.written = {operand for _, operand in trace.versions}
+        """The operands that the call writes."""
+        self.uses = {*range(count), *_read(trace), *self.written}
         """The operands of interest: all arguments, and the captured tensors that the operations use or write."""
         self.draws = any(node.random for node in trace.graph.nodes)
         """Whether an operation draws random numbers."""

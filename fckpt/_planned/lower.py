@@ -17,6 +17,7 @@ import torch
 from fckpt._call.rng import SHARED, RandomState, set_state, state_of
 from fckpt._trace.in_place import writer_of
 from fckpt._trace.operations import Call, Ref, Trace, indices_of, is_random, is_tagged_random, statistics_of
+from fckpt._trace.updates import UPDATE, update
 from fckpt.errors import PlanError, RandomStateError
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Compute, FusedBlock, FusedSchedule, FusedStep, Schedule, with_freed
@@ -298,7 +299,8 @@ class _Writer:
         return f"{', '.join(targets)}"
 
     def call(self, call: Call, args: list[Any], node: int, again: bool) -> str:
-        op = self.object(call.op._op, "op")  # the builtin that `call.op(...)` calls, without its overhead
+        # The builtin that `call.op(...)` calls, without its overhead; an update is a Python function anyway.
+        op = self.object(update if call.op is UPDATE else call.op._op, "op")
         positional, named = self.sent(args, call.kwargs)
         if node not in self.repeated or not is_random(call.op):
             return f"{op}({', '.join(positional + named)})"

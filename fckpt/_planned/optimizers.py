@@ -35,6 +35,7 @@ _NAMES = (
 )  # fmt: skip
 _CLASSES = tuple(getattr(optim, name) for name in _NAMES if hasattr(optim, name))
 """The optimizers whose update of a parameter depends on that parameter, its gradient and its state alone."""
+_NO_STATE: dict[str, Any] = {}
 _WAY_OUT = "Use fckpt.remat for forward and backward, and call the optimizer as usual."
 
 
@@ -45,24 +46,39 @@ def check_optimizer(optimizer: Any) -> None:
         ArgumentTypeError: it is no optimizer of `torch.optim`, or one whose updates are not independent.
         ArgumentValueError: it has an unsupported option, or hooks, or a parameter in two places.
     """
-    kind = type(optimizer)
     if not isinstance(optimizer, optim.Optimizer):
-        raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, not {kind.__name__}: {optimizer!r}.")
+        name = type(optimizer).__name__
+        raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, not {name}: {optimizer!r}.")
+    _check_class(optimizer)
+    _check_hooks(optimizer)
+    _check_options(optimizer)
+    _check_memory(optimizer)
+
+
+def _check_class(optimizer: optim.Optimizer) -> None:
+    kind: Any = type(optimizer)
     same = lambda c: inspect.unwrap(kind.step) is inspect.unwrap(c.step) and kind._init_group is c._init_group
     if not any(isinstance(optimizer, c) and same(c) for c in _CLASSES):
         names = ", ".join(c.__name__ for c in _CLASSES)
         raise ArgumentTypeError(
             f"a step cannot divide {kind.__name__} into updates of single parameters; it can for {names}. {_WAY_OUT}"
         )
+
+
+def _check_hooks(optimizer: Any) -> None:
+    kind = type(optimizer)
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise ArgumentValueError(
             f"the step of this {kind.__name__} was replaced by {step!r}, which updates of single parameters would "
             f"leave out (a GradScaler or a wrapper of a library, perhaps). {_WAY_OUT}"
         )
-    hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
-    if any([*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]):
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         raise ArgumentValueError(f"the optimizer has step hooks, which a step cannot call in between. {_WAY_OUT}")
+
+
+def _check_options(optimizer: optim.Optimizer) -> None:
     for i, group in enumerate(optimizer.param_groups):
         for name in ("fused", "foreach", "differentiable", "capturable"):
             if group.get(name):
@@ -70,8 +86,14 @@ def check_optimizer(optimizer: Any) -> None:
                     f"param_groups[{i}] has {name}=True. A step updates each parameter as its gradient comes, by the "
                     f"single-tensor kernels: leave {name} out."
                 )
+
+
+def _check_memory(optimizer: optim.Optimizer) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if len({p.untyped_storage()._cdata for p in parameters}) == len(parameters):
+        return
     seen: set[int] = set()
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+    for parameter in parameters:
         memory = parameter.untyped_storage()._cdata
         if parameter.numel() and memory in seen:
             raise ArgumentValueError(
@@ -87,28 +109,48 @@ class Updates:
     def __init__(self, optimizer: optim.Optimizer):
         check_optimizer(optimizer)
         self.optimizer = optimizer
-        self._step = inspect.unwrap(type(optimizer).step)
+        self._step: Any = None
+        self._sibling_now: Any = object.__new__(type(optimizer))
+        """The sibling that makes all updates of a step, one after the other."""
         self._coming: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         """By parameter without its whole state: memory for what the optimizer makes at the first update."""
+        self._code: Any = None
+        """The methods of the optimizer's class that were found to be supported."""
         self._seen: Any = None
         self._signatures: list[Any] = []
         """By parameter: everything on which its state and the cost of its update depend."""
         self._layouts: dict[Any, dict[str, _Layout]] = {}
         self._costs: dict[Any, tuple[OpCost, int]] = {}
         self._store = Store()
+        self._missing: list[int] = []
+        """The parameters, at the last call of `key`, whose state the optimizer has yet to make."""
         self.sums: list[torch.Tensor] = []
         """The gradients of earlier microbatches, in the order of `Ending.carried`, then the sum of the losses."""
         self.refresh()
 
     def refresh(self) -> None:
-        """Reads parameters and options again: groups may have been added, and options changed."""
+        """Reads parameters and options again: groups may have been added, and options changed.
+
+        Raises:
+            ArgumentTypeError: as `check_optimizer`.
+            ArgumentValueError: as `check_optimizer`.
+        """
+        kind: Any = type(self.optimizer)
+        code = kind.step, kind._init_group
+        if code != self._code:
+            _check_class(self.optimizer)
+            self._code, self._step = code, inspect.unwrap(kind.step)
+        _check_hooks(self.optimizer)
+        _check_memory(self.optimizer)
         groups = self.optimizer.param_groups
+        vars(self._sibling_now).update(vars(self.optimizer))
         self.parameters = [p for group in groups for p in group["params"]]
         self.group_of = [group for group in groups for _ in group["params"]]
         self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
         layouts = [(p.shape, p.stride(), p.dtype, p.device) for p in self.parameters]
         found = tuple(map(_options, groups)), layouts, list(self.numbers)
         if found != self._seen:
+            _check_options(self.optimizer)  # an option that is not supported is another one than before
             self._seen = found
             options = [known for known, group in zip(found[0], groups, strict=True) for _ in group["params"]]
             self._signatures = list(zip(layouts, options, strict=True))
@@ -116,23 +158,16 @@ class Updates:
 
     def key(self) -> Any:
         """Returns everything but the parameters on which the memory of updates depends."""
-        state = []
+        known, dtypes = self.optimizer.state, []
+        self._missing = []
         for number, parameter in enumerate(self.parameters):
-            has = self._entry(parameter)
-            state.append(
-                tuple(
-                    [
-                        (k, has[k].dtype if torch.is_tensor(has.get(k)) else t.dtype)
-                        for k, t in self._state_after(number).items()
-                    ]
-                )
-            )
-        return (
-            type(self.optimizer),
-            self._seen[0],
-            tuple(state),
-            tuple([len(g["params"]) for g in self.optimizer.param_groups]),
-        )
+            has, layouts = known.get(parameter, _NO_STATE), self._state_after(number)
+            state = [t if isinstance(t := has.get(k), torch.Tensor) else layout for k, layout in layouts.items()]
+            dtypes.append(tuple([t.dtype for t in state]))
+            if _Layout in map(type, state):
+                self._missing.append(number)
+        counts = tuple([len(group["params"]) for group in self.optimizer.param_groups])
+        return type(self.optimizer), self._seen[0], tuple(dtypes), counts
 
     def _entry(self, parameter: torch.Tensor) -> dict[str, Any]:
         return self.optimizer.state.get(parameter, {})
@@ -141,7 +176,9 @@ class Updates:
 
     def prepare(self, numbers: Collection[int]) -> None:
         """Makes the state that the optimizer would make at its first step, for the parameters with these numbers."""
-        for number in numbers:
+        for number in self._missing:
+            if number not in numbers:
+                continue
             parameter = self.parameters[number]
             if parameter in self._coming or self._is_whole(number):
                 continue
@@ -201,20 +238,23 @@ class Updates:
 
     def _run(self, sibling: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         parameter.grad = gradient
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)  # entering and leaving `no_grad` would take three times as long
         try:
-            with torch.no_grad():
-                self._step(sibling)
+            self._step(sibling)
         finally:
+            torch.set_grad_enabled(before)
             parameter.grad = None
 
     def update(self, number: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Updates the parameter with this number, in place."""
         own = self.parameters[number]
         assert own.data_ptr() == parameter.data_ptr()
-        self._run(self._sibling(number), own, gradient)
-        coming = self._coming.pop(own, None)
-        if coming is not None:
-            _moved(self.optimizer.state[own], coming)
+        sibling = self._sibling_now
+        sibling.param_groups = [{**self.group_of[number], "params": [own], "foreach": False}]
+        self._run(sibling, own, gradient)
+        if self._coming:
+            _moved(self.optimizer.state[own], self._coming.pop(own, {}))
 
     def taken(self) -> list[torch.Tensor]:
         """Returns the sums that earlier microbatches left, and forgets them."""
@@ -235,8 +275,7 @@ class Updates:
     @property
     def is_first(self) -> bool:
         """Whether the next updates take more memory than later ones, because they make a part of the state."""
-        missing = [i for i in range(len(self.parameters)) if not self._is_whole(i)]
-        return any(self.first_nbytes(i) > self.cost(i).temporary_nbytes for i in missing)
+        return any(self.first_nbytes(i) > self.cost(i).temporary_nbytes for i in self._missing)
 
     def _cost(self, number: int) -> tuple[OpCost, int]:
         key = self._signatures[number]

@@ -22,7 +22,7 @@ import torch
 from fckpt._trace.operations import Trace, is_dense
 from fckpt.graph.graph import Graph
 
-__all__ = ["CARRIED", "UPDATE", "Ending", "Runs", "running", "runs", "with_early_updates"]
+__all__ = ["CARRIED", "UPDATE", "Ending", "Runs", "running", "runs", "update", "with_early_updates"]
 
 
 class Runs(Protocol):
@@ -74,7 +74,8 @@ _library.define("update(Tensor(a!) parameter, Tensor gradient, Tensor[] after, i
 _library.define("carried(Tensor[] like, ScalarType loss) -> Tensor[]")
 
 
-def _update(parameter: torch.Tensor, gradient: torch.Tensor, after: Sequence[torch.Tensor], number: int) -> None:
+def update(parameter: torch.Tensor, gradient: torch.Tensor, after: Sequence[torch.Tensor], number: int) -> None:
+    """What `UPDATE` runs. A lowered program calls it directly, because dispatching to Python takes as long again."""
     runs().update(number, parameter, gradient)
 
 
@@ -99,7 +100,7 @@ def _held(values: Sequence[torch.Tensor]) -> torch.Tensor:
 _library.define("held(Tensor[] values) -> Tensor")
 _library.impl("held", _held, "CompositeExplicitAutograd")
 torch.library.register_fake("fckpt_step::held", _held, lib=_library)
-_library.impl("update", _update, "CompositeExplicitAutograd")
+_library.impl("update", update, "CompositeExplicitAutograd")
 _library.impl("carried", _carried, "CompositeExplicitAutograd")
 torch.library.register_fake("fckpt_step::update", lambda *_: None, lib=_library)
 torch.library.register_fake("fckpt_step::carried", _carried_layouts, lib=_library)
