@@ -23,12 +23,13 @@ from fckpt._call.levels import (
 )
 from fckpt._call.results import Returned
 from fckpt._fuse.option import Kernels
+from fckpt._planned.fusing import with_blocks
 from fckpt._planned.lower import Lowered, lower
 from fckpt._planned.plan import Plan
 from fckpt._trace.formulas import FormulaError
 from fckpt._trace.operations import Backward, Ref, Trace, indices_of, is_expanded, statistics_of, strides_of
 from fckpt.errors import MutationError
-from fckpt.graph.schedule import Compute, FusedSchedule, Step
+from fckpt.graph.schedule import Compute, Step
 from fckpt.graph.simulation import Timeline, simulate
 
 __all__ = ["NOT_AGAIN", "Execution", "Program"]
@@ -37,7 +38,7 @@ __all__ = ["NOT_AGAIN", "Execution", "Program"]
 class Program:
     """A planned program: a traced call, lowered by a schedule. It can run any number of times, in any threads."""
 
-    def __init__(self, trace: Trace, plan: Plan, count: int, kernels: Kernels = "aten"):
+    def __init__(self, trace: Trace, plan: Plan, count: int, kernels: Kernels = "aten", within: int | None = None):
         """Lowers a plan.
 
         Args:
@@ -45,15 +46,17 @@ class Program:
             plan: the plan.
             count: the number of the trace's operands that are arguments; the others are captured tensors.
             kernels: the kernels that run it, see `remat`.
+            within: for compiled kernels, see `with_blocks`.
         """
         self.trace = trace
         self.plan = plan
         self.kernels: Kernels = kernels
-        self.schedule = schedule = plan.schedule
+        running = plan if kernels == "aten" else with_blocks(trace, plan, kernels, within)
+        self.schedule = schedule = running.schedule
         self.graph = graph = plan.graph
         self.unfused = lower(trace, schedule, graph)
         """The lowered functions that run operation by operation, for cotangents with other strides than planned."""
-        self.fused = None if kernels == "aten" else _with_blocks(trace, plan, kernels)
+        self.fused = None if kernels == "aten" else running.fused
         """The schedule with compiled blocks; None if there are none."""
         self.lowered = self.unfused if self.fused is None else lower(trace, self.fused, graph)
         if self.lowered.residuals != self.unfused.residuals:  # the backward pass of one may follow on the other forward
@@ -103,7 +106,7 @@ class Program:
     @functools.cached_property
     def timeline(self) -> Timeline:
         """The memory of the program, step by step, with its compiled blocks."""
-        return self.plan.timeline if self.fused is None else simulate(self.graph, self.fused)
+        return simulate(self.graph, self.schedule if self.fused is None else self.fused)
 
     def takes(self, strides: Sequence[tuple[int, ...]]) -> bool:
         """Whether the plan is valid for cotangents with these strides: only their first readers see the difference.
@@ -124,13 +127,6 @@ class Program:
     def closed_over(self, closure: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the captured tensors that are used but not written."""
         return [closure[i - self.count] for i in self.read_only]
-
-
-def _with_blocks(trace: Trace, plan: Plan, kernels: Kernels) -> FusedSchedule | None:
-    from fckpt._fuse.blocks import fused  # compiles, and imports what that needs
-
-    limit = max(plan.peak_bytes, plan.budget_bytes or 0)
-    return fused(trace, plan.graph, plan.schedule, limit, kernels)
 
 
 def _read(trace: Trace) -> list[int]:

@@ -295,8 +295,9 @@ class Planner:
     def _program(self, traced: Trace, plan: Plan, count: int) -> Program:
         if self.kernels == "aten" or mesh_in_use() is not None:
             return Program(traced, plan, count)
+        within = None if self.given is not None else plan.budget_bytes
         with self.ledger.timed("compile"):
-            return Program(traced, plan, count, self.kernels)
+            return Program(traced, plan, count, self.kernels, within)
 
     def traced_programs(
         self,
