@@ -262,7 +262,7 @@ class TrainingStep:
         """Returns the microbatches."""
         leaves = tree.leaves(batch)
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
-        if any([t.requires_grad for t in tensors]):
+        if any(t.requires_grad for t in tensors):
             raise ArgumentValueError(
                 "a tensor of the batch requires grad, and a step returns no gradient for it: detach it."
             )

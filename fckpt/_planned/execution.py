@@ -76,9 +76,9 @@ class Program:
         self.returned = _returned(trace)
         """The result as the caller sees it: tree structure, leaves, and the shapes and dtypes of its tensors."""
         closed_over = [i for i in range(count, len(trace.operands)) if i in self.uses]
-        self.read_only = [i for i in closed_over if i not in written]
+        self.read_only = [i for i in closed_over if i not in self.written]
         """The captured tensors that are used but not written. They are operands of the call for autograd."""
-        self.statistics = [i for i in closed_over if i in written]
+        self.statistics = [i for i in closed_over if i in self.written]
         """The captured tensors that the forward pass writes."""
         behind = _behind_results(trace) if self.statistics else set[int]()
         self.remembered = [i for i in self.statistics if trace.tensors[trace.operands[i]].value in behind]
