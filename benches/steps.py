@@ -1,6 +1,7 @@
 """Whole training steps: forward, backward and update, by `fckpt.step` and by hand.
 
-    python -m benches steps --json benches/results/steps-cpu.json --check             # an hour
+    python -m benches steps --json benches/results/steps-cpu.json --check             # 50 minutes
+    python -m benches steps --json benches/results/steps-cpu.json --resume            # what an interrupted run left out
     python -m benches steps --quick --check                                           # five minutes
     python -m benches steps --tiny --networks vit lstm --optimizers adamw             # seconds
 
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 
 import fckpt
 from benches.common.command import described, mib, network_parser, opening, parse_networks, report_each, share, table_of
+from benches.common.results import read_json
 from benches.common.rows import Record, Row
 from benches.common.timing import Spread, alternate, is_slower, paired_ratio, set_up, spread
 from benches.common.training import SEED, Network, Sizes, Task, prepare, size_of, sizes_from
@@ -41,6 +43,7 @@ from benches.models.budget_networks import NETWORKS as ELEVEN
 from benches.models.sequence import UnrolledLSTM
 from benches.models.wrapping import TorchCheckpoint
 from fckpt._memory import measure_peak
+from fckpt._planned.tiling import unhinted
 from fckpt.errors import BudgetError
 from fckpt.solve._known_orders import remembering
 
@@ -165,7 +168,7 @@ class Model:
         self.start = copy.deepcopy(task.loss.state_dict())
         self.loss_fn: Callable[[Any, Any], Tensor] = lambda loss, batch: loss(*batch)
         self.known: dict[int, Any] = {}
-        """Earlier steps, by the number of microbatches."""
+        """The first step for each number of microbatches, which captures the loss."""
 
     def fresh(self) -> nn.Module:
         """Returns the module with the values that it had at first."""
@@ -174,12 +177,10 @@ class Model:
 
     def step(self, optimizer: torch.optim.Optimizer, budget: int | None, accumulate: int) -> Any:
         """Returns `fckpt.step` within a budget."""
-        step = fckpt.step(self.loss, optimizer, self.loss_fn, budget=budget, accumulate=accumulate)
-        known = self.known.setdefault(accumulate, step)
-        if known is not step:
-            step._losses, step._planner._entry = known._losses, known._planner._entry
-            step._planner.captures = [(capture, {}) for capture, _ in known._planner.captures]
-        return step
+        if accumulate in self.known:
+            return self.known[accumulate].within(budget, optimizer)
+        first = fckpt.step(self.loss, optimizer, self.loss_fn, budget=budget, accumulate=accumulate)
+        return self.known.setdefault(accumulate, first)
 
 
 class Trainee:
@@ -301,12 +302,14 @@ class Comparison:
         step = self.model.step(trainee.optimizers[0], budget, trainee.accumulate)
         for _ in range(ATTEMPTS):
             try:
-                step.plan(trainee.batch)
+                with unhinted():
+                    step.plan(trainee.batch)
             except BudgetError as error:
                 row.least_bytes = error.least_bytes
                 if way == "step":
                     break
-                step.budget = row.budget_bytes = error.least_bytes  # which the next search may lower no further
+                row.budget_bytes = error.least_bytes
+                step = step.within(error.least_bytes)  # which may be below what the next search finds
                 continue
             self._add(row, trainee, lambda: step(trainee.batch))
             row.predict(step.plan(trainee.batch))
@@ -339,6 +342,7 @@ def main(arguments: list[str]) -> int:
     parser = network_parser("steps", __doc__, "a peak or a result is not as it should be", NETWORKS)
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), metavar="NAME")
     parser.add_argument("--accumulate", nargs="+", type=int, default=[1, 4], metavar="N", help="microbatches")
+    parser.add_argument("--resume", action="store_true", help="keep the networks that the JSON has, and run the others")
     parsed = parse_networks(parser, NETWORKS, arguments)
     parsed.optimizers = parsed.optimizers or (["adamw"] if parsed.quick else list(OPTIMIZERS))
     device = set_up(parsed.device)
@@ -349,6 +353,10 @@ def main(arguments: list[str]) -> int:
     def run(name: str, advance: Callable[[str], object]) -> list[Report]:
         return [examine(NETWORKS[name].task(size, device), parsed, device, advance)]
 
+    resumed = parsed.resume and parsed.json and parsed.json.exists()
+    known = [report for report in read_json(parsed.json)["networks"] if not report["complaints"]] if resumed else []
+    done = {report["name"] for report in known}
+    names = [name for name in parsed.networks if NETWORKS[name].title not in done]
     count = len(parsed.optimizers) * len(parsed.accumulate)
     note = "Time: relative to the plain step, median and quartiles. n: microbatches."
-    return report_each(parsed, (console, document), "networks", parsed.networks, run, show, note=note, count=count)
+    return report_each(parsed, (console, document), "networks", names, run, show, note=note, count=count, known=known)

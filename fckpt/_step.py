@@ -208,6 +208,34 @@ class TrainingStep:
             plans = [self._planner.exact_plan(program) for program in programs]
             return max(plans, key=lambda plan: plan.peak_bytes)
 
+    def within(self, budget: Budget | None, optimizer: torch.optim.Optimizer | None = None) -> TrainingStep:
+        """Returns the same step within another budget, which need not capture the loss function again.
+
+        Args:
+            budget: see `step`.
+            optimizer: another optimizer for the same model; None for the same one.
+
+        Raises:
+            ArgumentTypeError: see `step`.
+            ArgumentValueError: see `step`.
+        """
+        other = step(
+            self.model,
+            self.optimizer if optimizer is None else optimizer,
+            self.loss_fn,
+            budget=budget,
+            accumulate=self.accumulate,
+            clip_norm=self.clip_norm,
+            clip_value=self.clip_value,
+            solver=self._planner.solver if budget is not None else "auto",
+            tile=self._planner.tile if budget is not None else False,
+            kernels=self._planner.kernels,
+        )
+        with self._lock:
+            other._losses = self._losses  # a capture is of one function
+            other._planner.share_captures(self._planner)
+        return other
+
     # -- before a call
 
     def _begun(self, batch: Any) -> tuple[list[Any], _Limits]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import shlex
+import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -126,7 +129,14 @@ def table_of(*columns: str, left: Collection[str] = (), title: str | None = None
 
 @contextlib.contextmanager
 def steps(total: int, title: str = "") -> Iterator[Callable[[str], None]]:
-    """Shows a progress bar on stderr. The function that is yielded advances it and describes the next step."""
+    """Shows a progress bar on stderr, or lines if it is no terminal. The function that is yielded advances it and
+    describes the next step.
+    """
+    if not sys.stderr.isatty():
+        start, count = time.monotonic(), itertools.count(1)
+        say = lambda what: f"{next(count)}/{total} {what} ({(time.monotonic() - start) / 60:.1f} min)"
+        yield lambda what: print(say(what), file=sys.stderr, flush=True)
+        return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(title, total=total)

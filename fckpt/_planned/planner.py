@@ -237,6 +237,12 @@ class Planner:
 
     _entry: Any = None
 
+    def share_captures(self, other: Planner) -> None:
+        """Takes the captures of another planner of the same function, without the programs made from them."""
+        self._entry = other._entry
+        self.captures = [(captured, {}) for captured, _ in other.captures]
+        self.refusals = dict(other.refusals)
+
     # -- programs
 
     def programs_of(

@@ -17,6 +17,8 @@ from torch import Tensor, nn, optim
 
 import fckpt
 from fckpt import measure_peak
+from fckpt._planned import late_writes
+from fckpt.graph.simulation import simulate
 
 Model, Batch = nn.Module, Any
 
@@ -520,3 +522,37 @@ def test_an_error_leaves_everything_as_it_was() -> None:
         fckpt.step(model, optimizer, squares, budget="1KB")((torch.randn(64, 32), torch.randn(64, 32)))
     assert_equal(model.state_dict(), before)
     assert optimizer.state_dict()["state"] == {}
+
+
+def test_within_another_budget_nothing_is_captured_again() -> None:
+    (model, _), batch = seeded(mlp), (torch.randn(64, 32), torch.zeros(64, 32))
+    free = fckpt.step(model, optim.SGD(model.parameters(), lr=0.1, foreach=False), squares)
+    free(batch)
+    tight = free.within(0.7, optim.AdamW(model.parameters(), foreach=False))
+    plain = copy.deepcopy(model)
+    plain_optimizer = optim.AdamW(plain.parameters(), foreach=False)
+    for _ in range(2):
+        loss = squares(plain, batch)
+        loss.backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        assert_equal(loss, tight(batch))
+    assert_equal(list(plain.parameters()), list(model.parameters()))
+    assert fckpt.stats(tight).captures == 0 and fckpt.stats(tight).plans >= 1
+    assert tight.plan(batch).peak_bytes <= 0.7 * tight.plan(batch).baseline_peak_bytes
+    with pytest.raises(ValueError, match="must be positive, not -1"):
+        free.within(-1)
+
+
+def test_plans_whose_updates_wait_are_searched_for_faster_ones() -> None:
+    """The lowest order that is found recomputes much more than its budget asks for."""
+    (model, _), batch = seeded(Words), {"x": torch.randint(50, (4, 16)), "y": torch.randint(50, (4, 16))}
+    train_step = fckpt.step(model, optim.AdamW(model.parameters(), foreach=False), entropy, budget=1)
+    with pytest.raises(fckpt.BudgetError) as error:
+        train_step.plan(batch)
+    graph = train_step.within(error.value.least_bytes).plan(batch).graph
+    relaxed = late_writes._relaxed(graph)
+    lowest = late_writes._smallest(graph, late_writes.orders_of(relaxed))
+    found = late_writes.smallest_within(graph, relaxed, lowest.peak_nbytes)
+    assert simulate(graph, found).peak_nbytes <= lowest.peak_nbytes
+    assert simulate(graph, found).seconds < 0.8 * simulate(graph, lowest.schedule).seconds

@@ -34,6 +34,8 @@ CANDIDATES = 16
 """The number of candidates that a repair examines for a move."""
 LONG = 5000
 """For computations beyond this number, copying 30 of them takes as long as weighing one move."""
+SIMULATED = 14
+"""The number of computations that are simulated in the time that weighing one move takes."""
 PATIENCE = 150
 """After this many trials without improvement, the search continues from another start."""
 
@@ -41,8 +43,24 @@ PATIENCE = 150
 class Search:
     """The best plan found so far, and the state of the search."""
 
-    def __init__(self, rules: Rules, starts: Sequence[Order], budget: int, seed: int = 0):
-        """Prepares to search from feasible plans, the fastest first."""
+    def __init__(
+        self,
+        rules: Rules,
+        starts: Sequence[Order],
+        budget: int,
+        seed: int = 0,
+        accepts: Callable[[Order], bool] | None = None,
+    ):
+        """Prepares to search from feasible plans, the fastest first.
+
+        Args:
+            rules: the rules of the graph.
+            starts: the plans.
+            budget: bytes.
+            seed: of the random numbers.
+            accepts: a further condition that all plans must meet, which takes as long as a simulation.
+        """
+        self.accepts = accepts
         self.rules, self.starts, self.budget = rules, starts, budget
         self.random, self.noise = random.Random(seed), np.random.default_rng(seed)
         self.found = [starts[0]]
@@ -85,6 +103,8 @@ class Search:
     def _set_current(self, order: Order) -> None:
         self.schedule = EditableSchedule(self.rules, order)
         prune(self.schedule, self.budget)
+        if not self._accepted(self.schedule):
+            self.schedule = EditableSchedule(self.rules, order)
         self.gaps = Gaps(self.schedule)
         self.seconds = self._time(self.schedule)
         self._note()
@@ -95,6 +115,12 @@ class Search:
             self.least = self.seconds
             self.found.append(self.schedule.order())
         return better
+
+    def _accepted(self, schedule: EditableSchedule) -> bool:
+        if self.accepts is None:
+            return True
+        self.moves += len(schedule.at) // SIMULATED
+        return self.accepts(schedule.order())
 
     def _time(self, schedule: EditableSchedule) -> float:
         seconds = self.rules.seconds
@@ -117,6 +143,8 @@ class Search:
         seconds = self._time(schedule)
         worse = seconds - self.seconds
         if worse > 0 and self.random.random() >= np.exp(-worse / self.heat):
+            return False
+        if not self._accepted(schedule):
             return False
         self.schedule, self.gaps, self.seconds = schedule, gaps, seconds
         better = self._note()

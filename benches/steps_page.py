@@ -1,0 +1,137 @@
+"""Writes the tables of docs/whole-step.md from the results of `benches.steps`.
+
+    python -m benches steps --json benches/results/steps-cpu.json --check
+    python -m benches steps_page --results benches/results/steps-cpu.json --page docs/whole-step.md
+
+Nothing is run. What is between the two comments of the page is replaced, for any number of networks.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benches.common.command import described, script_parser
+from benches.common.results import read_json
+from benches.steps import NETWORKS
+
+BEGIN = "<!-- steps: begin. Replace by `python -m benches steps_page`. -->"
+END = "<!-- steps: end -->"
+CASES = {
+    ("momentum", 1): "SGD with momentum, the whole batch at once",
+    ("momentum", 4): "SGD with momentum, 4 microbatches",
+    ("adamw", 1): "AdamW, the whole batch at once",
+    ("adamw", 4): "AdamW, 4 microbatches",
+}
+"""The title of each table, by optimizer and number of microbatches."""
+COLUMNS = (
+    "network", "plain MiB", "today", "blocks", "time", "hooks", "time", "step", "of hooks", "least", "time", "free",
+)  # fmt: skip
+
+Report = dict[str, Any]
+
+
+def ways(report: Report, optimizer: str, count: int) -> dict[str, dict[str, Any]]:
+    """Returns the rows of a network for an optimizer and a number of microbatches, by way."""
+    return {row["way"]: row for row in report["rows"] if (row["optimizer"], row["accumulate"]) == (optimizer, count)}
+
+
+def line(report: Report, optimizer: str, count: int) -> str:
+    """Returns a network's line in the table of an optimizer and a number of microbatches."""
+    rows = ways(report, optimizer, count)
+    plain = rows["plain"]["peak_bytes"]
+
+    def time(way: str, key: str = "time_ratio") -> str:
+        spread = rows[way][key]
+        return "" if spread is None else f"{spread['median']:.2f}"
+
+    def peak(way: str) -> str:
+        nbytes = rows[way]["peak_bytes"]
+        return "" if nbytes is None else f"{nbytes / plain:.2f}"
+
+    cells = [report["name"], f"{plain / 2**20:.1f}", f"{report['today_bytes'] / plain:.2f}"]
+    cells += [cell for way in ("blocks", "hooks") for cell in (peak(way), time(way))]
+    cells += [time("step"), time("step", "time_to_hooks"), peak("step, least"), time("step, least")]
+    return f"| {' | '.join([*cells, time('step, free')])} |"
+
+
+def table(reports: Sequence[Report], optimizer: str, count: int) -> str:
+    """Returns the table of an optimizer and a number of microbatches."""
+    head = f"| {' | '.join(COLUMNS)} |\n|---|{'--:|' * (len(COLUMNS) - 1)}"
+    return "\n".join([head, *(line(report, optimizer, count) for report in reports)])
+
+
+def targets(reports: Sequence[Report]) -> str:
+    """Returns a paragraph on how many networks and cases reach each target."""
+    cases = [ways(report, *case) for report in reports for case in CASES]
+    half = {count: sum(map(lambda report, count=count: _halves(report, count), reports)) for count in (1, 4)}
+    faster = sum(_median(rows["step"], "time_to_hooks") < 1 for rows in cases)
+    slower = sum(rows["step, free"]["slower"] for rows in cases)
+    planned = [row for rows in cases for way, row in rows.items() if way.startswith("step")]
+    exact = sum(row["peak_bytes"] == row["predicted_bytes"] is not None for row in planned)
+    same = sum(not row["unequal"] for row in planned)
+    kept = f"{same} left the bits of the plain step (losses, parameters, buffers, state of the optimizer)"
+    return (
+        f"The least peak of a step is at most half of today's least on {half[1]} of {len(reports)} networks; with 4 "
+        f"microbatches, on {half[4]}, because the gradients of the earlier microbatches are all alive. *step* takes "
+        f"less time than hooks in {faster} of {len(cases)} cases. *free* is slower than plain PyTorch beyond noise in "
+        f"{slower} of {len(cases)} cases. Of {len(planned)} planned steps, {kept}, and {exact} have the predicted peak "
+        "to the byte."
+    )
+
+
+def _halves(report: Report, count: int) -> bool:
+    """Whether the least peaks of a network's steps, with any optimizer, are at most half of today's."""
+    rows = [ways(report, optimizer, n)["step, least"] for optimizer, n in CASES if n == count]
+    return all(row["peak_bytes"] is not None and 2 * row["peak_bytes"] <= report["today_bytes"] for row in rows)
+
+
+def _median(row: dict[str, Any], key: str) -> float:
+    return math.inf if row[key] is None else row[key]["median"]
+
+
+def text(found: dict[str, Any]) -> str:
+    """Returns what stands between the two comments, for the document that `benches.steps` wrote."""
+    reports = found["networks"]
+    count = f"all {len(reports)}" if len(reports) == len(NETWORKS) else f"{len(reports)} of its {len(NETWORKS)}"
+    rounds = found["options"]["rounds"]
+    opening = (
+        f"The tables have {count} networks. Memory is a part of the plain step's peak, and time is relative to the "
+        f"plain step, as the median of {rounds} steps taken alternately. *of hooks* is the time of *step* relative to "
+        "hooks in the same memory."
+    )
+    parts = [wrapped(opening)]
+    for case, title in CASES.items():
+        parts += [f"{title}:", table(reports, *case)]
+    return "\n\n".join([*parts, wrapped(targets(reports))])
+
+
+def wrapped(paragraph: str) -> str:
+    """Returns a paragraph in lines of the page's width."""
+    return textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def rewritten(page: str, found: dict[str, Any]) -> str:
+    """Returns the page with the results in the place of those that it has."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{text(found)}\n\n{END}{rest.split(END)[1]}"
+
+
+def main(arguments: list[str]) -> int:
+    """Rewrites the page."""
+    parser = script_parser("steps_page", __doc__)
+    for flag, default in (("--results", "benches/results/steps-cpu.json"), ("--page", "docs/whole-step.md")):
+        parser.add_argument(flag, type=Path, default=Path(default), metavar="FILE", help=f"default: {default}")
+    parsed = parser.parse_args(arguments)
+    try:
+        page = rewritten(parsed.page.read_text(), read_json(parsed.results))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        parser.error(f"{parsed.page} cannot be written from {parsed.results}: {described(error)}")
+    parsed.page.write_text(page)
+    Console().print(f"wrote {parsed.page}")
+    return 0
