@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampling import DAY, SLOW, left_for_other_days
 
 # Two workers on two cores: more threads would only wait for each other.
 torch.set_num_threads(1)
@@ -35,8 +36,18 @@ def frozen() -> Iterator[None]:
     gc.unfreeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a device that is not here, and freezes where peaks are measured hundreds of times."""
+def pytest_report_header() -> str:
+    """Says which part of the sweeps runs."""
+    return "sweeps: all of them" if SLOW else f"sweeps: the part of day {DAY} (FCKPT_DAY={DAY} runs it again)"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what has its turn another day, or needs a device that is not here; freezes where peaks are measured."""
+    by_name = config.option.keyword or any("::" in argument for argument in config.args)
+    left = set() if by_name else left_for_other_days(items)
+    if left:
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = [item for item in items if item not in left]
     for item in items:
         measures = item.path.parent.name in ("right_or_loud", "stateful") and isinstance(item, pytest.Function)
         if measures and "frozen" not in item.fixturenames:  # a list that the cases of one test share

@@ -266,6 +266,7 @@ def test_looking(tmp_path: Path) -> None:
 # -- solvers -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("solver", fckpt.solve.names())
 @pytest.mark.parametrize("kind", ["sgd", "inference"])
 def test_solvers(solver: str, kind: str) -> None:

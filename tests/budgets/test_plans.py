@@ -27,6 +27,7 @@ from planned import (
     model,
     step,
 )
+from sampling import todays
 from torch import Tensor
 
 import fckpt
@@ -35,6 +36,7 @@ from fckpt._memory import measure_peak
 from fckpt.solve._save_all import save_all
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_keeps_to_every_budget_and_is_what_was_predicted(name: str) -> None:
     net, x = model(name)
@@ -49,6 +51,7 @@ def test_the_peak_keeps_to_every_budget_and_is_what_was_predicted(name: str) -> 
         assert 0.98 * plan.peak_bytes <= peak <= plan.peak_bytes <= budget
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_under_every_budget_all_numbers_are_those_of_the_plain_model(name: str) -> None:
     net, x = model(name)
@@ -58,6 +61,7 @@ def test_under_every_budget_all_numbers_are_those_of_the_plain_model(name: str) 
         assert_equal(seeded(lambda: step(fckpt.remat(copy.deepcopy(net), budget=budget), x)), expected)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_least_budget_is_enough_and_below_a_plan_fits_or_is_refused(name: str) -> None:
     net, x = model(name)
@@ -72,6 +76,7 @@ def test_the_least_budget_is_enough_and_below_a_plan_fits_or_is_refused(name: st
         fckpt.remat(net, budget=least // 2)(x)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("policy", [EVERYTHING, NOTHING, DOTS, ~DOTS], ids=repr)
 def test_under_every_policy_all_numbers_are_those_of_the_plain_model(name: str, policy: policies.Policy) -> None:
@@ -168,6 +173,7 @@ def forms(wrap: Wrap) -> dict[str, tuple[Wrap, Wrap]]:
     }
 
 
+PROGRAMS_OF_WAYS = [ways.mlp, ways.dropout_mlp, ways.branching]
 # In second derivatives a planned function is one node: sums are regrouped, as under torch.func.
 REGROUPED = ways.REGROUPED | {
     "backward_create_graph",
@@ -179,7 +185,7 @@ REGROUPED = ways.REGROUPED | {
 
 @idle_policies
 @pytest.mark.filterwarnings("ignore:the budget of .*is not kept:fckpt.BudgetWarning")
-@pytest.mark.parametrize("program", [ways.mlp, ways.dropout_mlp, ways.branching])
+@pytest.mark.parametrize("program", PROGRAMS_OF_WAYS)
 @pytest.mark.parametrize("form", forms(fckpt.remat))
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_every_transform_of_a_planned_function(planner: str, form: str, program: Fn) -> None:
@@ -191,7 +197,9 @@ def test_every_transform_of_a_planned_function(planner: str, form: str, program:
         names -= ways.RANDOM_FORBIDDEN
     if program is ways.branching:
         names = {"backward", "double_backward", "func_grad", "func_jvp", "func_jacrev", "autograd_grad", "no_grad"}
-    for name in sorted(names):
+    # A third of the ways, of each case another: every way meets every form, planner and program on some of them.
+    shift = [*PLANNERS].index(planner) + [*forms(fckpt.remat)].index(form) + PROGRAMS_OF_WAYS.index(program)
+    for name in todays(sorted(names), 3, shift):
         run = ways.WAYS[name]
         expected, state = seeded(lambda: run(plain(program)))
         actual, ends = seeded(lambda: run(wrap(program)))
@@ -324,6 +332,7 @@ class Doubled(torch.autograd.Function):
 
 
 @idle_policies
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_planned_function_is_bitwise_the_plain_one_with(name: str) -> None:
     PROGRAMS[name]()

@@ -73,6 +73,7 @@ def results(net: nn.Module, given: tuple[Tensor, ...]) -> Any:
     return loss, [p.grad for p in net.parameters()], [b.clone() for b in net.buffers()]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_any_size_is_kept_within_a_budget_and_equals_the_plain_function(name: str, frozen: None) -> None:
     make, sizes = MODELS[name]

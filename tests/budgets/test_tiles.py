@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,13 @@ def attention(length: int = 128, heads: int = 4, width: int = 16) -> Call:
         return attended.square().mean()
 
     return loss, (weight, x)
+
+
+@cache
+def cut(budget: float, tile: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Plan]:
+    """The network with the large vocabulary, its arguments, and a plan with tiles: one for all tests that look at it."""
+    fn, args = large_vocabulary()
+    return fn, args, fckpt.plan(fn, *args, budget=budget, tile=tile)
 
 
 def trace_of(call: Call) -> Trace:
@@ -328,15 +336,13 @@ def test_a_budget_error_says_what_tiles_make_possible() -> None:
 
 
 def test_a_plan_says_how_it_is_cut() -> None:
-    fn, args = large_vocabulary()
-    assert "with the bits of the whole operations" in str(fckpt.plan(fn, *args, budget=0.5, tile="exact"))
-    text = str(fckpt.plan(fn, *args, budget=0.3, tile=True))
+    assert "with the bits of the whole operations" in str(cut(0.5, "exact")[-1])
+    text = str(cut(0.3, True)[-1])
     assert "sums may be in another order" in text and "Lower bounds hold for plans with these tiles" in text
 
 
 def test_bounds_are_those_of_the_graph_with_tiles() -> None:
-    fn, args = large_vocabulary()
-    plan = fckpt.plan(fn, *args, budget=0.3, tile=True)
+    fn, args, plan = cut(0.3, True)
     assert plan.least_peak_bytes <= plan.peak_bytes < fckpt.plan(fn, *args, budget=1.0).least_peak_bytes
     assert plan.lower_bound <= plan.overhead
 
@@ -352,8 +358,7 @@ def test_a_curve_reaches_lower_with_tiles() -> None:
 
 
 def test_a_saved_plan_runs_with_the_same_tiles(tmp_path: Path) -> None:
-    fn, args = large_vocabulary()
-    plan = fckpt.plan(fn, *args, budget=0.5, tile="exact")
+    fn, args, plan = cut(0.5, "exact")
     plan.save(tmp_path / "step.plan.json")
     loaded = fckpt.Plan.load(tmp_path / "step.plan.json")
     assert loaded == plan and loaded.fingerprint == plan.fingerprint
@@ -361,15 +366,14 @@ def test_a_saved_plan_runs_with_the_same_tiles(tmp_path: Path) -> None:
 
 
 def test_a_plan_with_tiles_does_not_run_another_computation() -> None:
-    plan = fckpt.plan(*large_vocabulary()[:1], *large_vocabulary()[1], budget=0.5, tile="exact")
+    plan = cut(0.5, "exact")[-1]
     other, args = large_vocabulary(words=1000)
     with pytest.raises(fckpt.PlanError, match="another computation"):
         fckpt.remat(other, plan=plan)(*args)
 
 
 def test_exact_tiles_are_tested_again_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    fn, args = large_vocabulary()
-    plan = fckpt.plan(fn, *args, budget=0.5, tile="exact")
+    fn, args, plan = cut(0.5, "exact")
     monkeypatch.setattr("fckpt._planned.tiling.is_exact", lambda *_: False)
     with pytest.raises(fckpt.PlanError, match="do not give equal bits"):
         fckpt.remat(fn, plan=plan)(*args)
