@@ -42,7 +42,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what has its turn another day, or needs a device that is not here; freezes where peaks are measured."""
+    """Leaves out what has its turn another day or needs a missing device, and freezes where many peaks are measured."""
     by_name = config.option.keyword or any("::" in argument for argument in config.args)
     left = set() if by_name else left_for_other_days(items)
     if left:

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from planned import ConvNet
 from programs import Program, plain, programs
+from sampling import SLOW
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
@@ -75,7 +76,7 @@ def attention(length: int = 128, heads: int = 4, width: int = 16) -> Call:
 
 @cache
 def cut(budget: float, tile: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Plan]:
-    """The network with the large vocabulary, its arguments, and a plan with tiles: one for all tests that look at it."""
+    """The network with the large vocabulary, its arguments, and a plan with tiles, made once for all tests."""
     fn, args = large_vocabulary()
     return fn, args, fckpt.plan(fn, *args, budget=budget, tile=tile)
 
@@ -211,7 +212,7 @@ def test_what_has_nothing_to_cut_keeps_its_plan() -> None:
 # random programs -----------------------------------------------------------------------------------
 
 PROFILE = settings(
-    max_examples=25,
+    max_examples=250 if SLOW else 15,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
