@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sampling import DAY, SLOW, left_for_other_days
+from sampling import DAY, WHOLE, left_for_other_days
 
 # Two workers on two cores: more threads would only wait for each other.
 torch.set_num_threads(1)
@@ -38,7 +38,7 @@ def frozen() -> Iterator[None]:
 
 def pytest_report_header() -> str:
     """Says which part of the sweeps runs."""
-    return "sweeps: all of them" if SLOW else f"sweeps: the part of day {DAY} (FCKPT_DAY={DAY} runs it again)"
+    return "sweeps: all of them" if WHOLE else f"sweeps: the part of day {DAY} (FCKPT_DAY={DAY} runs it again)"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

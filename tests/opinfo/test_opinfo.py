@@ -1,6 +1,6 @@
 """Every differentiable op of PyTorch's own op database, `remat(op)` against `op`, to the last bit.
 
-Each day, every op is compared on one half of its samples. `FCKPT_PROFILE=slow` compares all, and
+Each day, every op is compared on one half of its samples. `FCKPT_DAY=all` compares all, and
 `FCKPT_OPINFO_SAMPLES=50 pytest tests/opinfo -n 2` more samples per op.
 """
 
@@ -28,7 +28,7 @@ from opinfo_harness import (
     compare,
     differentiable_ops,
 )
-from sampling import SLOW
+from sampling import WHOLE
 
 import fckpt
 
@@ -160,7 +160,7 @@ def test_nearly_every_op_was_compared_under(mode: str, outcome: Callable[[str], 
     print(f"{mode}: {compared} of {len(OPS)} ops, {cases} cases")
     assert len(OPS) >= 500
     assert compared >= LEAST_SHARE[mode] * len(OPS)
-    assert cases >= (2 if SLOW else 1.5) * compared
+    assert cases >= (2 if WHOLE else 1.5) * compared
 
 
 @pytest.mark.skipif(SAMPLES < DEFAULT_SAMPLES, reason="fewer samples than the list was made with")

@@ -1,7 +1,7 @@
 """Every differentiable op of PyTorch's op database, planned and run by the plan, against itself, bit for bit.
 
 Each day, every op is planned by both policies, each on one of its samples, and under one of the transforms; the other
-way round on the next day. `FCKPT_PROFILE=slow` has all combinations.
+way round on the next day. `FCKPT_DAY=all` has all combinations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from opinfo_harness import MODES, Case, _case_maker, _equal, _probe, _run, differentiable_ops, distance
-from sampling import SLOW, todays
+from sampling import WHOLE, todays
 from torch import Tensor
 
 import fckpt
@@ -84,7 +84,7 @@ def test_every_op_by_a_plan_is_bitwise_the_op_or_is_refused() -> None:
     found = tally()
     assert not found.wrong, "\n".join(found.wrong[:10])
     assert len(OPS) >= 450
-    runs = 2 if SLOW else 1  # of each sample
+    runs = 2 if WHOLE else 1  # of each sample
     assert found.equal >= 900 * runs
     # torch.masked among them, for what an OpInfo holds behind the op
     assert found.refused["TraceError"] <= 68 * runs
@@ -101,7 +101,7 @@ def test_every_op_by_a_plan_under_a_transform_is_bitwise_the_op_or_is_refused() 
                     compare(found, name, case, _run(mode, case, case.program), "nothing", mode)
     print(f"{found.equal} equal, {dict(found.refused)}, {len(found.wrong)} wrong")
     assert not found.wrong, "\n".join(found.wrong[:10])
-    assert found.equal >= (900 if SLOW else 450)
+    assert found.equal >= (900 if WHOLE else 450)
 
 
 def test_the_comparison_sees_a_wrong_gradient() -> None:
