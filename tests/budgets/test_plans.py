@@ -22,7 +22,7 @@ from planned import (
     PLANNERS,
     X,
     idle_policies,
-    least_bytes_of,
+    least_of,
     measured,
     model,
     step,
@@ -40,12 +40,15 @@ from fckpt.solve._save_all import save_all
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_keeps_to_every_budget_and_is_what_was_predicted(name: str) -> None:
     net, x = model(name)
-    most, least = fckpt.plan(net, x).peak_bytes, least_bytes_of(net, x)
+    most, least = fckpt.plan(net, x).peak_bytes, least_of(name)
     assert least < 0.8 * most
     for share in (0.0, 0.3, 0.8, 1.0):
         budget = int(least + share * (most - least))
         planned = fckpt.remat(net, budget=budget)
-        peak, plan = measured(planned, x), fckpt.plan(net, x, budget=budget)
+        peak = measured(planned, x)
+        [plan] = planned._fckpt_region.planner.plans.values()
+        if share == 0.3:
+            assert fckpt.plan(net, x, budget=budget).peak_bytes == plan.peak_bytes
         print(f"{name}: budget {budget}, predicted {plan.peak_bytes}, measured {peak}")
         assert peak <= budget
         assert 0.98 * plan.peak_bytes <= peak <= plan.peak_bytes <= budget
@@ -55,7 +58,7 @@ def test_the_peak_keeps_to_every_budget_and_is_what_was_predicted(name: str) -> 
 @pytest.mark.parametrize("name", MODELS)
 def test_under_every_budget_all_numbers_are_those_of_the_plain_model(name: str) -> None:
     net, x = model(name)
-    least = least_bytes_of(net, x)
+    least = least_of(name)
     expected = seeded(lambda: step(copy.deepcopy(net), x))
     for budget in (least, int(1.2 * least), 1.0):
         assert_equal(seeded(lambda: step(fckpt.remat(copy.deepcopy(net), budget=budget), x)), expected)
@@ -65,7 +68,7 @@ def test_under_every_budget_all_numbers_are_those_of_the_plain_model(name: str) 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_least_budget_is_enough_and_below_a_plan_fits_or_is_refused(name: str) -> None:
     net, x = model(name)
-    least = least_bytes_of(net, x)
+    least = least_of(name)
     assert fckpt.plan(net, x, budget=least).peak_bytes <= least  # nothing forbids better than known
     for budget in (least - 1, least // 2):
         try:  # what is made for a budget may fit below the least for which a plan is known
@@ -89,7 +92,7 @@ def test_under_every_policy_all_numbers_are_those_of_the_plain_model(name: str, 
 def test_every_solver_gives_the_same_numbers(solver: str) -> None:
     net, x = model("transformer")
     expected = seeded(lambda: step(copy.deepcopy(net), x))
-    budget = 1.0 if solver == "save_all" else 0.8
+    budget = 1.0 if solver == "save_all" else 0.85
     planned = fckpt.remat(copy.deepcopy(net), budget=budget, solver=solver)
     assert_equal(seeded(lambda: step(planned, x)), expected)
 
@@ -121,7 +124,7 @@ def test_the_end_of_the_forward_pass_is_within_the_budget() -> None:
 
 def test_a_policy_and_a_budget_hold_together() -> None:
     net, x = model("mlp")
-    budget = int(1.3 * least_bytes_of(net, x))
+    budget = int(1.3 * least_of("mlp"))
     planned = fckpt.remat(copy.deepcopy(net), policy=~DOTS, budget=budget)
     rows = [row for row in fckpt.saved_residuals(planned, x) if row.kind == "intermediate"]
     assert rows
@@ -134,7 +137,7 @@ def test_a_policy_and_a_budget_hold_together() -> None:
 def test_pareto_goes_from_the_least_budget_to_the_plain_peak() -> None:
     net, x = model("convolutions")
     curve = fckpt.pareto(net, x, points=5)
-    assert curve[0].peak_bytes <= least_bytes_of(net, x)
+    assert curve[0].peak_bytes <= least_of("convolutions")
     assert curve[-1].overhead == 0.0
     assert curve[-1].peak_bytes <= fckpt.plan(net, x).baseline_peak_bytes
     for a, b in pairwise(curve):
