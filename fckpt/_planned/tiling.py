@@ -193,6 +193,8 @@ def unhinted() -> Iterator[None]:
 def hinted(error: BudgetError, traced: Trace, graph: Graph, least: int, tiles: Sequence[Tile]) -> BudgetError:
     """Returns a `BudgetError` that also says how much less a plan may need with tiles, if that is quickly known.
 
+    It looks for that when its message is read: many of these errors are caught, for their least bytes alone.
+
     Args:
         error: the error.
         traced: the trace.
@@ -202,6 +204,11 @@ def hinted(error: BudgetError, traced: Trace, graph: Graph, least: int, tiles: S
     """
     if len(graph.nodes) > _QUICK.nodes or not _hints.get():
         return error
+    return BudgetError(str(error), error.least_bytes, lambda: _hint(traced, graph, least, tiles))
+
+
+def _hint(traced: Trace, graph: Graph, least: int, tiles: Sequence[Tile]) -> str:
+    """The end of the message of a `BudgetError`: see `hinted`."""
     costed = dataclasses.replace(traced, graph=graph)
     found: list[str] = []
     for tile in tiles:
@@ -212,7 +219,4 @@ def hinted(error: BudgetError, traced: Trace, graph: Graph, least: int, tiles: S
         if needed < 0.9 * least:
             found.append(f"{format_bytes(needed)} with tile={tile!r}")
             least = needed
-    if not found:
-        return error
-    message = f"{error} Cut into tiles, the largest operations need less: at least {', '.join(found)}."
-    return BudgetError(message, error.least_bytes)
+    return f" Cut into tiles, the largest operations need less: at least {', '.join(found)}." if found else ""
