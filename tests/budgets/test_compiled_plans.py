@@ -14,7 +14,7 @@ from helpers import assert_equal, seeded
 from torch import nn
 
 import fckpt
-from fckpt.policies import dots_saveable, nothing_saveable
+from fckpt.policies import dots_saveable, nothing_saveable, save_only_these_names
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
@@ -212,7 +212,8 @@ def test_dropout_is_not_drawn_again() -> None:
         ({"budget": 1.5}, r"a float budget is a fraction"),
         ({"budget": [1]}, r"a budget is a number of bytes"),
         ({"budget": 0.5, "solver": "best"}, r"there is no solver 'best'"),
-        ({"budget": 0.5, "bugdet": 1}, r"the backend fckpt has no option 'bugdet'"),
+        ({"budget": 0.5, "bugdet": 1}, r"no option 'bugdet' \(did you mean 'budget'\?\)"),
+        ({"policy": save_only_these_names("h")}, r"mentions names, and names that fckpt.checkpoint_name gives do not"),
         ({"policy": "dots"}, r"a policy is one of fckpt.policies"),
     ],
 )
