@@ -25,6 +25,18 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def exact_kernels_of_the_session() -> Iterator[None]:
+    """With FCKPT_KERNELS, all plans run with exact kernels, see `exact_kernels.py`."""
+    mode = os.environ.get("FCKPT_KERNELS", "")
+    with pytest.MonkeyPatch.context() as patch:
+        if mode:
+            import exact_kernels
+
+            exact_kernels.use_exact_kernels(patch, mode)
+        yield
+
+
 @pytest.fixture(scope="module")
 def frozen() -> Iterator[None]:
     """Takes what lives already out of the way of the garbage collector, which every measured peak sets to work."""
