@@ -280,7 +280,7 @@ def main(arguments: list[str]) -> int:
     add_names(parser, "networks", TASKS)
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
     parsed = parser.parse_args(arguments)
-    device = set_up(parsed.device)
+    device = set_up(parsed.device, background=True)
     console, document = opening("sizes", arguments, device)
     document["size"] = size = "tiny" if parsed.tiny else device.type
     run = lambda name, advance: examine(name, size, not parsed.no_compile, device)

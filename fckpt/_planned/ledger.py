@@ -83,8 +83,10 @@ class Stats:
     """Those of the plans that were read from disk, without running a solver."""
     adapted: int = 0
     """Those of the plans that were made from plans of other sizes, without running a solver."""
+    quick: int = 0
+    """Those of the plans that were found quickly for a first call, while a worker process runs the solver."""
     improved: int = 0
-    """Adapted plans that a faster plan has replaced, which was solved in the background."""
+    """Adapted and quick plans that a faster plan has replaced, which was solved in the background."""
     programs: int = 0
     """Planned programs: traces that were lowered, one per signature and per set of differentiated outputs."""
     captures: int = 0

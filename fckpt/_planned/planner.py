@@ -442,13 +442,13 @@ class Planner:
         return make() if budget is None else stored.made(graph, nbytes_of(budget, graph), make)
 
     def _of_family(self, graph: Graph, budget: Budget | None, solve: Callable[[], Plan], stored: StoredPlans) -> Plan:
-        """Returns a plan that is read or adapted from plans of other sizes, if there are such plans, or else solved."""
+        """Returns a plan: read, or adapted from plans of other sizes, or found quickly, or solved."""
         if budget is None or not is_shared(self.solver, self.tile):
             plan = solve()
         else:
-            plan, adapted = self.families.plan(graph, nbytes_of(budget, graph), solve, stored)
-            if adapted:
-                self.ledger.count("adapted")
+            plan, origin = self.families.plan(graph, nbytes_of(budget, graph), solve, stored, quickly=True)
+            if origin in ("adapted", "quick"):
+                self.ledger.count(origin)
                 self.families.solve_later(plan, stored)
         self._count(stored)
         return plan
