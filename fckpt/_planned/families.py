@@ -106,7 +106,7 @@ class Families:
         self._add(structure(plan.graph), plan)
 
     def solve_later(self, plan: Plan, stored: StoredPlans | None = None) -> None:
-        """Has the graph of a plan solved in the background and the result stored on disk, unless it recomputes nothing."""
+        """Has a plan solved in the background, and the result stored on disk, unless the plan recomputes nothing."""
         if plan.overhead > 0:
             for other in list(self._pending)[: 1 - _PENDING]:
                 self._pending.pop(other, None)
