@@ -300,7 +300,8 @@ class Planner:
 
     def _program(self, traced: Trace, plan: Plan, count: int) -> Program:
         if self.kernels == "aten" or mesh_in_use() is not None:
-            return Program(traced, plan, count)
+            with self.ledger.timed("lower"):
+                return Program(traced, plan, count)
         within = None if self.given is not None else plan.budget_bytes
         with self.ledger.timed("compile"):
             return Program(traced, plan, count, self.kernels, within)
@@ -407,9 +408,10 @@ class Planner:
         if mesh is None:
             key = (_identity(traced), batches, None if of_training is None else _identity(of_training))
             if key not in self.plans:
-                graph, budget = self._priced(traced, batches), self.budget
-                if of_training is not None and budget is not None:
-                    budget = nbytes_of(budget, self._priced(of_training, batches))
+                with self.ledger.timed("price"):
+                    graph, budget = self._priced(traced, batches), self.budget
+                    if of_training is not None and budget is not None:
+                        budget = nbytes_of(budget, self._priced(of_training, batches))
                 with self.ledger.timed("solve"):
                     stored = self._stored(traced)
                     make = functools.partial(self._solved, stored)
