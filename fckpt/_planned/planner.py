@@ -448,7 +448,8 @@ class Planner:
         if budget is None or not is_shared(self.solver, self.tile):
             plan = solve()
         else:
-            plan, origin = self.families.plan(graph, nbytes_of(budget, graph), solve, stored, quickly=True)
+            quickly = self.kernels == "aten"  # otherwise the kernels of both plans would be compiled
+            plan, origin = self.families.plan(graph, nbytes_of(budget, graph), solve, stored, quickly=quickly)
             if origin in ("adapted", "quick"):
                 self.ledger.count(origin)
                 self.families.solve_later(plan, stored)
