@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ import fckpt
 from fckpt._call.arguments import Arguments
 from fckpt._call.conditions import Observation
 from fckpt._call.levels import below_autograd
+from fckpt._planned import tiling
 from fckpt._planned.lower import lower
 from fckpt._planned.plan import Plan
 from fckpt._planned.planner import traced_without_running
@@ -334,6 +336,20 @@ def test_a_budget_error_says_what_tiles_make_possible() -> None:
         fckpt.plan(fn, *args, budget=0.2, tile="exact")
     assert exact.value.least_bytes < info.value.least_bytes
     assert fckpt.plan(fn, *args, budget=exact.value.least_bytes, tile="exact").peak_bytes == exact.value.least_bytes
+
+
+def test_what_tiles_make_possible_is_sought_when_a_message_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than to plan, and many errors are caught for their least bytes alone."""
+    fn, args = large_vocabulary(rows=64, words=256)
+    real, looked = tiling.chosen, []
+    monkeypatch.setattr(tiling, "chosen", lambda *a, **options: looked.append(1) or real(*a, **options))
+    with pytest.raises(fckpt.BudgetError) as info:
+        fckpt.plan(fn, *args, budget=0.2)
+    assert not looked
+    again = pickle.loads(pickle.dumps(info.value))
+    assert looked and "Cut into tiles" in str(again) and again.least_bytes == info.value.least_bytes
+    count = len(looked)
+    assert str(info.value) == str(again) and len(looked) == count
 
 
 def test_a_plan_says_how_it_is_cut() -> None:
