@@ -26,7 +26,7 @@ from torch.func import grad, grad_and_value, hessian, jvp, vmap
 from torch.utils._pytree import tree_leaves
 
 import fckpt
-from benches.common.command import described, mib, opening, report_each, report_parser, share, table_of
+from benches.common.command import add_names, described, mib, opening, report_each, report_parser, share, table_of
 from benches.common.rows import Row
 from benches.common.timing import set_up
 from fckpt._memory import measure_peak
@@ -149,7 +149,7 @@ def show(rows: Sequence[Within], console: Console) -> None:
 def main(arguments: list[str]) -> int:
     """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
     parser = report_parser("calls", __doc__, rounds="21", tiny=True, check="a peak or a result is not as it should be")
-    parser.add_argument("--calls", nargs="+", choices=list(CALLS), default=list(CALLS), metavar="NAME")
+    add_names(parser, "calls", CALLS)
     parsed = parser.parse_args(arguments)
     device = set_up(parsed.device)
     console, document = opening("calls", arguments, device)

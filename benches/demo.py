@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import benches.common.repaired  # noqa: F401  lets transformers import torchvision
 import fckpt
-from benches.common.command import described, fraction, mib, opening, report_each, report_parser
+from benches.common.command import add_names, described, fraction, mib, opening, report_each, report_parser
 from benches.common.rows import Record, Row, different
 from benches.common.timing import alternate, paired_ratio, set_up, spread
 from benches.common.training import SEED, Outcome, taken, unequal
@@ -208,7 +208,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = report_parser("demo", __doc__)
     parser.set_defaults(check=True)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["bert", "vit"], help="default: bert vit")
+    add_names(parser, "models", MODELS)
     parts = "fractions of the plain peak (default 0.6 0.4)"
     parser.add_argument("--budgets", type=fraction, nargs="+", default=[0.6, 0.4], metavar="PART", help=parts)
     for name, default, what in (

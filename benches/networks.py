@@ -35,7 +35,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from rich.console import Console
@@ -53,7 +52,7 @@ from benches.models.published_networks import NETWORKS
 from benches.models.wrapping import TorchCheckpoint
 from fckpt import solve
 from fckpt._memory import measure_peak
-from fckpt.cost import Analytic, CostSource, Measured, profile_of, profiles
+from fckpt.cost import Analytic, Measured, profile_of, profiles
 
 OTHERS = ("rotor", "torch_dp")
 
@@ -103,52 +102,38 @@ def _accumulating_peak(module: nn.Module, task: Task, device: torch.device) -> i
 # ---- one network ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options of a run."""
-
-    size: str
-    device: torch.device
-    costs: CostSource
-    measured: bool
-    ours: str
-    solvers: Sequence[str]
-    points: int
-    rounds: int
-
-
-def examine(settings: Settings, name: str, advance: Callable[[str], object]) -> Report:
+def examine(parsed: argparse.Namespace, name: str, advance: Callable[[str], object]) -> Report:
     """Plans one network with every method, and runs it."""
     network = NETWORKS[name]
-    task = network.task(settings.size, settings.device)
+    task = network.task(parsed.size, parsed.device)
     published = network.published
     figures = {**published._asdict(), "cut": published.cut, "overhead": published.overhead}
     report = Report(name, task.name, task.what, figures)
     try:
-        _examine(task, report, settings, advance)
+        _examine(task, report, parsed, advance)
     except Exception as error:  # the other networks may work
         report.complaints.append(described(error))
     return report
 
 
-def _examine(task: Task, report: Report, settings: Settings, advance: Callable[[str], object]) -> None:
+def _examine(task: Task, report: Report, parsed: argparse.Namespace, advance: Callable[[str], object]) -> None:
     start = time.perf_counter()
-    step = price(task, settings.costs, settings.ours)
+    step = price(task, parsed.costs, parsed.solver)
     report.trace_seconds = time.perf_counter() - start
     report.nodes = len(step.graph.nodes)
     report.gradient_bytes = sum(p.nbytes for p in task.loss.parameters() if p.requires_grad)
     report.predicted_seconds = step.graph.seconds
-    methods = plan_all(step, report, settings.solvers, advance)
+    methods = plan_all(step, report, parsed.solvers, advance)
     report.points = [point for point, _ in methods]
-    if settings.points > 1:
+    if parsed.points > 1:
         advance("curve")
         most = report.points[0].predicted_bytes
         assert report.least_bytes is not None
         assert most is not None
-        report.curve = curve_of(step, report.least_bytes, most, settings.points)
-    if settings.measured:
+        report.curve = curve_of(step, report.least_bytes, most, parsed.points)
+    if not parsed.planned:
         advance("run")
-        run_all(task, methods, settings.rounds, settings.device)
+        run_all(task, methods, parsed.rounds, parsed.device)
         for point in report.points:
             _judge(point, report.gradient_bytes)
     report.targets = targets_of(step, report)
@@ -218,25 +203,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     resume = "continue after the networks in the JSON file: all take an hour"
     parser.add_argument("--resume", action="store_true", help=resume)
     parser.add_argument("--points", type=int, default=8, metavar="N", help="points of auto's curve; 0 for none")
-    return parse_networks(parser, NETWORKS, arguments)
-
-
-def settings_of(parsed: argparse.Namespace) -> Settings:
-    """Returns the options of the command line."""
-    device = torch.device("meta") if parsed.planned else set_up(parsed.device)
-    costs: CostSource = Analytic(profile_of(parsed.profile)) if parsed.planned else Measured(cache=False)
-    size = "tiny" if parsed.tiny else "cpu" if device.type == "cpu" else "paper"
-    return Settings(
-        size, device, costs, not parsed.planned, parsed.solver, parsed.solvers, parsed.points, parsed.rounds
-    )
+    parsed = parse_networks(parser, NETWORKS, arguments)
+    parsed.device = torch.device("meta") if parsed.planned else set_up(parsed.device)
+    parsed.costs = Analytic(profile_of(parsed.profile)) if parsed.planned else Measured(cache=False)
+    parsed.size = "tiny" if parsed.tiny else "cpu" if parsed.device.type == "cpu" else "paper"
+    return parsed
 
 
 def main(arguments: list[str]) -> int:
     """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
     parsed = parse(arguments)
-    settings = settings_of(parsed)
-    console, document = opening("networks", arguments, settings.device)
-    options = {"size": settings.size, "solver": parsed.solver, "solvers": list(parsed.solvers), "points": parsed.points}
+    console, document = opening("networks", arguments, parsed.device)
+    options = {"size": parsed.size, "solver": parsed.solver, "solvers": list(parsed.solvers), "points": parsed.points}
     document["options"] = options | ({"profile": parsed.profile} if parsed.planned else {"rounds": parsed.rounds})
     resumed = parsed.resume and parsed.json and parsed.json.exists()
     known = read_json(parsed.json)["networks"] if resumed else []
@@ -248,6 +226,6 @@ def main(arguments: list[str]) -> int:
         "step, median and quartiles of the rounds. Step MiB: peak above the weights, of a step that begins without "
         "gradients (measured if it was run). Same: bitwise equal."
     )
-    count = len(parsed.solvers) + 3 + (parsed.points > 1) + settings.measured  # see `plan_all` for the three
-    run = lambda name, advance: [examine(settings, name, advance)]
+    count = len(parsed.solvers) + 3 + (parsed.points > 1) + (not parsed.planned)  # see `plan_all` for the three
+    run = lambda name, advance: [examine(parsed, name, advance)]
     return report_each(parsed, (console, document), "networks", names, run, show, note=note, count=count, known=known)

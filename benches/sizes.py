@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import benches.common.repaired  # noqa: F401  lets transformers import torchvision
 import fckpt
-from benches.common.command import described, opening, report_each, report_parser, table_of
+from benches.common.command import add_names, described, opening, report_each, report_parser, table_of
 from benches.common.rows import Record
 from benches.common.timing import set_up
 from benches.models.convolutional import ResNet
@@ -277,7 +277,7 @@ def show(rows: Sequence[Run], console: Console) -> None:
 def main(arguments: list[str]) -> int:
     """Runs the bench. Returns 1 if `--check` was asked for and failed, otherwise 0."""
     parser = report_parser("sizes", __doc__, tiny=True, check="a budget or a result is not as it should be")
-    parser.add_argument("--networks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="NAME")
+    add_names(parser, "networks", TASKS)
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
     parsed = parser.parse_args(arguments)
     device = set_up(parsed.device)

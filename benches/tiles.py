@@ -11,7 +11,6 @@ The difference is the largest of any gradient, relative to the largest element o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fckpt
 from benches.common.command import mib, opening, report_each, report_parser, share, table_of
-from benches.common.rows import Row
-from benches.common.timing import alternate, paired_ratio, set_up, spread
+from benches.common.rows import Compared, compare
+from benches.common.timing import set_up
 
 TILES: tuple[Any, ...] = (False, "exact", True)
 
@@ -33,7 +32,7 @@ Step = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 
 
 @dataclass
-class Tiled(Row):
+class Tiled(Compared):
     """One plan of one step, or the plain step."""
 
     step: str
@@ -42,7 +41,6 @@ class Tiled(Row):
     budget: str
     """`least` or `half`."""
     nodes: int
-    difference: float
 
 
 def cross_entropy(rows: int, words: int, width: int, device: torch.device) -> Step:
@@ -98,44 +96,21 @@ def plans_of(step: Step) -> dict[tuple[str, str], fckpt.Plan]:
     return found
 
 
-def gradients(fn: Callable[..., Tensor], args: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Runs one step; returns the gradients."""
-    return torch.autograd.grad(fn(*args), [t for t in args if t.requires_grad])
-
-
-def furthest(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Returns the largest difference, relative to the largest element of its gradient."""
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
-
-
 def measure(name: str, step: Step, rounds: int, device: torch.device) -> list[Tiled]:
     """Measures the plain step and all plans of it."""
     fn, args = step
+    leaves = [t for t in args if t.requires_grad]
+    gradients = lambda loss: lambda: torch.autograd.grad(loss(*args), leaves)
     plans = plans_of(step)
     baseline = next(iter(plans.values()))
-    plain = ("plain", "")
-    methods: dict[Any, Callable[[], Any]] = {plain: functools.partial(gradients, fn, args)}
-    for key, plan in plans.items():
-        methods[key] = functools.partial(gradients, fckpt.remat(fn, plan=plan), args)
-    expected = methods[plain]()
-    differences = {key: furthest(method(), expected) for key, method in methods.items()}
-    seconds = alternate(methods, rounds=rounds, device=device)
-    rows = []
-    for key, method in methods.items():
-        plan = plans.get(key)
-        row = Tiled(
-            step=name,
-            tile=key[0],
-            budget=key[1],
-            nodes=len((plan.graph if plan else baseline.untiled or baseline.graph).nodes),
-            predicted_bytes=plan.peak_bytes if plan else baseline.baseline_peak_bytes,
-            peak_bytes=fckpt.measure_peak(method, device).peak_bytes,
-            step_seconds=spread(seconds[key]),
-            time_ratio=paired_ratio(seconds, key, plain),
-            difference=differences[key],
-        )
-        rows.append(row)
-    return rows
+    nodes = len((baseline.untiled or baseline.graph).nodes)
+    plain = Tiled(name, "plain", "", nodes, predicted_bytes=baseline.baseline_peak_bytes)
+    rows: dict[Callable[[], Sequence[Tensor]], Tiled] = {gradients(fn): plain}
+    for (tile, budget), plan in plans.items():
+        row = Tiled(name, tile, budget, len(plan.graph.nodes), predicted_bytes=plan.peak_bytes)
+        rows[gradients(fckpt.remat(fn, plan=plan))] = row
+    compare(rows, rounds, device)
+    return list(rows.values())
 
 
 def show(rows: Sequence[Tiled], console: Console) -> None:

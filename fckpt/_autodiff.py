@@ -61,7 +61,7 @@ def grad_and_value(
 ) -> Callable[..., Any]:
     """Returns the function that computes gradient and value of `fn`: (gradient, value), or (gradient, (value, aux)).
 
-    Arguments and errors are those of `grad`.
+    The arguments and errors are the same as for `grad`.
 
     Example:
         >>> import torch, fckpt

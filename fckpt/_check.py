@@ -85,7 +85,7 @@ def check(
     """
     plain = plain_of(fn)
     region = remat(fn, policy=policy, budget=budget, plan=plan, kernels=kernels) if plain is fn else fn
-    donated = getattr(region._fckpt_region, "donated", None)  # type: ignore[attr-defined]
+    donated = getattr(region._fckpt_region, "donated", None)  # type: ignore[attr-defined]  # set by remat
     given = donated.tensors(args, kwargs) if donated else {}
     chosen = [outputs] if isinstance(outputs, (int, str)) else outputs
     comparison = _Comparison(plain, args, kwargs, chosen, given)

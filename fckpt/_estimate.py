@@ -47,7 +47,7 @@ class Estimate:
     update_bytes: int
     """The temporaries of the optimizer's step."""
     plan: Plan
-    """The plan of forward and backward: that of the plain function if there is no budget."""
+    """The plan of forward and backward; without a budget, it recomputes nothing."""
     device_bytes: int | None = None
     """The memory of the device, as its profile says; None if the costs come from no profile."""
 
@@ -114,8 +114,8 @@ def estimate(
         solver: see `fckpt.solve.names()`.
 
     Raises:
-        ArgumentTypeError: `model` is no module, `optimizer` no optimizer, or the step of the optimizer cannot run
-            without data.
+        ArgumentTypeError: `model` is not a module, `optimizer` not an optimizer, or the step of the optimizer cannot
+            run without data.
         BudgetError: no plan fits the budget.
         TraceError: the loss function cannot be traced.
 

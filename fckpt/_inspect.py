@@ -17,13 +17,15 @@ from fckpt._call.arguments import DonatedArguments
 from fckpt._call.closure import closure_of
 from fckpt._call.results import is_number
 from fckpt._fuse.option import Kernels, check_kernels
-from fckpt._planned.families import Families
+from fckpt._planned.families import Families, is_shared
+from fckpt._planned.fusing import with_blocks
 from fckpt._planned.ledger import Stats
 from fckpt._planned.making import check_budget, make_plan, plain_plan, priced
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.planner import traced_without_running
 from fckpt._planned.tiling import Tile, check_tile, tiled_or_hinted
 from fckpt._region import plain_of, planner_of
+from fckpt._tile.rewriting import rewritten
 from fckpt._trace.named_device import NamedDevice, device_named, named_device
 from fckpt._trace.operations import Trace
 from fckpt.cost import Analytic, DeviceProfile, Measured, profile_of, profiles
@@ -65,10 +67,11 @@ def plan(
         args: arguments as in the call to plan. Arguments and parameters that require grad are differentiated. Fake
             tensors and meta tensors are accepted.
         budget: see `remat`.
-        policy: see `remat`. Without budget and policy, the plan is that of the plain function.
+        policy: see `remat`. Without budget and policy, the plan recomputes nothing.
         solver: see `fckpt.solve.names()`.
         tile: see `remat`.
-        kernels: see `remat`. The plan only notes them: kernels are compiled where it runs.
+        kernels: see `remat`. For real tensors, kernels are compiled and tried now, so that the peak is the one with
+            them; otherwise the plan only notes them.
         costs: the source of times and temporary memory: `fckpt.cost.Measured()`, the default for real tensors,
             `fckpt.cost.Analytic(profile)`, the default for fake ones, or the name of a profile (`"H100"`).
         device: the device to plan for, if it is not the device of the tensors: `"cuda"`, which need not be here. The
@@ -108,14 +111,15 @@ def plan(
     def remade(known: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         looked = look(args, kwargs)
         within = None if budget is None else known.budget_bytes
-        if within is None or solver != "auto" or tile:
+        if within is None or not is_shared(solver, tile):
             made = looked.plan(policy, within, solver, time_limit, tile)
         else:
             made = looked.adapted(known, policy, within, solver, time_limit)
-        return dataclasses.replace(made, kernels=known.kernels, remade=remade)
+        return dataclasses.replace(looked.with_kernels(made, known.kernels), remade=remade)
 
-    made = look(args, kwargs).plan(policy, budget, solver, time_limit, tile)
-    return dataclasses.replace(made, kernels=kernels, remade=remade)
+    looked = look(args, kwargs)
+    made = looked.plan(policy, budget, solver, time_limit, tile)
+    return dataclasses.replace(looked.with_kernels(made, kernels), remade=remade)
 
 
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:
@@ -223,6 +227,8 @@ class Looked:
         elif costs is None:
             costs = Measured() if fake is None else Analytic(profile_of(fake.device))
         self.costs = costs
+        self.is_real = fake is None and target is None
+        """Whether the tensors are real ones, of the device to plan for."""
         self.graphs: dict[Any, Any] = {}
 
     def plan(
@@ -252,6 +258,12 @@ class Looked:
             made = tiled_or_hinted(self.trace, graph, price, budget, make, tile)
         return dataclasses.replace(made, loss_of=_loss_of(self.trace, self.chosen is not None))
 
+    def with_kernels(self, plan: Plan, kernels: Kernels) -> Plan:
+        """Returns a plan that runs with these kernels, with its blocks if they can be compiled and tried here."""
+        if kernels == "aten" or not self.is_real:
+            return dataclasses.replace(plan, kernels=kernels)
+        return with_blocks(rewritten(self.trace, plan.tiles), plan, kernels, plan.budget_bytes)
+
     def adapted(
         self, known: Plan, policy: PolicyLike | None, budget: int, solver: str, time_limit: float | None
     ) -> Plan:
@@ -269,13 +281,13 @@ class Looked:
                 (f"operation {i} is {a} in the plan, and {b} here" for i, (a, b) in enumerate(pairs) if a != b), ""
             )
             raise PlanError(
-                "at these sizes the function runs other operations than those of the plan, or makes results of other "
+                "at these sizes the function runs other operations than the plan has, or makes results of other "
                 f"kinds{how and ': '}{how}. Make another plan with fckpt.plan."
             )
         families = Families()
         families.add(known)
         solve = lambda: self.plan(policy, budget, solver, time_limit)
-        made, _ = families.plan(graph, budget, str(torch.__version__), solve)
+        made, _ = families.plan(graph, budget, solve)
         return dataclasses.replace(made, loss_of=_loss_of(self.trace, self.chosen is not None))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fckpt import solve
 from fckpt._inspect import Looked, Outputs
-from fckpt._planned.families import Families
+from fckpt._planned.families import Families, is_shared
 from fckpt._planned.making import make_plan, priced
 from fckpt._planned.plan import Plan
 from fckpt._units import format_bytes, parse_bytes
@@ -144,7 +144,7 @@ class _Sizes:
         self._plan(self._graph(size))
 
     def solves(self, size: int) -> bool:
-        """Whether the solver finds a plan for a size, from nothing."""
+        """Whether the solver itself, without plans of other sizes, finds a plan for a size."""
         try:
             self.solve(size)
         except BudgetError:
@@ -152,13 +152,13 @@ class _Sizes:
         return True
 
     def fit(self, size: int) -> bool:
-        """Whether a plan fits a size: an adapted one, or one of the solver."""
+        """Whether a plan for a size fits, adapted from the plan of another size or found by the solver."""
         graph = self._graph(size)
         if self._bounds[size] > self.nbytes:
             return False
         try:
-            if self.solver == "auto":
-                self._families.plan(graph, self.nbytes, str(torch.__version__), lambda: self._plan(graph))
+            if is_shared(self.solver, tile=False):
+                self._families.plan(graph, self.nbytes, lambda: self._plan(graph))
             else:
                 self._plan(graph)
         except BudgetError as error:

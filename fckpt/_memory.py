@@ -73,7 +73,7 @@ def _measure_cpu(fn: Callable[[], Any]) -> PeakMemory:
         result = fn()
     held = peak = 0
     # Deltas are summed: the event's own running total starts from earlier recordings.
-    for event in recording.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in recording.profiler.kineto_results.events():  # type: ignore[union-attr]  # set once the recording has ended
         if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
             held += event.nbytes()
             peak = max(peak, held)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -158,7 +158,7 @@ class _Become:
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is not None and isinstance(module, _Rematerialised):
-            inner = module._fckpt_inner  # type: ignore[attr-defined]
+            inner = module._fckpt_inner
             if type(inner).cls_to_become is not None:
                 inner.__class__ = type(inner).cls_to_become
         return None
@@ -169,10 +169,18 @@ class _Rematerialised:
 
     __slots__ = ()
 
+    if TYPE_CHECKING:  # at run time, the class attribute `__annotations__` must be that of the original class
+        _fckpt_inner: Any
+        _fckpt_own: Any
+        _fckpt_class: Any
+        _fckpt_make: Any
+        _fckpt_region: Any
+        _fckpt_replaced: Any
+
     _compiled_call_impl = _Compiled()
 
     def extra_repr(self) -> str:
-        inner = super().extra_repr()  # type: ignore[misc]
+        inner = super().extra_repr()  # type: ignore[misc]  # of the module's class
         return f"{inner}, remat" if inner else "remat"
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -188,24 +196,24 @@ class _Rematerialised:
         return object.__hash__(_innermost(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made = remat_module, (self._fckpt_inner, self._fckpt_make)  # type: ignore[attr-defined]
-        replaced = self._fckpt_replaced  # type: ignore[attr-defined]
+        made = remat_module, (self._fckpt_inner, self._fckpt_make)
+        replaced = self._fckpt_replaced
         return made if replaced is None else (*made, {"forward": replaced})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._fckpt_replaced = state["forward"]
 
     def _replicate_for_data_parallel(self) -> Any:
-        inner = self._fckpt_inner._replicate_for_data_parallel()  # type: ignore[attr-defined]
-        return _twin(type(self), self._fckpt_own, inner, self._fckpt_make)  # type: ignore[attr-defined, arg-type]
+        inner = self._fckpt_inner._replicate_for_data_parallel()
+        return _twin(type(self), self._fckpt_own, inner, self._fckpt_make)
 
     def _fckpt_forward(self) -> Callable[..., Any]:
         """Returns the function that runs in the region."""
-        inner: Any = self._fckpt_inner  # type: ignore[attr-defined]
+        inner: Any = self._fckpt_inner
         compiled = vars(inner).get("_compiled_call_impl")
-        if compiled is not None and not _has_hooks(inner) and not hasattr(self._fckpt_region, "planner"):  # type: ignore[attr-defined]
+        if compiled is not None and not _has_hooks(inner) and not hasattr(self._fckpt_region, "planner"):
             return compiled
-        if type(self) is self._fckpt_own or type(inner) is not self._fckpt_class or "forward" in vars(inner):  # type: ignore[attr-defined]
+        if type(self) is self._fckpt_own or type(inner) is not self._fckpt_class or "forward" in vars(inner):
             return inner.forward
         # The class of the rematerialised module was changed (by `parametrize`, for example), so the forward must find
         # attributes through that class.
@@ -225,7 +233,7 @@ def _twin(kind: type, own: type, module: nn.Module, make_region: Callable[[], An
 
 def _innermost(module: Any) -> Any:
     while isinstance(module, _Rematerialised):
-        module = module._fckpt_inner  # type: ignore[attr-defined]
+        module = module._fckpt_inner
     return module
 
 

@@ -136,8 +136,8 @@ def remat(
         kernels: "aten" runs a plan with torch's kernels, one operation after the other. "exact" compiles consecutive
             operations with exactly rounded results (float32 and float64 on CPU: add, mul, div, comparisons, where) to
             one kernel each, which is used where its bits are the same and it is faster. "fused" compiles all pointwise
-            operations, softmax and normalisations; gradients then differ as those of `torch.compile` do. The budget
-            holds in any case. Each kernel takes about a second at the first call, and inductor keeps it on disk.
+            operations, softmax and normalisations; gradients then differ by rounding, as with `torch.compile`. The
+            budget holds in any case. Each kernel takes about a second at the first call, and inductor keeps it on disk.
         untraceable: what to do with a function that cannot be traced into a graph: "raise" a `TraceError`, or "remat",
             which rematerialises its repeated blocks (or the whole function if it has none) without a plan, and warns
             once that the budget does not hold.
@@ -236,7 +236,7 @@ def remat(
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
         return region(fn, args, kwargs)
 
-    rematerialised._fckpt_region = region  # type: ignore[attr-defined]
+    rematerialised._fckpt_region = region  # type: ignore[attr-defined]  # an attribute of a function
     return rematerialised
 
 

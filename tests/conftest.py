@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,7 +54,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @pytest.fixture(scope="session", autouse=True)
 def costs_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Measured costs go to a folder of their own."""
+    """Measured costs go to a new folder, not to the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FCKPT_CACHE", str(tmp_path_factory.mktemp("costs")))
         yield
+
+
+@pytest.fixture
+def cost_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Measured costs of this test go to an empty folder."""
+    monkeypatch.setenv("FCKPT_CACHE", str(tmp_path / "costs"))
+    return tmp_path / "costs"

@@ -9,7 +9,7 @@ import itertools
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,6 +70,12 @@ def parse_networks(
     parsed.networks = parsed.networks or list(networks)
     parsed.rounds = parsed.rounds or (5 if parsed.quick or parsed.tiny else 11)
     return parsed
+
+
+def add_names(parser: argparse.ArgumentParser, what: str, names: Iterable[str]) -> None:
+    """Adds an option for some of the `names`; all of them by default."""
+    known = list(names)
+    parser.add_argument(f"--{what}", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
 
 
 def fraction(text: str) -> float:

@@ -30,7 +30,7 @@ from benches.common.data_parallel import (
     state_bytes,
     torch_methods,
 )
-from benches.common.rows import Row
+from benches.common.rows import Compared, difference
 from benches.common.timing import Spread, alternate, paired_ratio, spread
 from fckpt._memory import measure_peak
 from fckpt._planned.making import make_plan
@@ -44,7 +44,7 @@ STEPS_BEFORE = 2
 
 
 @dataclass
-class Result(Row):
+class Result(Compared):
     """The results of one method. The plain step is that of naive DDP; a budget is for a step, without `held_bytes`."""
 
     name: str
@@ -52,8 +52,6 @@ class Result(Row):
     """Between steps."""
     step_bytes: int = 0
     """The peak of a step above them."""
-    difference: float = 0.0
-    """From the gradients of naive DDP, relative to the largest element of each; 0 is bitwise equal."""
     statistics_equal: bool = True
     """Whether BatchNorm's statistics are bitwise equal to those of naive DDP."""
     other: str | None = None
@@ -86,7 +84,7 @@ class _Comparison:
         found = method.gradients(), [x.clone() for x in method.statistics()]
         if not self.methods:
             self.expected = found
-        row.difference = max(_difference(a, b) for a, b in zip(self.expected[0], found[0], strict=True))
+        row.difference = difference(self.expected[0], found[0])
         row.statistics_equal = all(torch.equal(a, b) for a, b in zip(self.expected[1], found[1], strict=True))
         del found
         row.step_bytes = min(measure_peak(method.step, self.rank.device).peak_bytes for _ in range(TRIES))
@@ -152,13 +150,6 @@ def _begun(make: Callable[[], Method]) -> Method:
     for _ in range(STEPS_BEFORE):
         method.step()
     return method
-
-
-def _difference(expected: Tensor, actual: Tensor) -> float:
-    """Returns the largest difference of two gradients, relative to the largest element."""
-    if torch.equal(expected, actual):
-        return 0.0
-    return float((expected - actual).abs().max() / expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny))
 
 
 def compare(setting: Namespace, others: bool = True) -> list[Result]:

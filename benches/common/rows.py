@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benches.common.timing import Spread, alternate, paired_ratio, spread
 from fckpt._memory import measure_peak
@@ -75,6 +76,32 @@ class Row(Record):
             self.complaints.append(f"peaks {over:,} bytes above its budget")
         self.complaints += deviation(self.predicted_bytes, self.peak_bytes)
         self.complaints += different(self.unequal)
+
+
+@dataclass(kw_only=True)
+class Compared(Row):
+    """One of several ways to compute the same gradients."""
+
+    difference: float = 0.0
+    """From the plain gradients, as `difference` says."""
+
+
+def difference(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
+    """Returns the largest difference of gradients, relative to the largest element of each; 0 is bitwise equal."""
+    pairs = [(a, b) for a, b in zip(expected, actual, strict=True) if not torch.equal(a, b)]
+    least = lambda a: torch.finfo(a.dtype).tiny
+    return max((float((a - b).abs().max() / a.abs().max().clamp_min(least(a))) for a, b in pairs), default=0.0)
+
+
+def compare(rows: Mapping[Callable[[], Sequence[Tensor]], Compared], rounds: int, device: torch.device) -> None:
+    """Measures functions that return gradients, alternately, and fills in their rows. The first is the plain one."""
+    expected = next(iter(rows))()
+    for run, row in rows.items():
+        row.difference = difference(expected, run())
+    seconds = alternate({run: run for run in rows}, rounds=rounds, device=device)
+    for run, row in rows.items():
+        row.peak_bytes = measure_peak(run, device).peak_bytes
+        row.step_seconds, row.time_ratio = spread(seconds[run]), paired_ratio(seconds, run, next(iter(rows)))
 
 
 def deviation(predicted: int | None, measured: int | None) -> list[str]:

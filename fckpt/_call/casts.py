@@ -66,7 +66,7 @@ def _block(device: str) -> Any:
     with below_all() if transforms_active() else contextlib.nullcontext(), torch.enable_grad():
         probe = _probe(device)
         product: Any = torch.mm(probe, probe).grad_fn
-        return torch._C._WeakTensorRef(product._saved_self)  # type: ignore[attr-defined]
+        return torch._C._WeakTensorRef(product._saved_self)  # type: ignore[attr-defined]  # of the autograd node
 
 
 @functools.cache

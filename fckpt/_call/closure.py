@@ -208,8 +208,7 @@ class _Walk:
         if kind in INERT:
             return
         if depth < 0 or len(self.seen) > _MOST:
-            if self.facts is not None and not _is_leaf(value):
-                self.facts.append(Unguarded(f"a {kind.__name__}, deeper than {DEPTH} levels or behind {_MOST} others"))
+            self.skip(value)
             return
         if isinstance(value, torch.Tensor):
             slots = self.found.slots
@@ -238,6 +237,12 @@ class _Walk:
                 self.found.generators.append(value)
             else:
                 self.mutable(value, kind, depth)
+
+    def skip(self, value: Any) -> None:
+        """Notes that `value` is too deep, or behind too many others, to be looked into."""
+        if self.facts is not None and not _is_leaf(value):
+            where = f"deeper than {DEPTH} levels or behind {_MOST} others"
+            self.facts.append(Unguarded(f"a {type(value).__name__}, {where}"))
 
     def mutable(self, value: Any, kind: type, depth: int) -> None:
         if kind is types.FunctionType:

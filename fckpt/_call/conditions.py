@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fckpt._call import ambient
-from fckpt._call.closure import Snapshot, closure_of, method_globals
+from fckpt._call.closure import Closure, Snapshot, closure_of, method_globals
 from fckpt._call.levels import transforms_active, unseen, unwrapped, version
-from fckpt._call.modules import BufferKey, BufferWrites, ModuleState, parts_of
+from fckpt._call.modules import BufferKey, BufferWrites, ModuleParts, ModuleState, parts_of
 from fckpt._call.places import Slot, frozen, placed, present, replaced, tensors_in
 from fckpt._call.rng import RandomState
 from fckpt._call.shadow import shadow
@@ -85,33 +85,17 @@ class Observation:
         parts = self.parts = [parts_of(module) for module in closure.modules]
         self.state: list[Snapshot | ModuleState] = [closure.own, closure.given]
         """Values in the closure other than tensors: in the function's cells, in static arguments, in modules."""
-        attributes = [(m, k) for part in parts for m, k in part.open]
-        if attributes:
-            further = closure_of([], attributes=attributes, facts=facts)
-            closure.slots += further.slots
-            closure.generators += further.generators
-            self.state.append(further.given)
-            parts += [parts_of(module) for module in further.modules]
+        self._observe_open(closure, facts)
         if facts is None:
             self._observe_classes(closure)
-        elif hooks := [hook for part in parts for hook in part.hooks()]:
-            further = closure_of(hooks, facts=facts)
-            closure.slots += further.slots
-            closure.generators += further.generators
-            self.state.append(further.own)
+        else:
+            self._observe_hooks(closure, facts)
         self.state += [part.state() for part in parts]
         generators = closure.generators + [g for part in parts for g in part.generators]
         self.modules = [(m, m["training"]) for part in parts for m in part.modules]
         self.slots: list[Slot] = closure.slots
         """The places of captured tensors, except those inside modules."""
-        self.installed: list[Slot] = [
-            (parameters, name, p)
-            for part in parts
-            if not part.sharded
-            for parameters in part.parameters
-            for name, p in parameters.items()
-            if p is not None
-        ]
+        self.installed = _installed(parts)
         held = [t for _, _, value in self.slots for t in tensors_in(value)]
         self.versions = [(t, version(t)) for t in map(unwrapped, held)]
         tensors = (*inputs, *held, *[tensor for _, _, tensor in self.installed])
@@ -121,7 +105,26 @@ class Observation:
         self.copies = [self._copy(key, tensor) for _, _, key, tensor, _ in self.buffers]
         self.random = RandomState.capture(devices, generators)
 
-    def _observe_classes(self, closure: Any) -> None:
+    def _observe_open(self, closure: Closure, facts: list[Any] | None) -> None:
+        """Records what attributes of modules refer to, which the cache of modules does not cover."""
+        attributes = [(m, k) for part in self.parts for m, k in part.open]
+        if attributes:
+            further = closure_of([], attributes=attributes, facts=facts)
+            closure.slots += further.slots
+            closure.generators += further.generators
+            self.state.append(further.given)
+            self.parts += [parts_of(module) for module in further.modules]
+
+    def _observe_hooks(self, closure: Closure, facts: list[Any]) -> None:
+        """Records what the hooks of modules refer to."""
+        hooks = [hook for part in self.parts for hook in part.hooks()]
+        if hooks:
+            further = closure_of(hooks, facts=facts)
+            closure.slots += further.slots
+            closure.generators += further.generators
+            self.state.append(further.own)
+
+    def _observe_classes(self, closure: Closure) -> None:
         """Records the globals that methods refer to, and the class attributes of the modules."""
         named, known = [place for part in self.parts for place in part.named], set[type]()
         while named or closure.kinds.keys() - known:
@@ -360,6 +363,18 @@ class Conditions:
         changes += placing
         changes += [(buffer.buffers, buffer.name, t) for buffer, t in stand_ins]
         return changes, frozenset(id(t) for _, t in stand_ins)
+
+
+def _installed(parts: Sequence[ModuleParts]) -> list[Slot]:
+    """Returns the places of the parameters of modules, except sharded ones."""
+    return [
+        (parameters, name, parameter)
+        for part in parts
+        if not part.sharded
+        for parameters in part.parameters
+        for name, parameter in parameters.items()
+        if parameter is not None
+    ]
 
 
 def _check_dispatch(changes: Sequence[Slot], fn: Any) -> None:

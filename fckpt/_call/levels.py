@@ -66,7 +66,7 @@ is_legacy_batch = is_legacy_batchedtensor
 """Whether a tensor is a batch of the legacy vmap, which `torch.autograd.grad(is_grads_batched=True)` uses."""
 
 # The legacy vmap forbids random operations in its body, even on tensors without a batch dimension.
-EXCLUDE_LEGACY_VMAP = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))  # type: ignore[call-overload]
+EXCLUDE_LEGACY_VMAP = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))  # type: ignore[call-overload]  # the stub lacks this constructor
 
 _idle_level = -1
 """The forward-mode level that is open although no function uses it; -1 if there is none."""

@@ -94,7 +94,7 @@ class _Python(_Cached):
 
     def raw(self) -> Any:
         # The generator draws normal numbers in pairs, and stores the second one of a pair in a Python attribute.
-        return (_memory_of(self.generator), self.generator.gauss_next) if self.readable else None  # type: ignore[attr-defined]
+        return (_memory_of(self.generator), self.generator.gauss_next) if self.readable else None  # type: ignore[attr-defined]  # without a stub
 
     def read(self) -> Any:
         return self.generator.getstate()
@@ -157,7 +157,7 @@ class _NumpyGenerator:
 
 _GENERATOR_TYPES: tuple[type, ...] = (torch.Generator, random.Random)
 _CPU = _Torch(torch.default_generator)
-_PYTHON = _Python(random.random.__self__)  # type: ignore[attr-defined]
+_PYTHON = _Python(random.random.__self__)
 _numpy_global: _NumpyGlobal | None = None
 
 

@@ -390,7 +390,7 @@ class _Graph:
 
     def fill(self, cell: types.CellType, own: types.CellType) -> None:
         try:
-            own.cell_contents  # noqa: B018
+            own.cell_contents  # noqa: B018  # raises ValueError if it is empty
         except ValueError:
             own.cell_contents = None
             content = self.content(cell)

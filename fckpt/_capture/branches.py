@@ -2,10 +2,10 @@
 
 Models look at their masks, for example: `if mask.all():` leaves out a mask of ones, so that a faster kernel runs. Such
 a condition can be computed before each call, because it depends only on the call's integer and boolean tensors. If the
-outcome is another one, the capture is not valid for the call.
+outcome differs, the capture is not valid for the call.
 
-A condition that depends on floating point tensors (activations, parameters) changes in the course of the training and
-would need the model's operations to be computed, so such a branch cannot be captured.
+A condition on floating point tensors (activations, parameters) changes during training, and computing it would take the
+model's operations, so such a branch cannot be captured.
 """
 
 from __future__ import annotations

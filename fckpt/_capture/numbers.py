@@ -1,9 +1,9 @@
-"""Integers that a function reads elsewhere than in its arguments: constants until one changes.
+"""Integers that a function reads from other places than its arguments: constants until they change.
 
 Sizes of tensors and integers in the arguments are symbols from the first capture on. Integers elsewhere are mostly
-options (the number of heads, the width of a head), and if each of them in each layer were a symbol, the capture of a
+options (the number of heads, the width of a head). If each of them in each layer were a symbol, the capture of a
 transformer would take ten times as long, nearly all of it for proofs about quotients of options. So they are constants
-with a guard, and if one of them changes (a counter of steps), it is a symbol from the next capture on.
+with a guard. If one of them changes (a counter of steps), it is a symbol from the next capture on.
 
 Seen on torch 2.11 and 2.13: `VariableBuilder.wrap_symint`.
 """

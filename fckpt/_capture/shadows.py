@@ -72,7 +72,7 @@ def _may_equal_another(value: Any) -> bool:
 
 
 def _exactly(value: Any) -> Any:
-    """Returns a form of the value with the types and signs of its numbers: that of 0.0 differs from that of -0.0."""
+    """Returns a form of the value with the types and signs of its numbers, so that 0.0 and -0.0 differ."""
     if isinstance(value, (set, frozenset)):
         return type(value), frozenset(map(_exactly, value))
     if isinstance(value, (tuple, list)):

@@ -1,8 +1,8 @@
 """The source of an operation: the path of the running module in the model, and the user's line.
 
 The recorder of a trace calls `current()` at every operation. The code that runs the function reports what is running,
-with `named` for Python code that calls modules, with `Located` for a torch.fx graph (whose nodes store module and
-line), and with `running` for anything else.
+with `named` for Python code that calls modules, and with `running` for anything else. Nodes of a torch.fx graph store
+module and line, which `source_of` reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 
 from fckpt._call.closure import closure_of
 
-__all__ = ["Located", "Names", "Source", "current", "failing_module", "is_users", "named", "running", "source_of"]
+__all__ = ["Names", "Source", "current", "failing_module", "is_users", "named", "running", "source_of"]
 
 
 class Source(NamedTuple):
@@ -150,29 +150,15 @@ def named(names: Names) -> Iterator[None]:
     # Global module hooks would also work, but guards on hooks, torch.compile and the user's code would see them.
     with _patching:
         before = nn.Module.__call__
-        nn.Module.__call__ = call  # type: ignore[method-assign]
+        nn.Module.__call__ = call
         try:
             yield
         finally:
-            nn.Module.__call__ = before  # type: ignore[method-assign]
+            nn.Module.__call__ = before
             _state.failed = (0, "")
 
 
 # -- graphs of torch.fx ------------------------------------------------------------------------------------------
-
-
-class Located(torch.fx.Interpreter):
-    """Runs a torch.fx graph, and reports for each node the module and line in which it was recorded."""
-
-    def __init__(self, graph: torch.fx.GraphModule, names: Names | None = None):
-        super().__init__(graph)
-        self.names = names
-        self.extra_traceback = False
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        """Runs a node, and reports its source."""
-        with running(*source_of(n.meta, self.names)):
-            return super().run_node(n)
 
 
 def source_of(meta: dict[str, Any], names: Names | None = None) -> Source:

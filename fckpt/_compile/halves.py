@@ -1,8 +1,8 @@
 """A joint graph in the order of a schedule, and its two halves.
 
-A schedule may compute an operation several times. So the joint graph is written anew, with one copy of the operation
-for each time, and torch then extracts the forward half and the backward half from it. Inductor keeps such copies apart:
-it combines equal operations only before the partition.
+A schedule may compute an operation several times. So the joint graph is rewritten with one copy of the operation for
+each run, and torch then extracts the forward half and the backward half from it. Inductor does not merge the copies: it
+combines equal operations only before the partition.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 AOTAutograd traces a compiled function and its backward pass into one graph (the joint graph), and Inductor decomposes
 operations such as GELU into small pointwise steps. A pointwise step that only one later operation reads gets no memory,
 because Inductor computes it inside the kernel of its reader. So such steps join the node of their reader, and a node
-stands for about one kernel. The sizes are those of the storages; views are not nodes.
+stands for about one kernel. Values are storages; views are not nodes.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class _Reading:
         self.early = self._needed_for([*[n for n in forward_outputs if isinstance(n, fx.Node)], *once])
 
     def _base(self, node: fx.Node) -> fx.Node | None:
-        """Returns the operation or input that makes the storage of a tensor; None if it is no tensor of the graph.
+        """Returns the operation or input that makes the storage of a tensor; None if it is not a tensor of the graph.
 
         Operations without tensor inputs (constants, ranges) are no storages: Inductor computes them where they are
         read.
@@ -312,24 +312,7 @@ def joint_graph(module: fx.GraphModule, forward_outputs: Sequence[Any], outputs:
     values = [_value(i, n, producers[i]) for i, n in enumerate(tensors)]
     boundary = sum(map(reading._is_early, groups))
     held = range(len(inputs) + len(cotangents))
-    costs = _Costs()
-    nodes = []
-    for i, group in enumerate(groups):
-        reads = tuple(numbers[n] for n in group.reads)
-        node = Node(
-            i,
-            str(group.root.target),
-            reads,
-            tuple(numbers[n] for n in group.makes),
-            backward=any(m in reading.late for m in group.members),
-            once=i < boundary and any(reading.is_once(m) for m in group.members),
-            overwrites=_overwrites(group, reads, values, held, reading),
-            source=_source(group.root),
-            module=_module(group.root),
-        )
-        if node.once:
-            node = dataclasses.replace(node, overwrites=())
-        nodes.append(costs.priced(node, group.members, values, reading))
+    nodes = _nodes(groups, boundary, numbers, values, held, reading)
     for node in nodes:
         if node.once:  # what must not be repeated is saved, whatever a region says
             for v in node.outputs:
@@ -338,7 +321,7 @@ def joint_graph(module: fx.GraphModule, forward_outputs: Sequence[Any], outputs:
     results = made(reading.forward_outputs)
     gradients = [n for n in reading.order if n in reading.outputs and n in numbers and numbers[n] not in results]
     graph = Graph(
-        tuple(nodes),
+        nodes,
         tuple(values),
         tuple(range(len(inputs))),
         tuple(held[len(inputs) :]),
@@ -348,6 +331,35 @@ def joint_graph(module: fx.GraphModule, forward_outputs: Sequence[Any], outputs:
     )
     sizes = [n for n in module.graph.nodes if _is_symbolic(n) and n not in reading.late]
     return Joint(graph, [g.members for g in groups], tensors, set(cotangents), reading.late, sizes)
+
+
+def _nodes(
+    groups: Sequence[_Group],
+    boundary: int,
+    numbers: dict[fx.Node, int],
+    values: Sequence[Value],
+    held: range,
+    reading: _Reading,
+) -> tuple[Node, ...]:
+    """Returns a node with its costs for each group; the first `boundary` groups are the forward pass."""
+    costs = _Costs()
+    nodes = []
+    for i, group in enumerate(groups):
+        reads = tuple(numbers[n] for n in group.reads)
+        once = i < boundary and any(reading.is_once(m) for m in group.members)
+        node = Node(
+            i,
+            str(group.root.target),
+            reads,
+            tuple(numbers[n] for n in group.makes),
+            backward=any(m in reading.late for m in group.members),
+            once=once,
+            overwrites=() if once else _overwrites(group, reads, values, held),
+            source=_source(group.root),
+            module=_module(group.root),
+        )
+        nodes.append(costs.priced(node, group.members, values, reading))
+    return tuple(nodes)
 
 
 def _is_symbolic(node: fx.Node) -> bool:
@@ -363,9 +375,7 @@ def _value(number: int, node: fx.Node, producer: int | None) -> Value:
     return Value(number, nbytes_of(fake), producer, node.name, (), shape, dtype, decision)
 
 
-def _overwrites(
-    group: _Group, reads: Sequence[int], values: Sequence[Value], held: range, reading: _Reading
-) -> tuple[int, ...]:
+def _overwrites(group: _Group, reads: Sequence[int], values: Sequence[Value], held: range) -> tuple[int, ...]:
     """Returns the operands whose memory Inductor reuses for the result of a pointwise kernel."""
     root = group.members[-1]
     pointwise = torch.Tag.pointwise in getattr(root.target, "tags", ()) or root.target in _POINTWISE

@@ -41,7 +41,7 @@ class _Finder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != _REGISTRY:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]  # only the methods that Python calls are there
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
@@ -50,7 +50,7 @@ class _Finder:
                 run(module)
                 _enter(module)
 
-            spec.loader.exec_module = run_and_enter  # type: ignore[method-assign]  # for this one import
+            spec.loader.exec_module = run_and_enter  # for this one import
         return spec
 
 

@@ -3,8 +3,8 @@
 A group is a run of consecutive computations that a kernel may contain. Within a group, operations that read one
 another's results, or the same tensor, form a block; blocks run one after the other. Values that are made and freed
 within the group have no memory. But values that the group frees are held until their block has run, and all results of
-a block exist at once: where that would lift the peak above the limit, the group is split into two. The simulator judges
-with what a kernel has been seen to need.
+a block exist at once. If that would lift the peak above the limit, the group is split into two. The simulator computes
+the peak from the memory that each kernel needed in its trial.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from fckpt._fuse.kernel import Kernel
 from fckpt._fuse.operations import fusible
 from fckpt._fuse.option import Kernels
-from fckpt._fuse.trial import Compiled, tried
+from fckpt._fuse.trial import Compiled, guarded, tried
 from fckpt._trace.operations import Call, Trace, indices_of, is_dense
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Compute, Free, FusedBlock, FusedSchedule, FusedStep, Schedule, Step, with_freed
@@ -33,6 +33,9 @@ class Runnable:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     run: Callable[[list[Any]], Sequence[Any]]
+    """Runs the compiled kernel or, for tensors with other strides than in the trace, its operations one by one."""
+    seconds: float = 0.0
+    """The time of the compiled kernel, as measured."""
 
 
 class _Member(NamedTuple):
@@ -246,7 +249,7 @@ class _Blocks:
         made = attempt(kernel)
         if made is None:
             return None
-        run = Runnable(tuple(inputs), tuple(outputs), made.run)
+        run = Runnable(tuple(inputs), tuple(outputs), guarded(kernel, made.run), made.seconds)
         over_values = tuple(tensors[inputs[j]].value for _, j in made.over)
         return FusedBlock(
             tuple(nodes), tuple(tensors[t].value for t in outputs), over_values, made.temporary_nbytes, run

@@ -1,4 +1,4 @@
-"""Data on which kernels are tried: usual numbers, tiny ones, and all those that arithmetic treats specially."""
+"""Data on which kernels are tried: usual numbers, tiny numbers, and special values such as NaN."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def made_up(specs: Sequence[TensorSpec], kind: str, seed: int = 0) -> list[torch
     Args:
         specs: the specs of the tensors.
         kind: "usual" for normally distributed numbers; "tiny" for such numbers times 1e-20, so that products are
-            denormal or 0; "any" for a mixture with infinities, NaN, zeros, denormals and random bits.
+            denormal or 0; "any" for a mixture with infinities, NaN, zeros, denormals and random bits, and with large
+            integers.
         seed: the seed of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -43,7 +44,12 @@ def _numbers(dtype: torch.dtype, count: int, kind: str, generator: torch.Generat
     if dtype is torch.bool:
         return torch.rand(count, generator=generator) < 0.5
     if not dtype.is_floating_point:
-        return torch.randint(0, 8, (count,), generator=generator, dtype=dtype)
+        small = torch.randint(0, 8, (count,), generator=generator, dtype=dtype)
+        if kind != "any":
+            return small
+        limits = torch.iinfo(dtype)  # the largest int64 are not exact as floats
+        large = torch.randint(limits.min, limits.max, (count,), generator=generator, dtype=torch.int64).to(dtype)
+        return torch.where(torch.rand(count, generator=generator) < 0.5, large, small)
     usual = torch.randn(count, generator=generator, dtype=torch.float64)
     if kind == "tiny":
         return (usual * 1e-20).to(dtype)

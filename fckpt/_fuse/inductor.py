@@ -1,8 +1,8 @@
 """Compilation of a kernel by torch's inductor; all its private names are here.
 
-`compile_fx_inner` is the door behind `torch.compile` that takes a graph of operations, without Dynamo and autograd
-around it. Inputs whose memory a kernel may write over are named as AOTAutograd names donated buffers of a backward
-graph: in the tracing context, which compilation with `is_backward` reads. (torch 2.13; 2.11 has the same names.)
+`compile_fx_inner` is the part of `torch.compile` that compiles a graph of operations, below Dynamo and autograd. Inputs
+whose memory a kernel may write over are declared as AOTAutograd declares the donated buffers of a backward graph: in
+the tracing context, which a compilation with `is_backward` reads. (torch 2.13; 2.11 has the same names.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fckpt._fuse.kernel import Kernel
 __all__ = ["compiled", "has_compiler"]
 
 _SETTINGS = {"size_asserts": False, "compile_threads": 1, "fallback_random": True}
-"""Sizes are those of the trace. Worker processes would outlive the compilation."""
+"""Sizes are constants, from the trace. Worker processes would outlive the compilation."""
 
 
 def has_compiler() -> bool:

@@ -30,7 +30,7 @@ class Kernel:
     over: tuple[int | None, ...]
     """By call: the tensor that torch's kernel writes its result over, if the block is not compiled."""
     exact: bool
-    """Whether the results must be those of torch's kernels, bit for bit."""
+    """Whether the results must equal the results of torch's kernels, bit for bit."""
 
     @functools.cached_property
     def signature(self) -> str:
@@ -93,7 +93,7 @@ class Kernel:
             specs: the specs of the tensors of the trace.
             inputs: the tensors that the calls read and do not make.
             outputs: the tensors that are read outside of the block.
-            donated: those of `inputs` that nothing reads afterwards.
+            donated: the inputs that nothing reads afterwards.
             over: by call, the tensor that torch's kernel would write its result over.
             exact: see `Kernel`.
         """

@@ -1,9 +1,9 @@
 """Trials of compiled kernels: a kernel is used only if it gives the right results and is faster than torch's kernels.
 
-A kernel is compiled and tried once per process and signature: its layouts (each output must be a tensor with its own
-memory, or written over an input that dies), for exact kernels its bits on data with infinities, NaN, zeros of both
-signs and denormals, its temporary memory, and its time, on usual and on tiny numbers: a compiled function may be many
-times slower than torch's on denormals, and activations that vanish are such data.
+A kernel is compiled and tried once per process and signature. A trial checks the layouts (each output must have its own
+memory, or be written over an input that dies) and, for exact kernels, the bits, on data with infinities, NaN, zeros of
+both signs and denormals. It measures temporary memory and time. The time is measured on usual and on tiny numbers,
+because on denormals, which vanishing activations contain, a compiled function may be many times slower than torch's.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from fckpt._call.levels import below_autograd
 from fckpt._fuse import inductor
 from fckpt._fuse.data import made_up, same_bits
 from fckpt._fuse.kernel import Kernel
+from fckpt._trace.operations import strides_of
 from fckpt.cost.measured import _isolated, _temporaries
 from fckpt.errors import KernelWarning, users_stacklevel
 
-__all__ = ["Compiled", "tried"]
+__all__ = ["Compiled", "guarded", "tried"]
 
 _SECONDS = 0.02  # of alternating runs, for each kind of data
 _RUNS = (3, 30)  # the least and the most runs of each
@@ -35,6 +36,16 @@ _NOT_SLOWER = 1.1
 """...and at most this fraction on tiny numbers."""
 _CHECKED = 4096  # elements of each output that are compared bit for bit, at least
 _LEAST_ELEMENTS = 8  # trials per kernel, at most
+_NEAR = {
+    torch.float64: (1e-6, 1e-8),
+    torch.float32: (1e-2, 1e-3),
+    torch.float16: (5e-2, 5e-2),
+    torch.bfloat16: (1e-1, 1e-1),
+}
+"""Relative and absolute differences that rounding may cause in the results of a fused kernel, by dtype. They tell a
+miscompiled kernel from a usual one; `fckpt.check` measures the differences of a call."""
+_JUMPS = 0.02
+"""The fraction of results that may differ by more."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,8 @@ def tried(kernel: Kernel) -> Compiled | None:
                     _known[key] = _tried(kernel)
                 except _NoCompiler:
                     _known[key], reason = None, "no C++ compiler was found (the environment variable CXX names one)"
+                except _Untriable:
+                    _known[key] = None
                 except Exception as error:  # inductor raises any exception on operations that it cannot compile
                     _known[key] = None
                     reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -81,8 +94,43 @@ def tried(kernel: Kernel) -> Compiled | None:
         return _known[key]
 
 
+def guarded(kernel: Kernel, run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Returns a function that runs the compiled kernel on tensors with the strides of the trace.
+
+    The compiled kernel reads raw memory by these strides. Operations may give other strides than the stand-ins of a
+    trace had (`softplus_backward`, for example): the operations of the kernel run one by one on such tensors.
+
+    Args:
+        kernel: the kernel.
+        run: the compiled kernel.
+    """
+    specs = [kernel.specs[t] for t in kernel.inputs]
+    wanted = [strides_of(s.shape, s.stride) for s in specs]
+    usable: dict[tuple[tuple[int, ...], ...], bool] = {}
+    plain: Callable[[list[Any]], Sequence[Any]] | None = None
+
+    def guarded_run(given: list[Any]) -> Sequence[Any]:
+        nonlocal plain
+        strides = tuple([t.stride() for t in given])
+        good = usable.get(strides)
+        if good is None:
+            found = [strides_of(s.shape, stride) for s, stride in zip(specs, strides, strict=True)]
+            good = usable[strides] = found == wanted
+        if good:
+            return run(given)
+        if plain is None:
+            plain = kernel.as_planned()
+        return plain(given)
+
+    return guarded_run
+
+
 class _NoCompiler(Exception):
     pass
+
+
+class _Untriable(Exception):
+    """Torch's own kernels refuse the made-up data: a division of integers by zero, for example."""
 
 
 def _warn(reason: str) -> None:
@@ -103,10 +151,13 @@ def _tried(kernel: Kernel) -> Compiled | None:
         _no_compiler = not inductor.has_compiler()
     if _no_compiler:
         raise _NoCompiler
+    with below_autograd():
+        _check_triable(kernel)
     run = inductor.compiled(kernel)
     with below_autograd():
         over = _layouts(kernel, run)
-        if over is None or (kernel.exact and not _has_the_bits(kernel, run)):
+        has_the_results = _has_the_bits if kernel.exact else _is_near
+        if over is None or not has_the_results(kernel, run):
             return None
         inputs = _inputs(kernel, "usual")
         nbytes, _ = _temporaries(lambda: run(list(inputs)), torch.device("cpu"))
@@ -147,6 +198,23 @@ def _has_the_bits(kernel: Kernel, run: Callable[..., Any]) -> bool:
     for seed in range(max(1, min(_LEAST_ELEMENTS, _CHECKED // max(1, smallest)))):
         expected = kernel.run(_inputs(kernel, "any", seed))
         if not all(map(same_bits, expected, run(_inputs(kernel, "any", seed)))):
+            return False
+    return True
+
+
+def _check_triable(kernel: Kernel) -> None:
+    try:
+        for kind in ("any", "usual", "tiny"):
+            kernel.run(_inputs(kernel, kind))
+    except RuntimeError as error:
+        raise _Untriable from error
+
+
+def _is_near(kernel: Kernel, run: Callable[..., Any]) -> bool:
+    """Whether nearly all results are those of torch's kernels up to rounding; steps such as floor may jump."""
+    for expected, found in zip(kernel.run(_inputs(kernel, "usual")), run(_inputs(kernel, "usual")), strict=True):
+        near = torch.isclose(found.double(), expected.double(), *_NEAR.get(expected.dtype, (0.0, 0.0)), equal_nan=True)
+        if (~near).sum() > _JUMPS * near.numel():
             return False
     return True
 

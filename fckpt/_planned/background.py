@@ -1,11 +1,12 @@
 """Solving in the background: a worker process solves one graph after the other, the latest request first.
 
-The worker starts when there is a request, and ends when it has answered, or when this process ends: its standard input
-is a pipe that nothing is written to, and that closes with this process. The worker has the lowest priority, and solves
-in one thread. Requests and answers are JSON files in a temporary folder. There is no thread in this process: callers
-ask for the answer between their steps. Whatever goes wrong, callers keep the plans that they have: nothing here raises.
+The worker starts when there is a request, and ends when it has answered. It also ends when this process ends, because
+its standard input is a pipe that closes with this process; nothing is written to it. The worker has the lowest
+priority, and solves in one thread. Requests and answers are JSON files in a temporary folder. There is no thread in
+this process: callers ask for the answer between their steps. Nothing here raises an error: if the worker fails, callers
+keep their plans.
 
-A process that is forked has no worker of its parent's, and may start its own.
+A forked process does not use its parent's worker, and may start another.
 
 The environment variable FCKPT_BACKGROUND=0 switches the worker off.
 """

@@ -23,12 +23,13 @@ from fckpt._call.levels import (
 )
 from fckpt._call.results import Returned
 from fckpt._fuse.option import Kernels
+from fckpt._planned.fusing import with_blocks
 from fckpt._planned.lower import Lowered, lower
 from fckpt._planned.plan import Plan
 from fckpt._trace.formulas import FormulaError
 from fckpt._trace.operations import Backward, Ref, Trace, indices_of, is_expanded, statistics_of, strides_of
 from fckpt.errors import MutationError
-from fckpt.graph.schedule import Compute, FusedSchedule, Step
+from fckpt.graph.schedule import Compute, Step
 from fckpt.graph.simulation import Timeline, simulate
 
 __all__ = ["NOT_AGAIN", "Execution", "Program"]
@@ -37,7 +38,7 @@ __all__ = ["NOT_AGAIN", "Execution", "Program"]
 class Program:
     """A planned program: a traced call, lowered by a schedule. It can run any number of times, in any threads."""
 
-    def __init__(self, trace: Trace, plan: Plan, count: int, kernels: Kernels = "aten"):
+    def __init__(self, trace: Trace, plan: Plan, count: int, kernels: Kernels = "aten", within: int | None = None):
         """Lowers a plan.
 
         Args:
@@ -45,15 +46,17 @@ class Program:
             plan: the plan.
             count: the number of the trace's operands that are arguments; the others are captured tensors.
             kernels: the kernels that run it, see `remat`.
+            within: for compiled kernels, see `with_blocks`.
         """
         self.trace = trace
         self.plan = plan
         self.kernels: Kernels = kernels
-        self.schedule = schedule = plan.schedule
+        running = plan if kernels == "aten" else with_blocks(trace, plan, kernels, within)
+        self.schedule = schedule = running.schedule
         self.graph = graph = plan.graph
         self.unfused = lower(trace, schedule, graph)
         """The lowered functions that run operation by operation, for cotangents with other strides than planned."""
-        self.fused = None if kernels == "aten" else _with_blocks(trace, plan, kernels)
+        self.fused = None if kernels == "aten" else running.fused
         """The schedule with compiled blocks; None if there are none."""
         self.lowered = self.unfused if self.fused is None else lower(trace, self.fused, graph)
         if self.lowered.residuals != self.unfused.residuals:  # the backward pass of one may follow on the other forward
@@ -62,32 +65,26 @@ class Program:
         self.ambient = ambient.capture()
         """The settings of the trace, which are those of every call. The backward pass recomputes under them."""
         self.constants = [data for _, data in trace.constants]
-        read = {trace.tensors[t].value for t in trace.operands}
-        used = read.intersection(v for node in trace.graph.nodes for v in node.inputs)
-        used.update(trace.tensors[t].value for t in trace.outputs)
-        self.written = written = {operand for _, operand in trace.versions}
+        self.written = {operand for _, operand in trace.versions}
         """The operands that the call writes."""
-        self.uses = {i for i, t in enumerate(trace.operands) if i < count or trace.tensors[t].value in used} | written
+        self.uses = {*range(count), *_read(trace), *self.written}
         """The operands of interest: all arguments, and the captured tensors that the operations use or write."""
         self.draws = any(node.random for node in trace.graph.nodes)
         """Whether an operation draws random numbers."""
         self.backward = trace.backward
         """The planned backward pass."""
-        dims = trace.out_dims or (None,) * len(trace.outputs)
-        specs = [(trace.tensors[t], dim) for t, dim in zip(trace.outputs, dims, strict=True)]
-        shapes = [(_without(spec.shape, dim), spec.dtype) for spec, dim in specs]
-        self.returned = Returned(trace.spec, trace.leaves, shapes)
+        self.returned = _returned(trace)
         """The result as the caller sees it: tree structure, leaves, and the shapes and dtypes of its tensors."""
         closed_over = [i for i in range(count, len(trace.operands)) if i in self.uses]
-        self.read_only = [i for i in closed_over if i not in written]
+        self.read_only = [i for i in closed_over if i not in self.written]
         """The captured tensors that are used but not written. They are operands of the call for autograd."""
-        self.statistics = [i for i in closed_over if i in written]
+        self.statistics = [i for i in closed_over if i in self.written]
         """The captured tensors that the forward pass writes."""
         behind = _behind_results(trace) if self.statistics else set[int]()
         self.remembered = [i for i in self.statistics if trace.tensors[trace.operands[i]].value in behind]
         """The written captured tensors whose previous values affect results or gradients (BatchNorm's do not)."""
         late = {t for node in _computed(schedule.backward) for t in graph.nodes[node].inputs}
-        versions = {trace.operands[i]: i for i in self.statistics} | {t: i for t, i in trace.versions if i in written}
+        versions = {trace.operands[i]: i for i in self.statistics} | dict(trace.versions)
         self.reread = {i for t, i in versions.items() if trace.tensors[t].value in late}
         """The captured tensors that the forward pass writes and the backward pass reads."""
         self.writes_late = any(graph.nodes[call.node].backward for call in trace.calls if call.node and call.replaced)
@@ -109,7 +106,7 @@ class Program:
     @functools.cached_property
     def timeline(self) -> Timeline:
         """The memory of the program, step by step, with its compiled blocks."""
-        return self.plan.timeline if self.fused is None else simulate(self.graph, self.fused)
+        return simulate(self.graph, self.schedule if self.fused is None else self.fused)
 
     def takes(self, strides: Sequence[tuple[int, ...]]) -> bool:
         """Whether the plan is valid for cotangents with these strides: only their first readers see the difference.
@@ -132,11 +129,17 @@ class Program:
         return [closure[i - self.count] for i in self.read_only]
 
 
-def _with_blocks(trace: Trace, plan: Plan, kernels: Kernels) -> FusedSchedule | None:
-    from fckpt._fuse.blocks import fused  # compiles, and imports what that needs
+def _read(trace: Trace) -> list[int]:
+    """Returns the operands that operations read, or that are results."""
+    used = {v for node in trace.graph.nodes for v in node.inputs} | {trace.tensors[t].value for t in trace.outputs}
+    return [i for i, t in enumerate(trace.operands) if trace.tensors[t].value in used]
 
-    limit = max(plan.peak_bytes, plan.budget_bytes or 0)
-    return fused(trace, plan.graph, plan.schedule, limit, kernels)
+
+def _returned(trace: Trace) -> Returned:
+    """Returns the result as the caller sees it."""
+    dims = trace.out_dims or (None,) * len(trace.outputs)
+    specs = [(trace.tensors[t], dim) for t, dim in zip(trace.outputs, dims, strict=True)]
+    return Returned(trace.spec, trace.leaves, [(_without(spec.shape, dim), spec.dtype) for spec, dim in specs])
 
 
 def _without(shape: Sequence[int], dim: int | None) -> torch.Size:
@@ -416,13 +419,8 @@ class Execution:
                 functional = True  # without overwriting, operations accept operands with any strides
             if functional or self.program.takes(strides):
                 backward = planned
-        if backward != self.program.backward:
-            with ambient.restored(self.program.ambient):
-                program = self.replan(asked)
-            if program.lowered.source != self.program.lowered.source:  # it would have saved other residuals
-                residuals = None
-                self.shared = []
-            self.program = program
+        if backward != planned and not self._replanned(asked):
+            residuals = None
         program, statistics = self.program, self.statistics
         if residuals is None:
             residuals, statistics = self._again(operands)
@@ -434,6 +432,16 @@ class Execution:
             lowered = program.functional if functional else program.lowered_for(strides)
             grads = lowered.backward(self._given(program, operands, statistics), residuals, cotangents)
         return [grads[i] for i in self._gradients()]
+
+    def _replanned(self, asked: Backward) -> bool:
+        """Changes to the program for another backward pass; returns whether it can use the same residuals."""
+        before = self.program
+        with ambient.restored(before.ambient):
+            self.program = self.replan(asked)
+        same = self.program.lowered.source == before.lowered.source
+        if not same:
+            self.shared = []
+        return same
 
     def _again(self, operands: Sequence[torch.Tensor]) -> tuple[list[Any], list[tuple[int, torch.Tensor]]]:
         """Runs the forward pass again, with all side effects on copies; returns its residuals and the copies."""

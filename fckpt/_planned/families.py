@@ -5,23 +5,26 @@ budget, which takes a fraction of a second; the solver runs only if none of them
 another process solves the graph (`background`). If that plan is faster, it replaces the adapted plan. A process starts
 with the schedules that other processes have stored on disk (`stored`).
 
-Not shared are plans of named solvers, which promise their own plans, of policies alone, with tiles, and on a mesh.
+`is_shared` says which plans are adapted. Plans of policies alone and plans on a mesh are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from fckpt._planned import background
 from fckpt._planned.late_writes import settled_within, writes_late
 from fckpt._planned.plan import Plan
 from fckpt._planned.stored import StoredPlans
+from fckpt._planned.tiling import Tile
 from fckpt.graph.graph import Graph
 from fckpt.graph.identity import structure
 from fckpt.graph.schedule import Schedule
 from fckpt.solve._adapt import adapt
 
-__all__ = ["Families"]
+__all__ = ["Families", "is_shared"]
 
 _MOST = 16
 """The number of schedules per structure that are adapted to a new size: the latest ones."""
@@ -29,6 +32,14 @@ _STRUCTURES = 128
 """The number of structures whose schedules are known: the first ones are forgotten."""
 _PENDING = 8
 """The number of plans that wait to be solved in the background: the latest ones."""
+
+
+def is_shared(solver: str, tile: Tile) -> bool:
+    """Whether plans within a budget may be adapted from plans of other sizes.
+
+    Named solvers promise their own plans, and tiles depend on the sizes.
+    """
+    return solver == "auto" and not tile
 
 
 class Families:
@@ -46,7 +57,6 @@ class Families:
         self,
         graph: Graph,
         nbytes: int,
-        version: str,
         solve: Callable[[], Plan],
         stored: StoredPlans | None = None,
     ) -> tuple[Plan, bool]:
@@ -55,7 +65,6 @@ class Families:
         Args:
             graph: the graph.
             nbytes: the budget.
-            version: the version of torch, which the plan records.
             solve: returns the solver's plan.
             stored: the plans on disk, which are tried first.
 
@@ -68,7 +77,7 @@ class Families:
             self._add(name, plan)
             return plan, False
         known = self._known.get(name) or (stored.schedules(graph) if stored else ())
-        found = _adapted(graph, nbytes, version, known) if known else None
+        found = _adapted(graph, nbytes, known) if known else None
         plan = solve() if found is None else found
         self._add(name, plan)
         return plan, found is not None
@@ -117,10 +126,10 @@ class Families:
             self._known[name] = (plan.schedule, *known)[:_MOST]
 
 
-def _adapted(graph: Graph, nbytes: int, version: str, known: tuple[Schedule, ...]) -> Plan | None:
+def _adapted(graph: Graph, nbytes: int, known: tuple[Schedule, ...]) -> Plan | None:
     if writes_late(graph):
         schedule = settled_within(graph, nbytes, lambda graph, nbytes: adapt(graph, nbytes, known))
     else:
         schedule = adapt(graph, nbytes, known)
-    plan = None if schedule is None else Plan(graph, schedule, "auto", nbytes, version)
+    plan = None if schedule is None else Plan(graph, schedule, "auto", nbytes, str(torch.__version__))
     return plan if plan is not None and plan.peak_bytes <= nbytes else None

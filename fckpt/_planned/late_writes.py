@@ -1,8 +1,8 @@
 """Plans of graphs that write over their inputs: parameters that a step updates, donated arguments.
 
-Solvers need not know about such writes. They get the graph without the rule that nothing may read a value after it was
-overwritten; in their schedules a write comes directly after what it writes, as in program order. `settled` then moves
-the write behind the last computation that reads the old value, where there is one, and `simulate` judges.
+Solvers do not consider such writes. They get the graph without the rule that nothing may read a value after it was
+overwritten, and schedule a write directly after the computation of what it writes, as in program order. `settled` then
+moves the write behind the last computation that reads the old value, and `simulate` checks the schedule.
 """
 
 from __future__ import annotations

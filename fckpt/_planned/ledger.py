@@ -53,10 +53,6 @@ _REASONS = {
         way_out="Return a loss, or contiguous tensors.",
         does="runs by its plan, but overwrites no operands",
     ),
-    "torch.compile": _Reason(
-        "it runs inside of a function that torch.compile compiles, where the compiler decides what is saved",
-        way_out="Compile without the budget, or use the budget without torch.compile.",
-    ),
     "untraceable": _Reason(
         "it cannot be traced into a graph", way_out="Put the budget around a part of it that can be traced."
     ),
@@ -66,7 +62,7 @@ _REASONS = {
         does="runs like the plain function",
     ),
     "nothing to differentiate": _Reason(
-        "none of its arguments and closed-over tensors requires grad",
+        "none of its arguments and captured tensors requires grad",
         way_out="Use torch.no_grad() for inference, or put the budget around the function that is differentiated.",
         does="runs like the plain function",
         is_plain=True,

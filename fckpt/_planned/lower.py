@@ -404,7 +404,7 @@ def _made(call: Call) -> list[int]:
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the same view of a copy of the tensor's whole storage."""
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return copy.set_(tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    return copy.set_(tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _function(signature: str, lines: list[str]) -> str:

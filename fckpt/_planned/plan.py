@@ -21,7 +21,7 @@ from fckpt._units import format_bytes
 from fckpt.errors import ArgumentValueError, FckptError, PlanError
 from fckpt.graph.graph import Graph, checked
 from fckpt.graph.identity import fingerprint
-from fckpt.graph.schedule import Schedule, plain_schedule
+from fckpt.graph.schedule import Compute, FusedBlock, FusedSchedule, Schedule, plain_schedule
 from fckpt.graph.simulation import Timeline, simulate
 from fckpt.report.summary import summary_line, summary_table
 from fckpt.report.table import Residual, residuals
@@ -60,8 +60,10 @@ class Plan:
     untiled: Graph | None = None
     """The graph without tiles, if there are tiles."""
     kernels: Kernels = "aten"
-    """The kernels that run the plan. Blocks for compiled kernels are derived where the plan runs; all figures here are
-    those of torch's own kernels."""
+    """The kernels that run the plan. They are compiled where it runs."""
+    fused: FusedSchedule | None = dataclasses.field(default=None, compare=False)
+    """The schedule with blocks that run as compiled kernels; None if there are none, or for a plan from a file.
+    Timeline and peak are those with these blocks; times are those of torch's own kernels."""
     remade: Callable[[Plan, tuple[Any, ...], dict[str, Any]], Plan] | None = dataclasses.field(
         default=None, compare=False
     )
@@ -70,7 +72,7 @@ class Plan:
     @functools.cached_property
     def timeline(self) -> Timeline:
         """The memory of the plan, step by step."""
-        return simulate(self.graph, self.schedule)
+        return simulate(self.graph, self.schedule if self.fused is None else self.fused)
 
     @functools.cached_property
     def baseline(self) -> Timeline:
@@ -164,10 +166,17 @@ class Plan:
             gap=self.gap,
         )
         lines = [table, *([self._tiles_text()] if self.tiles else [])]
-        lines += (
-            [] if self.kernels == "aten" else [f"It runs with kernels={self.kernels!r}, compiled at the first call."]
-        )
+        lines += [] if self.kernels == "aten" else [self._kernels_text()]
         return "\n".join([*lines, f"For a loss of {', '.join(self.loss_of)} alone."] if self.loss_of else lines)
+
+    def _kernels_text(self) -> str:
+        """Describes the blocks: `With kernels='exact', 12 of 30 operations run in 4 compiled kernels.`"""
+        if self.fused is None:
+            return f"It runs with kernels={self.kernels!r}, compiled at the first call, if they are faster."
+        blocks = [s for s in (*self.fused.forward, *self.fused.backward) if isinstance(s, FusedBlock)]
+        number, steps = sum(len(b.nodes) for b in blocks), [*self.schedule.forward, *self.schedule.backward]
+        of = sum(isinstance(s, Compute) for s in steps)
+        return f"With kernels={self.kernels!r}, {number} of {of} operations run in {len(blocks)} fused blocks."
 
     def _tiles_text(self) -> str:
         """Describes the tiles in a sentence: `7 operations are cut into 8 tiles, with the bits of the whole ones.`"""
@@ -176,7 +185,7 @@ class Plan:
         number = sum(len(step.ways) for step in cut)
         many = " or ".join(map(str, counts))
         bits = "with the bits of the whole operations" if self.tile == "exact" else "and sums may be in another order"
-        return f"{number} operations are cut into {many} tiles, {bits}. Lower bounds are those with these tiles."
+        return f"{number} operations are cut into {many} tiles, {bits}. Lower bounds hold for plans with these tiles."
 
     def __repr__(self) -> str:
         known = self.gap if "bound" in vars(self) else None  # a debugger should not wait for the bound
@@ -194,7 +203,7 @@ class Plan:
             >>> plan.svg().startswith("<svg ")
             True
         """
-        steps = (len(plain_schedule(self._plain).forward), len(self.schedule.forward))
+        steps = (len(plain_schedule(self._plain).forward), len((self.fused or self.schedule).forward))
         return memory_svg(self.baseline, self.timeline, self.budget_bytes, forward_steps=steps)
 
     def _repr_html_(self) -> str:
@@ -209,7 +218,7 @@ class Plan:
         plain function, or of a policy, becomes that of the plain function or of the policy.
 
         Args:
-            args: arguments in the structure of those that the plan was made for, with tensors of other sizes.
+            args: arguments with the structure of the plan's own arguments, and tensors of other sizes.
             kwargs: likewise.
 
         Raises:

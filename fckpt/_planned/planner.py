@@ -22,7 +22,7 @@ from fckpt._capture.reads import Guards, Reads
 from fckpt._fuse.option import Kernels
 from fckpt._planned.agreement import agreed, mesh_of
 from fckpt._planned.execution import Program
-from fckpt._planned.families import Families
+from fckpt._planned.families import Families, is_shared
 from fckpt._planned.ledger import Ledger
 from fckpt._planned.making import make_plan, nbytes_of, priced
 from fckpt._planned.plan import Budget, Plan
@@ -66,7 +66,7 @@ class LazyModules(TraceError):
 def _has_lazy_modules(fn: Callable[..., Any], given: Any) -> bool:
     modules = closure_of([fn], [leaf for leaf in tree.leaves(given) if not isinstance(leaf, torch.Tensor)]).modules
     lazy = [m for module in modules for m in module.modules() if isinstance(m, LazyModuleMixin)]
-    return any(module.has_uninitialized_params() for module in lazy)  # type: ignore[misc]
+    return any(module.has_uninitialized_params() for module in lazy)  # type: ignore[misc]  # only lazy modules are in the list
 
 
 class Programs:
@@ -301,8 +301,9 @@ class Planner:
     def _program(self, traced: Trace, plan: Plan, count: int) -> Program:
         if self.kernels == "aten" or mesh_in_use() is not None:
             return Program(traced, plan, count)
+        within = None if self.given is not None else plan.budget_bytes
         with self.ledger.timed("compile"):
-            return Program(traced, plan, count, self.kernels)
+            return Program(traced, plan, count, self.kernels, within)
 
     def traced_programs(
         self,
@@ -442,11 +443,10 @@ class Planner:
 
     def _of_family(self, graph: Graph, budget: Budget | None, solve: Callable[[], Plan], stored: StoredPlans) -> Plan:
         """Returns a plan that is read or adapted from plans of other sizes, if there are such plans, or else solved."""
-        if budget is None or self.solver != "auto" or self.tile:
+        if budget is None or not is_shared(self.solver, self.tile):
             plan = solve()
         else:
-            version = str(torch.__version__)
-            plan, adapted = self.families.plan(graph, nbytes_of(budget, graph), version, solve, stored)
+            plan, adapted = self.families.plan(graph, nbytes_of(budget, graph), solve, stored)
             if adapted:
                 self.ledger.count("adapted")
                 self.families.solve_later(plan, stored)

@@ -54,7 +54,7 @@ class StepPlanner(Planner):
         """What follows on the backward pass of the calls to plan now."""
         self._exact: weakref.WeakKeyDictionary[Program, Plan] = weakref.WeakKeyDictionary()
 
-    def _make(self, call: Callable[[Backward], Trace], *rest: Any) -> Program:  # type: ignore[override]
+    def _make(self, call: Callable[[Backward], Trace], *rest: Any) -> Program:  # type: ignore[override]  # narrower arguments
         then, autocast = self.then, ambient.autocast()
 
         def completed(backward: Backward) -> Trace:
@@ -72,7 +72,7 @@ class StepPlanner(Planner):
             self._exact[program] = dataclasses.replace(plan, graph=graph)
         return self._exact[program]
 
-    def plan(self, traced: Trace, *rest: Any) -> Plan:  # type: ignore[override]
+    def plan(self, traced: Trace, *rest: Any) -> Plan:  # type: ignore[override]  # narrower arguments
         """Prices and solves a trace of one microbatch."""
         first = self.then is not None and self.then.first
         key = (_identity(traced), self.budget, first)

@@ -47,7 +47,7 @@ MOST_ENTRIES = 16
 """Schedules per file: the latest ones."""
 MOST_FILES = 256
 MOST_BYTES = 64 * 2**20
-"""The largest number and size of all files together: those that were used last."""
+"""The number of files that stay, and their size in bytes. The files that were used last stay."""
 SLOWER = 5e-3
 """A stored plan counts as solved if its overhead has grown by at most this much, by the present costs."""
 OTHER_TIMES = 2.0
@@ -104,7 +104,7 @@ class StoredPlans:
         return tuple(found)
 
     def made(self, graph: Graph, nbytes: int, make: Callable[[], Plan]) -> Plan:
-        """Returns the stored plan, or else has it solved and stores it.
+        """Returns the stored plan; if there is none, solves the graph and stores the plan.
 
         Raises:
             BudgetError: the solver finds no plan that fits.
@@ -197,7 +197,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _remove_oldest() -> None:
-    """Removes files beyond the largest number and size, and what processes that were killed have left."""
+    """Removes files beyond the largest number and size, and temporary files of processes that were killed."""
     files = []
     for path in cache_folder().glob("plans-*"):
         with contextlib.suppress(OSError):  # another process has removed it

@@ -192,7 +192,7 @@ def _check_generators(traced: Trace, random: RandomState) -> None:
 def _origin(slots: list[Slot], tensor: torch.Tensor) -> str:
     for holder, key, value in slots:
         if any(t is tensor for t in tensors_in(value)):
-            return f"closed-over {key!r}" if isinstance(holder, dict) else "a closed-over tensor"
+            return f"closed-over {key!r}" if isinstance(holder, dict) else "a captured tensor"
     return ""
 
 

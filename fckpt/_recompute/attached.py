@@ -267,7 +267,7 @@ class _Recompute(_SingleLevelFunction):
     """Autograd node that saves its operands, and whose backward evaluates the pullback of its primitive."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         primitive: Primitive,
         level: int,
@@ -288,7 +288,7 @@ class _Recompute(_SingleLevelFunction):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         saved = _saved_tensors(ctx)
         needs = ctx.needs_input_grad[5:]
         given = [i for i, ct in enumerate(cotangents) if ct is not None]

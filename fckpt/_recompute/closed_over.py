@@ -186,7 +186,7 @@ def _closure_error(tensor: torch.Tensor, fn: Any) -> ClosureError:
     )
 
 
-_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]  # a getset descriptor
 _DIFFERENTIATE = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 
 

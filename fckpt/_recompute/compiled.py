@@ -43,8 +43,8 @@ def call(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         return _eagerly(region, fn, args, kwargs)  # type: ignore[call-arg]  # torch types the decorator wrongly
     if region.is_planned:
         if region.compiled_options is not None and compiling.compiler_name() in ("inductor", "fckpt"):
-            return _separately(region, fn, args, kwargs)  # type: ignore[call-arg]  # as above
-        return _planned_eagerly(region, fn, args, kwargs)  # type: ignore[call-arg]  # as above
+            return _separately(region, fn, args, kwargs)
+        return _planned_eagerly(region, fn, args, kwargs)
     return checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)
 
 
@@ -66,7 +66,7 @@ def made(
         if _under_torch_func():
             return _made_eagerly(remat, fn, args, kwargs)  # type: ignore[call-arg]  # as above
         if planned is not None:
-            return _made_planned(planned, fn, args, kwargs)  # type: ignore[call-arg]  # as above
+            return _made_planned(planned, fn, args, kwargs)
         return checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)
 
     return rematerialised

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -133,15 +133,8 @@ class _Segment:
         if forward_ad._current_level >= 0:
             self.tangents = [forward_ad.unpack_dual(t).tangent for t in tensors]
             self.words, self.shared = 0, False  # forward-mode formulas fill in tangents after they are saved
-        # Outer hooks (an enclosing segment's, or the user's) decide how the inputs are saved.
         self.outer = top()
-        self.held: list[Any] = tensors
-        if self.outer is not None:
-            # Packed now rather than later, so that an enclosing replay that ends with this segment need not run it.
-            # Inputs that require grad are packed last, because a replay can stop only at such a value.
-            self.held = [None] * len(tensors)
-            for i in sorted(range(len(tensors)), key=lambda i: tensors[i].requires_grad):
-                self.held[i] = self.outer[0](tensors[i])
+        self.held: list[Any] = tensors if self.outer is None else _packed(tensors, self.outer[0])
         self.observation: Observation | None = Observation([fn], arguments.statics, tensors, buffer_writes)
 
     def forward(self) -> Any:
@@ -336,6 +329,18 @@ class _Segment:
             (holder, key, replaced(value, {known: tensors[i] for known, i in indices.items()}))
             for (holder, key, value), indices in self.closed
         ]
+
+
+def _packed(inputs: Sequence[torch.Tensor], pack: Callable[[torch.Tensor], Any]) -> list[Any]:
+    """Saves the inputs as outer hooks decide: those of an enclosing segment, or the user's.
+
+    This happens before the forward, so that an enclosing replay that ends with this segment need not run it. Inputs
+    that require grad are packed last, because a replay can stop only at such a value.
+    """
+    held: list[Any] = [None] * len(inputs)
+    for i in sorted(range(len(inputs)), key=lambda i: inputs[i].requires_grad):
+        held[i] = pack(inputs[i])
+    return held
 
 
 def _counter(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -1,10 +1,10 @@
 """Choice of the stretches to cut into tiles, and into how many.
 
-The node that needs most memory in every schedule (`least_peaks`) is the first of a stretch. The stretch grows over the
-producers and consumers of its large values, as long as they can be cut along the same rows. The least number of tiles
-with which the stretch needs no more than a target is taken, or else the least number beyond which more tiles do not
-help. Then the next node is the one that needs most, until all need less than the target, or the worst one cannot be
-cut.
+A stretch begins with the node that needs the most memory in every schedule (`least_peaks`). It grows over the producers
+and consumers of its large values, as long as they can be cut along the same rows. It is cut into the fewest tiles with
+which it needs no more than a target or, if the target is out of reach, into the fewest beyond which more tiles do not
+help. This repeats with the node that then needs the most, until all nodes need less than the target, or that node
+cannot be cut.
 """
 
 from __future__ import annotations

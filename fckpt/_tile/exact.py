@@ -5,11 +5,12 @@ data, at its real size and with the current settings. If every operation of a st
 operands, so does the stretch. The control flow of kernels does not depend on data, so a kernel that cuts its work
 differently for a tile differs in many elements, of which the test compares at least `SAMPLES`.
 
-One difference would hide from such a test: kernels for pointwise operations compute the last few elements of an array
-one by one, with another function than the vectors before them. So these kernels are also asked whether an element's
-result depends on its position. If it does, tiles must be contiguous and begin where a vector begins.
+Such a test can miss one difference: kernels for pointwise operations compute the last few elements of an array one by
+one, with another function than the vectors before them. So a second test finds out whether an element's result depends
+on its position. If it does, tiles must be contiguous and begin where a vector begins.
 
-Tensors without memory (on the meta device) cannot be tested. There, what is exact by its definition counts as exact.
+Tensors without memory (on the meta device) cannot be tested. There, operations that are exact by definition count as
+exact.
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ def _results(result: Any) -> list[torch.Tensor]:
 def _is_aligned(slices: Slices, node: int) -> bool:
     """Whether all operands of a pointwise operation are contiguous, and tiles begin where a vector begins."""
     call, way = slices.calls[node], slices.ways[node]
-    out = slices.specs[call.outputs[0]]  # type: ignore[index]
+    out = slices.specs[call.outputs[0]]  # type: ignore[index]  # a call of a node has a result
     threads = out.device.type == "cpu" and torch.get_num_threads() > 1 and math.prod(out.shape) > ONE_THREAD
     dim, row = way.makes[0], math.prod(out.shape[way.makes[0] + 1 :])
     if threads or math.prod(out.shape[:dim]) != 1:
@@ -261,7 +262,7 @@ def _is_aligned(slices: Slices, node: int) -> bool:
 
 
 def _is_positional(call: Call, specs: Sequence[TensorSpec]) -> bool:
-    """Whether the result of an element depends on its position in an array, as asked of the kernel."""
+    """Whether the result of an element depends on its position in an array, by a test of the kernel."""
     used = tensors_of(call)
     key = (call.op, tuple((specs[t].dtype, specs[t].shape == ()) for t in used), _scalars(call), specs[used[0]].device)
     if key not in _positional:
@@ -276,7 +277,7 @@ _positional: dict[Any, bool] = {}
 
 
 def _scalars(call: Call) -> str:
-    return signature(call, _Vectors())  # type: ignore[arg-type]
+    return signature(call, _Vectors())  # type: ignore[arg-type]  # only indexed
 
 
 class _Vectors:

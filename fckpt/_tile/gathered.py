@@ -1,8 +1,8 @@
 """Rewriting of a loss over classes, so that it reads one gathered number per row instead of a number per class.
 
 `nll_loss` reads the element of each row that the target names, and sums. Here these elements are gathered first, which
-rows can do tile by tile, and the same kernel then sums them as rows of a single class: the order of its sum stays.
-Ignored rows gather any element, and stay ignored.
+is possible tile by tile. Then the same kernel sums them, as rows of a single class, in the same order. For ignored rows
+an arbitrary element is gathered; they are still ignored.
 """
 
 from __future__ import annotations

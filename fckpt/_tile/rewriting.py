@@ -1,9 +1,10 @@
 """Rewriting of a trace: the operations of a stretch run tile by tile.
 
-A stretch is a set of nodes, each with a way to cut it. Every node becomes one node per tile. A tile reads slices of
-tensors made outside of the stretch, which are views, and tiles of those made inside, which are storages of their own.
-What is read whole by any other operation, or is a result of the function, is put together: written tile by tile into
-one allocation, or concatenated if it is small. Sums over the rows (gradients of weights, for example) are accumulated.
+A stretch is a set of nodes, each with a way to cut it. Every node becomes one node per tile. A tensor made outside of
+the stretch is read by slices, which are views. A tensor made inside exists as tiles, which are separate storages. If
+another operation reads such a tensor whole, or the function returns it, its tiles are put together: written one by one
+into one allocation, or concatenated if they are small. Sums over the rows (gradients of weights, for example) are
+accumulated.
 
 Nodes of a stretch run tile by tile in *phases*: a phase ends where an operation needs a result of the phase whole, and
 at the end of the forward pass. Within a phase the first tile passes through all operations, then the second, and so on.
@@ -144,7 +145,7 @@ class Rewriting:
         return self.trace_made
 
     def _graph(self, boundary: int) -> Graph:
-        """Returns the new graph. How long the plain function holds a value is a question to the old one."""
+        """Returns the new graph. `Value.held_to` of the old graph does not apply to it."""
         old, new = self.old.graph, self.known
         return Graph(
             tuple(self.nodes),
@@ -256,7 +257,7 @@ class Rewriting:
         if way.sizes is not None:
             position, entry = way.sizes
             sizes = list(args[position])
-            first, end = slices.slice_of(call.outputs[0], way.makes[0], tile)  # type: ignore[arg-type]
+            first, end = slices.slice_of(call.outputs[0], way.makes[0], tile)  # type: ignore[arg-type]  # a call of a node has a result
             sizes[entry] = end - first
             args = (*args[:position], sizes, *args[position + 1 :])
         self.sent[index].append((args, kwargs))

@@ -104,7 +104,7 @@ def _expanded(args: Sequence[Any], shape: Shape, result: Shape, dim: int) -> int
 
 
 def _parts(args: Sequence[Any], shape: Shape, result: Shape, dim: int) -> int | None:
-    """Is the rule of slices and splits: a part of a dimension other than the rows."""
+    """The rule for slices and splits: a part of a dimension other than the rows."""
     return dim if shape[dim] == result[dim] else None
 
 

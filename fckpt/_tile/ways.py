@@ -1,8 +1,8 @@
 """Ways to cut an operation into tiles: which operands are cut along which dimension, and what becomes of the results.
 
 One table maps operations to rules. A rule lists the ways of a call; an operation that is not in the table and not
-pointwise cannot be cut. The dimensions along which an operation is independent follow from its definition; whether the
-bits of a tile are those of the whole operation is another question, which `exact.py` asks the real kernel.
+pointwise cannot be cut. The dimensions along which an operation is independent follow from its definition. Whether a
+tile has the bits of the whole operation depends on the kernel, and is tested by `exact.py`.
 
 The table follows `torch/_inductor/fx_passes/auto_chunker/propagator.py` (torch 2.9), which propagates the dimension of
 the rows through a graph in the same manner.
@@ -37,7 +37,7 @@ class Way(NamedTuple):
 
     @property
     def sums(self) -> bool:
-        """Whether the tiles make parts of a sum."""
+        """Whether the result is a sum, of which each tile makes a part."""
         return SUM in self.makes
 
 
@@ -76,7 +76,7 @@ class _Given:
         self.results = [specs[t].shape for t in call.outputs if t is not None]
 
     def is_even(self, way: Way) -> bool:
-        """Whether all tensors have the same number of rows. Those of an index may be fewer than those that it reads."""
+        """Whether all tensors have the same number of rows. An index may have fewer rows than the tensor it reads."""
         read = {s[d] for s, d in zip(self.shapes, way.reads, strict=True) if d is not None}
         made = {s[d] for s, d in zip(self.results, way.makes, strict=True) if d != SUM}
         return len(read | made) == 1
@@ -199,7 +199,7 @@ def _embedding_backward(given: _Given) -> Iterator[Way]:
 
 
 def _padded(given: _Given) -> Iterator[Way]:
-    """Is the rule of the derivatives of slices and selections, which list the sizes of their results."""
+    """The rule for the derivatives of slices and selections, which list the sizes of their results."""
     sizes = given.results[0]
     along, gone = given.args[2] % len(sizes), len(sizes) - len(given.shapes[0])
     for dim in range(len(sizes)):

@@ -14,7 +14,7 @@ __all__ = ["Allocations", "rounded"]
 
 
 def rounded(nbytes: int, grain: int) -> int:
-    """Returns the bytes that an allocator takes which rounds up to multiples of `grain`."""
+    """Rounds bytes up to a multiple of `grain`, as an allocator does."""
     return -(-nbytes // grain) * grain
 
 
@@ -36,7 +36,7 @@ class Allocations(TorchDispatchMode):
         self._known: dict[int, Any] = {}
 
     def forget(self) -> None:
-        """Begins the peak anew, at what is held now."""
+        """Resets the peak to the bytes that are held now."""
         self.peak = self.held
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -98,20 +98,14 @@ class Assembly:
                 self._add(recorded)
             if position == self.forward_calls - 1:
                 boundary = len(self.nodes)
-        held = {*inputs, *cotangents}
-        outputs = dict.fromkeys(v for t in interface.outputs if (v := self.known[recorder.values[t]]) not in held)
-        gradients = dict.fromkeys(self.known[recorder.values[t]] for t in interface.gradients if t is not None)
         if not cotangents:
             boundary = self._split()
-            gradients |= dict.fromkeys(v for v in outputs if (self.values[v].producer or 0) >= boundary)
-            outputs = dict.fromkeys(v for v in outputs if v not in gradients)
-            gradients |= dict.fromkeys(self._updated())
+        outputs, gradients = self._results({*inputs, *cotangents}, None if cotangents else boundary)
         specs = tuple(self._spec(t, value) for t, value in zip(recorder.tensors, recorder.values, strict=True))
         plain = {self.known[recorder.values[t]] for t in late if self._is_plain(t)}
         written = {call.node: arguments_of(call, specs, plain) for call in self.calls}
         nodes = tuple(dataclasses.replace(node, arguments=written[node.id]) for node in self.nodes)
-        ended = tuple(sorted(outputs)), tuple(sorted(gradients))
-        graph = Graph(nodes, self._lived(), inputs, cotangents, *ended, boundary)
+        graph = Graph(nodes, self._lived(), inputs, cotangents, outputs, gradients, boundary)
         return Trace(
             graph,
             tuple(self.calls),
@@ -131,8 +125,23 @@ class Assembly:
             regions=tuple((self._inside(calls, returned), policy) for calls, returned, policy in recorder.regions),
         )
 
+    def _results(self, held: set[int], split: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the values that the two passes return, except those that the caller holds.
+
+        If nothing differentiates the call from outside, its results from the node `split` on are made by its second
+        half, like gradients.
+        """
+        values = self.recorder.values
+        outputs = {v for t in self.interface.outputs if (v := self.known[values[t]]) not in held}
+        gradients = {self.known[values[t]] for t in self.interface.gradients if t is not None}
+        if split is not None:
+            gradients |= {v for v in outputs if (self.values[v].producer or 0) >= split}
+            outputs -= gradients
+            gradients.update(self._updated())
+        return tuple(sorted(outputs)), tuple(sorted(gradients))
+
     def _split(self) -> int:
-        """Divides a call that has no backward pass of its own into two halves; returns the boundary between them.
+        """Divides a call that nothing differentiates into two halves; returns the boundary between them.
 
         The second half begins with the first backward pass inside of the function or, if there is none, with the first
         node: schedules may recompute anything in their second half. Nodes with an effect stay in the first half.
@@ -298,19 +307,13 @@ class Assembly:
         # Only the first run writes the running statistics of a module, and the operation does not read them.
         sent += [old for old, new in replaced if new not in statistics or recorder.values[new] not in self.operand]
         read = tuple(dict.fromkeys(self.known[recorder.values[t]] for t in sent))
-        made = len(self.values)
-        for t in (*outputs, *(new for _, new in recorded.replaced)):
-            if t is not None:
-                self._value(t, node, str(op))
+        new = self._made(recorded, node)
         self.versions += [(new, self.operand[v]) for _, new in replaced if (v := recorder.values[new]) in self.operand]
-        new = tuple(range(made, len(self.values)))
         backward = not self.late.isdisjoint(read)
         if backward:
             self.late.update(new)
         writes = tuple(self.known[old] for old, _ in versions if old in recorder.written)
-        once = any(recorder.values[t] in self.rewritten for t in sent) or not new or op is CARRIED
-        # An operation with several results can run again if it only writes statistics: those are small enough to copy.
-        once |= len(new) > 1 and any(recorder.values[t] not in self.operand for _, t in replaced if t not in statistics)
+        once = op is CARRIED or self._is_once(sent, len(new), [t for _, t in replaced if t not in statistics])
         overwrites = () if once or len(new) > 1 else self._overwrites(recorded, replaced)
         self.nodes.append(
             Node(
@@ -330,6 +333,22 @@ class Assembly:
             )
         )
         self.calls += [*calls, Call(op, args, kwargs, outputs, node, replaced)]
+
+    def _made(self, recorded: Recorded, node: int) -> tuple[int, ...]:
+        """Adds the values that a recorded call makes, and returns them."""
+        first = len(self.values)
+        for t in (*recorded.outputs, *(new for _, new in recorded.replaced)):
+            if t is not None:
+                self._value(t, node, str(recorded.op))
+        return tuple(range(first, len(self.values)))
+
+    def _is_once(self, sent: Sequence[int], results: int, written: Sequence[int]) -> bool:
+        """Whether an operation cannot run again, given the tensors that it reads, and writes besides statistics."""
+        values = self.recorder.values
+        if not results or any(values[t] in self.rewritten for t in sent):
+            return True
+        # An operation with several results can run again if it only writes statistics: those are small enough to copy.
+        return results > 1 and any(values[t] not in self.operand for t in written)
 
     def _with_memory(
         self, replaced: tuple[tuple[int, int], ...], node: int

@@ -2,7 +2,7 @@
 
 Torch tries its fused kernels in an order of preference, and runs the first one whose conditions hold: on dtypes, sizes,
 strides, the mask, the generation of the device and the settings of `torch.nn.attention.sdpa_kernel`. Only a build of
-torch with CUDA can be asked, so the rules are written down here.
+torch with CUDA can evaluate these rules, so they are written down here.
 
 Source: `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` of torch, `priority_order` and `can_use_*_attention`.
 Look again with each version of torch. Assumed: cuDNN later than 9.15.0, which torch's wheels for CUDA 13 bring; then

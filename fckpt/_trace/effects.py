@@ -202,12 +202,12 @@ def check_writes(
     for i, storage in enumerate(storages):
         if written[i] and storage and storages.count(storage) > 1:
             raise TraceError(
-                "the function changes a closed-over tensor in place that shares memory with another tensor that it "
+                "the function changes a captured tensor in place that shares memory with another tensor that it "
                 f"uses. Close over only one of the two. {WAY_OUT}"
             )
         if written[i] and operands[i].requires_grad:
             raise TraceError(
-                "the function changes a closed-over tensor in place that requires grad (an embedding with max_norm, "
+                "the function changes a captured tensor in place that requires grad (an embedding with max_norm, "
                 f"for example), which a plan cannot reproduce. {WAY_OUT}"
             )
 
@@ -244,7 +244,7 @@ class _UnseedableGenerator:
 def seeding_refused() -> Iterator[None]:
     """Raises `TraceError` if the body seeds the default generator or sets its state."""
     generator = torch.random.default_generator
-    torch.random.default_generator = _UnseedableGenerator(generator)  # type: ignore[assignment]
+    torch.random.default_generator = _UnseedableGenerator(generator)
     try:
         yield
     finally:

@@ -1,9 +1,9 @@
-"""Derivative formulas that depend on how autograd runs, and a plain run's formulas in their place.
+"""Derivative formulas that depend on how autograd runs: a trace uses the formulas of a plain run.
 
-Autograd has two formulas for a few operations. The formula of a plain run reads the data of a tensor, to take a shorter
-way. For tensor subclasses and below dispatch modes, and so in a trace, autograd uses a formula that reads no data, with
-other roundings. Here hooks on the autograd nodes of a trace replace its results by those of the plain formula. A
-formula that reads data becomes an operation of the trace.
+Autograd has two formulas for a few operations. The formula of a plain run reads the data of a tensor, to save work. For
+tensor subclasses and below dispatch modes, and so in a trace, autograd uses a formula that reads no data and rounds
+differently. Here hooks on the autograd nodes of a trace replace the results of that formula by the results of the plain
+formula, which becomes an operation of the trace.
 
 Under the transforms of torch.func, a plain run uses the formulas of subclasses too, so nothing is replaced. Other
 formulas depend on grad mode: they are differentiable if autograd records the backward pass, as it does under torch.func

@@ -1,4 +1,4 @@
-"""Lifetimes of storages during a trace, which are those of the plain function.
+"""Lifetimes of storages during a trace, which equal the lifetimes in the plain function.
 
 A trace runs the function and its backward pass on tensors that only the function and autograd hold. So each storage is
 freed at the same point as in a plain run: a saved value after the autograd node that saved it, a cotangent after the

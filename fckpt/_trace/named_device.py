@@ -2,9 +2,9 @@
 
 Most functions of torch run the same operations on every device. Some look at the device of their arguments and choose:
 attention, batch normalisation, dropout. The stand-ins of such a trace are on the meta device, where torch's autograd
-works without CUDA, but say in Python that they are on the named device. The functions that choose are replaced, for
-the stand-ins of the trace and while it lasts, by what torch runs on CUDA. What cannot be told without the device, such
-as the packed weights of cuDNN's recurrent networks, is a `TraceError`.
+works without CUDA, but in Python their `device` is the named device. During the trace, and for its stand-ins only, the
+functions that choose are replaced by what torch runs on CUDA. Functions whose operations cannot be known without the
+device, such as cuDNN's recurrent networks with their packed weights, raise a `TraceError`.
 
 Source: `aten/src/ATen/native` of torch: `Dropout.cpp`, `Normalization.cpp`, `layer_norm.cpp`, `SoftMax.cpp`,
 `transformers/attention.cpp`. Seen on torch 2.13: a kernel for `AutogradMeta` comes before the composite one;
@@ -236,14 +236,14 @@ class _RMSNorm(torch.autograd.Function):
     """CUDA's kernels of the root mean square norm, which torch's dispatcher composes of others on the meta device."""
 
     @staticmethod
-    def forward(ctx: Any, input: Any, weight: Any, shape: list[int], eps: float | None) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, input: Any, weight: Any, shape: list[int], eps: float | None) -> Any:
         result, rstd = _recorded(aten._fused_rms_norm.default, input, shape, weight, eps)
         ctx.save_for_backward(input, weight, rstd)
         ctx.shape = shape
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]  # torch passes `ctx`
         input, weight, rstd = ctx.saved_tensors
         mask = [bool(needed) for needed in ctx.needs_input_grad[:2]]
         found = _recorded(aten._fused_rms_norm_backward.default, grad, input, ctx.shape, rstd, weight, mask)

@@ -335,13 +335,7 @@ class Recorder(TorchDispatchMode):
 
         sent = _mapped(args, fake_of), {k: _mapped(v, fake_of) for k, v in kwargs.items()}
         written = _written(func, args, kwargs)
-        if written:
-            with self.fake:
-                result = func(*sent[0], **sent[1])
-        else:
-            result = self.repeated(func, *sent)
-        if any(self._of(t).shape != t.shape for t in written):
-            raise TraceError(f"{current()}: {func} changes the size of a tensor in place. {WAY_OUT}")
+        result = self._ran(func, sent, written)
         found = _flat(result)
         if not written and not any(isinstance(t, torch.Tensor) for t in found):
             if not found or found == [None]:  # an assertion: its only effect is an error
@@ -352,10 +346,20 @@ class Recorder(TorchDispatchMode):
             numbers[id(tensor)] = self._number(tensor)
         return self._returned(func, args, kwargs, numbers, given, result, written, replaced)
 
+    def _ran(self, func: Any, sent: tuple[Any, dict[str, Any]], written: Sequence[torch.Tensor]) -> Any:
+        """Runs an operation on fake tensors."""
+        if not written:
+            return self.repeated(func, *sent)
+        with self.fake:
+            result = func(*sent[0], **sent[1])
+        if any(self._of(t).shape != t.shape for t in written):
+            raise TraceError(f"{current()}: {func} changes the size of a tensor in place. {WAY_OUT}")
+        return result
+
     def _on_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Returns an operation of a trace for a named device as it runs on the meta device."""
         device = kwargs.get("device")
-        if device is None or device.type != self.named.type:  # type: ignore[union-attr]
+        if device is None or device.type != self.named.type:  # type: ignore[union-attr]  # only called if there is one
             return func, kwargs
         if func is aten._to_copy.default and getattr(args[0], "named", None) == self.named:
             same = kwargs.get("dtype") in (None, args[0].dtype) and kwargs.get("memory_format") is None

@@ -189,7 +189,7 @@ class Results:
 
         Raises:
             TraceError: the backward pass is not that of a loss alone.
-            ArgumentValueError: the loss does not require grad, or is no single number.
+            ArgumentValueError: the loss does not require grad, or is not a single number.
         """
         if not any(self.flags):
             raise ArgumentValueError(

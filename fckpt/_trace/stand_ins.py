@@ -32,21 +32,21 @@ WAY_OUT = "fckpt.remat without policy and budget takes any function; nothing is 
 class StandIn(torch.Tensor):
     """A tensor of a trace: it has no memory, and can only be used during the trace."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # a C function
 
     named: torch.device | None = None
     """The device that the tensor says it is on, in a trace for a device that is not here; see `named_device`."""
 
     @property
-    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.named or torch.Tensor.device.__get__(self)  # type: ignore[attr-defined]
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute in torch's stubs
+        return self.named or torch.Tensor.device.__get__(self)
 
     @property
-    def is_cuda(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def is_cuda(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute in torch's stubs
         return self.device.type == "cuda"
 
     @property
-    def is_meta(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def is_meta(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute in torch's stubs
         return self.device.type == "meta"
 
     def get_device(self) -> int:
@@ -61,19 +61,19 @@ class StandIn(torch.Tensor):
         )
 
     @property
-    def grad(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def grad(self) -> Any:
         raise TraceError(
             f"{current()}: the function reads `.grad` of a tensor, which changes from call to call. Pass the gradient "
             f"as an argument. {WAY_OUT}"
         )
 
     @grad.setter
-    def grad(self, value: Any) -> None:  # type: ignore[override]
+    def grad(self, value: Any) -> None:  # type: ignore[override]  # see the getter
         raise TraceError(f"{current()}: the function sets `.grad` of a tensor, which a plan would not do. {WAY_OUT}")
 
     @property
     def data(self) -> Any:
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # a getset descriptor
 
     @data.setter
     def data(self, value: Any) -> None:
@@ -107,7 +107,7 @@ class _Computed(torch.autograd.Function):
     """Identity that turns a tensor into a non-leaf that requires grad, without recording an operation."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tensor: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: list[torch.Tensor]) -> torch.Tensor:
         return tensor[0]
 
 
@@ -132,7 +132,7 @@ def storage_without_memory(nbytes: int, device: torch.device) -> torch.UntypedSt
     """Returns a storage of this size on a device, without memory."""
     if device.type == "meta":
         return torch.UntypedStorage(nbytes, device="meta")
-    return torch._C._construct_storage_from_data_pointer(0, device, nbytes)  # type: ignore[attr-defined]
+    return torch._C._construct_storage_from_data_pointer(0, device, nbytes)  # type: ignore[attr-defined]  # without a stub
 
 
 def viewing(storage: torch.UntypedStorage, fake: torch.Tensor, named: torch.device | None = None) -> torch.Tensor:

@@ -74,7 +74,7 @@ def trace(
         origins: names for the operands.
         state: the places that `fn` may assign to, including attributes, parameters and buffers of modules.
         backward: the backward pass. Its outputs are numbers of distinct new tensors; None for `likely_differentiated`.
-        batch: the `vmap` outside of the transform that differentiates; if given, the layouts are those of the batches.
+        batch: the `vmap` outside of the transform that differentiates; if given, `layouts` describe the batches.
         reads: records which of the user's Python code runs.
         donated: the positions of arguments over which results are written; see `donation`.
         target: the device to trace for, if it is not the device of the tensors; see `named_device`.
@@ -127,21 +127,11 @@ def _traced(
     wrapped = batch is not None or any(layout.transformed for layout in layouts)
     graph = isinstance(fn, (GraphFunction, BatchedGraph))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_active.set_to(recorder))
-        if target is not None:
-            stack.enter_context(cuda_kernels(target))
-            stack.enter_context(recorder.fake)  # torch would start CUDA for `device="cuda"` in another mode
-        stack.enter_context(_tracing(recorder, wrapped, enabled))
-        stack.enter_context(errors_located())
+        stack.enter_context(_recording(recorder, wrapped, enabled, target))
         stand_ins = [recorder.stand_in(_untracked(layout) if batch else layout) for layout in layouts]
         numbers = [recorder.number(t) for t in stand_ins]
         count = len(arguments.tensors)
-        for i, operand in enumerate(stand_ins[:count]):
-            if i in donated:
-                recorder.donate(operand)
-            else:
-                origin = origins[i] if i < len(origins) else arguments.path(i)
-                recorder.refuse_writes(operand, functools.partial(argument_written, origin))
+        _protect(stand_ins[:count], arguments, origins, donated, recorder)
         levels = None if batch is None else stack.enter_context(under_vmap(batch))
         tracked = [layout.requires_grad for layout in layouts]
         computed = [layout.computed for layout in layouts]
@@ -153,11 +143,8 @@ def _traced(
         with placed(closed), names_recorded(recorder.name), marks_answered(recorder):
             before = state.again()
             carried = {} if backward.then is None else backward.then.begun(operands)
-            if not graph:
-                for tensor, operand in zip(tensors, operands, strict=True):
-                    vars(operand).update(vars(tensor))
             moved = contextlib.nullcontext() if target is None else DevicesMoved(target, graph)
-            with contextlib.nullcontext() if graph else _python_code(reads), moved:
+            with contextlib.nullcontext() if graph else _python_code(reads, tensors, operands), moved:
                 result = fn(*args, **kwargs)
             check_assignments(closed, before, recorder)
         if donated:
@@ -178,8 +165,43 @@ def _traced(
 
 
 @contextlib.contextmanager
-def _python_code(reads: Reads) -> Iterator[None]:
-    """Lets the user's Python code run within a trace: without compiled functions and impure calls."""
+def _recording(recorder: Recorder, wrapped: bool, enabled: bool, target: NamedDevice | None) -> Iterator[None]:
+    """Records the body, with grad mode on or off as in the plain call, for the device `target` if one is named."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_active.set_to(recorder))
+        if target is not None:
+            stack.enter_context(cuda_kernels(target))
+            stack.enter_context(recorder.fake)  # torch would start CUDA for `device="cuda"` in another mode
+        grad = torch.set_grad_enabled(enabled)
+        reads = DataReadsRefused(recorder, wrapped)
+        with torch.inference_mode(False), below_all(), seeding_refused(), recorder, grad, reads, errors_located():
+            yield
+
+
+def _protect(
+    operands: Sequence[torch.Tensor],
+    arguments: Arguments,
+    origins: Sequence[str],
+    donated: Sequence[int],
+    recorder: Recorder,
+) -> None:
+    """Makes a write over an argument an error, unless the argument is donated."""
+    for i, operand in enumerate(operands):
+        if i in donated:
+            recorder.donate(operand)
+        else:
+            origin = origins[i] if i < len(origins) else arguments.path(i)
+            recorder.refuse_writes(operand, functools.partial(argument_written, origin))
+
+
+@contextlib.contextmanager
+def _python_code(reads: Reads, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Lets the user's Python code run within a trace: without compiled functions and impure calls.
+
+    The operands have the Python attributes of the tensors for which they stand.
+    """
+    for tensor, operand in zip(tensors, operands, strict=True):
+        vars(operand).update(vars(tensor))
     # Compiled functions inside run uncompiled: torch would cache the failure of compiling them here.
     with torch.compiler.set_stance("force_eager"), impure_calls_refused(reads):
         yield
@@ -242,15 +264,6 @@ def inlined(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     result = fn(*args, **kwargs)
     recorder.note_region(first, [t for t in tree.leaves(result) if isinstance(t, torch.Tensor)], policy)
     return result
-
-
-@contextlib.contextmanager
-def _tracing(recorder: Recorder, wrapped: bool, enabled: bool) -> Iterator[None]:
-    """Records the body, with grad mode on or off as in the plain call."""
-    grad = torch.set_grad_enabled(enabled)
-    reads = DataReadsRefused(recorder, wrapped)
-    with torch.inference_mode(False), below_all(), seeding_refused(), recorder, grad, reads:
-        yield
 
 
 def _untracked(layout: Layout) -> Layout:

@@ -1,7 +1,7 @@
 """Two levels of torch.func in a trace: a `vmap`, and inside it the transform that differentiates.
 
 `vmap(grad(f))` is traced as it runs: autograd records at the inner level, on tensors that the outer level batches. The
-recorded operations are those on the batched tensors.
+recorded operations work on the batched tensors.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -44,19 +44,7 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
     paired = [workspace_maker(call, makers) for call in calls]
     keys = [paired_signature(call, trace.tensors, maker) for call, maker in zip(calls, paired, strict=True)]
     distinct = dict(zip(keys, calls, strict=True))
-    costs: dict[str, OpCost] = {}
-    before = {*source.failures, *source.refused} if isinstance(source, Measured) else set()
-    held = _held(trace)
-    with Line(progress) as line:
-        for key, call in distinct.items():
-            if isinstance(source, Measured):
-                costs[key] = source(call, trace.tensors, makers, held)
-            else:
-                costs[key] = source(call, trace.tensors)
-            line.update(len(costs), len(distinct), "priced {} of {} operations")
-    held.clear()
-    if isinstance(source, Measured):
-        _warn(source, before)
+    costs = _costs(trace, source, distinct, makers, progress)
     total: dict[int, OpCost] = {}
     for key, call in zip(keys, calls, strict=True):
         assert call.node is not None
@@ -69,19 +57,44 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
     if isinstance(source, Analytic) and source.profile.allocation_granularity > 1:
         values = _rounded(trace, values, source.profile.allocation_granularity)
     nodes = [_overwriting_equals(node, values) for node in nodes]
+    return dataclasses.replace(trace.graph, nodes=_with_states(trace, calls, nodes), values=tuple(values))
+
+
+def _costs(
+    trace: Trace, source: CostSource, distinct: dict[str, Call], makers: Mapping[int, Call], progress: bool
+) -> dict[str, OpCost]:
+    """Returns the costs of distinct calls, by signature, and warns about operations that were estimated."""
+    costs: dict[str, OpCost] = {}
+    before = {*source.failures, *source.refused} if isinstance(source, Measured) else set()
+    held = _held(trace)
+    with Line(progress) as line:
+        for key, call in distinct.items():
+            if isinstance(source, Measured):
+                costs[key] = source(call, trace.tensors, makers, held)
+            else:
+                costs[key] = source(call, trace.tensors)
+            line.update(len(costs), len(distinct), "priced {} of {} operations")
+    if isinstance(source, Measured):
+        _warn(source, before)
+    return costs
+
+
+def _with_states(trace: Trace, calls: Sequence[Call], nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Returns the nodes with the memory of generator states, which a planned call copies around random operations."""
     # These operations read the generator's state while memory for their result is already allocated: those that write
     # to existing memory, and custom ones, whose generators are observed.
     late = {
         call.node for call in calls if is_random(call.op) and (not any(_made(call)) or not is_tagged_random(call.op))
     }
+    found = list(nodes)
     for node in [n for n in nodes if n.random and _is_on_cpu(trace, n)]:
         # A planned call copies the generator's state before a random operation that it will recompute. If other threads
         # might draw, it copies the state after the operation too.
         early = node.id not in late and threading.active_count() == 1
         made = sum(trace.graph.values[v].nbytes for v in node.outputs) if early else 0
         least = torch.default_generator.get_state().nbytes - made
-        nodes[node.id] = dataclasses.replace(node, temporary_nbytes=max(node.temporary_nbytes, least))
-    return dataclasses.replace(trace.graph, nodes=tuple(nodes), values=tuple(values))
+        found[node.id] = dataclasses.replace(node, temporary_nbytes=max(node.temporary_nbytes, least))
+    return tuple(found)
 
 
 WARNINGS = "fckpt estimated what it could not measure"

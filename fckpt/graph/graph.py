@@ -115,8 +115,8 @@ class Graph:
     inputs: tuple[int, ...]
     """Values that the caller holds throughout: arguments and constants. Their bytes are not counted."""
     cotangents: tuple[int, ...]
-    """Values that arrive with the backward pass and are held until its end. Without any, the graph is that of a call
-    that nothing differentiates from outside, and its two passes run one directly after the other."""
+    """Values that arrive with the backward pass and are held until its end. Without any, the graph describes a
+    call that nothing differentiates from outside, and its two passes run one directly after the other."""
     outputs: tuple[int, ...]
     """Values that the forward pass makes and that are held until the end of the backward pass."""
     gradients: tuple[int, ...]
@@ -140,17 +140,12 @@ class Graph:
                 whole = len(node.outputs) == 1 and set(node.inputs).issuperset(node.overwrites) and not node.once
                 sizes = {self.values[v].nbytes for v in (*node.overwrites, *node.outputs)}
                 _require(whole and len(sizes) == 1, f"{name} overwrites a value that it may not overwrite")
-            _require(
-                set(node.accumulates).issubset(node.inputs),
-                f"{name} accumulates into a value that it does not read",
-            )
+            accumulates = set(node.accumulates)
+            _require(accumulates.issubset(node.inputs), f"{name} accumulates into a value that it does not read")
             depends = not late.isdisjoint(node.inputs)
             starts = node.backward and not self.cotangents  # with a backward pass inside of the call
             _require(node.backward == (depends or starts), f"node {i}: the flag `backward` is wrong")
-            _require(
-                gone.isdisjoint((*node.inputs, *node.writes)),
-                f"{name} reads a value that was overwritten",
-            )
+            _require(gone.isdisjoint((*node.inputs, *node.writes)), f"{name} reads a value that was overwritten")
             if node.writes:
                 _require(
                     made.issuperset(node.writes) and (not node.backward or all(map(self._is_callers, node.writes))),
@@ -161,10 +156,7 @@ class Graph:
                 _require(i >= self.boundary and not node.once, f"node {i} cannot be in the forward pass")
                 late.update(node.outputs)
             made.update(node.outputs)
-        _require(
-            all(v.id == i and v.nbytes >= 0 for i, v in enumerate(self.values)),
-            "values are not numbered",
-        )
+        _require(all(v.id == i and v.nbytes >= 0 for i, v in enumerate(self.values)), "values are not numbered")
         _require(made == set(range(len(self.values))), "some values have no producer and are not inputs or cotangents")
         _require(late.isdisjoint(self.outputs), "an output needs a cotangent")
         _require(gone.isdisjoint((*self.outputs, *self.gradients)), "an output or a gradient was overwritten")

@@ -44,7 +44,7 @@ class Timeline:
 
 
 def simulate(graph: Graph, schedule: Schedule | FusedSchedule) -> Timeline:
-    """Simulates `schedule` on `graph`, without running anything. The times are those of the nodes, in blocks as well.
+    """Simulates `schedule` on `graph`, without running anything. A block takes the time of its nodes.
 
     Raises:
         ScheduleError: a step reads or frees a value that is not live, or runs a backward node in the forward pass;

@@ -1,7 +1,7 @@
 """Exhaustive search for the optimum of small graphs; the tests compare other solvers with it.
 
 Dijkstra's algorithm over states (pass, live values, nodes computed so far). Optimal among all schedules: any order and
-any number of recomputations, in both passes. The problem is that of Checkmate (P. Jain et al., 2020,
+any number of recomputations, in both passes. The problem is Checkmate's (P. Jain et al., 2020,
 https://arxiv.org/abs/1910.02653), extended by a free order, temporaries, nodes with several outputs, and outputs that
 overwrite inputs.
 

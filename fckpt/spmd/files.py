@@ -1,6 +1,6 @@
 """The files of a checkpoint, with a checksum for every part. Reading them never executes code in the files.
 
-The format is that of `torch.distributed.checkpoint`: one file per rank with the parts that the rank wrote, and
+The format is `torch.distributed.checkpoint`'s: one file per rank with the parts that the rank wrote, and
 `.metadata`, a pickle with the position of every part. fckpt adds two things, which torch ignores: the CRC-32 of every
 part, next to its position, and the CRC-32 of `.metadata`, after the end of the pickle. Unpickling `.metadata` allows
 only the classes that torch writes. Leaves that are not tensors are read with `weights_only=True`.
@@ -107,7 +107,7 @@ def parts_of(summed: Sequence[Sequence[Any]]) -> dict[torchs.MetadataIndex, _Sto
     found = {}
     for name, where, file, offset, length, crc32 in summed:
         info = _StorageInfo(file, offset, length)
-        info.crc32 = crc32  # type: ignore[attr-defined]
+        info.crc32 = crc32  # type: ignore[attr-defined]  # fckpt's addition, see the docstring
         found[torchs.MetadataIndex(name, None if where is None else torch.Size(where))] = info
     return found
 

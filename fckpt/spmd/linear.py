@@ -19,7 +19,7 @@ is the same on every rank. The public functions in `collectives.py` add dimensio
 The torch operations are named as in torch.distributed, and the kinds as in JAX. `pmax` and `pmin` are not linear, and
 have no derivative.
 
-The conventions are those of JAX's `pmap`: each rank calls `grad` on what it computes itself, and the transpose of a
+The conventions follow JAX's `pmap`: each rank calls `grad` on what it computes itself, and the transpose of a
 psum is a psum. R. Frostig, M. Johnson, D. Maclaurin, A. Paszke, A. Radul, "Decomposing reverse-mode automatic
 differentiation", 2021, https://arxiv.org/abs/2105.09469; "Efficient transposition of replication-inducing collectives",
 JAX enhancement proposal 17111, https://docs.jax.dev/en/latest/jep/17111-shmap-transpose.html.

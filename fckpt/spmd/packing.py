@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -105,30 +105,39 @@ def packed(
     results: list[Any] = [*leaves]
     sent: dict[int, torch.Tensor] = {}
     for i, (path, leaf) in enumerate(zip(spec.paths(), leaves, strict=True)):
-        if isinstance(leaf, torch.Tensor):
-            if leaf.layout is not torch.strided:
-                where = f"tree{path}" if path else "it"
-                raise ArgumentTypeError(
-                    f"{function} takes dense tensors, but {where} is sparse ({leaf.layout}): pass its to_dense()."
-                )
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
             sent[i] = begin(leaf)
         elif scalar is not None and isinstance(leaf, numbers.Number):
             results[i] = scalar(leaf)
         else:
-            where = f"tree{path}" if path else "it"
-            raise ArgumentTypeError(f"{function} takes tensors, but {where} is {type(leaf).__name__}: {leaf!r}.")
+            raise _not_sendable(function, f"tree{path}" if path else "it", leaf)
     kind = lambda i: (str(sent[i].dtype), str(sent[i].device), sent[i].requires_grad)
     for _, group in itertools.groupby(sorted(sent, key=kind), key=kind):
-        numbers_ = [*group]
-        shapes = [sent[i].shape[ranks:] for i in numbers_]
-        if len(numbers_) == 1:
-            results[numbers_[0]] = finish(send(sent[numbers_[0]]), shapes[0])
-            continue
-        whole = send(
-            torch.cat(
-                [sent[i].flatten(ranks) if sent[i].dim() > ranks else sent[i].unsqueeze(-1) for i in numbers_], -1
-            )
-        )
-        for i, part, shape in zip(numbers_, whole.split([s.numel() for s in shapes], -1), shapes, strict=True):
-            results[i] = finish(part.unflatten(-1, shape) if shape else part.squeeze(-1), shape)
+        members = [*group]
+        shapes = [sent[i].shape[ranks:] for i in members]
+        received = _sent_together([sent[i] for i in members], shapes, send, ranks)
+        for i, part, shape in zip(members, received, shapes, strict=True):
+            results[i] = finish(part, shape)
     return trees.unflatten(spec, results)
+
+
+def _not_sendable(function: str, where: str, leaf: Any) -> ArgumentTypeError:
+    if isinstance(leaf, torch.Tensor):
+        said = f"dense tensors, but {where} is sparse ({leaf.layout}): pass its to_dense()"
+    else:
+        said = f"tensors, but {where} is {type(leaf).__name__}: {leaf!r}"
+    return ArgumentTypeError(f"{function} takes {said}.")
+
+
+def _sent_together(
+    tensors: Sequence[torch.Tensor],
+    shapes: Sequence[torch.Size],
+    send: Callable[[torch.Tensor], torch.Tensor],
+    ranks: int,
+) -> list[torch.Tensor]:
+    """Sends tensors in one message, and returns each one's result; `shapes` are the shapes for one rank."""
+    if len(tensors) == 1:
+        return [send(tensors[0])]
+    whole = send(torch.cat([t.flatten(ranks) if t.dim() > ranks else t.unsqueeze(-1) for t in tensors], -1))
+    parts = whole.split([shape.numel() for shape in shapes], -1)
+    return [part.unflatten(-1, shape) if shape else part.squeeze(-1) for part, shape in zip(parts, shapes, strict=True)]

@@ -36,7 +36,7 @@ class P:
     Args:
         dims: for each dimension an axis, a tuple of several, or None. Further dimensions are not divided; a tensor
             with the spec `P()` is replicated on all ranks.
-        shape: the shape of the whole tensor, needed if a dimension cannot be divided evenly. The parts are those of
+        shape: the shape of the whole tensor, needed if a dimension cannot be divided evenly. The parts are as from
             `torch.chunk`, padded with zeros to equal shapes. `unshard`, `save` and `load` remove the padding.
 
     Example:

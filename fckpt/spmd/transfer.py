@@ -52,18 +52,8 @@ def written(
         if leaf.is_tensor and leaf.value.is_meta:
             raise ArgumentTypeError(f"save: {leaf.where} has no data (device='meta'). Save a tensor with data.")
     plain = {name: _pickled(leaf) for name, leaf in leaves.items() if not leaf.is_tensor}
-    todo = []
-    for number, (name, leaf) in enumerate(leaves.items()):
-        owners = leaf.owners(mesh, rank)
-        empty = leaf.is_tensor and 0 in leaf.box(mesh, rank).sizes and 0 not in leaf.shape
-        if owners[number % len(owners)] == rank and not empty:  # ranks take turns
-            todo.append(_write_item(name, leaf, mesh, rank))
+    todo = _write_items(leaves, mesh, rank)
     whole = {name: _of_whole(leaf, mesh) for name, leaf in leaves.items()}
-
-    class PartWriter(DefaultSavePlanner):
-        def resolve_data(self, write_item: Any) -> Any:
-            name = write_item.index.fqn
-            return io.BytesIO(plain[name]) if name in plain else leaves[name].part(mesh, rank).contiguous()
 
     def write() -> None:
         error: BaseException | None = None
@@ -72,7 +62,7 @@ def written(
         try:
             plan = files.prepare_local_plan(SavePlan(todo))
             plan = files.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
-            mine["parts"] = summed(files, files.write_data(plan, PartWriter()).wait())
+            mine["parts"] = summed(files, files.write_data(plan, _PartWriter(leaves, plain, mesh, rank)).wait())
         except Exception as caught:
             error, mine["error"] = caught, f"{type(caught).__name__}: {caught}"
         said = [json.loads(text) for text in exchange(json.dumps(mine))]
@@ -95,6 +85,20 @@ def written(
     return write
 
 
+class _PartWriter(DefaultSavePlanner):
+    """Gives torch's writer the data of this rank's parts; `plain` has the bytes of leaves that are not tensors."""
+
+    def __init__(self, leaves: dict[str, Leaf], plain: dict[str, bytes], mesh: Mesh, rank: int):
+        super().__init__()
+        self._leaves, self._plain, self._mesh, self._rank = leaves, plain, mesh, rank
+
+    def resolve_data(self, write_item: Any) -> Any:
+        name = write_item.index.fqn
+        if name in self._plain:
+            return io.BytesIO(self._plain[name])
+        return self._leaves[name].part(self._mesh, self._rank).contiguous()
+
+
 def _pickled(leaf: Leaf) -> bytes:
     """Returns the bytes to write for a leaf that is not a tensor.
 
@@ -112,6 +116,17 @@ def _pickled(leaf: Leaf) -> bytes:
             "float(x), an array x to torch.from_numpy(x), other objects to numbers and tensors."
         ) from error
     return found.getvalue()
+
+
+def _write_items(leaves: dict[str, Leaf], mesh: Mesh, rank: int) -> list[items.WriteItem]:
+    """Returns torch's instructions to write the parts that this rank writes."""
+    found = []
+    for number, (name, leaf) in enumerate(leaves.items()):
+        owners = leaf.owners(mesh, rank)
+        empty = leaf.is_tensor and 0 in leaf.box(mesh, rank).sizes and 0 not in leaf.shape
+        if owners[number % len(owners)] == rank and not empty:  # ranks take turns
+            found.append(_write_item(name, leaf, mesh, rank))
+    return found
 
 
 def _write_item(name: str, leaf: Leaf, mesh: Mesh, rank: int) -> items.WriteItem:
@@ -157,38 +172,46 @@ def read(files: FileSystemReader, leaves: dict[str, Leaf], there: dict[str, Any]
                     f"load: a part of {leaf.where} is missing in {files.path}. Load another checkpoint."
                 )
     verify(files, wanted)
-    plain: dict[str, Any] = {}
-
-    class PartReader(DefaultLoadPlanner):
-        def load_bytes(self, read_item: Any, value: Any) -> None:
-            name = read_item.dest_index.fqn
-            try:
-                plain[name] = as_plain(value)
-            except pickle.UnpicklingError as error:
-                said = str(error).partition(chr(10))[0]
-                raise CheckpointError(
-                    f"load: {leaves[name].where} is not plain data in {files.path}, and was not unpickled, because "
-                    f"that could execute code in the file ({said})."
-                ) from None
-
-        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
-            found = leaves[read_item.dest_index.fqn].value.detach()
-            for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-                found = found.narrow(dim, start, length)
-            return found
-
-        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-            pass
-
+    reader = _PartReader(leaves, files.path)
     try:
-        files.read_data(LoadPlan(todo), PartReader()).wait()
+        files.read_data(LoadPlan(todo), reader).wait()
     except (FckptError, OSError):
         raise
     except Exception as error:
         raise CheckpointError(
             f"load: a file in {files.path} is damaged or not part of a checkpoint ({type(error).__name__}: {error})."
         ) from error
-    return [leaf.value if leaf.is_tensor else plain[name] for name, leaf in leaves.items()]
+    return [leaf.value if leaf.is_tensor else reader.plain[name] for name, leaf in leaves.items()]
+
+
+class _PartReader(DefaultLoadPlanner):
+    """Puts what torch's reader finds in the checkpoint at `path` into the tensors of the leaves, and into `plain`."""
+
+    def __init__(self, leaves: dict[str, Leaf], path: Any):
+        super().__init__()
+        self._leaves, self._path = leaves, path
+        self.plain: dict[str, Any] = {}
+        """The values of leaves that are not tensors."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            self.plain[name] = as_plain(value)
+        except pickle.UnpicklingError as error:
+            said = str(error).partition(chr(10))[0]
+            raise CheckpointError(
+                f"load: {self._leaves[name].where} is not plain data in {self._path}, and was not unpickled, because "
+                f"that could execute code in the file ({said})."
+            ) from None
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        found = self._leaves[read_item.dest_index.fqn].value.detach()
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            found = found.narrow(dim, start, length)
+        return found
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        pass
 
 
 def _read_items(name: str, leaf: Leaf, there: Any, mesh: Mesh, rank: int) -> list[items.ReadItem]:

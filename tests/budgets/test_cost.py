@@ -1,4 +1,4 @@
-"""What operations cost: temporaries to the byte, rooflines by hand, the cache, and nothing disturbed on the way."""
+"""What operations cost: temporaries to the byte, rooflines by hand, and nothing disturbed on the way."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import dataclasses
 import gc
 import math
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from priced import call_of, trace_of
 from torch.func import grad, vmap
 
-from fckpt._trace.operations import Call, Ref, TensorSpec, Trace
+from fckpt._trace.operations import Call, TensorSpec
 from fckpt.cost import (
     Analytic,
     DeviceProfile,
@@ -28,93 +27,20 @@ from fckpt.cost import (
     profile_of,
     profiles,
     register_cost,
-    signature,
 )
 from fckpt.cost.calls import _REGISTRY
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
-from fckpt.graph import Graph, Node, Value
 from fckpt.report.progress import Line
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test reads or writes the user's cache."""
-    monkeypatch.setenv("FCKPT_CACHE", str(tmp_path / "costs"))
-    return tmp_path / "costs"
-
-
-def call_of(op: Any, *args: Any, **kwargs: Any) -> tuple[Call, list[TensorSpec]]:
-    """The call of `op` on these arguments, as a trace has it."""
-    specs: list[TensorSpec] = []
-    known: dict[int, int] = {}
-
-    def number(t: torch.Tensor) -> int:
-        specs.append(TensorSpec(tuple(t.shape), t.stride(), t.dtype, t.device, len(specs), t.storage_offset()))
-        return len(specs) - 1
-
-    def refs(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if id(value) not in known:
-                known[id(value)] = number(value)
-            return Ref(known[id(value)])
-        return [refs(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    inputs, keywords = tuple(map(refs, args)), {k: refs(v) for k, v in kwargs.items()}
-    result = op(*args, **kwargs)
-    results = result if isinstance(result, (list, tuple)) else [result]
-    outputs = tuple(number(t) if isinstance(t, torch.Tensor) else None for t in results)
-    return Call(op, inputs, keywords, outputs, 0), specs
-
-
-def trace_of(*calls: tuple[Call, list[TensorSpec]]) -> Trace:
-    """A trace of calls that have nothing to do with each other."""
-    nodes, values, tensors, moved = [], [], [], []
-    inputs = []
-    for i, (call, specs) in enumerate(calls):
-        start = len(tensors)
-        shift = lambda value, start=start: (
-            Ref(value.tensor + start)
-            if isinstance(value, Ref)
-            else [shift(v) for v in value]
-            if isinstance(value, (list, tuple))
-            else value
-        )
-        made = tuple(o + start for o in call.outputs if o is not None)
-        for j, spec in enumerate(specs, start):
-            nbytes = math.prod(spec.shape) * spec.dtype.itemsize
-            values.append(Value(j, nbytes, producer=i if j in made else None))
-            tensors.append(dataclasses.replace(spec, value=j))
-            if j not in made:
-                inputs.append(j)
-        read = tuple(j for j in range(start, start + len(specs)) if j not in made)
-        nodes.append(Node(i, str(call.op), read, made))
-        outputs = tuple(None if o is None else o + start for o in call.outputs)
-        moved.append(
-            Call(call.op, tuple(map(shift, call.args)), {k: shift(v) for k, v in call.kwargs.items()}, outputs, i)
-        )
-    graph = Graph(tuple(nodes), tuple(values), tuple(inputs), (), (), (), boundary=len(nodes))
-    return Trace(graph, tuple(moved), tuple(tensors))
+pytestmark = pytest.mark.usefixtures("cost_folder")
 
 
 def temporary(op: Any, *args: Any) -> int:
     return Measured(cache=False, repeats=1)(*call_of(op, *args)).temporary_nbytes
-
-
-class Counter:
-    """A library operation that counts how often it runs."""
-
-    def __init__(self) -> None:
-        self.runs = 0
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        self.runs += 1
-        return x + 1
-
-    def __str__(self) -> str:
-        return "mylib.counter.default"
 
 
 # ------------------------------------------------------------------------------------------------- measured
@@ -396,122 +322,6 @@ def test_progress_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     shown = capsys.readouterr().err
     assert "fckpt: priced 10 of 100 operations, 27.0 s left" in shown
     assert shown.endswith("\r")  # it is wiped
-
-
-# ---------------------------------------------------------------------------------------------------- cache
-def count(source: Measured, op: Counter | None = None) -> int:
-    """Prices an operation and returns how often it ran."""
-    op = op or Counter()
-    call, specs = call_of(op, torch.rand(3))
-    op.runs = 0
-    source(call, specs)
-    return op.runs
-
-
-def test_cache_hits_run_nothing(folder: Path) -> None:
-    assert count(Measured()) > 2
-    assert count(Measured()) == 0
-    assert count(Measured(cache=False)) > 2
-    again = Measured()
-    assert count(again) == count(again) == 0
-    (file,) = folder.iterdir()
-    assert file.suffix == ".jsonl"
-
-
-def test_cached_costs_are_the_same() -> None:
-    call, specs = call_of(aten.logsumexp.default, torch.rand(8, 8), [1])
-    assert Measured()(call, specs) == Measured()(call, specs)
-
-
-def test_cache_tells_threads_and_settings_apart() -> None:
-    assert count(Measured()) > 0
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
-        assert count(Measured()) > 0
-    finally:
-        torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert count(Measured()) > 0
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert count(Measured()) == 0
-
-
-@pytest.mark.parametrize(
-    "junk", [b"\xff\x00junk", b'{"signature": "x"', b"[1, 2]\n", b'{"signature": 1, "seconds": "fast"}\n', b"null"]
-)
-def test_corrupt_lines_are_dropped(folder: Path, junk: bytes) -> None:
-    count(Measured())
-    (file,) = folder.iterdir()
-    good = file.read_bytes()
-    file.write_bytes(junk)
-    assert count(Measured()) > 0
-    assert count(Measured()) == 0
-    file.write_bytes(good + junk)
-    assert count(Measured()) == 0
-    assert junk not in file.read_bytes()
-    assert len(list(folder.iterdir())) == 1
-
-
-def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FCKPT_CACHE", str(tmp_path / "file"))
-    assert count(Measured()) > 0
-
-
-def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from fckpt.cost.store import cache_folder
-
-    monkeypatch.delenv("FCKPT_CACHE")
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "fckpt"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache" / "fckpt"
-
-
-WRITER = """
-import sys
-from fckpt.cost import OpCost
-from fckpt.cost.store import Store
-store = Store()
-for i in range(300):
-    store.put("here", f"{sys.argv[1]}.op{i}", OpCost(1.0 + i, i, 2 * i))
-"""
-
-
-def test_two_processes_write_at_once() -> None:
-    from fckpt.cost.store import Store
-
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, name]) for name in ("first", "second")]
-    assert [writer.wait(60) for writer in writers] == [0, 0]
-    store = Store()
-    for name in ("first", "second"):
-        assert all(store.get("here", f"{name}.op{i}") == OpCost(1.0 + i, i, 2 * i) for i in range(300))
-
-
-# ------------------------------------------------------------------------------------------------ signature
-def test_signature_text() -> None:
-    x = torch.rand(4, 6)
-    call, specs = call_of(aten.add.Tensor, x, x.t().contiguous().t(), alpha=2)
-    assert signature(call, specs) == ("aten.add.Tensor(%0=float32[4,6](6,1)cpu, %1=float32[4,6](1,4)cpu, alpha=2)")
-    call, specs = call_of(aten.mul.Tensor, x, x)
-    assert signature(call, specs) == "aten.mul.Tensor(%0=float32[4,6](6,1)cpu, %0)"
-    call, specs = call_of(aten.cat.default, [x, x[:, :1]], 1)
-    assert signature(call, specs) == "aten.cat.default([%0=float32[4,6](6,1)cpu, %1=float32[4,1](6,1)cpu], 1)"
-    call, specs = call_of(aten._to_copy.default, x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
-    expected = "dtype=torch.bfloat16, memory_format=torch.contiguous_format)"
-    assert signature(call, specs) == f"aten._to_copy.default(%0=float32[4,6](6,1)cpu, {expected}"
-
-
-def test_signature_forgets_places_and_generators() -> None:
-    x = torch.rand(4)
-    call, specs = call_of(aten.bernoulli.p, x, 0.5)
-    seeded = dataclasses.replace(call, kwargs={"generator": torch.Generator()})
-    moved = dataclasses.replace(call, args=(Ref(2), 0.5))
-    assert signature(call, specs) == signature(seeded, specs) == signature(moved, [specs[1], specs[1], specs[0]])
 
 
 # ------------------------------------------------------------------------------------------------- analytic

@@ -19,12 +19,7 @@ from fckpt._trace.operations import DECLARED_PURE
 from fckpt.cost import Measured, OpCost, register_cost, register_pure, synthetic
 from fckpt.cost.calls import _REGISTRY, extent
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test reads or writes the user's cache."""
-    monkeypatch.setenv("FCKPT_CACHE", str(tmp_path / "costs"))
-    return tmp_path / "costs"
+pytestmark = pytest.mark.usefixtures("cost_folder")
 
 
 @pytest.fixture(autouse=True)
@@ -257,7 +252,7 @@ def test_a_cost_that_is_none_is_refused(cost: Any) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- the cache
-def test_an_edited_custom_kernel_is_measured_anew(folder: Path) -> None:
+def test_an_edited_custom_kernel_is_measured_anew(cost_folder: Path) -> None:
     x = leaf(torch.randn(64, 4))
     found = []
     for scratch in (0, 10_000):
@@ -274,7 +269,7 @@ def test_an_edited_custom_kernel_is_measured_anew(folder: Path) -> None:
             graph = fckpt.plan(lambda x: (x * torch.ops.fckpt_tests_edited.op(x.detach())).sum(), x, budget=1.0).graph
             found += [n.temporary_nbytes for n in graph.nodes if "edited" in n.op]
     assert found[1] - found[0] >= 30_000
-    assert all("edited" not in file.read_text() for file in folder.iterdir())
+    assert all("edited" not in file.read_text() for file in cost_folder.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -286,11 +281,11 @@ def test_an_edited_custom_kernel_is_measured_anew(folder: Path) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_the_cache_says_is_checked(folder: Path, edit: dict[str, Any]) -> None:
+def test_what_the_cache_says_is_checked(cost_folder: Path, edit: dict[str, Any]) -> None:
     x = leaf(torch.randn(16, 16))
     fn = lambda x: torch.logsumexp(x.sin(), 1).sum()
     first = fckpt.plan(fn, x, budget=1.0)
-    (file,) = folder.iterdir()
+    (file,) = cost_folder.iterdir()
     lines = [json.loads(line) for line in file.read_text().splitlines() if line]
     file.write_text("\n".join(json.dumps({**line, **edit}) for line in lines))
     again = fckpt.plan(fn, x, budget=1.0)

@@ -34,13 +34,14 @@ Program = tuple[fckpt.Plan, FusedSchedule | None]
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """The programs that a test makes, in which every kernel is used that passes its trial except for its speed."""
     found: list[Program] = []
-    blocks = execution._with_blocks
+    blocks = execution.with_blocks
 
-    def noted(trace: Any, plan: fckpt.Plan, kernels: Any) -> FusedSchedule | None:
-        found.append((plan, blocks(trace, plan, kernels)))
-        return found[-1][1]
+    def noted(trace: Any, plan: fckpt.Plan, kernels: Any, within: int | None) -> fckpt.Plan:
+        made = blocks(trace, plan, kernels, within)
+        found.append((made, made.fused))
+        return made
 
-    monkeypatch.setattr(execution, "_with_blocks", noted)
+    monkeypatch.setattr(execution, "with_blocks", noted)
     monkeypatch.setattr(trial, "_known", {})
     monkeypatch.setattr(trial, "_warned", set())
     for name in ("_FASTER", "_NOT_SLOWER"):

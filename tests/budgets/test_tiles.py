@@ -331,7 +331,7 @@ def test_a_plan_says_how_it_is_cut() -> None:
     fn, args = large_vocabulary()
     assert "with the bits of the whole operations" in str(fckpt.plan(fn, *args, budget=0.5, tile="exact"))
     text = str(fckpt.plan(fn, *args, budget=0.3, tile=True))
-    assert "sums may be in another order" in text and "Lower bounds are those with these tiles" in text
+    assert "sums may be in another order" in text and "Lower bounds hold for plans with these tiles" in text
 
 
 def test_bounds_are_those_of_the_graph_with_tiles() -> None:

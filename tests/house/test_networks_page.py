@@ -94,10 +94,10 @@ def missed() -> list[str]:
     """A line for each target that is missed."""
     return [
         f"* {report['title'].partition(' (')[0]}, {kind}: {found.value:.3f} of the {word}; "
-        f"{found.proven:.3f} is proven, {100 * found.gap:.1f} % of {unit} less"
+        f"the proven bound is {found.proven:.3f}, which the plan exceeds by {100 * found.gap:.1f} % of {unit}"
         for kind, name in (("measured", MEASURED), ("planned", PLANNED))
         for report in reports(name)
-        for target, word, unit in (("memory", "memory", "it"), ("overhead", "extra time", "a step"))
+        for target, word, unit in (("memory", "memory", "that memory"), ("overhead", "extra time", "a step"))
         if not (found := Target(**report["targets"][target])).is_met(TARGETS[target]) and found.gap is not None
     ]
 

@@ -90,6 +90,14 @@ def test_imports_run_one_way() -> None:
         assert not later, f"{path} imports {later}"
 
 
+def test_how_it_works_names_every_file() -> None:
+    text = (PACKAGE.parent / "docs" / "how-it-works.md").read_text()
+    for path in PACKAGE.rglob("*.py"):
+        is_solver = path.parent.name == "solve" and path.name.startswith("_")
+        if path.name != "__init__.py" and not is_solver:
+            assert f"`{path.name}`" in text or f"/{path.name}`" in text, f"{path} is not on the page"
+
+
 def test_no_circle_within_a_room() -> None:
     modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     needs = {name: _needed(path, modules) - {name} for name, path in modules.items() if path.stem != "__init__"}

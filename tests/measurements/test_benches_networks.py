@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,10 @@ from fckpt.graph import simulate
 CPU = torch.device("cpu")
 
 
-def settings(**changes: object) -> networks.Settings:
+def settings(**changes: object) -> argparse.Namespace:
     """Those of a quick run: costs are estimated, and one round is timed."""
-    options = {"size": "tiny", "device": CPU, "costs": Analytic(profiles["cpu"]), "measured": True, "ours": "greedy"}
-    return networks.Settings(**{**options, "solvers": ("knapsack",), "points": 0, "rounds": 1, **changes})  # type: ignore[arg-type]
+    options = {"size": "tiny", "device": CPU, "costs": Analytic(profiles["cpu"]), "planned": False, "solver": "greedy"}
+    return argparse.Namespace(**{**options, "solvers": ("knapsack",), "points": 0, "rounds": 1, **changes})
 
 
 def nothing(what: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fckpt
-from fckpt._capture.sources import Located, Names, Source, current, named, running, source_of
+from fckpt._capture.sources import Names, Source, current, named, running, source_of
 from fckpt.report.table import path_pattern, shortened
 
 
@@ -227,6 +227,19 @@ def test_whoever_runs_a_function_may_say_where() -> None:
     with running("blocks.7", "other.py:3 (g)"):
         assert current() == Source("blocks.7", "other.py:3 (g)")
     assert current().module == ""
+
+
+class Located(torch.fx.Interpreter):
+    """Runs a graph of Dynamo, and says for each node where it was recorded, as `names` knows it."""
+
+    def __init__(self, graph: torch.fx.GraphModule, names: Names) -> None:
+        super().__init__(graph)
+        self.names = names
+        self.extra_traceback = False
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        with running(*source_of(n.meta, self.names)):
+            return super().run_node(n)
 
 
 def test_graphs_of_dynamo_know_modules_and_lines() -> None:

@@ -22,7 +22,7 @@ directly follow each other, and equal parallel branches.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -169,10 +169,31 @@ def cut_out(stages: Stages, stage: int) -> Block:
     def renumbered(values: Iterable[int]) -> tuple[int, ...]:
         return tuple(number[v] for v in values)
 
-    late = arrives.intersection(outside)
+    nodes = _renumbered_nodes(rules, indices, renumbered, arrives.intersection(outside))
+    decisions = {v: graph.values[v].decision for v in made}
+    values = (Value(k, rules.nbytes[v], producer.get(v), decision=decisions.get(v, "")) for v, k in number.items())
+    onward, fixed = stages.onward[stage], made & stages.fixed
+    after = stages.arriving[stage - 1] if stage else set[int]()
+    block = Graph(
+        nodes=nodes,
+        values=tuple(values),
+        inputs=renumbered(v for v in outside if v not in arrives),
+        cotangents=renumbered(v for v in outside if v in arrives),
+        outputs=tuple(sorted(renumbered(onward | fixed | stages.awaited(stage)))),
+        gradients=tuple(sorted(renumbered(makes & (rules.permanent | after)))),
+        boundary=len(stages.forward[stage]),
+    )
+    edges = (onward, stages.awaited(stage), fixed, after.intersection(outside), rules.permanent.intersection(outside))
+    return Block(block, indices, tuple(tuple(sorted(renumbered(values))) for values in edges))
+
+
+def _renumbered_nodes(
+    rules: Rules, indices: Sequence[int], renumbered: Callable[[Iterable[int]], tuple[int, ...]], late: set[int]
+) -> tuple[Node, ...]:
+    """Returns nodes of a graph as the nodes of a block. Its backward pass depends on the values `late`."""
     nodes: list[Node] = []
     for index in indices:
-        node = graph.nodes[index]
+        node = rules.graph.nodes[index]
         is_late = not late.isdisjoint(node.inputs)
         late.update(node.outputs if is_late else ())
         nodes.append(
@@ -190,21 +211,7 @@ def cut_out(stages: Stages, stage: int) -> Block:
                 in_place=node.in_place,
             )
         )
-    decisions = {v: graph.values[v].decision for v in made}
-    values = (Value(k, rules.nbytes[v], producer.get(v), decision=decisions.get(v, "")) for v, k in number.items())
-    onward, fixed = stages.onward[stage], made & stages.fixed
-    after = stages.arriving[stage - 1] if stage else set[int]()
-    block = Graph(
-        nodes=tuple(nodes),
-        values=tuple(values),
-        inputs=renumbered(v for v in outside if v not in arrives),
-        cotangents=renumbered(v for v in outside if v in arrives),
-        outputs=tuple(sorted(renumbered(onward | fixed | stages.awaited(stage)))),
-        gradients=tuple(sorted(renumbered(makes & (rules.permanent | after)))),
-        boundary=len(stages.forward[stage]),
-    )
-    edges = (onward, stages.awaited(stage), fixed, after.intersection(outside), rules.permanent.intersection(outside))
-    return Block(block, indices, tuple(tuple(sorted(renumbered(values))) for values in edges))
+    return tuple(nodes)
 
 
 def with_rest(block: Graph, nbytes: int) -> Graph:

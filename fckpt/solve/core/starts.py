@@ -96,17 +96,12 @@ def _list_schedule(rules: Rules, key: Callable[[int, int], tuple[int, int]]) -> 
         key: the priority, given the change in live bytes that the node causes, and its id.
     """
     graph, permanent = rules.graph, rules.permanent
-    mine = set(rules.backward)
     readers: dict[int, list[int]] = {}
     for index in rules.backward:
         for value in graph.nodes[index].inputs:
             readers.setdefault(value, []).append(index)
     left = {value: len(found) for value, found in readers.items()}
-    waits = {i: sum(graph.values[v].producer in mine for v in graph.nodes[i].inputs) for i in rules.backward}
-    random = [i for i in rules.backward if graph.nodes[i].random]
-    follower = dict(pairwise(random))
-    for index in follower.values():
-        waits[index] += 1
+    waits, follower = _waits(rules)
 
     def change(index: int) -> int:
         node = graph.nodes[index]
@@ -138,3 +133,16 @@ def _list_schedule(rules: Rules, key: Callable[[int, int], tuple[int, int]]) -> 
             if not waits[other] and other not in done:
                 heapq.heappush(ready, (key(change(other), other), other))
     return order
+
+
+def _waits(rules: Rules) -> tuple[dict[int, int], dict[int, int]]:
+    """Returns the number of nodes for which each node of the backward pass waits, and its random nodes' followers.
+
+    Random nodes stay in their order, so each waits for the one before it.
+    """
+    nodes, values, mine = rules.graph.nodes, rules.graph.values, set(rules.backward)
+    waits = {i: sum(values[v].producer in mine for v in nodes[i].inputs) for i in rules.backward}
+    follower = dict(pairwise([i for i in rules.backward if nodes[i].random]))
+    for index in follower.values():
+        waits[index] += 1
+    return waits, follower

@@ -22,7 +22,7 @@ counts. It is found in two ways:
 * As an integer program (HiGHS, in `scipy.optimize.milp`), for the best moments of smaller graphs, where the integrality
   matters. Its bound is valid even if the search stops early.
 
-The problem is that of Checkmate (P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor
+The problem is Checkmate's (P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor
 Rematerialization", 2020, https://arxiv.org/abs/1910.02653), with a free order, and with everything that a `Graph`
 describes: temporaries, several outputs, outputs that overwrite inputs, and a policy's requirements.
 

@@ -501,12 +501,8 @@ def prune(schedule: EditableSchedule, budget: int, parent: EditableSchedule | No
 
 def _may_remove(schedule: EditableSchedule, run: int, budget: int) -> bool:
     """Whether the copies that live on without the recomputation may fit; no edit is made, and a wrong no is rare."""
-    nodes, permanent, nbytes, place = (
-        schedule.rules.graph.nodes,
-        schedule.rules.permanent,
-        schedule.nbytes,
-        schedule.places,
-    )
+    nodes, permanent = schedule.rules.graph.nodes, schedule.rules.permanent
+    nbytes, place = schedule.nbytes, schedule.places
     position = place[run]
     changes: list[tuple[int, int]] = []
     ends: list[int] = []

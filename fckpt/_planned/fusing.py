@@ -1,0 +1,85 @@
+"""Compiled kernels for a plan: blocks within its budget, and one more solution with the prices of blocks.
+
+A solver knows the time of each operation by itself. In a block, an operation takes less, so that recomputing it
+directly before its use may cost nothing. So the plan is solved once more with the times that operations take in blocks,
+and that plan is kept if its steps take less time altogether.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from fckpt._fuse.option import Kernels
+from fckpt._planned.making import make_plan
+from fckpt._planned.plan import Plan
+from fckpt._trace.operations import Trace
+from fckpt.errors import FckptError
+from fckpt.graph.graph import Graph
+from fckpt.graph.schedule import Compute, FusedBlock, FusedSchedule, Schedule
+
+__all__ = ["with_blocks"]
+
+_TIME_LIMIT = 5.0
+"""Seconds for the second solution, with the solver `auto`."""
+_Fuse = Callable[[Schedule], FusedSchedule | None]
+
+
+def with_blocks(trace: Trace, plan: Plan, kernels: Kernels, within: int | None) -> Plan:
+    """Returns a plan with compiled blocks, if there are any that are faster than their operations.
+
+    Args:
+        trace: the trace, cut into the tiles of the plan.
+        plan: the plan.
+        kernels: "exact" or "fused".
+        within: a budget in bytes, within which another schedule may be solved for; None to keep the schedule of the
+            plan, and to hold blocks to the peak that the plan states.
+    """
+    from fckpt._fuse.blocks import fused  # compiles, and imports what that needs
+
+    limit = plan.peak_bytes if within is None else within
+    fuse = lambda schedule: fused(trace, plan.graph, schedule, limit, kernels)
+    found = dataclasses.replace(plan, fused=fuse(plan.schedule), kernels=kernels)
+    return found if found.fused is None or within is None else _solved_again(found, within, fuse)
+
+
+def _solved_again(plan: Plan, nbytes: int, fuse: _Fuse) -> Plan:
+    """Returns the plan that a solver makes with the prices of blocks, or the plan itself if its blocks are faster."""
+    assert plan.fused is not None
+    if plan.timeline.recomputed_nodes == 0:
+        return plan
+    cheaper = _with_block_prices(plan.graph, plan.fused)
+    limit = _TIME_LIMIT if plan.solver == "auto" else None
+    try:
+        schedule = make_plan(cheaper, nbytes, plan.solver, plan.torch_version, limit).schedule
+    except FckptError:  # the time limit, or a plan from a file that names a solver of the user
+        return plan
+    if schedule == plan.schedule:
+        return plan
+    other = dataclasses.replace(plan, schedule=schedule, fused=fuse(schedule))
+    faster = other.fused is not None and _seconds(other.graph, other.fused) < _seconds(plan.graph, plan.fused)
+    return other if faster and other.peak_bytes <= nbytes else plan
+
+
+def _blocks(schedule: FusedSchedule) -> list[FusedBlock]:
+    return [step for step in (*schedule.forward, *schedule.backward) if isinstance(step, FusedBlock)]
+
+
+def _with_block_prices(graph: Graph, schedule: FusedSchedule) -> Graph:
+    """Returns the graph with the times that operations take in blocks; the latest block of an operation counts.
+
+    In the schedule of a pass, that is the recomputation, whose price the solver asks for.
+    """
+    factors: dict[int, float] = {}
+    for block in _blocks(schedule):
+        alone = sum(graph.nodes[n].seconds for n in block.nodes)
+        share = min(1.0, block.kernel.seconds / alone) if alone else 1.0
+        factors.update(dict.fromkeys(block.nodes, share))
+    nodes = [dataclasses.replace(n, seconds=n.seconds * factors.get(n.id, 1.0)) for n in graph.nodes]
+    return dataclasses.replace(graph, nodes=tuple(nodes))
+
+
+def _seconds(graph: Graph, schedule: FusedSchedule) -> float:
+    """Returns the time of all steps, with that of a compiled kernel for each block."""
+    alone = [s.node for s in (*schedule.forward, *schedule.backward) if isinstance(s, Compute)]
+    return sum(graph.nodes[n].seconds for n in alone) + sum(b.kernel.seconds for b in _blocks(schedule))
