@@ -16,6 +16,7 @@ BENCHES = {
     "steps": ("twelve networks: whole training steps, their peaks and times, by hand and by fckpt.step", "50 minutes"),
     "steps_page": ("the tables of a page, from the results of steps", "seconds"),
     "sizes": ("six networks: runs over batches of many lengths, their times, budgets and bits", "half an hour"),
+    "first_calls": ("five networks: seconds of the first step by stage, without plans on disk and with", "5 minutes"),
     "networks": ("eighteen networks: plans in the memory, or time, of published checkpoints", "an hour"),
     "networks_picture": ("pictures of the results of networks", "a minute"),
     "solvers": ("all solvers on the same graphs, which it traces: extra time, least peak and seconds", "3 hours"),

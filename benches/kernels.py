@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fckpt
-from benches.common.command import mib, opening, report_each, report_parser, share, table_of
+from benches.common.command import add_names, mib, opening, report_each, report_parser, share, table_of
 from benches.common.rows import Compared, compare
 from benches.common.timing import set_up
 from benches.models.sequence import Llama
@@ -81,8 +81,8 @@ def cases(*, tiny: bool) -> dict[str, Callable[[], Step]]:
     return {
         "pointwise": functools.partial(elementwise, 3 if tiny else 6, 8 * width, 2 * width),
         "Llama": functools.partial(llama, 2 if tiny else 4, width // 2, width // 2),
-        "ReLU perceptron": functools.partial(perceptron, nn.ReLU, 3 if tiny else 8, width, 4 * width),
-        "GELU perceptron": functools.partial(perceptron, nn.GELU, 3 if tiny else 8, width, 4 * width),
+        "ReLU perceptron": functools.partial(perceptron, nn.ReLU, 6 if tiny else 8, width, 4 * width),
+        "GELU perceptron": functools.partial(perceptron, nn.GELU, 6 if tiny else 8, width, 4 * width),
     }
 
 
@@ -114,10 +114,13 @@ def show(rows: Sequence[Method], console: Console) -> None:
 
 def main(arguments: list[str]) -> int:
     """Runs the bench."""
-    parsed = report_parser("kernels", __doc__, rounds="9", tiny=True).parse_args(arguments)
+    parser = report_parser("kernels", __doc__, rounds="9", tiny=True)
+    add_names(parser, "networks", cases(tiny=True))
+    parsed = parser.parse_args(arguments)
     device = set_up(parsed.device)
     opened = opening("kernels", arguments, device)
     torch.manual_seed(0)
     found = cases(tiny=parsed.tiny)
     run = lambda name, advance: measure(name, found[name](), parsed.rounds, device)
-    return report_each(parsed, opened, "rows", found, run, show, note="Time: median and quartiles of the rounds.")
+    note = "Time: median and quartiles of the rounds."
+    return report_each(parsed, opened, "rows", parsed.networks, run, show, note=note)

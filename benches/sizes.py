@@ -220,7 +220,7 @@ def examine(name: str, size: str, compiles: bool, device: torch.device) -> list[
     new = [mine - theirs for mine, theirs in firsts if mine and theirs]
     total = sum(t for t in plain if t)
     found = Run(name, count, total, ratios["checkpointed"], ratios["compiled"], ratio, complaints=complaints)
-    found.captures, found.solved = stats.captures, stats.plans - stats.adapted
+    found.captures, found.solved = stats.captures, stats.plans - stats.adapted - stats.quick
     found.new_size_seconds = statistics.median(new) if new else 0.0
     _verify(found, net, (loss, planned), batches, budget, device)
     return [found]
@@ -280,7 +280,7 @@ def main(arguments: list[str]) -> int:
     add_names(parser, "networks", TASKS)
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
     parsed = parser.parse_args(arguments)
-    device = set_up(parsed.device)
+    device = set_up(parsed.device, background=True)
     console, document = opening("sizes", arguments, device)
     document["size"] = size = "tiny" if parsed.tiny else device.type
     run = lambda name, advance: examine(name, size, not parsed.no_compile, device)

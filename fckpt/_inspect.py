@@ -105,7 +105,7 @@ def plan(
         True
     """
     tile, donated = check_tile(tile, budget), (donate_argnums, donate_argnames)
-    check_kernels(kernels, planned=budget is not None or policy is not None)
+    kernels = check_kernels(kernels, planned=budget is not None or policy is not None)
     look = lambda args, kwargs: Looked(fn, args, kwargs, costs, outputs, donated, device)
 
     def remade(known: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:

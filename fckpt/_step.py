@@ -120,7 +120,7 @@ def step(
         raise ArgumentValueError("clip_norm and clip_value together: it is unclear which clips first. Give one.")
     if solver != "auto" and budget is None:
         raise ArgumentValueError(f"solver={solver!r} needs a budget: pass budget=...")
-    check_kernels(kernels, planned=True)
+    kernels = check_kernels(kernels, planned=True)
     check_plannable(model, step=True)
     return TrainingStep(
         model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 __all__ = [
@@ -52,13 +53,21 @@ class ClosureError(FckptError, RuntimeError):
 class BudgetError(FckptError, ValueError):
     """No plan fits the budget."""
 
-    def __init__(self, message: str, least_bytes: int):
+    def __init__(self, message: str, least_bytes: int, more: Callable[[], str] | None = None):
         super().__init__(message)
         self.least_bytes = least_bytes
         """The least budget for which a plan is known: planning with it succeeds."""
+        self._more = more
+
+    def __str__(self) -> str:
+        """Returns the message. Its end, which may take seconds to find, is found when it is first read."""
+        more, self._more = self._more, None
+        if more is not None:
+            self.args = (f"{self.args[0]}{more()}",)
+        return super().__str__()
 
     def __reduce__(self) -> tuple[Any, ...]:  # by default, unpickling passes only the message
-        return type(self), (*self.args, self.least_bytes), self.__dict__
+        return type(self), (str(self), self.least_bytes), self.__dict__
 
 
 class PlanError(FckptError, ValueError):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampling import DAY, WHOLE, left_for_other_days
 
 # Two workers on two cores: more threads would only wait for each other.
 torch.set_num_threads(1)
@@ -24,6 +25,18 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def exact_kernels_of_the_session() -> Iterator[None]:
+    """With FCKPT_KERNELS, all plans run with exact kernels, see `exact_kernels.py`."""
+    mode = os.environ.get("FCKPT_KERNELS", "")
+    with pytest.MonkeyPatch.context() as patch:
+        if mode:
+            import exact_kernels
+
+            exact_kernels.use_exact_kernels(patch, mode)
+        yield
+
+
 @pytest.fixture(scope="module")
 def frozen() -> Iterator[None]:
     """Takes what lives already out of the way of the garbage collector, which every measured peak sets to work."""
@@ -35,8 +48,18 @@ def frozen() -> Iterator[None]:
     gc.unfreeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a device that is not here, and freezes where peaks are measured hundreds of times."""
+def pytest_report_header() -> str:
+    """Says which part of the sweeps runs."""
+    return "sweeps: all of them" if WHOLE else f"sweeps: the part of day {DAY} (FCKPT_DAY={DAY} runs it again)"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what has its turn another day or needs a missing device, and freezes where many peaks are measured."""
+    by_name = config.option.keyword or any("::" in argument for argument in config.args)
+    left = set() if by_name else left_for_other_days(items)
+    if left:
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = [item for item in items if item not in left]
     for item in items:
         measures = item.path.parent.name in ("right_or_loud", "stateful") and isinstance(item, pytest.Function)
         if measures and "frozen" not in item.fixturenames:  # a list that the cases of one test share

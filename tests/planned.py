@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -123,7 +123,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         torch.randn(64, 32),
     ),
     "convolutions": lambda: (ConvNet(), torch.randn(4, 3, 12, 12)),
-    "transformer": lambda: (Squared(nn.Sequential(Block(), Block())), torch.randn(2, 16, 32)),
+    "transformer": lambda: (Squared(Block()), torch.randn(2, 16, 32)),
     "words": lambda: (Words(), torch.randint(0, 50, (4, 20))),
     "lstm": lambda: (Unrolled(), torch.randn(5, 32, 8)),
     "unet": lambda: (UNet(), torch.randn(2, 2, 16, 16)),
@@ -148,6 +148,12 @@ def least_bytes_of(fn: Callable[..., Any], *args: Any) -> int:
     with pytest.raises(fckpt.BudgetError) as caught:
         fckpt.plan(fn, *args, budget=1)
     return caught.value.least_bytes
+
+
+@cache
+def least_of(name: str) -> int:
+    """The least bytes of a model: what does not fit takes long to refuse, and is asked by many tests."""
+    return least_bytes_of(*model(name))
 
 
 def measured(net: nn.Module, x: Tensor) -> int:

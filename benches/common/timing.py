@@ -114,14 +114,19 @@ def is_slower(seconds: Mapping[Name, Sequence[float]], of: Name, to: Name) -> bo
     return p < SIGNIFICANCE and paired_ratio(seconds, of, to).median > RESOLUTION
 
 
-def set_up(name: str | None) -> torch.device:
+def set_up(name: str | None, *, background: bool = False) -> torch.device:
     """Prepares the process for measurements, and returns the device.
+
+    Plans are solved before they run, and are not read from disk. With `background`, they are solved by another process
+    while the steps run, as in a program.
 
     On CUDA, kernels are made deterministic, as they are on CPU. Otherwise not even two plain steps are bitwise equal.
     """
     # torch.profiler, which counts the CPU's bytes, otherwise prints two lines per measurement.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("FCKPT_PLANS", "0")  # or solving would take no time at the second run of a bench
+    if not background:
+        os.environ.setdefault("FCKPT_BACKGROUND", "0")  # or plans would change from step to step
     device = pick_device(name)
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

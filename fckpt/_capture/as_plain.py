@@ -3,8 +3,9 @@
 Libraries ask `torch.compiler.is_compiling()` before they look at the data of tensors (transformers leaves out a mask of
 ones if it is not compiled), and also before they use Python features that Dynamo does not support. A plan must do what
 the plain function does, so such code is told that it is not compiled. If the capture then fails, the place that asked
-last gets the other answer. The code of torch and of fckpt, which asks in order to be captured, is always told that it
-is compiled.
+last gets the other answer. A method that uses a `ContextVar` if it is not compiled gets the other answer at once,
+because Dynamo cannot call a `ContextVar`, and half a capture would be made in vain. The code of torch and of fckpt,
+which asks in order to be captured, is always told that it is compiled.
 
 Seen on torch 2.11 and 2.13: `TorchInGraphFunctionVariable._get_handlers`.
 """
@@ -14,11 +15,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from fckpt._capture.patching import patched
@@ -84,8 +87,9 @@ class Answers:
         def answer(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
             if str(tx.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "fckpt"):
                 return original(variable, tx, *args, **kwargs)
-            self._last = _place(tx)
-            compiled = self._all or self._last in self._conceded
+            asking = _asking(tx)
+            self._last = tuple((tx.f_code.co_filename, tx.lineno) for tx in asking)
+            compiled = self._all or self._last in self._conceded or any(map(_uses_context_variable, asking))
             return original(variable, tx, *args, **kwargs) if compiled else ConstantVariable.create(False)
 
         return answer
@@ -101,13 +105,30 @@ def _knowing_streams(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _place(tx: Any) -> _Place:
-    """Returns the lines of the calls that lead to a question, up to the first outside of the file that asks.
+def _asking(tx: Any) -> list[Any]:
+    """Returns the frames that lead to a question, up to the first outside of the file that asks.
 
     Libraries have helper functions that ask.
     """
-    found = [(tx.f_code.co_filename, tx.lineno)]
-    while tx.parent is not None and found[-1][0] == found[0][0]:
+    found = [tx]
+    while tx.parent is not None and found[-1].f_code.co_filename == found[0].f_code.co_filename:
         tx = tx.parent
-        found.append((tx.f_code.co_filename, tx.lineno))
-    return tuple(found)
+        found.append(tx)
+    return found
+
+
+def _uses_context_variable(tx: Any) -> bool:
+    """Whether the frame is of a method that calls a `ContextVar` held by its object."""
+    names = tx.f_code.co_names
+    if not {"get", "set", "reset"}.intersection(names):
+        return False
+    value = _value(tx.symbolic_locals.get("self"))
+    held = getattr(value, "__dict__", {})
+    return any(isinstance(held.get(name), ContextVar) for name in names)
+
+
+def _value(variable: Any) -> Any:
+    """Returns the object that a variable of Dynamo stands for; None if it is not known."""
+    if isinstance(variable, LazyVariableTracker):
+        return variable.peek_value()
+    return getattr(variable, "value", None)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo import allow_in_graph, config, convert_frame
+from torch._dynamo import allow_in_graph, config, convert_frame, symbolic_convert
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.utils import dynamo_timed, get_metrics_context, set_torch_function_mode_stack
@@ -50,8 +50,10 @@ from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patche
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.graphs import FlatGraph
 from fckpt._capture.numbers import options_constant
+from fckpt._capture.patching import patched
 from fckpt._capture.shadows import BuiltinNames, shadows_guarded
 from fckpt._capture.sources import Names
+from fckpt._capture.symbols import symbols_remembered
 from fckpt._capture.undecomposed import undecomposed
 from fckpt._capture.wrapped import WrappedTensors, name_of, without_tensors
 from fckpt.errors import TraceError
@@ -331,9 +333,9 @@ class _Attempt:
         captured = Captured(entry, self.taken, (args, kwargs), output, guards, self.below)
         captured.keywords, captured.branches = tuple(kwargs), self.branches
         captured._names, captured.builtins = names, builtin_names
-        patched = patched_methods(output.graph_capture_output.traced_code)
-        if patched:
-            raise CaptureError(f"Tensor.{patched[0]} was replaced by another function")
+        replaced = patched_methods(output.graph_capture_output.traced_code)
+        if replaced:
+            raise CaptureError(f"Tensor.{replaced[0]} was replaced by another function")
         _check_inputs(captured)
         return captured
 
@@ -400,6 +402,9 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(certain_comparisons())
         stack.enter_context(undecomposed())
         stack.enter_context(options_constant())
+        stack.enter_context(symbols_remembered())
+        # The names of functions in Dynamo's log lines, for which it would split whole files into tokens.
+        stack.enter_context(patched(symbolic_convert, "get_funcname", lambda _: lambda *_: None))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # Dynamo warns about functions that it looks through, such as lru_cache
         yield modes

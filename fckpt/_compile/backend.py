@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -24,6 +25,7 @@ from fckpt.policies.decisions import PolicyLike, as_policy
 
 __all__ = ["fckpt"]
 
+_OWN = ("budget", "policy", "solver")
 ATTEMPTS = 3
 """How often a plan is made again because the compiled function exceeded the budget."""
 
@@ -47,7 +49,7 @@ def fckpt(
         inputs: example inputs.
         options: `budget`, the most bytes that forward and backward may hold at once above what is held at the call
             (an int, a string such as "8GiB", or a float for a fraction of the peak of the function without a compiler);
-            `policy`, one of `fckpt.policies`; `solver`, the name of a solver. All other options are Inductor's.
+            `policy`, one of `fckpt.policies` without names; `solver`, the name of a solver. All other options are Inductor's.
         mode: a mode of Inductor, "reduce-overhead" for example.
 
     Returns:
@@ -72,6 +74,12 @@ class _Compilation:
         self.solver = options.pop("solver", "auto")
         self.budget = None if budget is None else check_budget(budget)
         self.policy = None if policy is None else as_policy(policy)
+        if self.policy is not None and self.policy.mentioned:
+            raise ArgumentValueError(
+                f"the policy {self.policy!r} mentions names, and names that fckpt.checkpoint_name gives do not reach the "
+                "compiler. Use a policy without names, or put the region below torch.compile: "
+                "fckpt.remat(fn, policy=...) runs by its plan there."
+            )
         if not isinstance(self.solver, str):
             raise ArgumentTypeError(f"a solver is named by a str, not {type(self.solver).__name__}: {self.solver!r}.")
         solve.get(self.solver)  # raises an error that lists the solvers, if there is none of this name
@@ -79,8 +87,10 @@ class _Compilation:
         known = inductor.get_config_copy()
         unknown = sorted(set(self.patches) - set(known))
         if unknown:
+            close = difflib.get_close_matches(unknown[0], [*_OWN, *known], n=1)
+            meant = f" (did you mean {close[0]!r}?)" if close else ""
             raise ArgumentValueError(
-                f"the backend fckpt has no option {unknown[0]!r}. Its options are budget, policy and solver, and those "
+                f"the backend fckpt has no option {unknown[0]!r}{meant}. Its options are budget, policy and solver, and those "
                 "of Inductor (torch._inductor.list_options())."
             )
         self.module = module

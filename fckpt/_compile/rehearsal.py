@@ -19,6 +19,7 @@ from fckpt._planned.making import plain_plan
 from fckpt._planned.tracing import TRACING, CapturedTensors, traced_call
 from fckpt._trace.layouts import layouts_below
 from fckpt._trace.operations import Backward
+from fckpt.errors import FckptError
 
 __all__ = ["can_measure", "peak_of", "plain_peak_of"]
 
@@ -59,20 +60,44 @@ def peak_of(compiled: Callable[..., Any], inputs: Sequence[Any]) -> int:
 
 
 def plain_peak_of(module: fx.GraphModule, inputs: Sequence[Any]) -> int:
-    """Returns the peak in bytes of a function and its backward pass without a compiler; nothing runs.
+    """Returns the peak in bytes of a function and its backward pass without a compiler.
+
+    The function is traced, and nothing runs. Inputs that are not differentiated may be buffers that the function
+    writes, so they are traced as captured tensors. A function that cannot be traced runs once, as in `peak_of`.
 
     Raises:
-        TraceError: the function cannot be traced into a graph.
+        TraceError: the function cannot be traced, nor run on these inputs.
     """
     with without_modes(), torch.enable_grad(), TRACING:
         given = [_example(t, copied=False) for t in inputs]
-        run = lambda *args: module(*args)
-        arguments = Arguments(tuple(given), {})
+        primals = [i for i, t in enumerate(given) if isinstance(t, torch.Tensor) and t.requires_grad]
+        run = _Applied(module, given, primals)
+        arguments = Arguments(tuple(given[i] for i in primals), {})
         observation = Observation([run], arguments.statics, arguments.tensors, {})
         captured = CapturedTensors(observation, arguments.tensors)
         layouts = layouts_below([*arguments.tensors, *captured.tensors])
-        trace = traced_call(run, arguments, captured, layouts, Backward())
-        return plain_plan(trace.graph, torch.__version__).peak_bytes
+        try:
+            trace = traced_call(run, arguments, captured, layouts, Backward())
+            return plain_plan(trace.graph, torch.__version__).peak_bytes
+        except FckptError:
+            if not can_measure(inputs):
+                raise
+    return peak_of(module, inputs)
+
+
+class _Applied:
+    """A function of some of the inputs of a graph; the others are its attributes."""
+
+    def __init__(self, module: fx.GraphModule, given: Sequence[Any], primals: Sequence[int]):
+        self.module = module
+        self.given = [None if i in primals else t for i, t in enumerate(given)]
+        self.primals = primals
+
+    def __call__(self, *args: Any) -> Any:
+        inputs = list(self.given)
+        for i, t in zip(self.primals, args, strict=True):
+            inputs[i] = t
+        return self.module(*inputs)
 
 
 def _example(given: Any, copied: bool) -> Any:

@@ -34,7 +34,7 @@ from fckpt.errors import FckptError
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Schedule
 
-__all__ = ["PENDING", "Request", "serve"]
+__all__ = ["PENDING", "Request", "is_available", "serve"]
 
 
 NICENESS = 19
@@ -49,6 +49,11 @@ PENDING: Final = _Pending.PENDING
 """The answer to a request that has not been solved yet."""
 
 
+def is_available() -> bool:
+    """Whether graphs can be solved in the background, as far as is known before a process is started."""
+    return os.environ.get("FCKPT_BACKGROUND") != "0" and _interpreter() is not None
+
+
 class Request:
     """A plan whose graph is to be solved again, by `auto` and within the same budget.
 
@@ -58,7 +63,7 @@ class Request:
     def __init__(self, plan: Plan):
         self._plan = plan
         self._answer: Plan | Literal[_Pending.PENDING] | None = PENDING
-        if os.environ.get("FCKPT_BACKGROUND") == "0":
+        if not is_available():
             self._answer = None
         else:
             _worker.add(self)

@@ -5,12 +5,17 @@ budget, which takes a fraction of a second; the solver runs only if none of them
 another process solves the graph (`background`). If that plan is faster, it replaces the adapted plan. A process starts
 with the schedules that other processes have stored on disk (`stored`).
 
+A call of a structure without any schedules does not wait for the solver either, if its graph is not small: it runs by a
+plan that is found quickly (`solve/_quick.py`), which another process improves in the same way.
+
 `is_shared` says which plans are adapted. Plans of policies alone and plans on a mesh are not.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
@@ -23,6 +28,7 @@ from fckpt.graph.graph import Graph
 from fckpt.graph.identity import structure
 from fckpt.graph.schedule import Schedule
 from fckpt.solve._adapt import adapt
+from fckpt.solve._quick import quick
 
 __all__ = ["Families", "is_shared"]
 
@@ -32,6 +38,11 @@ _STRUCTURES = 128
 """The number of structures whose schedules are known: the first ones are forgotten."""
 _PENDING = 8
 """The number of plans that wait to be solved in the background: the latest ones."""
+_SMALL = 150
+"""The number of nodes of a graph that is solved at once, because that takes about a second."""
+
+Origin = Literal["solved", "read", "adapted", "quick"]
+"""Where a plan comes from: from the solver, the disk, plans of other sizes, or a quick search."""
 
 
 def is_shared(solver: str, tile: Tile) -> bool:
@@ -49,9 +60,9 @@ class Families:
         self._known: dict[str, tuple[Schedule, ...]] = {}
         """Schedules by structure, the latest first. Tuples, because other threads may be adapting them."""
         self._pending: dict[int, tuple[Plan, background.Request, StoredPlans | None]] = {}
-        """Adapted plans that are being solved in the background, by id."""
+        """Plans, adapted or found quickly, whose graphs are being solved in the background, by id."""
         self._better: dict[int, tuple[Plan, Plan]] = {}
-        """Adapted plans with the faster plans that replace them, by id: the latest ones."""
+        """Such plans with the faster plans that replace them, by id: the latest ones."""
 
     def plan(
         self,
@@ -59,14 +70,17 @@ class Families:
         nbytes: int,
         solve: Callable[[], Plan],
         stored: StoredPlans | None = None,
-    ) -> tuple[Plan, bool]:
-        """Returns a plan for a priced graph, and whether the plan was adapted from the plan of another size.
+        *,
+        quickly: bool = False,
+    ) -> tuple[Plan, Origin]:
+        """Returns a plan for a priced graph, and its origin.
 
         Args:
             graph: the graph.
             nbytes: the budget.
             solve: returns the solver's plan.
             stored: the plans on disk, which are tried first.
+            quickly: whether a plan that is found quickly will do, if another process can solve the graph.
 
         Raises:
             BudgetError: the solver finds no plan that fits.
@@ -75,19 +89,24 @@ class Families:
         plan = stored.plan(graph, nbytes) if stored else None
         if plan is not None:
             self._add(name, plan)
-            return plan, False
+            return plan, "read"
         known = self._known.get(name) or (stored.schedules(graph) if stored else ())
-        found = _adapted(graph, nbytes, known) if known else None
-        plan = solve() if found is None else found
+        origin: Origin = "solved"
+        if known:
+            plan, origin = _settled(graph, nbytes, functools.partial(adapt, known=known)), "adapted"
+        elif quickly and len(graph.nodes) > _SMALL and background.is_available():
+            plan, origin = _settled(graph, nbytes, quick), "quick"
+        if plan is None:
+            plan, origin = solve(), "solved"
         self._add(name, plan)
-        return plan, found is not None
+        return plan, origin
 
     def add(self, plan: Plan) -> None:
         """Adds the schedule of a plan."""
         self._add(structure(plan.graph), plan)
 
     def solve_later(self, plan: Plan, stored: StoredPlans | None = None) -> None:
-        """Has an adapted plan solved in the background and then stored on disk, unless it recomputes nothing."""
+        """Has a plan solved in the background, and the result stored on disk, unless the plan recomputes nothing."""
         if plan.overhead > 0:
             for other in list(self._pending)[: 1 - _PENDING]:
                 self._pending.pop(other, None)
@@ -126,10 +145,8 @@ class Families:
             self._known[name] = (plan.schedule, *known)[:_MOST]
 
 
-def _adapted(graph: Graph, nbytes: int, known: tuple[Schedule, ...]) -> Plan | None:
-    if writes_late(graph):
-        schedule = settled_within(graph, nbytes, lambda graph, nbytes: adapt(graph, nbytes, known))
-    else:
-        schedule = adapt(graph, nbytes, known)
+def _settled(graph: Graph, nbytes: int, find: Callable[[Graph, int], Schedule | None]) -> Plan | None:
+    """Returns the plan with the schedule that `find` returns, if it fits; None if not."""
+    schedule = settled_within(graph, nbytes, find) if writes_late(graph) else find(graph, nbytes)
     plan = None if schedule is None else Plan(graph, schedule, "auto", nbytes, str(torch.__version__))
     return plan if plan is not None and plan.peak_bytes <= nbytes else None

@@ -1,8 +1,8 @@
 """Compiled kernels for a plan: blocks within its budget, and one more solution with the prices of blocks.
 
-A solver knows the time of each operation by itself. In a block, an operation takes less, so that recomputing it
-directly before its use may cost nothing. So the plan is solved once more with the times that operations take in blocks,
-and that plan is kept if its steps take less time altogether.
+A solver knows the time that each operation takes alone. In a block, an operation takes less time, and recomputing it
+directly before its use may be free. So the plan is solved once more with the times that operations take in blocks. The
+second plan is used if its steps take less time in total.
 """
 
 from __future__ import annotations
@@ -80,6 +80,6 @@ def _with_block_prices(graph: Graph, schedule: FusedSchedule) -> Graph:
 
 
 def _seconds(graph: Graph, schedule: FusedSchedule) -> float:
-    """Returns the time of all steps, with that of a compiled kernel for each block."""
+    """Returns the time of all steps, counting a block as its compiled kernel."""
     alone = [s.node for s in (*schedule.forward, *schedule.backward) if isinstance(s, Compute)]
     return sum(graph.nodes[n].seconds for n in alone) + sum(b.kernel.seconds for b in _blocks(schedule))

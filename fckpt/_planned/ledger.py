@@ -83,8 +83,10 @@ class Stats:
     """Those of the plans that were read from disk, without running a solver."""
     adapted: int = 0
     """Those of the plans that were made from plans of other sizes, without running a solver."""
+    quick: int = 0
+    """Those of the plans that were found quickly for a first call, while a worker process runs the solver."""
     improved: int = 0
-    """Adapted plans that a faster plan has replaced, which was solved in the background."""
+    """Adapted and quick plans that a faster plan has replaced, which was solved in the background."""
     programs: int = 0
     """Planned programs: traces that were lowered, one per signature and per set of differentiated outputs."""
     captures: int = 0
@@ -94,8 +96,14 @@ class Stats:
     fallbacks: dict[str, int] = field(default_factory=dict)
     """Calls and backward passes that could not run by a plan, by reason."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds spent on capturing, tracing and solving, and on compiling and trying kernels if there are any."""
+    """Seconds spent on capturing, tracing, pricing, solving and lowering, and on compiling and trying kernels if there
+    are any."""
 
+
+STAGES = ("capture", "trace", "price", "solve", "lower")
+"""The stages of planning whose seconds are counted."""
+clock = time.perf_counter
+"""Reads the time of the stages."""
 
 _SIZES = re.compile(r"size mismatch|stride mismatch|\.size\(\)|\.stride\(\)")
 
@@ -104,7 +112,7 @@ class Ledger:
     """The counts of one region, and the warnings that it has issued."""
 
     def __init__(self) -> None:
-        self.stats = Stats(fallbacks={}, seconds={"capture": 0.0, "trace": 0.0, "solve": 0.0})
+        self.stats = Stats(fallbacks={}, seconds=dict.fromkeys(STAGES, 0.0))
         self._warned: set[str] = set()
         self._in_a_row = {False: 0, True: 0}
         self._hits = 0
@@ -123,11 +131,11 @@ class Ledger:
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
         """Adds the seconds that the body takes to the entry `what`."""
-        start = time.perf_counter()
+        start = clock()
         try:
             yield
         finally:
-            self.stats.seconds[what] = self.stats.seconds.get(what, 0.0) + time.perf_counter() - start
+            self.stats.seconds[what] = self.stats.seconds.get(what, 0.0) + clock() - start
 
     def falls_back(self, reason: str, detail: str = "", *, quiet: bool = False) -> None:
         """Counts a call that does not run by a plan, and warns the first time for each reason.

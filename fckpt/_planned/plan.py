@@ -63,7 +63,7 @@ class Plan:
     """The kernels that run the plan. They are compiled where it runs."""
     fused: FusedSchedule | None = dataclasses.field(default=None, compare=False)
     """The schedule with blocks that run as compiled kernels; None if there are none, or for a plan from a file.
-    Timeline and peak are those with these blocks; times are those of torch's own kernels."""
+    Timeline and peak include these blocks; times are the times of torch's own kernels."""
     remade: Callable[[Plan, tuple[Any, ...], dict[str, Any]], Plan] | None = dataclasses.field(
         default=None, compare=False
     )

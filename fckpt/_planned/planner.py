@@ -300,7 +300,8 @@ class Planner:
 
     def _program(self, traced: Trace, plan: Plan, count: int) -> Program:
         if self.kernels == "aten" or mesh_in_use() is not None:
-            return Program(traced, plan, count)
+            with self.ledger.timed("lower"):
+                return Program(traced, plan, count)
         within = None if self.given is not None else plan.budget_bytes
         with self.ledger.timed("compile"):
             return Program(traced, plan, count, self.kernels, within)
@@ -407,9 +408,10 @@ class Planner:
         if mesh is None:
             key = (_identity(traced), batches, None if of_training is None else _identity(of_training))
             if key not in self.plans:
-                graph, budget = self._priced(traced, batches), self.budget
-                if of_training is not None and budget is not None:
-                    budget = nbytes_of(budget, self._priced(of_training, batches))
+                with self.ledger.timed("price"):
+                    graph, budget = self._priced(traced, batches), self.budget
+                    if of_training is not None and budget is not None:
+                        budget = nbytes_of(budget, self._priced(of_training, batches))
                 with self.ledger.timed("solve"):
                     stored = self._stored(traced)
                     make = functools.partial(self._solved, stored)
@@ -442,13 +444,14 @@ class Planner:
         return make() if budget is None else stored.made(graph, nbytes_of(budget, graph), make)
 
     def _of_family(self, graph: Graph, budget: Budget | None, solve: Callable[[], Plan], stored: StoredPlans) -> Plan:
-        """Returns a plan that is read or adapted from plans of other sizes, if there are such plans, or else solved."""
+        """Returns a plan: read, or adapted from plans of other sizes, or found quickly, or solved."""
         if budget is None or not is_shared(self.solver, self.tile):
             plan = solve()
         else:
-            plan, adapted = self.families.plan(graph, nbytes_of(budget, graph), solve, stored)
-            if adapted:
-                self.ledger.count("adapted")
+            quickly = self.kernels == "aten"  # otherwise the kernels of both plans would be compiled
+            plan, origin = self.families.plan(graph, nbytes_of(budget, graph), solve, stored, quickly=quickly)
+            if origin in ("adapted", "quick"):
+                self.ledger.count(origin)
                 self.families.solve_later(plan, stored)
         self._count(stored)
         return plan

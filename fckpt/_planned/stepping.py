@@ -84,7 +84,8 @@ class StepPlanner(Planner):
                 plan = Plan(graph, without_recomputation(graph), "save_all", None, version)
                 self.ledger.count("plans")
             else:
-                graph, stored = self._priced_step(traced, first), self._stored(traced)
+                with self.ledger.timed("price"):
+                    graph, stored = self._priced_step(traced, first), self._stored(traced)
                 price = functools.partial(self._priced_step, first=first)
                 make = functools.partial(self._solved, stored)
                 solve = lambda: tiled_or_hinted(traced, graph, price, self.budget, make, self.tile)

@@ -171,10 +171,10 @@ class Ending:
         found: dict[int, torch.Tensor] = {}
         for operand, number in self.numbers:
             gradient, before = gradients[operand], carried.pop(number, None)
-            if before is not None and gradient is not None:
-                found[operand] = before.add_(gradient)
-            elif before is not None or gradient is not None:
-                found[operand] = before if gradient is None else gradient  # type: ignore[assignment]
+            if before is not None:
+                found[operand] = before if gradient is None else before.add_(gradient)
+            elif gradient is not None:
+                found[operand] = gradient
             del gradient, before
         if self.updates:
             if self.clip_norm is not None and found:

@@ -24,7 +24,7 @@ from fckpt.solve.core.rules import Order, Rules, peak_of, seconds_of
 from fckpt.solve.core.starts import Start, measured, save_everything_orders
 from fckpt.solve.repair.search import Search
 
-__all__ = ["adapt"]
+__all__ = ["adapt", "fitted"]
 
 MOVES = 3_000
 """The largest number of moves of all repairs, and of the search: each about a quarter of a second on a slow core."""
@@ -45,7 +45,8 @@ def adapt(graph: Graph, budget: int, known: Iterable[Schedule]) -> Schedule | No
     plain = save_everything_orders(rules)
     if peak_of(rules, plain[0]) <= budget:
         return schedule_of(graph, *plain[0])
-    found = sorted(_fitted(rules, measured(rules, [*_valid(graph, known), *plain]), budget), key=_seconds)
+    starts = measured(rules, [*_valid(graph, known), *plain])
+    found = sorted(fitted(rules, starts, budget, MOVES), key=_seconds)
     if not found:
         return None
     search = Search(rules, [start.order for start in found[:MOST]], budget)
@@ -65,16 +66,23 @@ def _valid(graph: Graph, known: Iterable[Schedule]) -> Iterator[Order]:
         yield Order(forward, backward)
 
 
-def _fitted(rules: Rules, starts: Iterable[Start], budget: int) -> Iterator[Start]:
-    """Yields starts within the budget: the fastest, pruned, and those with slightly larger peaks, repaired."""
+def fitted(rules: Rules, starts: Iterable[Start], budget: int, moves: int) -> Iterator[Start]:
+    """Yields starts within the budget: the fastest, pruned, and those with slightly larger peaks, repaired.
+
+    Args:
+        rules: the rules of the graph.
+        starts: where to begin.
+        budget: bytes.
+        moves: the largest number of moves of all repairs.
+    """
     ranked = sorted(starts)
     inside = sorted((s for s in ranked if s.peak_nbytes <= budget), key=_seconds)[:MOST]
     fastest = inside[0].seconds if inside else inf
     outside = [s for s in ranked if s.peak_nbytes > budget and s.seconds < fastest]
-    left = MOVES
+    left = moves
     for start in (*inside, *outside[:MOST], *outside[MOST:][-1:]):
-        order, moves = fit(rules, start.order, budget, effort=left)
-        left -= moves
+        order, weighed = fit(rules, start.order, budget, effort=left)
+        left -= weighed
         if order is not None:
             yield from measured(rules, [order])
 

@@ -54,6 +54,7 @@ def step(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
 CASES = [(name, mask) for name in ZOO for mask in (MASKS if name in (*TEXT, "clip") else MASKS[:1])]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("name", "mask"), CASES)
 def test_a_step_is_bitwise_that_of_the_plain_model(name: str, mask: str) -> None:
     plain, model, batch = pair(name, mask)
@@ -106,6 +107,7 @@ def test_a_step_takes_less_memory(name: str) -> None:
 # -- options -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "options",
     [{"budget": 0.9}, {"policy": fckpt.policies.dots_saveable}, {"policy": fckpt.policies.nothing_saveable}],

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings(  # said by plain PyTorch where vmap has
 )
 
 PROFILES = {
-    "default": settings(max_examples=100, derandomize=True),
-    "ci": settings(max_examples=400, derandomize=True, print_blob=True),
+    "default": settings(max_examples=60, derandomize=True),
+    "ci": settings(max_examples=100, derandomize=True, print_blob=True),
     "slow": settings(max_examples=5_000, print_blob=True),
 }
 PROFILE = settings(

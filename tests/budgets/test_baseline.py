@@ -166,6 +166,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*reduce_op:FutureWarning")  # Dynamo looks at it for an autograd.Function
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_plain_peak_is_the_measured_one(name: str) -> None:
     fn, params, x = CASES[name]()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from networks import ACTIVATIONS, Fn, Params, loss_of, network, weights
+from sampling import SLOW
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vmap
 from torch.utils._pytree import tree_leaves
@@ -102,7 +103,9 @@ CALLS = {
     f.__name__: f
     for f in (sgd, momentum, product_with_hessian, penalty, per_sample, meta_learning, of_autograd, noisy, inference)
 }
-PROFILE = settings(max_examples=20, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PROFILE = settings(
+    max_examples=200 if SLOW else 12, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 def seeded(fn: Fn, *args: Any) -> tuple[list[Tensor], Tensor]:
@@ -266,6 +269,7 @@ def test_looking(tmp_path: Path) -> None:
 # -- solvers -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("solver", fckpt.solve.names())
 @pytest.mark.parametrize("kind", ["sgd", "inference"])
 def test_solvers(solver: str, kind: str) -> None:

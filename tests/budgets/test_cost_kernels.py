@@ -102,6 +102,7 @@ def test_an_embedding_bag_is_measured_with_its_own_bags(mode: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- sizes of results
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "fn",
     [
@@ -301,6 +302,7 @@ LAZY = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", LAZY)
 def test_operands_that_a_kernel_must_copy_are_measured_so(name: str) -> None:
     def fn(x: Tensor) -> Tensor:

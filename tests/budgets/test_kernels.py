@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from exact_kernels import do_not_compile, one_by_one, use_every_kernel
 from helpers import assert_equal
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -44,26 +45,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     monkeypatch.setattr(execution, "with_blocks", noted)
     monkeypatch.setattr(trial, "_known", {})
     monkeypatch.setattr(trial, "_warned", set())
-    for name in ("_FASTER", "_NOT_SLOWER"):
-        monkeypatch.setattr(trial, name, math.inf)
-    monkeypatch.setattr(trial, "_SECONDS", 0.0)
+    use_every_kernel(monkeypatch)
     return found
-
-
-def one_by_one(kernel: Kernel) -> Callable[[list[Tensor]], list[Tensor]]:
-    """A stand-in for compilation, which takes about a second: it runs the operations of the kernel one by one."""
-
-    def run(given: list[Tensor]) -> list[Tensor]:
-        inputs, _ = list(given), given.clear()
-        return kernel.run(inputs)
-
-    return run
 
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor, "compiled", one_by_one)
-    monkeypatch.setattr(trial, "_no_compiler", False)
+    do_not_compile(monkeypatch)
 
 
 def blocks_in(schedule: FusedSchedule | None) -> list[FusedBlock]:
@@ -177,6 +165,38 @@ def test_kernels_are_used_only_if_they_are_faster(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(trial, "_FASTER", 0.0)
     compared(*elementwise(), made, 0.6, "exact")
     assert not blocks_in(made[-1][1])
+
+
+@pytest.mark.parametrize("activation", [F.softplus, F.elu])
+def test_tensors_with_other_strides_than_their_stand_ins(made: list[Program], activation: Any) -> None:
+    """The backward operations give the strides of the cotangent here, but their stand-ins have those of the input.
+
+    A compiled kernel that reads by the strides of the stand-in reads the elements in another order.
+    """
+    x = torch.randn(5, 6).t().requires_grad_()
+    rows = torch.arange(30.0).view(6, 5)
+    loss = lambda: (activation(x.mul(2).mul(x.detach())).contiguous() * rows).sum()
+    region = fckpt.remat(loss, budget=1.0, kernels="exact")
+    for _ in range(2):
+        assert_equal(gradients(region, [x]), gradients(loss, [x]))
+    assert blocks_in(made[-1][1])
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_fused_kernel_with_wrong_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch, made: list[Program]) -> None:
+    monkeypatch.setattr(inductor, "compiled", lambda kernel: lambda given: [t * 1.5 for t in one_by_one(kernel)(given)])
+    expected, found = compared(*elementwise(), made, 0.6, "fused")
+    assert not blocks_in(made[-1][1])
+    assert_equal(found, expected)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_made_up_data_that_torch_refuses_are_no_failure(made: list[Program]) -> None:
+    """A division of integers by zero."""
+    i, x = torch.arange(12) - 6, torch.randn(12, requires_grad=True)
+    fn = lambda: ((i % (i.abs() + 1) * 2 + 1) % 7 * x * x).sum()
+    expected, found = compared(fn, [x], made, 1.0, "fused")
+    assert_equal(found, expected)
 
 
 # -- random programs, with a stand-in for compilation

@@ -22,11 +22,12 @@ from planned import (
     PLANNERS,
     X,
     idle_policies,
-    least_bytes_of,
+    least_of,
     measured,
     model,
     step,
 )
+from sampling import todays
 from torch import Tensor
 
 import fckpt
@@ -35,33 +36,39 @@ from fckpt._memory import measure_peak
 from fckpt.solve._save_all import save_all
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_keeps_to_every_budget_and_is_what_was_predicted(name: str) -> None:
     net, x = model(name)
-    most, least = fckpt.plan(net, x).peak_bytes, least_bytes_of(net, x)
+    most, least = fckpt.plan(net, x).peak_bytes, least_of(name)
     assert least < 0.8 * most
     for share in (0.0, 0.3, 0.8, 1.0):
         budget = int(least + share * (most - least))
         planned = fckpt.remat(net, budget=budget)
-        peak, plan = measured(planned, x), fckpt.plan(net, x, budget=budget)
+        peak = measured(planned, x)
+        [plan] = planned._fckpt_region.planner.plans.values()
+        if share == 0.3:
+            assert fckpt.plan(net, x, budget=budget).peak_bytes == plan.peak_bytes
         print(f"{name}: budget {budget}, predicted {plan.peak_bytes}, measured {peak}")
         assert peak <= budget
         assert 0.98 * plan.peak_bytes <= peak <= plan.peak_bytes <= budget
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_under_every_budget_all_numbers_are_those_of_the_plain_model(name: str) -> None:
     net, x = model(name)
-    least = least_bytes_of(net, x)
+    least = least_of(name)
     expected = seeded(lambda: step(copy.deepcopy(net), x))
     for budget in (least, int(1.2 * least), 1.0):
         assert_equal(seeded(lambda: step(fckpt.remat(copy.deepcopy(net), budget=budget), x)), expected)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_least_budget_is_enough_and_below_a_plan_fits_or_is_refused(name: str) -> None:
     net, x = model(name)
-    least = least_bytes_of(net, x)
+    least = least_of(name)
     assert fckpt.plan(net, x, budget=least).peak_bytes <= least  # nothing forbids better than known
     for budget in (least - 1, least // 2):
         try:  # what is made for a budget may fit below the least for which a plan is known
@@ -72,6 +79,7 @@ def test_the_least_budget_is_enough_and_below_a_plan_fits_or_is_refused(name: st
         fckpt.remat(net, budget=least // 2)(x)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("policy", [EVERYTHING, NOTHING, DOTS, ~DOTS], ids=repr)
 def test_under_every_policy_all_numbers_are_those_of_the_plain_model(name: str, policy: policies.Policy) -> None:
@@ -84,7 +92,7 @@ def test_under_every_policy_all_numbers_are_those_of_the_plain_model(name: str, 
 def test_every_solver_gives_the_same_numbers(solver: str) -> None:
     net, x = model("transformer")
     expected = seeded(lambda: step(copy.deepcopy(net), x))
-    budget = 1.0 if solver == "save_all" else 0.8
+    budget = 1.0 if solver == "save_all" else 0.85
     planned = fckpt.remat(copy.deepcopy(net), budget=budget, solver=solver)
     assert_equal(seeded(lambda: step(planned, x)), expected)
 
@@ -116,7 +124,7 @@ def test_the_end_of_the_forward_pass_is_within_the_budget() -> None:
 
 def test_a_policy_and_a_budget_hold_together() -> None:
     net, x = model("mlp")
-    budget = int(1.3 * least_bytes_of(net, x))
+    budget = int(1.3 * least_of("mlp"))
     planned = fckpt.remat(copy.deepcopy(net), policy=~DOTS, budget=budget)
     rows = [row for row in fckpt.saved_residuals(planned, x) if row.kind == "intermediate"]
     assert rows
@@ -129,7 +137,7 @@ def test_a_policy_and_a_budget_hold_together() -> None:
 def test_pareto_goes_from_the_least_budget_to_the_plain_peak() -> None:
     net, x = model("convolutions")
     curve = fckpt.pareto(net, x, points=5)
-    assert curve[0].peak_bytes <= least_bytes_of(net, x)
+    assert curve[0].peak_bytes <= least_of("convolutions")
     assert curve[-1].overhead == 0.0
     assert curve[-1].peak_bytes <= fckpt.plan(net, x).baseline_peak_bytes
     for a, b in pairwise(curve):
@@ -168,6 +176,7 @@ def forms(wrap: Wrap) -> dict[str, tuple[Wrap, Wrap]]:
     }
 
 
+PROGRAMS_OF_WAYS = [ways.mlp, ways.dropout_mlp, ways.branching]
 # In second derivatives a planned function is one node: sums are regrouped, as under torch.func.
 REGROUPED = ways.REGROUPED | {
     "backward_create_graph",
@@ -179,7 +188,7 @@ REGROUPED = ways.REGROUPED | {
 
 @idle_policies
 @pytest.mark.filterwarnings("ignore:the budget of .*is not kept:fckpt.BudgetWarning")
-@pytest.mark.parametrize("program", [ways.mlp, ways.dropout_mlp, ways.branching])
+@pytest.mark.parametrize("program", PROGRAMS_OF_WAYS)
 @pytest.mark.parametrize("form", forms(fckpt.remat))
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_every_transform_of_a_planned_function(planner: str, form: str, program: Fn) -> None:
@@ -191,7 +200,9 @@ def test_every_transform_of_a_planned_function(planner: str, form: str, program:
         names -= ways.RANDOM_FORBIDDEN
     if program is ways.branching:
         names = {"backward", "double_backward", "func_grad", "func_jvp", "func_jacrev", "autograd_grad", "no_grad"}
-    for name in sorted(names):
+    # A third of the ways, of each case another: every way meets every form, planner and program on some of them.
+    shift = [*PLANNERS].index(planner) + [*forms(fckpt.remat)].index(form) + PROGRAMS_OF_WAYS.index(program)
+    for name in todays(sorted(names), 3, shift):
         run = ways.WAYS[name]
         expected, state = seeded(lambda: run(plain(program)))
         actual, ends = seeded(lambda: run(wrap(program)))
@@ -324,6 +335,7 @@ class Doubled(torch.autograd.Function):
 
 
 @idle_policies
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_planned_function_is_bitwise_the_plain_one_with(name: str) -> None:
     PROGRAMS[name]()

@@ -31,6 +31,7 @@ def kept_by(net: Callable[..., Tensor], *args: Any) -> int:
     return fckpt.measure_peak(lambda: net(*args)).retained_bytes - nbytes
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("policy", [EVERYTHING, NOTHING, DOTS], ids=repr)
 def test_the_bytes_of_the_intermediates_are_what_the_allocator_holds(name: str, policy: policies.Policy) -> None:

@@ -73,6 +73,7 @@ def results(net: nn.Module, given: tuple[Tensor, ...]) -> Any:
     return loss, [p.grad for p in net.parameters()], [b.clone() for b in net.buffers()]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_any_size_is_kept_within_a_budget_and_equals_the_plain_function(name: str, frozen: None) -> None:
     make, sizes = MODELS[name]
@@ -298,6 +299,43 @@ def test_a_plan_that_is_solved_in_the_background_replaces_the_adapted_one(monkey
         net.zero_grad(set_to_none=True)
         loss.backward()
         assert_equal([p.grad for p in net.parameters()], improved)
+
+
+def test_a_first_call_runs_by_a_quick_plan_which_the_solver_improves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FCKPT_BACKGROUND", raising=False)
+    monkeypatch.setattr("fckpt._planned.background.NICENESS", 0)
+    monkeypatch.setattr("fckpt._planned.families.quick", lambda graph, budget: slower(graph, budget, ()))
+    monkeypatch.setattr("fckpt._planned.families._SMALL", 0)
+    monkeypatch.setattr("fckpt._planned.planner.make_plan", lambda *_: pytest.fail("solved while the call waits"))
+    net, planned = deep()
+    x, limit = torch.randn(400, 32), time.monotonic() + 300
+    planned(x).backward()
+    first = [p.grad for p in net.parameters()]
+    assert (fckpt.stats(planned).quick, fckpt.stats(planned).improved) == (1, 0)
+    while not fckpt.stats(planned).improved and time.monotonic() < limit:
+        time.sleep(0.2)
+        net.zero_grad()
+        planned(x).backward()
+    stats = fckpt.stats(planned)
+    assert (stats.plans, stats.quick, stats.adapted, stats.improved) == (1, 1, 0, 1)
+    assert_equal([p.grad for p in net.parameters()], first)
+    net.zero_grad(set_to_none=True)
+    net(x).square().sum().backward()
+    assert_equal([p.grad for p in net.parameters()], first)
+
+
+@pytest.mark.parametrize("why", ["switched off", "small", "named solver", "does not fit"])
+def test_a_first_call_is_solved_if(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Graph] = []
+    monkeypatch.setenv("FCKPT_BACKGROUND", "0" if why == "switched off" else "1")
+    monkeypatch.setattr("fckpt._planned.families._SMALL", 10_000 if why == "small" else 0)
+    monkeypatch.setattr("fckpt._planned.families.quick", lambda graph, budget: asked.append(graph))
+    net, _ = deep()
+    solver = "greedy" if why == "named solver" else "auto"
+    planned = fckpt.remat(lambda x: net(x).square().sum(), budget=0.6, solver=solver)
+    planned(torch.randn(400, 32)).backward()
+    assert (fckpt.stats(planned).plans, fckpt.stats(planned).quick) == (1, 0)
+    assert len(asked) == (why == "does not fit")
 
 
 WORKER = """

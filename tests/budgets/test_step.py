@@ -193,6 +193,7 @@ def test_a_fraction_of_the_plain_peak(net: str) -> None:
     assert plan.peak_bytes <= 0.75 * plan.baseline_peak_bytes
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("accumulate", "budget"), [(2, 0.9), (4, None)])
 @pytest.mark.parametrize("net", NETS)
 def test_microbatches(net: str, accumulate: int, budget: float | None) -> None:
@@ -203,6 +204,7 @@ def test_microbatches(net: str, accumulate: int, budget: float | None) -> None:
     assert budget is None or plan.peak_bytes <= budget * plan.baseline_peak_bytes
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("clip", [{"clip_norm": 0.1}, {"clip_value": 1e-3}], ids=["norm", "value"])
 @pytest.mark.parametrize(("net", "accumulate"), [("mlp", 1), ("transformer", 2), ("conv", 2), ("lstm", 1)])
 def test_clipped_gradients(net: str, accumulate: int, clip: dict[str, float]) -> None:
@@ -262,6 +264,7 @@ def test_gradients_are_not_all_alive() -> None:
 ALL = ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", [*ALL, "Adafactor", "Muon"])
 def test_every_optimizer_that_updates_one_by_one(name: str) -> None:
     if not hasattr(optim, name):

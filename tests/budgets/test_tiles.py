@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from planned import ConvNet
 from programs import Program, plain, programs
+from sampling import SLOW
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
@@ -70,6 +72,13 @@ def attention(length: int = 128, heads: int = 4, width: int = 16) -> Call:
         return attended.square().mean()
 
     return loss, (weight, x)
+
+
+@cache
+def cut(budget: float, tile: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Plan]:
+    """The network with the large vocabulary, its arguments, and a plan with tiles, made once for all tests."""
+    fn, args = large_vocabulary()
+    return fn, args, fckpt.plan(fn, *args, budget=budget, tile=tile)
 
 
 def trace_of(call: Call) -> Trace:
@@ -203,7 +212,7 @@ def test_what_has_nothing_to_cut_keeps_its_plan() -> None:
 # random programs -----------------------------------------------------------------------------------
 
 PROFILE = settings(
-    max_examples=25,
+    max_examples=250 if SLOW else 15,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
@@ -328,15 +337,13 @@ def test_a_budget_error_says_what_tiles_make_possible() -> None:
 
 
 def test_a_plan_says_how_it_is_cut() -> None:
-    fn, args = large_vocabulary()
-    assert "with the bits of the whole operations" in str(fckpt.plan(fn, *args, budget=0.5, tile="exact"))
-    text = str(fckpt.plan(fn, *args, budget=0.3, tile=True))
+    assert "with the bits of the whole operations" in str(cut(0.5, "exact")[-1])
+    text = str(cut(0.3, True)[-1])
     assert "sums may be in another order" in text and "Lower bounds hold for plans with these tiles" in text
 
 
 def test_bounds_are_those_of_the_graph_with_tiles() -> None:
-    fn, args = large_vocabulary()
-    plan = fckpt.plan(fn, *args, budget=0.3, tile=True)
+    fn, args, plan = cut(0.3, True)
     assert plan.least_peak_bytes <= plan.peak_bytes < fckpt.plan(fn, *args, budget=1.0).least_peak_bytes
     assert plan.lower_bound <= plan.overhead
 
@@ -352,8 +359,7 @@ def test_a_curve_reaches_lower_with_tiles() -> None:
 
 
 def test_a_saved_plan_runs_with_the_same_tiles(tmp_path: Path) -> None:
-    fn, args = large_vocabulary()
-    plan = fckpt.plan(fn, *args, budget=0.5, tile="exact")
+    fn, args, plan = cut(0.5, "exact")
     plan.save(tmp_path / "step.plan.json")
     loaded = fckpt.Plan.load(tmp_path / "step.plan.json")
     assert loaded == plan and loaded.fingerprint == plan.fingerprint
@@ -361,15 +367,14 @@ def test_a_saved_plan_runs_with_the_same_tiles(tmp_path: Path) -> None:
 
 
 def test_a_plan_with_tiles_does_not_run_another_computation() -> None:
-    plan = fckpt.plan(*large_vocabulary()[:1], *large_vocabulary()[1], budget=0.5, tile="exact")
+    plan = cut(0.5, "exact")[-1]
     other, args = large_vocabulary(words=1000)
     with pytest.raises(fckpt.PlanError, match="another computation"):
         fckpt.remat(other, plan=plan)(*args)
 
 
 def test_exact_tiles_are_tested_again_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    fn, args = large_vocabulary()
-    plan = fckpt.plan(fn, *args, budget=0.5, tile="exact")
+    fn, args, plan = cut(0.5, "exact")
     monkeypatch.setattr("fckpt._planned.tiling.is_exact", lambda *_: False)
     with pytest.raises(fckpt.PlanError, match="do not give equal bits"):
         fckpt.remat(fn, plan=plan)(*args)

@@ -1,4 +1,4 @@
-"""Benches of whole steps, of calls with derivatives inside, and of changing sizes, run in their tiny sizes."""
+"""Benches of whole steps, of calls with derivatives inside, of changing sizes and of kernels, in their tiny sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-from benches import calls, sizes, steps
+from benches import calls, kernels, sizes, steps
 from benches.common.results import read_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -61,3 +61,16 @@ def test_sizes(tmp_path: Path) -> None:
     for row in read_json(target)["rows"]:
         assert row["kept"] == row["equal"] == row["steps"] - row["refused"] > 0
         assert row["complaints"] == [] and row["planned"] > 0
+
+
+@pytest.mark.slow
+def test_kernels(tmp_path: Path) -> None:
+    target = tmp_path / "kernels.json"
+    arguments = ["--tiny", "--device", "cpu", "--rounds", "1", "--networks", "ReLU perceptron"]
+    assert kernels.main([*arguments, "--json", str(target)]) == 0
+    rows = {row["method"]: row for row in read_json(target)["rows"]}
+    assert list(rows) == ["plain", "torch.compile", "fckpt aten", "fckpt exact", "fckpt fused"]
+    for method in ("fckpt aten", "fckpt exact"):
+        assert rows[method]["difference"] == 0
+    for method in ("fckpt aten", "fckpt exact", "fckpt fused"):
+        assert rows[method]["peak_bytes"] <= rows["plain"]["peak_bytes"] / 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +12,10 @@ import torch
 import torchvision_shim  # noqa: F401  before transformers
 from helpers import leaf
 from torch import Tensor
+from torch._dynamo import convert_frame
 
 import fckpt
+from fckpt._capture.captured import Entry, capture
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is captured for the third time:fckpt.PlanWarning")
 
@@ -142,8 +146,6 @@ def test_code_that_asks_whether_it_is_compiled_is_told_that_it_is_not() -> None:
 
 
 def test_a_place_that_can_be_captured_only_as_compiled_code_is_told_that_it_is() -> None:
-    import contextvars
-
     variable: Any = contextvars.ContextVar("variable", default=None)
 
     def fn(x: Tensor, mask: Tensor) -> Tensor:
@@ -157,6 +159,60 @@ def test_a_place_that_can_be_captured_only_as_compiled_code_is_told_that_it_is()
     planned(x, ONES)
     assert fckpt.stats(planned).captures == 1
     assert "exp" in fckpt.plan(fn, x, ONES).graph.nodes[1].op
+
+
+class Collector:
+    """As in transformers: a `ContextVar`, or a plain variable in compiled code."""
+
+    def __init__(self) -> None:
+        self.variable: Any = contextvars.ContextVar("collector", default=None)
+        self.plain: Any = None
+
+    def set(self, value: int) -> None:
+        if torch.compiler.is_compiling():
+            self.plain = value
+        else:
+            self.variable.set(value)
+
+
+def test_a_method_that_would_call_a_context_variable_is_told_at_once_that_it_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collector, asked = Collector(), list[Any]()
+
+    def fn(x: Tensor, mask: Tensor) -> Tensor:
+        collector.set(3)
+        if not torch.compiler.is_compiling() and mask.all():
+            return x.sin().exp().sum()
+        return (x.sin() * mask).exp().sum()
+
+    original = convert_frame.fullgraph_capture
+    monkeypatch.setattr(convert_frame, "fullgraph_capture", lambda *args: asked.append(args) or original(*args))
+    planned, x = fckpt.remat(fn, budget=1.0), leaf(torch.randn(4, 8))
+    planned(x, ONES).backward()
+    (expected,) = torch.autograd.grad(fn(x, ONES), [x])
+    assert torch.equal(x.grad, expected)
+    assert len(asked) == 1
+    assert "exp" in fckpt.plan(fn, x, ONES).graph.nodes[1].op
+
+
+def test_operations_on_symbolic_sizes_that_are_remembered_give_the_same_graph_and_guards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        z = x.view(x.shape[0], 2, -1).transpose(0, 1).flatten(1)
+        z = z.sum(0)[: y.shape[0]] * y
+        return z.sum() * (x.shape[0] + x.numel() // 3) if x.shape[0] * 2 > y.shape[0] else z.exp().sum()
+
+    def captured() -> tuple[str, list[bool]]:
+        made = capture(Entry(), fn, (torch.randn(5, 8), torch.randn(7)), {})
+        sizes = [(5, 8, 7), (6, 8, 7), (3, 8, 7), (9, 12, 12), (2, 6, 1), (6, 8, 13), (6, 8, 12)]
+        return made.graph.module.code, [made.holds(fn, (torch.randn(a, b), torch.randn(c)), {}) for a, b, c in sizes]
+
+    with_memory = captured()
+    monkeypatch.setattr("fckpt._capture.captured.symbols_remembered", contextlib.nullcontext)
+    assert with_memory == captured()
+    assert {*with_memory[1]} == {True, False}
 
 
 def test_tensors_without_data_are_planned_as_before() -> None:

@@ -68,6 +68,7 @@ class Classifier(nn.Module):
         return self.form(F.cross_entropy(logits, labels), logits, tuple(hidden[1:3]))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("subset", SUBSETS)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_loss_of_some_of_the_outputs(form: str, subset: str) -> None:

@@ -169,6 +169,7 @@ def _masks() -> list[tuple[str, str]]:
     return [(name, mask) for name in TEXTS for mask in ("none", "ones", "padding") if mask == "padding" or name in few]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("name", "mask"), _masks())
 def test_a_model_of_texts(name: str, mask: str) -> None:
     verdict = trained(name, mask, 0.8)

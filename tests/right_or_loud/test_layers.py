@@ -38,11 +38,12 @@ class Recurrent(nn.Module):
         return F.gelu(self.out(h)).sin().square().mean()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_layers(name: str, frozen: bool) -> None:
     def scenario(session: Session) -> None:
-        net, x = Recurrent(name), session.leaf(12, 8, 32)
+        net, x = Recurrent(name), session.leaf(5, 16, 32)  # captured step by step
         if frozen:
             net.layer.requires_grad_(False)
         session.watch(net=net)
@@ -245,6 +246,7 @@ WRAPS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_what_users_do_to_a_planned_module(wrap: str) -> None:
     """Of the planned module itself, between its calls."""

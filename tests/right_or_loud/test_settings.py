@@ -82,6 +82,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 MAY_REFUSE = {"a dispatch mode", "a function mode", "inference"}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("first", ["without", "within"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_that_is_switched_between_calls(setting: str, first: str) -> None:
@@ -152,6 +153,7 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 MAY_BE_REFUSED = {"backward", "backward pre", "global backward"}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("place", ["inside", "outermost"])
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_that_come_and_go(kind: str, place: str) -> None:

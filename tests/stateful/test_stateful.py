@@ -18,7 +18,7 @@ import fckpt
 
 PROFILES = {
     "default": settings(max_examples=25, derandomize=True),
-    "ci": settings(max_examples=40, derandomize=True, print_blob=True),
+    "ci": settings(max_examples=25, derandomize=True, print_blob=True),
     "slow": settings(max_examples=20_000, print_blob=True),
 }
 NAME = os.environ.get("FCKPT_PROFILE", "ci" if "CI" in os.environ else "default")

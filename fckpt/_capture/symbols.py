@@ -1,0 +1,57 @@
+"""Faster computation with symbolic sizes during a capture: each operation on two symbolic numbers runs once.
+
+For each tensor with symbolic sizes, torch computes anew whether it is contiguous, how many elements it has, and so on:
+dozens of operations on the same few expressions. The result of an operation is determined by the expressions, so it is
+remembered for the duration of the capture. Expressions are immutable, and what torch learns later about a symbol is
+applied when a result is read.
+
+Seen on torch 2.11 and 2.13: `SymNode._mul` and similar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.sym_node import SymNode
+
+from fckpt._capture.patching import patched
+
+__all__ = ["symbols_remembered"]
+
+_METHODS = ("_add", "_sub", "_mul", "_eq", "_ne", "_ge", "_gt", "_le", "_lt", "_and_", "_or_", "_sym_max", "_sym_min")
+_PLAIN = (int, bool)
+"""Types of numbers that an expression determines. Sizes of nested tensors are of other types."""
+
+
+def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[Any, tuple[Any, Any]] = {}
+
+    @functools.wraps(original)
+    def compute(self: Any, other: Any) -> Any:
+        if type(self._hint) not in _PLAIN or type(other._hint) not in _PLAIN or get_proxy_mode() is not None:
+            return original(self, other)
+        env = self.shape_env
+        key = (
+            self._expr, other._expr, self.pytype, other.pytype, id(env),
+            self._optimized_summation, other._optimized_summation,
+        )  # fmt: skip
+        found = known.get(key)
+        if found is None:
+            found = known[key] = original(self, other), env  # the environment stays alive, so that its id is unique
+        return found[0]
+
+    return compute
+
+
+@contextlib.contextmanager
+def symbols_remembered() -> Iterator[None]:
+    """Makes operations on symbolic numbers remember their results within the body."""
+    with contextlib.ExitStack() as stack:
+        for name in _METHODS:
+            if name in vars(SymNode):
+                stack.enter_context(patched(SymNode, name, _remembering))
+        yield

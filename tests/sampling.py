@@ -1,0 +1,55 @@
+"""Sweeps that are too long for every run: the part whose turn it is today.
+
+`FCKPT_DAY=all` runs all of them, and so does `FCKPT_PROFILE=slow`. `FCKPT_DAY=739944` runs again what was run that day:
+the head of pytest's output names the day. A test function with many cases is a sweep if it is marked so,
+`@pytest.mark.sweep(4)`: a quarter of its cases runs each day. A case that is asked for by name runs on any day.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from datetime import date
+from typing import TypeVar
+from zlib import crc32
+
+import pytest
+
+__all__ = ["DAY", "SLOW", "WHOLE", "left_for_other_days", "todays"]
+
+SLOW = os.environ.get("FCKPT_PROFILE") == "slow"
+# In the environment, so that all workers have the same day, also around midnight.
+_DAY = os.environ.setdefault("FCKPT_DAY", str(date.today().toordinal()))
+WHOLE = SLOW or _DAY == "all"
+DAY = 0 if _DAY == "all" else int(_DAY)
+
+T = TypeVar("T")
+
+
+def todays(items: Iterable[T], parts: int, shift: int = 0) -> list[T]:
+    """Every `parts`-th of the items, so that each has its turn within `parts` days; all of them where all run.
+
+    Several calls with shifts 0 to `parts - 1` cover all items each day.
+    """
+    found = list(items)
+    return found if WHOLE else found[(DAY + shift) % parts :: parts]
+
+
+def left_for_other_days(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The cases of sweeps whose turn it is not.
+
+    The order in which cases take turns is that of a checksum of their names: a product of parameters is not cut along
+    one of them, and each parameter meets the others in another way every day. Functions with the same parameters that
+    are marked with other shifts, `sweep(2)` and `sweep(2, 1)`, run different ones of their cases.
+    """
+    sweeps: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not WHOLE and item.get_closest_marker("sweep"):
+            sweeps.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left: set[pytest.Item] = set()
+    for cases in sweeps.values():
+        marker = cases[0].get_closest_marker("sweep")
+        assert marker is not None
+        cases.sort(key=lambda item: crc32(item.nodeid.partition("[")[2].encode()))
+        left |= {*cases} - {*todays(cases, min(marker.args[0], len(cases)), *marker.args[1:])}
+    return left
