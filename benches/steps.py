@@ -43,7 +43,6 @@ from benches.models.budget_networks import NETWORKS as ELEVEN
 from benches.models.sequence import UnrolledLSTM
 from benches.models.wrapping import TorchCheckpoint
 from fckpt._memory import measure_peak
-from fckpt._planned.tiling import unhinted
 from fckpt.errors import BudgetError
 from fckpt.solve._known_orders import remembering
 
@@ -302,8 +301,7 @@ class Comparison:
         step = self.model.step(trainee.optimizers[0], budget, trainee.accumulate)
         for _ in range(ATTEMPTS):
             try:
-                with unhinted():
-                    step.plan(trainee.batch)
+                step.plan(trainee.batch)
             except BudgetError as error:
                 row.least_bytes = error.least_bytes
                 if way == "step":

@@ -84,8 +84,12 @@ def remat_module(module: nn.Module, make_region: Callable[[], Any]) -> nn.Module
     return _twin(own, own, module, make_region)
 
 
-def check_plannable(module: nn.Module) -> None:
+def check_plannable(module: nn.Module, *, step: bool = False) -> None:
     """Checks that a plan for `module` would reproduce its forward.
+
+    Args:
+        module: the module.
+        step: whether the plan is that of a whole training step.
 
     Raises:
         ArgumentTypeError: `module` is or contains a wrapper, such as DDP or FSDP, whose forward communicates outside of
@@ -102,8 +106,12 @@ def check_plannable(module: nn.Module) -> None:
             )
         else:
             way = f"put it around the planned module: {kind}(remat(model, budget=...))"
+        if step:
+            way = "plan its blocks with remat before they are sharded" if kind == "sharded" else way
+            way += ", and call backward and the optimizer as usual"
+        what = "fckpt.step" if step else "remat"
         raise ArgumentTypeError(
-            f"remat cannot plan this {type(module).__name__}: {where} a {type(part).__name__}, whose forward "
+            f"{what} cannot plan this {type(module).__name__}: {where} a {type(part).__name__}, whose forward "
             f"communicates outside of the traced computation, so a planned step would not communicate. Instead {way}."
         )
 

@@ -121,7 +121,7 @@ def step(
     if solver != "auto" and budget is None:
         raise ArgumentValueError(f"solver={solver!r} needs a budget: pass budget=...")
     kernels = check_kernels(kernels, planned=True)
-    check_plannable(model)
+    check_plannable(model, step=True)
     return TrainingStep(
         model,
         optimizer,
@@ -245,7 +245,11 @@ class TrainingStep:
         if transforms_active() or has_forward_mode() or is_recorded() or is_tracing():
             raise ArgumentValueError("a step runs outside of torch.func's transforms, torch.compile and other traces.")
         if mesh_in_use() is not None:
-            raise ArgumentValueError("a step does not run inside of shard_map or pmap yet: use fckpt.remat there.")
+            raise ArgumentValueError(
+                "a step of a module does not run inside of shard_map or pmap. Write it there as a pure function of "
+                "parameters, state and batch that reduces its gradients (fckpt.pmean, fckpt.psum_scatter), and plan "
+                "that: fckpt.remat(train_step, budget=..., donate_argnums=(0, 1))."
+            )
         self._updates.refresh()
         self._check_parameters()
         parts = self._parts(batch)

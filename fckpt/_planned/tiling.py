@@ -7,11 +7,9 @@ of their bounds, until no other can be faster than the plan found. If saving eve
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
 from fckpt._planned.making import nbytes_of
@@ -27,7 +25,7 @@ from fckpt.graph.graph import Graph
 from fckpt.graph.identity import difference
 from fckpt.solve.proofs.bounds import least_peak, lower_bound
 
-__all__ = ["Tile", "check_tile", "hinted", "tiled_as_planned", "tiled_or_hinted", "unhinted"]
+__all__ = ["Tile", "check_tile", "hinted", "tiled_as_planned", "tiled_or_hinted"]
 
 Tile = bool | Literal["exact"]
 
@@ -40,9 +38,6 @@ _QUICK = Limits(stretches=4, nodes=3_000)
 """The effort for the hint of a `BudgetError`."""
 _QUICK_SECONDS = 0.25
 """A hint about exact tiles needs tests of kernels, which are run if the whole step takes at most so long."""
-
-
-_hints: ContextVar[bool] = ContextVar("fckpt_hints", default=True)
 
 
 def check_tile(tile: Any, budget: Any) -> Tile:
@@ -180,16 +175,6 @@ def tiled_as_planned(plan: Plan, traced: Trace) -> Trace:
     return made
 
 
-@contextlib.contextmanager
-def unhinted() -> Iterator[None]:
-    """Within the body, a `BudgetError` says nothing about tiles, which takes as long to find out as a plan."""
-    token = _hints.set(False)
-    try:
-        yield
-    finally:
-        _hints.reset(token)
-
-
 def hinted(error: BudgetError, traced: Trace, graph: Graph, least: int, tiles: Sequence[Tile]) -> BudgetError:
     """Returns a `BudgetError` that also says how much less a plan may need with tiles, if that is quickly known.
 
@@ -202,7 +187,7 @@ def hinted(error: BudgetError, traced: Trace, graph: Graph, least: int, tiles: S
         least: a bound on the peak of every plan that was tried.
         tiles: the options to try, in order; each is named if it needs less than those before it.
     """
-    if len(graph.nodes) > _QUICK.nodes or not _hints.get():
+    if len(graph.nodes) > _QUICK.nodes:
         return error
     return BudgetError(str(error), error.least_bytes, lambda: _hint(traced, graph, least, tiles))
 

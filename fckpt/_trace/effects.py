@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.nn.parallel import DistributedDataParallel
 
 from fckpt._call.closure import Snapshot
 from fckpt._call.facts import is_library
@@ -67,6 +68,10 @@ _READS = {
 """Calls that are allowed in library code and refused in user code."""
 
 
+_WRAPPERS = {DistributedDataParallel.forward.__code__: "DistributedDataParallel"}
+"""Code that communicates beside its operations, from hooks on gradients."""
+
+
 @contextlib.contextmanager
 def impure_calls_refused(reads: Reads) -> Iterator[None]:
     """Raises `TraceError` if the body reads a clock, opens a file, prints, or makes another call with a side effect.
@@ -79,6 +84,9 @@ def impure_calls_refused(reads: Reads) -> Iterator[None]:
     def look(frame: Any, event: str, argument: Any) -> None:
         if event == "call":
             reads.note(frame)
+            if frame.f_code in _WRAPPERS and not found:
+                wrapper = _WRAPPERS[frame.f_code]
+                found.append(f"{current()}: the function calls a {wrapper} module here, which communicates by itself")
         elif event == "c_call" and not found and (does := _impure(argument, frame)):
             found.append(f"{current()}: the function {does} here (`{argument.__name__}`)")
 

@@ -312,7 +312,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":
+        if func.namespace in ("prim", "profiler"):
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
         if func is aten.lift_fresh.default:
@@ -338,7 +338,7 @@ class Recorder(TorchDispatchMode):
         result = self._ran(func, sent, written)
         found = _flat(result)
         if not written and not any(isinstance(t, torch.Tensor) for t in found):
-            if not found or found == [None]:  # an assertion: its only effect is an error
+            if all(x is None for x in found):  # an assertion: its only effect is an error
                 self._record(func, args, kwargs, numbers, ())
             return result
         replaced = self._write(written, func) if written else ()

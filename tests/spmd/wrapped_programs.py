@@ -138,3 +138,28 @@ def sharded() -> dict[str, Any]:
             found["refused"] = str(error)
     dist.destroy_process_group()
     return found
+
+
+def refused_steps() -> dict[str, str]:
+    """What a planned step says of modules that communicate beside what they compute."""
+    dist.init_process_group("gloo")
+    inner, sharded = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))
+    replicated, x = DDP(inner), torch.randn(4, 4)
+    torch.distributed.fsdp.fully_shard(sharded)
+
+    def step(model: nn.Module, loss_fn: Callable[[Any, Tensor], Tensor]) -> Any:
+        return fckpt.step(model, torch.optim.SGD(model.parameters(), 0.1, foreach=False), loss_fn)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "replicated": lambda: step(replicated, lambda model, x: model(x).sum()),
+        "sharded": lambda: step(sharded, lambda model, x: model(x).sum()),
+        "in the loss": lambda: step(inner, lambda model, x: replicated(x).sum())(x),
+        "in a function": lambda: fckpt.remat(lambda x: replicated(x).sum(), budget=1.0)(x),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            found[name] = str(error)
+    return found
