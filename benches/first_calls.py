@@ -65,14 +65,19 @@ def _resnet(layers: int) -> tuple[nn.Module, Tensor]:
 def _bert(layers: int) -> tuple[nn.Module, Tensor]:
     import transformers as hf
 
-    sizes = {"hidden_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 256}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+    }
     return hf.BertForMaskedLM(hf.BertConfig(vocab_size=VOCABULARY, **sizes)), _tokens()
 
 
 def _gpt2(layers: int) -> tuple[nn.Module, Tensor]:
     import transformers as hf
 
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
     return hf.GPT2LMHeadModel(
         hf.GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=layers, n_head=4, n_positions=64, **ends)
     ), _tokens()
@@ -81,8 +86,15 @@ def _gpt2(layers: int) -> tuple[nn.Module, Tensor]:
 def _t5(layers: int) -> tuple[nn.Module, Tensor]:
     import transformers as hf
 
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": (layers + 1) // 2, "num_heads": 4}
-    config = hf.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes)
+    sizes: dict[str, Any] = {
+        "decoder_start_token_id": 0,
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 256,
+        "num_layers": (layers + 1) // 2,
+        "num_heads": 4,
+    }
+    config = hf.T5Config(vocab_size=VOCABULARY, **sizes)
     return hf.T5ForConditionalGeneration(config), _tokens()
 
 

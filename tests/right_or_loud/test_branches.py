@@ -207,6 +207,7 @@ def test_operations_on_symbolic_sizes_that_are_remembered_give_the_same_graph_an
     def captured() -> tuple[str, list[bool]]:
         made = capture(Entry(), fn, (torch.randn(5, 8), torch.randn(7)), {})
         sizes = [(5, 8, 7), (6, 8, 7), (3, 8, 7), (9, 12, 12), (2, 6, 1), (6, 8, 13), (6, 8, 12)]
+        assert made.graph is not None
         return made.graph.module.code, [made.holds(fn, (torch.randn(a, b), torch.randn(c)), {}) for a, b, c in sizes]
 
     with_memory = captured()
