@@ -49,7 +49,8 @@ def fckpt(
         inputs: example inputs.
         options: `budget`, the most bytes that forward and backward may hold at once above what is held at the call
             (an int, a string such as "8GiB", or a float for a fraction of the peak of the function without a compiler);
-            `policy`, one of `fckpt.policies` without names; `solver`, the name of a solver. All other options are Inductor's.
+            `policy`, one of `fckpt.policies` without names; `solver`, the name of a solver. All other options are
+            Inductor's.
         mode: a mode of Inductor, "reduce-overhead" for example.
 
     Returns:
@@ -76,8 +77,8 @@ class _Compilation:
         self.policy = None if policy is None else as_policy(policy)
         if self.policy is not None and self.policy.mentioned:
             raise ArgumentValueError(
-                f"the policy {self.policy!r} mentions names, and names that fckpt.checkpoint_name gives do not reach the "
-                "compiler. Use a policy without names, or put the region below torch.compile: "
+                f"the policy {self.policy!r} mentions names, and names that fckpt.checkpoint_name gives do not reach "
+                "the compiler. Use a policy without names, or put the region below torch.compile: "
                 "fckpt.remat(fn, policy=...) runs by its plan there."
             )
         if not isinstance(self.solver, str):
@@ -90,8 +91,8 @@ class _Compilation:
             close = difflib.get_close_matches(unknown[0], [*_OWN, *known], n=1)
             meant = f" (did you mean {close[0]!r}?)" if close else ""
             raise ArgumentValueError(
-                f"the backend fckpt has no option {unknown[0]!r}{meant}. Its options are budget, policy and solver, and those "
-                "of Inductor (torch._inductor.list_options())."
+                f"the backend fckpt has no option {unknown[0]!r}{meant}. Its options are budget, policy and "
+                "solver, and those of Inductor (torch._inductor.list_options())."
             )
         self.module = module
         self.inputs = inputs
