@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benches.common.command import described, script_parser
 from benches.common.results import read_json
-from benches.steps import NETWORKS
+from benches.models.step_networks import NETWORKS
 
 BEGIN = "<!-- steps: begin. Replace by `python -m benches steps_page`. -->"
 END = "<!-- steps: end -->"
