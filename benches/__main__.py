@@ -13,7 +13,7 @@ BENCHES = {
     "step_picture": ("a picture of a training step of BERT: memory, plain and planned", "a minute"),
     "budgets": ("eleven networks: predicted and measured peaks, and times, for ten budgets", "half an hour"),
     "calls": ("six functions with derivatives inside, within half of their peak: peak and time", "5 minutes"),
-    "steps": ("twelve networks: whole training steps, their peaks and times, by hand and by fckpt.step", "50 minutes"),
+    "steps": ("twelve networks: whole training steps, their peaks and times, by hand and by fckpt.step", "an hour"),
     "steps_page": ("the tables of a page, from the results of steps", "seconds"),
     "sizes": ("six networks: runs over batches of many lengths, their times, budgets and bits", "half an hour"),
     "first_calls": ("five networks: seconds of the first step by stage, without plans on disk and with", "5 minutes"),

@@ -1,6 +1,6 @@
 """Whole training steps: forward, backward and update, by `fckpt.step` and by hand.
 
-    python -m benches steps --json benches/results/steps-cpu.json --check             # 50 minutes
+    python -m benches steps --json benches/results/steps-cpu.json --check             # an hour
     python -m benches steps --json benches/results/steps-cpu.json --resume            # what an interrupted run left out
     python -m benches steps --quick --check                                           # five minutes
     python -m benches steps --tiny --networks vit lstm --optimizers adamw             # seconds

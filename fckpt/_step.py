@@ -204,7 +204,7 @@ class TrainingStep:
             TraceError: the loss function cannot be traced.
         """
         with self._lock, running(self._updates):
-            programs, _ = self._programs(self._begun(batch)[0])
+            programs, _ = self._programs(*self._begun(batch))
             plans = [self._planner.exact_plan(program) for program in programs]
             return max(plans, key=lambda plan: plan.peak_bytes)
 
@@ -316,8 +316,13 @@ class TrainingStep:
             for i in range(count)
         ]
 
-    def _programs(self, parts: list[Any]) -> tuple[list[Program], _Limits]:
-        """Returns a program for each microbatch, and their budgets. A float budget is a fraction for the last one."""
+    def _programs(self, parts: list[Any], limits: _Limits | None = None) -> tuple[list[Program], _Limits]:
+        """Returns a program for each microbatch, and their budgets. A float budget is a fraction for the last one.
+
+        Args:
+            parts: the microbatches.
+            limits: the budgets, if they are known. Finding them again may find others, because more plans are known.
+        """
         count = len(parts)
         if count == 1:
             return [self._program(parts[0], _Place(1, True, budget=self.budget))[0]], (None, self.budget)
@@ -333,7 +338,9 @@ class TrainingStep:
             limit = error.least_bytes if isinstance(self.budget, float) else self.budget
             self._raise_largest([error], [lambda: within(limit)])
         if self.budget is None:
-            return [*within(None), last], (None, None)
+            limits = None, None
+        if limits is not None:
+            return [*within(limits[False]), last], limits
         plan = last.plan
         try:  # so that the peak of the step is that of the last microbatch
             return [*within(plan.peak_bytes), last], (plan.peak_bytes, self.budget)

@@ -204,6 +204,27 @@ def test_microbatches(net: str, accumulate: int, budget: float | None) -> None:
     assert budget is None or plan.peak_bytes <= budget * plan.baseline_peak_bytes
 
 
+def test_a_plan_is_of_the_microbatches_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a budget was too low for the earlier microbatches at first, and is enough once more plans are known."""
+    make, batch, loss_fn = NETS["mlp"]
+    twins, data = Twins(make, OPTIMIZERS["adamw"], loss_fn, budget=0.95, accumulate=3), batch()
+    planned, budgets = twins.step._program, []
+
+    def refused_at_first(part: Any, place: Any) -> Any:
+        if not place.last and place.budget is not None:
+            budgets.append(place.budget)
+            if len(budgets) == 1:
+                raise fckpt.BudgetError("no plan fits", place.budget + 1)
+        return planned(part, place)
+
+    monkeypatch.setattr(twins.step, "_program", refused_at_first)
+    plan = twins.step.plan(data)
+    assert budgets[0] < budgets[-1] == plan.budget_bytes
+    assert set(budgets[1:]) == {plan.budget_bytes}
+    twins.check(data, 2)
+    twins.check_peak(data)
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("clip", [{"clip_norm": 0.1}, {"clip_value": 1e-3}], ids=["norm", "value"])
 @pytest.mark.parametrize(("net", "accumulate"), [("mlp", 1), ("transformer", 2), ("conv", 2), ("lstm", 1)])
