@@ -80,9 +80,9 @@ def targets(reports: Sequence[Report]) -> str:
         f"The least peak of a step is at most half of today's least on {half['momentum', 1]} of {len(reports)} "
         f"networks with momentum, and on {half['adamw', 1]} with AdamW, whose update makes temporary tensors. With 4 "
         f"microbatches, all gradients of the earlier microbatches are alive, and half is reached on "
-        f"{half['momentum', 4]} networks with momentum, and on {half['adamw', 4]} with AdamW. *step* takes less time than hooks in {faster} of {len(cases)} cases. *free* is "
-        f"slower than plain PyTorch beyond noise in {slower} of {len(cases)} cases. Of {len(planned)} planned steps, "
-        f"{kept}, and {exact} have the predicted peak "
+        f"{half['momentum', 4]} networks with momentum, and on {half['adamw', 4]} with AdamW. *step* takes less time "
+        f"than hooks in {faster} of {len(cases)} cases. *free* is slower than plain PyTorch beyond noise in {slower} "
+        f"of {len(cases)} cases. Of {len(planned)} planned steps, {kept}, and {exact} have the predicted peak "
         "to the byte."
     )
 
