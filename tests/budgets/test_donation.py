@@ -75,6 +75,34 @@ def peak_of(fn: Callable[..., Any], *args: Any) -> int:
     return fckpt.measure_peak(lambda: held.append(fn(*args))).peak_bytes
 
 
+def scaled_step(params: Params, state: list[Any], scale: Tensor, x: Tensor) -> Any:
+    """A step with loss scaling: it leaves everything as it was, and halves the scale, if a gradient is not finite."""
+    loss = loss_of(network([0, 1, 0], skips=True))
+    grads, value = grad_and_value(lambda params, x: loss(params, x) * scale)(params, x)
+    finite = torch.stack([g.isfinite().all() for g in grads]).all()
+    pairs = [momentum(p, s, g / scale) for p, s, g in zip(params, state, grads, strict=True)]
+    kept = lambda new, old: torch.where(finite, new, old)
+    moments = [{**s, "m": kept(new["m"], s["m"])} for (_, new), s in zip(pairs, state, strict=True)]
+    new = [kept(p, old) for (p, _), old in zip(pairs, params, strict=True)]
+    return value / scale, new, moments, torch.where(finite, scale * 2, scale / 2)
+
+
+@pytest.mark.parametrize("budget", [0.8, 1.0])
+def test_loss_scaling_skips_a_step_without_finite_gradients(budget: float) -> None:
+    params, state, _ = fresh(3)
+    planned = fckpt.remat(scaled_step, budget=budget, donate_argnums=(0, 1, 2))
+    mine, given = copied((params, state, torch.tensor(8.0))), (params, state, torch.tensor(8.0))
+    for x, skipped in ((X, False), (X * torch.inf, True), (-X, False)):
+        expected, before = scaled_step(*given, x), copied(mine)
+        _, *result = planned(*mine, x)
+        same = lambda one, other: all(map(torch.equal, tree_leaves(one), tree_leaves(other)))
+        assert same(result, expected[1:])
+        assert same(result[:2], before[:2]) == skipped
+        assert [t.data_ptr() for t in tree_leaves(result[0])] == [t.data_ptr() for t in tree_leaves(mine[0])]
+        mine, given = tuple(result), tuple(expected[1:])
+    assert given[2] == 16.0
+
+
 @PROFILE
 @given(
     st.lists(st.integers(0, len(ACTIVATIONS) - 1), min_size=1, max_size=5),
