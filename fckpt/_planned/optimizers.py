@@ -202,14 +202,24 @@ class Updates:
         if key not in self._layouts:
             parameter = self.parameters[number]
             made = torch.zeros_like(parameter).requires_grad_()
-            sibling = self._sibling(number, made, {})
             with below_autograd():
-                self._initialise(sibling, made)
+                sibling = self._unused(number, made)
                 self._run(sibling, made, torch.zeros_like(made))
             state = sibling.state.get(made, {})
             self._layouts[key] = {k: _Layout(t) for k, t in state.items() if torch.is_tensor(t)}
         self._after[number] = self._layouts[key]
         return self._layouts[key]
+
+    def _unused(self, number: int, made: torch.Tensor) -> Any:
+        """Returns a sibling that has not updated `made` yet, a tensor like the parameter with this number."""
+        sibling = self._sibling(number, made, {})
+        try:
+            self._initialise(sibling, made)
+        except KeyError:  # torch 2.11: Adagrad's constructor makes all of its state
+            known = self._entry(self.parameters[number])
+            state = {k: t.clone() if isinstance(t, torch.Tensor) else t for k, t in known.items()}
+            sibling = self._sibling(number, made, state)
+        return sibling
 
     @staticmethod
     def _initialise(sibling: Any, parameter: torch.Tensor) -> None:
@@ -303,8 +313,7 @@ class Updates:
         with _isolated(device), below_autograd():
             made = torch.rand_like(parameter).requires_grad_()
             gradient = torch.rand_like(parameter)
-            sibling = self._sibling(number, made, {})
-            self._initialise(sibling, made)
+            sibling = self._unused(number, made)
             has = sibling.state.get(made, {})
             layout = self._state_after(number)
             coming = {name: t.made() for name, t in layout.items() if not torch.is_tensor(has.get(name))}
