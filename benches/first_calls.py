@@ -9,9 +9,9 @@ and lengths are small: what planning costs depends on the number of operations. 
 operations are measured, and the step runs by a quick plan. The same process then has the solver make a plan, which is
 stored, and which the second process reads.
 
-Seconds are CPU seconds of the process, so that other load matters less. Imports are those of the capture, which a
-process makes once; the first call includes the step itself. The table also says by how much of the step's time the
-quick plan is slower than the solver's, as predicted.
+Seconds are CPU seconds of the process, so that other load matters less. The column `imports` is the time to import the
+modules that a capture needs, once per process. The first call includes the step itself. The column `quick` is the
+predicted time by which the quick plan is slower than the solver's plan, in percent of the step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ from {name} import measure
 print(json.dumps({{"import_seconds": seconds, **measure{arguments}}}))
 """
 """Run by each process. The imports of the capture come first, because transformers may import the same modules."""
-STAGES = ("capture", "trace", "price", "solve", "lower")
 
 
 def _resnet(layers: int) -> tuple[nn.Module, Tensor]:
@@ -153,7 +152,7 @@ def measure(name: str, folder: str, layers: int) -> dict[str, Any]:
         found[key] = time.process_time() - start
         plans += _planner_of(planned).plans.values()  # another one may replace it before the next step
     stats = fckpt.stats(planned)
-    found["stage_seconds"] = {stage: stats.seconds[stage] for stage in STAGES}
+    found["stage_seconds"] = {stage: stats.seconds[stage] for stage in ledger.STAGES}
     found["plans"] = {"quick": stats.quick, "read": stats.read}
     found["operations"], found["overhead"] = len(plans[0].graph.nodes), plans[0].overhead
     if folder == FRESH:
@@ -202,7 +201,7 @@ def examine(name: str, layers: int, advance: Callable[[str], object]) -> list[Fi
 def show(rows: Sequence[FirstCall], console: Console) -> None:
     """Prints the table of one network."""
     table = table_of(
-        "network", "nodes", "folder", "imports", *STAGES, "first", "next", "quick", left=("network", "folder")
+        "network", "nodes", "folder", "imports", *ledger.STAGES, "first", "next", "quick", left=("network", "folder")
     )  # fmt: skip
     for row in rows:
         seconds = [row.import_seconds, *row.stage_seconds.values(), row.call_seconds, row.next_seconds]
