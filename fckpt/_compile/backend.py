@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
 from torch import fx
 from torch._functorch import config as functorch
 from torch._inductor import config as inductor
@@ -107,15 +108,20 @@ class _Compilation:
         found: list[tuple[int, Callable[..., Any]]] = []
         plans = 0
         while plans <= ATTEMPTS:
-            function, partitioner = self._attempt(target, torchs=not found and self.policy is None)
-            if not partitioner.trains:
+            torchs = not found and self.policy is None
+            function, partitioner = self._attempt(target, torchs)
+            if not partitioner.trains and not self._may_train():
                 return function
-            plans += partitioner.plan is not None
             if not can_measure(self.inputs):
                 return self._unmeasured(function)
             peak = peak_of(function, self.inputs)
             if peak <= limit:
                 return function
+            if not partitioner.trains:  # a cache had the function, but it does not tell what the partitioner decided
+                function, partitioner = self._attempt(target, torchs, cached=False)
+                if not partitioner.trains:
+                    return function
+            plans += partitioner.plan is not None
             found.append((peak, function))
             if partitioner.is_least:
                 break
@@ -142,12 +148,23 @@ class _Compilation:
             return parse_bytes(budget)
         return max(1, int(plain_peak_of(_copied(self.module), self.inputs) * budget))
 
-    def _attempt(self, nbytes: int | None, torchs: bool = False) -> tuple[Callable[..., Any], Partitioner]:
-        """Compiles the function for a number of bytes; with torch's partition if it may fit, or without a number."""
+    def _may_train(self) -> bool:
+        """Whether a result can require grad: then a partitioner that was not called means that a cache was hit."""
+        tensors = (t for t in self.inputs if isinstance(t, torch.Tensor))
+        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+    def _attempt(
+        self, nbytes: int | None, torchs: bool = False, cached: bool = True
+    ) -> tuple[Callable[..., Any], Partitioner]:
+        """Compiles the function for a number of bytes; with torch's partition if it may fit, or without a number.
+
+        Without `cached`, kernels may come from Inductor's cache, but the function is traced and partitioned.
+        """
         partitioner = Partitioner(nbytes, self.policy, self.solver, torchs)
         patches = {**self.patches, "custom_partitioner_fn": partitioner}
         # By default, the backward half is compiled by its first run, which cannot be a rehearsal within a compilation.
-        with functorch.patch(force_non_lazy_backward_lowering=True):
+        caching = cached and functorch.enable_autograd_cache
+        with functorch.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=caching):
             function = compile_fx(_copied(self.module), self.inputs, config_patches=patches)
         return cast(Callable[..., Any], function), partitioner
 

@@ -193,6 +193,31 @@ def test_a_budget_that_cannot_be_kept_is_a_warning_with_the_peak() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("budget", [0.6, "5 KiB"])
+def test_a_function_from_a_cache_is_held_to_its_budget(budget: Any) -> None:
+    """A second process finds compiled functions in the caches of torch.compile, where no partitioner is called."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache
+
+    found: list[tuple[int, list[str]]] = []
+    with fresh_cache():
+        for _ in range(3):
+            torch._dynamo.reset()
+            counters.clear()
+            model, x = made(lambda: Perceptron(layers=3, dropout=0.0))
+            run = torch.compile(model, backend="fckpt", options={"budget": budget})
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", fckpt.BudgetWarning)
+                run(x).backward()
+            found.append(
+                (peak_of(run, x, model), [str(w.message) for w in caught if w.category is fckpt.BudgetWarning])
+            )
+    assert counters["aot_autograd"]["autograd_cache_hit"]
+    assert found[1] == found[2] == found[0]
+    assert bool(found[0][1]) == (budget == "5 KiB")
+
+
+@pytest.mark.slow
 def test_dropout_is_not_drawn_again() -> None:
     """The gradient of x.dropout() counts the elements that the forward kept."""
     torch.manual_seed(0)
