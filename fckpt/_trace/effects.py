@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import cProfile
 import datetime
 import functools
 import gc
@@ -18,7 +19,7 @@ import time
 import types
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def impure_calls_refused(reads: Reads) -> Iterator[None]:
     Calls made by torch or fckpt are allowed. All functions that are called are recorded in `reads`.
     """
     found: list[str] = []
-    before = sys.getprofile()
+    restore = _profiler_restorer()
 
     def look(frame: Any, event: str, argument: Any) -> None:
         if event == "call":
@@ -97,7 +98,7 @@ def impure_calls_refused(reads: Reads) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.setprofile(before)
+        restore()
         if collects:
             gc.enable()
     if found:
@@ -105,6 +106,23 @@ def impure_calls_refused(reads: Reads) -> Iterator[None]:
             f"{found[0]}, which a plan would not do again: a plan runs the operations of the function, not its Python "
             f"code. Do it outside of the function. {WAY_OUT}"
         )
+
+
+def _profiler_restorer() -> Callable[[], object]:
+    """Returns what sets the profiler of this thread again.
+
+    Raises:
+        TraceError: another profiler than `sys.setprofile` knows or cProfile is running.
+    """
+    before = sys.getprofile()
+    if before is None or callable(before):
+        return lambda: sys.setprofile(before)
+    if isinstance(before, cProfile.Profile):  # written in C: `sys.getprofile` returns it, and `sys.setprofile` fails
+        return before.enable
+    raise TraceError(
+        f"a {type(before).__name__} profiles this thread and cannot be set again after the function was traced. Call "
+        "the function once before you profile it."
+    )
 
 
 def _impure(called: Any, frame: Any) -> str:

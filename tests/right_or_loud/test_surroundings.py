@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import cProfile
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,6 +109,54 @@ def test_a_dispatch_mode_around_both_passes() -> None:
         w, x = leaf(W), leaf(X)
         with Quantised():
             region(w, x).sum().backward()
+        got.append([w.grad, x.grad])
+    assert_equal(got[1], got[0])
+
+
+class Profiler:
+    """Sets itself as the profiler of the thread: a function of Python, as `sys.setprofile` takes it."""
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        sys.setprofile(self)
+
+    def __exit__(self, *error: object) -> None:
+        assert sys.getprofile() is self
+        sys.setprofile(None)
+
+
+class Counted(cProfile.Profile):
+    """A profile that has seen what was called after the region."""
+
+    def __exit__(self, *error: object) -> None:
+        called_at_the_end()
+        super().__exit__(*error)
+        assert any(getattr(row.code, "co_name", "") == "called_at_the_end" for row in self.getstats())
+
+
+def called_at_the_end() -> None:
+    pass
+
+
+@pytest.mark.parametrize("profiler", [Profiler, Counted, torch.profiler.profile])
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_profiler_around_the_first_planned_call(profiler: Callable[[], Any], captured: bool) -> None:
+    """Without `captured`, Dynamo does not capture the function: its Python code is traced under `sys.setprofile`."""
+    before = sys.getprofile()
+    generator = torch.Generator()
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        return linear(w, x * (1 if captured else torch.rand(8, generator=generator)))
+
+    got = []
+    for region in (fn, fckpt.remat(fn, budget=0.9)):
+        w, x = leaf(W), leaf(X)
+        generator.manual_seed(0)
+        with profiler():
+            region(w, x).sum().backward()
+        sys.setprofile(before)
         got.append([w.grad, x.grad])
     assert_equal(got[1], got[0])
 
