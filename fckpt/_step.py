@@ -518,7 +518,7 @@ class TrainingStep:
             gradients = program.lowered.backward(given, residuals, cotangents)
         torch.autograd.graph.increment_version([operands[i] for i in program.written])
         if not ending.updates:
-            self._updates.sums = [gradients[i] for i, _ in ending.numbers if program.trace.gradients[i] is not None]  # type: ignore[misc]
+            self._updates.sums = [g for i, _ in ending.numbers if (g := gradients[i]) is not None]
         return outputs
 
 

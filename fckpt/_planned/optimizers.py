@@ -27,7 +27,7 @@ from fckpt.cost.measured import _isolated, _run, _temporaries
 from fckpt.cost.store import Store, environment
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["Updates", "bytes_of_updates", "check_optimizer"]
+__all__ = ["Updates", "bytes_of_updates"]
 
 _NAMES = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD", "Adafactor",
@@ -37,22 +37,6 @@ _CLASSES = tuple(getattr(optim, name) for name in _NAMES if hasattr(optim, name)
 """The optimizers whose update of a parameter depends on that parameter, its gradient and its state alone."""
 _NO_STATE: dict[str, Any] = {}
 _WAY_OUT = "Use fckpt.remat for forward and backward, and call the optimizer as usual."
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Checks that an optimizer updates its parameters one by one, with options that a step supports.
-
-    Raises:
-        ArgumentTypeError: it is no optimizer of `torch.optim`, or one whose updates are not independent.
-        ArgumentValueError: it has an unsupported option, or hooks, or a parameter in two places.
-    """
-    if not isinstance(optimizer, optim.Optimizer):
-        name = type(optimizer).__name__
-        raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, not {name}: {optimizer!r}.")
-    _check_class(optimizer)
-    _check_hooks(optimizer)
-    _check_options(optimizer)
-    _check_memory(optimizer)
 
 
 def _check_class(optimizer: optim.Optimizer) -> None:
@@ -107,7 +91,9 @@ class Updates:
     """The updates of an optimizer's parameters, numbered in the order of its groups, and the sums of gradients."""
 
     def __init__(self, optimizer: optim.Optimizer):
-        check_optimizer(optimizer)
+        if not isinstance(optimizer, optim.Optimizer):
+            name = type(optimizer).__name__
+            raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, not {name}: {optimizer!r}.")
         self.optimizer = optimizer
         self._step: Any = None
         self._sibling_now: Any = object.__new__(type(optimizer))
@@ -132,16 +118,15 @@ class Updates:
         """Reads parameters and options again: groups may have been added, and options changed.
 
         Raises:
-            ArgumentTypeError: as `check_optimizer`.
-            ArgumentValueError: as `check_optimizer`.
+            ArgumentTypeError: the updates of the optimizer's parameters are not independent.
+            ArgumentValueError: it has an unsupported option, or hooks, or a parameter in two places.
         """
         kind: Any = type(self.optimizer)
-        code = kind.step, kind._init_group
+        code = kind.step, getattr(kind, "_init_group", None)
         if code != self._code:
             _check_class(self.optimizer)
             self._code, self._step = code, inspect.unwrap(kind.step)
         _check_hooks(self.optimizer)
-        _check_memory(self.optimizer)
         groups = self.optimizer.param_groups
         vars(self._sibling_now).update(vars(self.optimizer))
         self.parameters = [p for group in groups for p in group["params"]]
@@ -155,6 +140,7 @@ class Updates:
             options = [known for known, group in zip(found[0], groups, strict=True) for _ in group["params"]]
             self._signatures = list(zip(layouts, options, strict=True))
             self._after: dict[int, dict[str, _Layout]] = {}
+        _check_memory(self.optimizer)
 
     def key(self) -> Any:
         """Returns everything but the parameters on which the memory of updates depends."""
