@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["PeakMemory", "measure_peak"]
+__all__ = ["PeakMemory", "collector_paused", "measure_peak"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,22 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = "cpu") -> P
     peak, after = module.max_memory_allocated(device), module.memory_allocated(device)
     del result
     return PeakMemory(peak - before, after - before)
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pauses the garbage collector within the body.
+
+    Each of its runs looks at every object of the program, a tenth of a second or more once a library is imported, and
+    it frees memory and calls callbacks at any point.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 _recording = threading.Lock()

@@ -56,6 +56,7 @@ from fckpt._capture.sources import Names
 from fckpt._capture.symbols import symbols_remembered
 from fckpt._capture.undecomposed import undecomposed
 from fckpt._capture.wrapped import WrappedTensors, name_of, without_tensors
+from fckpt._memory import collector_paused
 from fckpt.errors import TraceError
 
 __all__ = ["CaptureError", "Captured", "Entry", "Input", "capture"]
@@ -272,6 +273,7 @@ class _Bound(BaseException):
     """Raised in place of the graph to end a call as soon as its inputs are known, before any operation has run."""
 
 
+@collector_paused()
 def capture(
     entry: Entry,
     fn: Any,

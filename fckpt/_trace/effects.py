@@ -33,6 +33,7 @@ from fckpt._call.modules import storage_of
 from fckpt._call.places import Slot, content, moved, put
 from fckpt._capture.reads import Reads
 from fckpt._capture.sources import current
+from fckpt._memory import collector_paused
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.errors import TraceError
@@ -92,15 +93,12 @@ def impure_calls_refused(reads: Reads) -> Iterator[None]:
             found.append(f"{current()}: the function {does} here (`{argument.__name__}`)")
 
     # A garbage collection runs unrelated functions (`gc.callbacks` of hypothesis or of a monitor, for example).
-    collects = gc.isenabled()
-    gc.disable()
-    sys.setprofile(look)
-    try:
-        yield
-    finally:
-        restore()
-        if collects:
-            gc.enable()
+    with collector_paused():
+        sys.setprofile(look)
+        try:
+            yield
+        finally:
+            restore()
     if found:
         raise TraceError(
             f"{found[0]}, which a plan would not do again: a plan runs the operations of the function, not its Python "

@@ -24,6 +24,7 @@ from fckpt._call.places import Slot, placed, replaced
 from fckpt._capture.function import BatchedGraph, GraphFunction
 from fckpt._capture.marks import marks_answered
 from fckpt._capture.reads import Reads
+from fckpt._memory import collector_paused
 from fckpt._trace.assemble import Assembly
 from fckpt._trace.donation import written_over_donated
 from fckpt._trace.effects import (
@@ -49,6 +50,7 @@ __all__ = ["followed", "inlined", "is_followed", "is_tracing", "trace"]
 _LIKELY = Backward()
 
 
+@collector_paused()
 def trace(
     fn: Callable[..., Any],
     arguments: Arguments,

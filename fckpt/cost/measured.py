@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 from fckpt._call.ambient import without_modes
 from fckpt._call.levels import below_autograd, out_of_reach
 from fckpt._call.rng import RandomState
-from fckpt._memory import _measure_cpu
+from fckpt._memory import _measure_cpu, collector_paused
 from fckpt._trace.operations import Call, TensorSpec, statistics_of
 from fckpt.cost.analytic import Analytic, flops_of
 from fckpt.cost.calls import OpCost, is_custom, is_pure, packet, refs, registered
@@ -217,7 +216,7 @@ def _isolated(device: torch.device) -> Iterator[None]:
         torch.no_grad(),
         torch.random.fork_rng(indices, device_type=kind),
         warnings.catch_warnings(),
-        _no_collection(),
+        collector_paused(),  # only the operation frees memory
     ):
         warnings.simplefilter("ignore")
         try:
@@ -234,18 +233,6 @@ def _as_planned(op: Any) -> Iterator[None]:
         return
     with below_autograd():
         yield
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disables garbage collection within the body, so that only the operation frees memory."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _run(run: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, int, tuple[int, ...]]:
