@@ -25,8 +25,11 @@ def snapshot(thing: Any, gradients: bool = False, _seen: frozenset[int] = frozen
 
     Functions and what has no contents to compare become None. Order counts in mappings.
     """
-    if isinstance(thing, _ATOMS):
+    if type(thing) in _ATOMS:
         return thing
+    base = next((atom for atom in _ATOMS if isinstance(thing, atom)), None)
+    if base is not None:  # the class is another object in each copy of a program
+        return type(thing).__name__, base.__repr__(thing)
     if isinstance(thing, type):
         return "the class", thing.__name__
     if isinstance(thing, enum.Enum):
