@@ -133,7 +133,7 @@ TASKS = {
     ),
     "messages": Task(Messages, _edges),
 }
-SIZES = {"cuda": (512, 12, 512, 300, 0.5), "cpu": (128, 6, 256, 60, 0.5), "tiny": (16, 2, 64, 4, 0.9)}
+SIZES = {"cuda": (512, 12, 512, 300, 0.5), "cpu": (128, 6, 256, 200, 0.5), "tiny": (16, 2, 64, 4, 0.9)}
 """Width, layers, most tokens, steps, and budget."""
 
 

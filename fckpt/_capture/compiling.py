@@ -22,8 +22,14 @@ def is_capturing() -> bool:
 
 @torch.compiler.assume_constant_result
 def compiler_name() -> str:
-    """Returns the name of the backend for which Dynamo is tracing, `inductor` for example; empty if it has none."""
-    backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    """Returns the name of the backend for which Dynamo is tracing, `inductor` for example; empty if it has none.
+
+    Frames without tensors are not traced: if a region's function has no arguments, this runs as Python code.
+    """
+    try:
+        backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:
+        return ""
     while not hasattr(backend, "compiler_name") and hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     return str(getattr(backend, "compiler_name", ""))

@@ -30,7 +30,7 @@ from fckpt.graph.schedule import Schedule
 from fckpt.solve._adapt import adapt
 from fckpt.solve._quick import quick
 
-__all__ = ["Families", "is_shared"]
+__all__ = ["Families", "is_shared", "settled"]
 
 _MOST = 16
 """The number of schedules per structure that are adapted to a new size: the latest ones."""
@@ -93,9 +93,9 @@ class Families:
         known = self._known.get(name) or (stored.schedules(graph) if stored else ())
         origin: Origin = "solved"
         if known:
-            plan, origin = _settled(graph, nbytes, functools.partial(adapt, known=known)), "adapted"
+            plan, origin = settled(graph, nbytes, functools.partial(adapt, known=known)), "adapted"
         elif quickly and len(graph.nodes) > _SMALL and background.is_available():
-            plan, origin = _settled(graph, nbytes, quick), "quick"
+            plan, origin = settled(graph, nbytes, quick), "quick"
         if plan is None:
             plan, origin = solve(), "solved"
         self._add(name, plan)
@@ -145,7 +145,7 @@ class Families:
             self._known[name] = (plan.schedule, *known)[:_MOST]
 
 
-def _settled(graph: Graph, nbytes: int, find: Callable[[Graph, int], Schedule | None]) -> Plan | None:
+def settled(graph: Graph, nbytes: int, find: Callable[[Graph, int], Schedule | None]) -> Plan | None:
     """Returns the plan with the schedule that `find` returns, if it fits; None if not."""
     schedule = settled_within(graph, nbytes, find) if writes_late(graph) else find(graph, nbytes)
     plan = None if schedule is None else Plan(graph, schedule, "auto", nbytes, str(torch.__version__))

@@ -1,27 +1,30 @@
 """Compiled kernels for a plan: blocks within its budget, and one more solution with the prices of blocks.
 
 A solver knows the time that each operation takes alone. In a block, an operation takes less time, and recomputing it
-directly before its use may be free. So the plan is solved once more with the times that operations take in blocks. The
-second plan is used if its steps take less time in total.
+directly before its use may be free. So the graph is planned once more with the times that operations take in blocks:
+the plan of `auto` is adapted to them, as to other sizes, and other solvers solve again. The second plan is used if its
+steps take less time in total.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 
 from fckpt._fuse.option import Kernels
+from fckpt._planned.families import settled
 from fckpt._planned.making import make_plan
 from fckpt._planned.plan import Plan
 from fckpt._trace.operations import Trace
 from fckpt.errors import FckptError
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Compute, FusedBlock, FusedSchedule, Schedule
+from fckpt.solve._adapt import adapt
 
 __all__ = ["with_blocks"]
 
-_TIME_LIMIT = 5.0
-"""Seconds for the second solution, with the solver `auto`."""
 _Fuse = Callable[[Schedule], FusedSchedule | None]
 
 
@@ -44,19 +47,20 @@ def with_blocks(trace: Trace, plan: Plan, kernels: Kernels, within: int | None) 
 
 
 def _solved_again(plan: Plan, nbytes: int, fuse: _Fuse) -> Plan:
-    """Returns the plan that a solver makes with the prices of blocks, or the plan itself if its blocks are faster."""
+    """Returns the plan that is made with the prices of blocks, or the plan itself if its blocks are faster."""
     assert plan.fused is not None
     if plan.timeline.recomputed_nodes == 0:
         return plan
     cheaper = _with_block_prices(plan.graph, plan.fused)
-    limit = _TIME_LIMIT if plan.solver == "auto" else None
-    try:
-        schedule = make_plan(cheaper, nbytes, plan.solver, plan.torch_version, limit).schedule
-    except FckptError:  # the time limit, or a plan from a file that names a solver of the user
+    found: Plan | None = None
+    if plan.solver == "auto":
+        found = settled(cheaper, nbytes, functools.partial(adapt, known=[plan.schedule]))
+    else:
+        with contextlib.suppress(FckptError):  # a plan from a file may name a solver of the user
+            found = make_plan(cheaper, nbytes, plan.solver, plan.torch_version)
+    if found is None or found.schedule == plan.schedule:
         return plan
-    if schedule == plan.schedule:
-        return plan
-    other = dataclasses.replace(plan, schedule=schedule, fused=fuse(schedule))
+    other = dataclasses.replace(plan, schedule=found.schedule, fused=fuse(found.schedule))
     faster = other.fused is not None and _seconds(other.graph, other.fused) < _seconds(plan.graph, plan.fused)
     return other if faster and other.peak_bytes <= nbytes else plan
 
