@@ -38,8 +38,8 @@ _STRUCTURES = 128
 """The number of structures whose schedules are known: the first ones are forgotten."""
 _PENDING = 8
 """The number of plans that wait to be solved in the background: the latest ones."""
-_SMALL = 150
-"""The number of nodes of a graph that is solved at once, because that takes about a second."""
+_SMALL = 40
+"""The number of nodes of a graph that is solved at once, because that takes less than a second."""
 
 Origin = Literal["solved", "read", "adapted", "quick"]
 """Where a plan comes from: from the solver, the disk, plans of other sizes, or a quick search."""
