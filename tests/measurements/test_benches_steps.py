@@ -64,13 +64,30 @@ def test_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_kernels(tmp_path: Path) -> None:
+def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SHARES", {"0.5": 0.5})  # each budget compiles for some seconds
+    monkeypatch.setattr(kernels, "OWN", (0.5,))
     target = tmp_path / "kernels.json"
-    arguments = ["--tiny", "--device", "cpu", "--rounds", "1", "--networks", "ReLU perceptron"]
+    arguments = ["--tiny", "--device", "cpu", "--rounds", "1", "--check", "--networks", "ReLU perceptron"]
     assert kernels.main([*arguments, "--json", str(target)]) == 0
-    rows = {row["method"]: row for row in read_json(target)["rows"]}
-    assert list(rows) == ["plain", "torch.compile", "fckpt aten", "fckpt exact", "fckpt fused"]
-    for method in ("fckpt aten", "fckpt exact"):
-        assert rows[method]["difference"] == 0
-    for method in ("fckpt aten", "fckpt exact", "fckpt fused"):
-        assert rows[method]["peak_bytes"] <= rows["plain"]["peak_bytes"] / 2
+    rows = {(row["method"], row["budget"]): row for row in read_json(target)["rows"]}
+    ours = [(method, "0.5") for method in ("aten", "exact", "fused", "around")]
+    assert list(rows) == [("plain", ""), ("compile", ""), ("compile", "0.5"), *ours, ("backend", "0.5")]
+    for method in ("aten", "exact"):
+        assert rows[method, "0.5"]["difference"] == 0
+    for key, row in rows.items():
+        assert not row["refused"] and row["peak_bytes"] <= (row["budget_bytes"] or row["peak_bytes"]), key
+
+
+def test_kernels_above_a_budget_and_with_other_bits_are_complaints() -> None:
+    plain = kernels.Method("net", "plain", peak_bytes=1000)
+    rows = [kernels.Method("net", kind, "0.5", peak_bytes=600, difference=1e-7) for kind in ("exact", "fused")]
+    kernels._judge([plain, *rows], least=300)
+    assert [len(row.complaints) for row in (plain, *rows)] == [0, 2, 1]
+
+
+def test_the_kernel_bench_has_twelve_networks() -> None:
+    assert len(kernels.cases(tiny=True)) == 12
+    for make in kernels.cases(tiny=True).values():
+        fn, leaves = make()
+        assert fn().ndim == 0 and all(leaf.requires_grad for leaf in leaves)

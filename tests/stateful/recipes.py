@@ -228,6 +228,10 @@ class Training:
     def deepcopy(self) -> None:
         """Goes on with a copy, where the region is a module."""
         if isinstance(self.region, Program):
+            try:
+                copy.deepcopy(self.program)
+            except TypeError:  # it holds a `threading.local`, for example
+                return
             self.region = self.program = copy.deepcopy(self.region)
             self.session.regions.append(self.region)
             self.session.watch(program=self.program)
