@@ -174,6 +174,8 @@ def _recording(recorder: Recorder, wrapped: bool, enabled: bool, target: NamedDe
         if target is not None:
             stack.enter_context(cuda_kernels(target))
             stack.enter_context(recorder.fake)  # torch would start CUDA for `device="cuda"` in another mode
+        # Anomaly mode looks for NaN in gradients, which have no data here.
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
         grad = torch.set_grad_enabled(enabled)
         reads = DataReadsRefused(recorder, wrapped)
         with torch.inference_mode(False), below_all(), seeding_refused(), recorder, grad, reads, errors_located():

@@ -140,9 +140,13 @@ def called_at_the_end() -> None:
     pass
 
 
-@pytest.mark.parametrize("profiler", [Profiler, Counted, torch.profiler.profile])
+def looking_for_nan() -> Any:
+    return torch.autograd.set_detect_anomaly(True)
+
+
+@pytest.mark.parametrize("watching", [Profiler, Counted, torch.profiler.profile, looking_for_nan])
 @pytest.mark.parametrize("captured", [True, False])
-def test_a_profiler_around_the_first_planned_call(profiler: Callable[[], Any], captured: bool) -> None:
+def test_a_profiler_or_anomaly_mode_around_the_first_planned_call(watching: Callable[[], Any], captured: bool) -> None:
     """Without `captured`, Dynamo does not capture the function: its Python code is traced under `sys.setprofile`."""
     before = sys.getprofile()
     generator = torch.Generator()
@@ -154,7 +158,7 @@ def test_a_profiler_around_the_first_planned_call(profiler: Callable[[], Any], c
     for region in (fn, fckpt.remat(fn, budget=0.9)):
         w, x = leaf(W), leaf(X)
         generator.manual_seed(0)
-        with profiler():
+        with watching():
             region(w, x).sum().backward()
         sys.setprofile(before)
         got.append([w.grad, x.grad])
