@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fckpt._capture import compiling
 
-__all__ = ["call"]
+__all__ = ["call", "called_eagerly"]
 
 
 OPTIONS = ("budget", "policy", "solver")
@@ -100,6 +100,12 @@ def _made_planned(
 @torch.compiler.assume_constant_result  # torch 2.11 cannot trace the query
 def _under_torch_func() -> bool:
     return get_dynamic_layer_stack_depth() > 0
+
+
+@torch.compiler.disable(reason="a training step of fckpt.step runs by its plan")
+def called_eagerly(fn: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function as it runs without a compiler, where Dynamo traces the caller."""
+    return fn(*args)
 
 
 @torch.compiler.disable

@@ -165,3 +165,23 @@ def test_regions_that_a_planned_function_makes_itself(options: Any) -> None:
         made[function] = fckpt.measure_peak(lambda f=f: torch.autograd.grad(f(ws, x), ws)).peak_bytes
     # The state of torch's generator is saved before Python code is traced: 5,056 bytes.
     assert made[stack] == (made[made_before] if TORCH >= (2, 13) else 5056)
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_a_step_inside_of_torch_compile_runs_by_its_plan(around: bool) -> None:
+    torch._dynamo.reset()
+    nets = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    plain, made = (torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets)
+    loss_fn = lambda net, x: net(x).square().mean()
+    planned = fckpt.step(nets[1], made, loss_fn, budget=1.0)
+    called = torch.compile((lambda x: planned(x + 1) * 2) if around else planned, backend="aot_eager")
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        plain.zero_grad()
+        loss = loss_fn(nets[0], x + 1 if around else x)
+        loss.backward()
+        plain.step()
+        assert torch.equal(called(x), loss.detach() * 2 if around else loss.detach())
+        assert_equal(list(nets[1].parameters()), list(nets[0].parameters()))
+    assert (fckpt.stats(planned).calls, fckpt.stats(planned).plans) == (3, 1)
