@@ -140,11 +140,15 @@ def called_at_the_end() -> None:
     pass
 
 
+def recorded() -> Any:
+    return torch.profiler.profile(acc_events=True)  # torch 2.11 warns without this option
+
+
 def looking_for_nan() -> Any:
     return torch.autograd.set_detect_anomaly(True)
 
 
-@pytest.mark.parametrize("watching", [Profiler, Counted, torch.profiler.profile, looking_for_nan])
+@pytest.mark.parametrize("watching", [Profiler, Counted, recorded, looking_for_nan])
 @pytest.mark.parametrize("captured", [True, False])
 def test_a_profiler_or_anomaly_mode_around_the_first_planned_call(watching: Callable[[], Any], captured: bool) -> None:
     """Without `captured`, Dynamo does not capture the function: its Python code is traced under `sys.setprofile`."""
