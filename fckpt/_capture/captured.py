@@ -407,9 +407,21 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(symbols_remembered())
         # The names of functions in Dynamo's log lines, for which it would split whole files into tokens.
         stack.enter_context(patched(symbolic_convert, "get_funcname", lambda _: lambda *_: None))
+        stack.enter_context(_errors_unlogged(logging.getLogger("torch._subclasses.fake_tensor")))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # Dynamo warns about functions that it looks through, such as lru_cache
         yield modes
+
+
+@contextlib.contextmanager
+def _errors_unlogged(logger: logging.Logger) -> Iterator[None]:
+    """Keeps a logger from printing stacks of errors, which a `CaptureError` reports if they matter."""
+    without_stacks = lambda record: not record.exc_info
+    logger.addFilter(without_stacks)
+    try:
+        yield
+    finally:
+        logger.removeFilter(without_stacks)
 
 
 def _reason(error: BaseException) -> str:
