@@ -34,6 +34,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import benches.common.repaired  # noqa: F401  lets transformers import torchvision
 import fckpt
 from benches.common.command import mib, opening, report_each, report_parser, share, table_of
 from benches.common.rows import Record
@@ -141,8 +142,6 @@ def planned(*, quick: bool, device: torch.device) -> Iterator[Outcome]:
 
 def _gpt2(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
     from transformers import GPT2Config, GPT2LMHeadModel
-
-    import benches.common.repaired  # noqa: F401  lets transformers import torchvision
 
     config = GPT2Config(n_layer=12, n_embd=48, n_head=4, vocab_size=512, bos_token_id=0, eos_token_id=0)
     model: nn.Module = GPT2LMHeadModel(config)
