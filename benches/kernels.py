@@ -13,9 +13,9 @@ aten, exact, fused   `fckpt.remat` with these kernels, within the plain peak, ha
 around               `torch.compile` around `fckpt.remat` with these budgets.
 
 The difference is the largest of any gradient from the plain one, relative to the largest element of that gradient; 0
-means equal bits. The seconds of the first call include planning and compilation, with an empty cache on disk; those of
-the warm call are of another such function, made anew, whose kernels are on disk by then. With `--check` the exit code
-is 1 if a plan exceeds its budget, or if gradients by `aten` or `exact` are not bitwise equal to the plain ones.
+means equal bits. Each function is made twice. The first call of the first one plans and compiles with empty caches on
+disk; the first call of the second one ("warm") finds its kernels there. With `--check` the exit code is 1 if a
+plan exceeds its budget, or if gradients by `aten` or `exact` are not bitwise equal to the plain ones.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ SHARES: dict[str, float | None] = {"1.0": 1.0, "0.5": 0.5, "least": None}
 OWN = (0.5, 0.2)
 """The budgets of `torch.compile` itself."""
 KERNELS: tuple[Any, ...] = ("aten", "exact", "fused")
-_CPU = """
+_CPU = dict(
+    line.split(maxsplit=1)
+    for line in """
 resnet50 batch=4 side=64 stages=2
 vgg16    batch=4 side=64 width=16 hidden=64
 unet     batch=2 side=64 width=16 depth=3
@@ -61,8 +63,9 @@ bert     batch=4 tokens=64 hidden=128 layers=2 heads=4 vocabulary=512
 gpt2     batch=4 tokens=64 hidden=128 layers=2 heads=4 vocabulary=512
 lstm     batch=32 steps=8 features=32 hidden=64 span=4
 mixer    batch=4 side=64 patch=8 hidden=128 layers=2
-"""
-"""Few layers, because compilation takes most of the time of this bench."""
+""".strip().splitlines()
+)
+"""Sizes by network: few layers, because compilation takes most of the time of this bench."""
 
 
 @dataclass
@@ -76,7 +79,7 @@ class Method(Compared):
     first_seconds: float = 0.0
     """The time of the first call."""
     warm_seconds: float = 0.0
-    """The time of the first call of another such function."""
+    """The time of the first call of the same function, made again."""
     refused: str = ""
     """Why there are no figures: a budget below every plan, or an error of a compiler."""
 
@@ -122,8 +125,7 @@ def elementwise(count: int, rows: int, width: int) -> Step:
 
 def network(name: str, tiny: bool) -> Step:
     """Returns the loss of a network of `budget_networks`, without dropout: compilers draw other masks."""
-    lines = dict(line.split(maxsplit=1) for line in _CPU.strip().splitlines())
-    sizes = NETWORKS[name].sizes["tiny"] if tiny else sizes_from(lines[name])
+    sizes = NETWORKS[name].sizes["tiny"] if tiny else sizes_from(_CPU[name])
     task = dataclasses.replace(NETWORKS[name], sizes={"cpu": sizes}).task("cpu", torch.device("cpu"))
     for module in task.loss.modules():
         if isinstance(module, nn.Dropout):
@@ -139,7 +141,7 @@ def cases(*, tiny: bool) -> dict[str, Callable[[], Step]]:
         "Llama": functools.partial(llama, 2, width // 2, width // 2),
         "ReLU perceptron": functools.partial(perceptron, nn.ReLU, 6 if tiny else 8, width, 4 * width),
         "GELU perceptron": functools.partial(perceptron, nn.GELU, 6 if tiny else 8, width, 4 * width),
-        **{name: functools.partial(network, name, tiny) for name in (s.split()[0] for s in _CPU.strip().splitlines())},
+        **{name: functools.partial(network, name, tiny) for name in _CPU},
     }
 
 
@@ -165,8 +167,8 @@ def methods(fn: Loss, least: int) -> dict[tuple[str, str], Callable[[], Loss]]:
         ("compile", ""): functools.partial(compiled_within, fn, 1.0),
     }
     found |= {("compile", str(budget)): functools.partial(compiled_within, fn, budget) for budget in OWN}
-    for name, part in SHARES.items():
-        budget = least if part is None else part
+    for name, fraction in SHARES.items():
+        budget = least if fraction is None else fraction
         for kernels in KERNELS:
             found[kernels, name] = functools.partial(fckpt.remat, fn, budget=budget, kernels=kernels)
         found["around", name] = lambda budget=budget: torch.compile(fckpt.remat(fn, budget=budget))
@@ -189,11 +191,13 @@ def measure(
     torch._dynamo.reset()
     least = least_of(fn)
     made = methods(fn, least)
+    granted: dict[tuple[str, str], int] = {}
+    """The budgets of the backend, which are the peaks of compiled functions."""
     rows: list[Method] = []
     ran: dict[Callable[[], Sequence[Tensor]], Method] = {}
     while made:
         key = next(iter(made))
-        row = Method(name, *key)
+        row = Method(name, *key, budget_bytes=granted.get(key))
         rows.append(row)
         tell(row.title)
         try:
@@ -203,16 +207,16 @@ def measure(
             continue
         ran[run] = row
         if key[0] == "compile" and key[1]:
-            options = {"budget": fckpt.measure_peak(run, device).peak_bytes}
+            peak = granted["backend", key[1]] = fckpt.measure_peak(run, device).peak_bytes
+            options = {"budget": peak}
             made["backend", key[1]] = functools.partial(torch.compile, fn, backend="fckpt", options=options)
-            row.budget_bytes = options["budget"]
     compare(ran, rounds, device)
     _judge(rows, least)
     return rows
 
 
 def _first_calls(row: Method, make: Callable[[], Loss], leaves: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-    """Times the first calls of two such functions. Returns a function that returns the gradients of the second."""
+    """Makes a function twice and times both first calls. Returns a function that returns the second one's gradients."""
     for name in ("first_seconds", "warm_seconds"):
         start = time.perf_counter()
         loss = make()
@@ -225,14 +229,11 @@ def _first_calls(row: Method, make: Callable[[], Loss], leaves: Sequence[Tensor]
 def _judge(rows: Sequence[Method], least: int) -> None:
     """Complains about plans above their budget, and about bits that changed where they must not."""
     plain = rows[0].peak_bytes or 0
-    own = {row.budget: row.peak_bytes for row in rows if row.method == "compile"}
     for row in rows:
-        if row.method == "backend":
-            row.budget_bytes = own[row.budget]
-        elif row.budget in SHARES and row.method not in ("plain", "compile"):
-            part = SHARES[row.budget]
+        if row.method in (*KERNELS, "around"):
+            fraction = SHARES[row.budget]
             # A budget that is a fraction is one of the plain peak as fckpt states it, which is right within 1 %.
-            row.budget_bytes = least if part is None else int(plain * part * 1.01)
+            row.budget_bytes = least if fraction is None else int(plain * fraction * 1.01)
         if row.refused:
             continue
         if row.peak_bytes and row.budget_bytes and row.peak_bytes > row.budget_bytes:

@@ -1,6 +1,6 @@
 """Sizes that change: whole runs over batches of many lengths, plain, checkpointed, compiled and within a budget.
 
-    python -m benches sizes --json benches/results/sizes-cpu.json --check       # half an hour
+    python -m benches sizes --json benches/results/sizes-cpu.json --check       # one to two hours
     python -m benches sizes --tiny
 
 Six networks train for a number of steps, each with another batch size and length: three language models of

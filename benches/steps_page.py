@@ -119,7 +119,7 @@ def wrapped(paragraph: str) -> str:
 
 
 def rewritten(page: str, found: dict[str, Any]) -> str:
-    """Returns the page with its tables replaced by those of new results."""
+    """Returns the page with the tables of the results `found` in place of its tables."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n\n{text(found)}\n\n{END}{rest.split(END)[1]}"
 

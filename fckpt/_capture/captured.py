@@ -415,7 +415,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def _errors_unlogged(logger: logging.Logger) -> Iterator[None]:
-    """Keeps a logger from printing stacks of errors, which a `CaptureError` reports if they matter."""
+    """Keeps a logger from printing the stacks of errors. An error that ends the capture becomes a `CaptureError`."""
     without_stacks = lambda record: not record.exc_info
     logger.addFilter(without_stacks)
     try:

@@ -108,8 +108,8 @@ class _Compilation:
         found: list[tuple[int, Callable[..., Any]]] = []
         plans = 0
         while plans <= ATTEMPTS:
-            torchs = not found and self.policy is None
-            function, partitioner = self._attempt(target, torchs)
+            prefers_torch = not found and self.policy is None
+            function, partitioner = self._attempt(target, prefers_torch)
             if not partitioner.trains and not self._may_train():
                 return function
             if not can_measure(self.inputs):
@@ -118,7 +118,7 @@ class _Compilation:
             if peak <= limit:
                 return function
             if not partitioner.trains:  # a cache had the function, but it does not tell what the partitioner decided
-                function, partitioner = self._attempt(target, torchs, cached=False)
+                function, partitioner = self._attempt(target, prefers_torch, cached=False)
                 if not partitioner.trains:
                     return function
             plans += partitioner.plan is not None
@@ -154,13 +154,13 @@ class _Compilation:
         return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
     def _attempt(
-        self, nbytes: int | None, torchs: bool = False, cached: bool = True
+        self, nbytes: int | None, prefers_torch: bool = False, cached: bool = True
     ) -> tuple[Callable[..., Any], Partitioner]:
         """Compiles the function for a number of bytes; with torch's partition if it may fit, or without a number.
 
         Without `cached`, kernels may come from Inductor's cache, but the function is traced and partitioned.
         """
-        partitioner = Partitioner(nbytes, self.policy, self.solver, torchs)
+        partitioner = Partitioner(nbytes, self.policy, self.solver, prefers_torch)
         patches = {**self.patches, "custom_partitioner_fn": partitioner}
         # By default, the backward half is compiled by its first run, which cannot be a rehearsal within a compilation.
         caching = cached and functorch.enable_autograd_cache

@@ -40,14 +40,14 @@ class Partitioner(CustomPartitionerFn):
         nbytes: the bytes to plan for; None for torch's own partition.
         policy: the policy; None for none.
         solver: the name of a solver.
-        torchs: whether torch's partition is taken, unless what it saves is more than `nbytes` already.
+        prefers_torch: whether torch's partition is taken, unless what it saves is more than `nbytes` already.
     """
 
-    def __init__(self, nbytes: int | None, policy: Policy | None, solver: str, torchs: bool = False):
+    def __init__(self, nbytes: int | None, policy: Policy | None, solver: str, prefers_torch: bool = False):
         self.nbytes = nbytes
         self.policy = policy
         self.solver = solver
-        self.torchs = torchs
+        self.prefers_torch = prefers_torch
         self.plan: Plan | None = None
         """The plan; None if torch's partition was taken."""
         self.is_least = False
@@ -60,7 +60,7 @@ class Partitioner(CustomPartitionerFn):
         if self.policy is not None and type(self.policy).__name__ == "_Function":
             return None  # the code of a policy may change
         return hashlib.sha256(
-            repr((_sources(), self.nbytes, repr(self.policy), self.solver, self.torchs)).encode()
+            repr((_sources(), self.nbytes, repr(self.policy), self.solver, self.prefers_torch)).encode()
         ).hexdigest()
 
     def __call__(
@@ -70,7 +70,7 @@ class Partitioner(CustomPartitionerFn):
         self.trains = True
         if self.nbytes is None and self.policy is None:
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        if self.torchs:
+        if self.prefers_torch:
             found = min_cut_rematerialization_partition(copied(gm), joint_inputs, **kwargs)
             if self.nbytes is None or saved_nbytes(found[1]) <= self.nbytes:
                 return found

@@ -211,9 +211,9 @@ def _check_triable(kernel: Kernel) -> None:
 
 
 def _is_near(kernel: Kernel, run: Callable[..., Any]) -> bool:
-    """Whether nearly all results equal those of torch's kernels, up to rounding.
+    """Whether nearly all elements of the results are within rounding of those by torch's kernels.
 
-    A few may differ by more: rounding before a discontinuous operation such as `floor` can change its result.
+    A few elements may differ by more: rounding before a discontinuous operation such as `floor` can change its result.
     """
     for expected, found in zip(kernel.run(_inputs(kernel, "usual")), run(_inputs(kernel, "usual")), strict=True):
         near = torch.isclose(found.double(), expected.double(), *_NEAR.get(expected.dtype, (0.0, 0.0)), equal_nan=True)

@@ -43,10 +43,10 @@ def with_blocks(trace: Trace, plan: Plan, kernels: Kernels, within: int | None) 
     limit = plan.peak_bytes if within is None else within
     fuse = lambda schedule: fused(trace, plan.graph, schedule, limit, kernels)
     found = dataclasses.replace(plan, fused=fuse(plan.schedule), kernels=kernels)
-    return found if found.fused is None or within is None else _solved_again(found, within, fuse)
+    return found if found.fused is None or within is None else _planned_again(found, within, fuse)
 
 
-def _solved_again(plan: Plan, nbytes: int, fuse: _Fuse) -> Plan:
+def _planned_again(plan: Plan, nbytes: int, fuse: _Fuse) -> Plan:
     """Returns the plan that is made with the prices of blocks, or the plan itself if its blocks are faster."""
     assert plan.fused is not None
     if plan.timeline.recomputed_nodes == 0:

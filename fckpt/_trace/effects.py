@@ -33,7 +33,6 @@ from fckpt._call.modules import storage_of
 from fckpt._call.places import Slot, content, moved, put
 from fckpt._capture.reads import Reads
 from fckpt._capture.sources import current
-from fckpt._memory import collector_paused
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.errors import TraceError
@@ -92,13 +91,11 @@ def impure_calls_refused(reads: Reads) -> Iterator[None]:
         elif event == "c_call" and not found and (does := _impure(argument, frame)):
             found.append(f"{current()}: the function {does} here (`{argument.__name__}`)")
 
-    # A garbage collection runs unrelated functions (`gc.callbacks` of hypothesis or of a monitor, for example).
-    with collector_paused():
-        sys.setprofile(look)
-        try:
-            yield
-        finally:
-            restore()
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        restore()
     if found:
         raise TraceError(
             f"{found[0]}, which a plan would not do again: a plan runs the operations of the function, not its Python "

@@ -50,7 +50,7 @@ __all__ = ["followed", "inlined", "is_followed", "is_tracing", "trace"]
 _LIKELY = Backward()
 
 
-@collector_paused()
+@collector_paused()  # it would also call functions that are not the traced function's (`gc.callbacks`)
 def trace(
     fn: Callable[..., Any],
     arguments: Arguments,
