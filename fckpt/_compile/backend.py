@@ -97,12 +97,16 @@ class _Compilation:
             )
         self.module = module
         self.inputs = inputs
+        self.held = [*module.parameters(), *module.buffers()]
+        """Tensors that the graph holds itself, such as the parameters and the state of an optimizer."""
 
     def compiled(self) -> Callable[..., Any]:
         """Returns the compiled function, within the budget if any attempt is."""
         if self.budget is None:
             return self._attempt(None)[0]
         self._warn_of_parts()
+        if not self._may_train():
+            return self._without_gradients(self.budget)
         limit = self._limit(self.budget)
         target: int = limit
         found: list[tuple[int, Callable[..., Any]]] = []
@@ -110,17 +114,16 @@ class _Compilation:
         while plans <= ATTEMPTS:
             prefers_torch = not found and self.policy is None
             function, partitioner = self._attempt(target, prefers_torch)
-            if not partitioner.trains and not self._may_train():
-                return function
             if not can_measure(self.inputs):
                 return self._unmeasured(function)
-            peak = peak_of(function, self.inputs)
+            peak = peak_of(function, self.inputs, self.held)
             if peak <= limit:
                 return function
             if not partitioner.trains:  # a cache had the function, but it does not tell what the partitioner decided
                 function, partitioner = self._attempt(target, prefers_torch, cached=False)
-                if not partitioner.trains:
-                    return function
+                if not partitioner.trains:  # no result has a gradient
+                    found.append((peak, function))
+                    break
             plans += partitioner.plan is not None
             found.append((peak, function))
             if partitioner.is_least:
@@ -128,7 +131,7 @@ class _Compilation:
             if partitioner.plan is not None:
                 target = max(1, target - (peak - limit))
         peak, function = min(found, key=lambda pair: pair[0])
-        self._warn(peak, limit, plans)
+        self._warn(peak, limit, plans if partitioner.trains else None)
         return function
 
     def _warn_of_parts(self) -> None:
@@ -150,8 +153,25 @@ class _Compilation:
 
     def _may_train(self) -> bool:
         """Whether a result can require grad: then a partitioner that was not called means that a cache was hit."""
-        tensors = (t for t in self.inputs if isinstance(t, torch.Tensor))
+        tensors = [t for t in (*self.inputs, *self.held) if isinstance(t, torch.Tensor)]
         return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+    def _without_gradients(self, budget: Budget) -> Callable[..., Any]:
+        """Returns the compiled function, for which nothing is planned: inference, or the update of an optimizer.
+
+        It is only compared with a budget in bytes; a fraction is one of the peak with a backward pass. An update, which
+        writes to tensors that it holds, is not run for that: without a compiler it takes no less.
+        """
+        function, _ = self._attempt(None)
+        if isinstance(budget, float):
+            return function
+        if not can_measure(self.inputs):
+            return self._unmeasured(function)
+        limit = self._limit(budget)
+        peak = plain_peak_of(_copied(self.module), self.inputs) if self.held else peak_of(function, self.inputs)
+        if peak > limit:
+            self._warn(peak, limit, None)
+        return function
 
     def _attempt(
         self, nbytes: int | None, prefers_torch: bool = False, cached: bool = True
@@ -168,12 +188,18 @@ class _Compilation:
             function = compile_fx(_copied(self.module), self.inputs, config_patches=patches)
         return cast(Callable[..., Any], function), partitioner
 
-    def _warn(self, peak: int, limit: int, plans: int) -> None:
+    def _warn(self, peak: int, limit: int, plans: int | None) -> None:
+        """Warns that the function exceeds its budget, after so many plans; None if there is nothing to plan."""
         promised = f"{self.budget!r} = {format_bytes(limit)}" if isinstance(self.budget, float) else format_bytes(limit)
+        if plans is not None:
+            why = (
+                f"which is the least that was measured with {plans} plan{'s' * (plans != 1)}. Name that budget, or use "
+                "fckpt.remat without torch.compile, where a budget holds to the byte or is an error."
+            )
+        else:
+            why = "and it has no backward pass for which it could save less. Pass less data at a time."
         warnings.warn(
-            f"the function that torch.compile compiled with the budget {promised} holds {format_bytes(peak)}, which is "
-            f"the least that was measured with {plans} plan{'s' * (plans != 1)}. Name that budget, or use fckpt.remat "
-            "without torch.compile, where a budget holds to the byte or is an error.",
+            f"the function that torch.compile compiled with the budget {promised} holds {format_bytes(peak)}, {why}",
             BudgetWarning,
             stacklevel=2,
         )

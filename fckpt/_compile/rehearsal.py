@@ -31,45 +31,61 @@ def can_measure(inputs: Sequence[Any]) -> bool:
     return real and bool(tensors) and not torch.autograd._profiler_enabled()
 
 
-def peak_of(compiled: Callable[..., Any], inputs: Sequence[Any]) -> int:
-    """Runs a compiled function and its backward pass and returns the peak in bytes, above the memory of the inputs.
+def peak_of(compiled: Callable[..., Any], inputs: Sequence[Any], held: Sequence[torch.Tensor] = ()) -> int:
+    """Runs a compiled function and returns the peak in bytes, above the memory of the inputs.
 
-    The run changes nothing: the compiled function gets copies of the inputs to which it writes, gradients are
-    discarded, and the random generators are set back. Every output that requires grad gets a cotangent.
+    If grad is enabled, the backward pass runs too.
+
+    The run changes nothing: the function gets copies of the inputs to which it writes, held tensors get their contents
+    back, gradients are discarded, and the random generators are set back. Every output that requires grad gets a
+    cotangent.
 
     Args:
         compiled: the compiled function, which runs once before it is measured.
         inputs: example inputs.
+        held: tensors that the function reads or writes, and that are no inputs.
     """
-    device = next(t.device for t in inputs if isinstance(t, torch.Tensor))
-    with without_modes(), _generators_restored(inputs), torch.enable_grad():
-        given = [_example(t, copied=True) for t in inputs]
+    device = next(t.device for t in (*inputs, *held) if isinstance(t, torch.Tensor))
+    with without_modes(), _generators_restored(inputs), _contents_restored(held):
+        memory = _copies(inputs)  # the first run shows to which inputs the function writes
+        versions = {i: t._version for i, t in enumerate(memory) if isinstance(t, torch.Tensor)}
 
         def step() -> None:
+            given, leaves = _detached(inputs, memory)
             results = compiled(*given)
             results = results if isinstance(results, (list, tuple)) else [results]
             ends = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
-            wanted = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
-            if ends and wanted:
+            if ends and leaves:
                 cotangents = [torch.ones_like(r) for r in ends]
-                gradients = torch.autograd.grad(ends, wanted, cotangents, allow_unused=True)
+                gradients = torch.autograd.grad(ends, leaves, cotangents, allow_unused=True)
                 del gradients
 
         step()  # kernels are loaded, and workspaces allocated
+        for i, version in versions.items():
+            if memory[i]._version == version:
+                memory[i] = inputs[i]
         return measure_peak(step, device).peak_bytes
 
 
 def plain_peak_of(module: fx.GraphModule, inputs: Sequence[Any]) -> int:
-    """Returns the peak in bytes of a function and its backward pass without a compiler.
+    """Returns the peak in bytes of a function, and of its backward pass if grad is enabled, without a compiler.
 
     The function is traced, and nothing runs. Inputs that are not differentiated may be buffers that the function
     writes, so they are traced as captured tensors. A function that cannot be traced runs once, as in `peak_of`.
 
+    Args:
+        module: the function; its parameters become buffers if grad is not enabled.
+        inputs: example inputs.
+
     Raises:
         TraceError: the function cannot be traced, nor run on these inputs.
     """
-    with without_modes(), torch.enable_grad(), TRACING:
-        given = [_example(t, copied=False) for t in inputs]
+    if not torch.is_grad_enabled():  # a trace enables it, and a write to a parameter would be an error
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            delattr(module, name)
+            module.register_buffer(name, parameter.detach())
+    with without_modes(), TRACING:
+        given, _ = _detached(inputs, inputs)
         primals = [i for i, t in enumerate(given) if isinstance(t, torch.Tensor) and t.requires_grad]
         run = _Applied(module, given, primals)
         arguments = Arguments(tuple(given[i] for i in primals), {})
@@ -82,7 +98,7 @@ def plain_peak_of(module: fx.GraphModule, inputs: Sequence[Any]) -> int:
         except FckptError:
             if not can_measure(inputs):
                 raise
-    return peak_of(module, inputs)
+    return peak_of(module, inputs, [*module.parameters(), *module.buffers()])
 
 
 class _Applied:
@@ -100,12 +116,65 @@ class _Applied:
         return self.module(*inputs)
 
 
-def _example(given: Any, copied: bool) -> Any:
-    """Returns an input for a rehearsal: a number, or a tensor that shares nothing with autograd's graph."""
-    if isinstance(given, torch.Tensor):
-        writable = copied and not given.requires_grad  # a compiled function may write to buffers
-        return given.detach().clone() if writable else given.detach().requires_grad_(given.requires_grad)
-    return size_of(given) if isinstance(given, torch.SymInt) else given
+class _Computed(torch.autograd.Function):
+    """Returns a tensor with the same memory that is not a leaf: a function may write to it while grad is recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # torch passes `ctx`
+        return grad
+
+
+def _detached(inputs: Sequence[Any], memory: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
+    """Returns the inputs outside of autograd's graph, and the leaves to differentiate. Symbolic sizes become numbers.
+
+    A leaf stays one, because a write to a leaf is an error, and a write to another tensor is not.
+
+    Args:
+        inputs: the inputs.
+        memory: by input, the tensor whose memory is used.
+    """
+    given, leaves = list(inputs), []
+    for i, t in enumerate(inputs):
+        if isinstance(t, torch.SymInt):
+            given[i] = size_of(t)
+        elif isinstance(t, torch.Tensor):
+            given[i] = leaf = memory[i].detach().requires_grad_(t.requires_grad and torch.is_grad_enabled())
+            if leaf.requires_grad:
+                leaves.append(leaf)
+                given[i] = leaf if t.is_leaf else _Computed.apply(leaf)
+    return given, leaves
+
+
+def _copies(inputs: Sequence[Any]) -> list[Any]:
+    """Returns the inputs with copies of the tensors. Copies of tensors that share memory share memory."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies = list(inputs)
+    for i, t in enumerate(inputs):
+        if isinstance(t, torch.Tensor):
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in storages:
+                storages[storage.data_ptr()] = storage.clone()
+            copies[i] = torch.empty(0, dtype=t.dtype, device=t.device)
+            copies[i].set_(storages[storage.data_ptr()], t.storage_offset(), t.shape, t.stride())
+    return copies
+
+
+@contextlib.contextmanager
+def _contents_restored(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Gives tensors the contents and version counts that they had before the body."""
+    before = [(t, t._version, t.detach().clone()) for t in tensors]
+    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, version, contents in before:
+                    if tensor._version != version:
+                        tensor.copy_(contents)
 
 
 @contextlib.contextmanager

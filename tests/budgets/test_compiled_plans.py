@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -352,3 +354,90 @@ def test_a_lower_budget_takes_no_more_memory_and_recomputes_each_product_at_most
     assert all(b <= a for a, b in itertools.pairwise(peaks)), peaks
     assert peaks[-1] < peaks[0]
     assert max(counts) <= 2 * counts[0], counts
+
+
+class Writes(nn.Module):
+    """A function that writes to a parameter, a buffer and a part of a buffer, each call anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.body = Perceptron(dropout=0.0)
+        self.register_buffer("calls", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale.add_(0.5)
+            self.body.layers[0].weight.mul_(0.9)
+        self.calls[:2] += 1
+        return self.body(x * self.scale)
+
+
+class InParts(nn.Module):
+    """A function in three parts; the later ones write to what the earlier ones computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        h = self.second(F.relu_(h))
+        torch._dynamo.graph_break()
+        h += 1.0
+        return h.mul_(2.0).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::fckpt.BudgetWarning")
+@pytest.mark.parametrize("budget", [0.6, "1MiB", 1])
+@pytest.mark.parametrize("kind", [Writes, InParts])
+def test_a_measurement_changes_nothing(kind: Callable[[], nn.Module], budget: Any) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(64, 16)
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="fckpt", options={"budget": budget})
+    for _ in range(3):
+        results, expected = step(compiled, model, x), step(plain, plain, x)
+        torch.testing.assert_close(results, expected)  # Inductor's kernels round differently
+        with torch.no_grad():
+            for kept, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(kept, other)
+
+
+@pytest.mark.filterwarnings("ignore::fckpt.BudgetWarning")
+@pytest.mark.parametrize("budget", [0.6, "1MiB", 1])
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.AdamW])
+def test_a_whole_step_is_compiled_in_parts(optimizer: Any, budget: Any) -> None:
+    def stepping(model: nn.Module) -> Callable[..., torch.Tensor]:
+        rule = optimizer(model.parameters())
+
+        def train(x: torch.Tensor) -> torch.Tensor:
+            rule.zero_grad()
+            loss = model(x)
+            loss.backward()
+            rule.step()
+            return loss
+
+        return train
+
+    torch.manual_seed(0)
+    model, x = Perceptron(dropout=0.0), torch.randn(64, 16)
+    plain = copy.deepcopy(model)
+    train = torch.compile(stepping(model), backend="fckpt", options={"budget": budget})
+    expected = stepping(plain)
+    for _ in range(3):
+        torch.testing.assert_close(train(x), expected(x))
+    torch.testing.assert_close([*model.parameters()], [*plain.parameters()])
+
+
+def test_a_budget_of_inference_is_compared_with_its_peak() -> None:
+    model, x = Perceptron(dropout=0.0), torch.randn(4096, 16)
+    with torch.no_grad():
+        expected = model(x)
+        for budget in (0.1, "16MiB"):  # a fraction is one of the peak with a backward pass
+            torch._dynamo.reset()
+            torch.testing.assert_close(torch.compile(model, backend="fckpt", options={"budget": budget})(x), expected)
+        torch._dynamo.reset()
+        with pytest.warns(fckpt.BudgetWarning, match=r"the budget 1\.00 KiB holds .* has no backward pass"):
+            torch.compile(model, backend="fckpt", options={"budget": "1KiB"})(x)
