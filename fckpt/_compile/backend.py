@@ -29,6 +29,8 @@ __all__ = ["fckpt"]
 _OWN = ("budget", "policy", "solver")
 ATTEMPTS = 3
 """How often a plan is made again because the compiled function exceeded the budget."""
+STEP = 2
+"""From the second time on, in percent of the budget: how many bytes less are planned for at least; then twice that."""
 
 
 def fckpt(
@@ -129,7 +131,8 @@ class _Compilation:
             if partitioner.is_least:
                 break
             if partitioner.plan is not None:
-                target = max(1, target - (peak - limit))
+                # A few bytes less may give the same plan again, so the later steps are larger.
+                target = max(1, target - max(peak - limit, limit * (plans - 1) * STEP // 100))
         peak, function = min(found, key=lambda pair: pair[0])
         self._warn(peak, limit, plans if partitioner.trains else None)
         return function
