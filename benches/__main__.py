@@ -23,6 +23,7 @@ BENCHES = {
     "solvers_picture": ("a picture of the results of solvers", "seconds"),
     "tiles": ("cross-entropy and attention: least peak and time, with tiles and without", "15 minutes"),
     "kernels": ("four networks in half of their peak: time and bits by kernels, and by torch.compile", "10 minutes"),
+    "kernels_page": ("the tables of a page, from the results of kernels", "seconds"),
     "multi_gpu": ("data parallel training of DenseNet: memory and time, PyTorch's methods and fckpt", "4 minutes"),
 }
 """For each script, in the order of the list: its table, and how long it takes on two cores."""

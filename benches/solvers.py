@@ -1,6 +1,6 @@
 """Compares all solvers on the same graphs: extra time, simulated peak, and seconds to find the plan.
 
-    python -m benches solvers --frozen frozen --seconds 60 --json benches/results/solvers-cpu.json
+    python -m benches solvers --frozen frozen --seconds 60 --json benches/results/solvers-cpu.json.gz
     python -m benches solvers --graphs unet resnet50 --solvers auto greedy dtr xla --budgets 0.6 0.3     # a minute
     git clone https://github.com/haoming-codes/moccasin
     python -m benches solvers --graphs unet --files moccasin/data/*train_nx.json --check

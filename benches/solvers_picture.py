@@ -1,7 +1,7 @@
 """Draws the results of `benches.solvers`: for each graph, the extra time of all solvers over the budget.
 
-    python -m benches solvers --frozen frozen --seconds 60 --json benches/results/solvers-cpu.json
-    python -m benches solvers_picture --results benches/results/solvers-cpu.json --folder docs/pictures
+    python -m benches solvers --frozen frozen --seconds 60 --json benches/results/solvers-cpu.json.gz
+    python -m benches solvers_picture --results benches/results/solvers-cpu.json.gz --folder docs/pictures
 
 Nothing is run, and equal JSON files give byte-equal pictures. solvers.svg has a plot for each graph: budgets on the
 x-axis, extra time on the y-axis, `auto` as a staircase, the other solvers as points. The shaded region contains no
@@ -114,7 +114,7 @@ def _read(path: Path) -> list[GraphResults]:
 
 def main(arguments: list[str]) -> int:
     """Draws the picture."""
-    parsed = parse_picture("solvers_picture", __doc__, "solvers-cpu.json", _read, arguments)
+    parsed = parse_picture("solvers_picture", __doc__, "solvers-cpu.json.gz", _read, arguments)
     save(picture(parsed.found), parsed.folder / "solvers.svg")
     Console().print(f"The picture is in {parsed.folder}.", highlight=False)
     return 0

@@ -9,14 +9,13 @@ Nothing is run. What is between the two comments of the page is replaced, for an
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benches.common.command import described, script_parser
+from benches.common.command import described, script_parser, wrapped
 from benches.common.results import read_json
 from benches.models.step_networks import NETWORKS
 
@@ -111,11 +110,6 @@ def text(found: dict[str, Any]) -> str:
     for case, title in CASES.items():
         parts += [f"{title}:", table(reports, *case)]
     return "\n\n".join([*parts, wrapped(targets(reports))])
-
-
-def wrapped(paragraph: str) -> str:
-    """Returns a paragraph in lines of the page's width."""
-    return textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def rewritten(page: str, found: dict[str, Any]) -> str:

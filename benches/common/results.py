@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import platform
@@ -23,16 +24,18 @@ def write_json(path: Path, document: Mapping[str, Any], digits: int = DIGITS) ->
     """Writes `document` in its small form, and creates the folder if necessary.
 
     Floats are rounded to `digits` significant digits. A list of dicts with equal keys is written as `{"columns": [...],
-    "rows": [[...], ...]}`.
+    "rows": [[...], ...]}`. A file whose name ends in ".gz" is compressed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_small(document, digits), separators=(",", ":"))
-    path.write_text(text.replace(',{"', ',\n{"').replace('],["', '],\n["') + "\n")
+    text = text.replace(',{"', ',\n{"').replace('],["', '],\n["') + "\n"
+    path.write_bytes(gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode())
 
 
 def read_json(path: Path) -> Any:
     """Reads what `write_json` wrote: dicts and lists as before, floats rounded."""
-    return _original(json.loads(path.read_text()))
+    content = path.read_bytes()
+    return _original(json.loads(gzip.decompress(content) if path.suffix == ".gz" else content))
 
 
 def rounded(value: float, digits: int = DIGITS) -> float:

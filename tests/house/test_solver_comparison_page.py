@@ -15,7 +15,7 @@ from benches.common.solver_runs import LEAST
 from benches.solvers import BUDGETS
 
 PAGE = ROOT / "docs" / "solver-comparison.md"
-RESULTS = solver_results.read_results(ROOT / "benches" / "results" / "solvers-cpu.json")
+RESULTS = solver_results.read_results(ROOT / "benches" / "results" / "solvers-cpu.json.gz")
 (LARGE,) = solver_results.read_results(ROOT / "benches" / "results" / "solvers-large.json")
 
 
