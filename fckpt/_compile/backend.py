@@ -124,8 +124,8 @@ class _Compilation:
             if not partitioner.trains:  # a cache had the function, but it does not tell what the partitioner decided
                 function, partitioner = self._attempt(target, prefers_torch, cached=False)
                 if not partitioner.trains:  # no result has a gradient
-                    found.append((peak, function))
-                    break
+                    self._warn(peak, limit, None)
+                    return function
             plans += partitioner.plan is not None
             found.append((peak, function))
             if partitioner.is_least:
@@ -134,7 +134,7 @@ class _Compilation:
                 # A few bytes less may give the same plan again, so the later steps are larger.
                 target = max(1, target - max(peak - limit, limit * (plans - 1) * STEP // 100))
         peak, function = min(found, key=lambda pair: pair[0])
-        self._warn(peak, limit, plans if partitioner.trains else None)
+        self._warn(peak, limit, plans)
         return function
 
     def _warn_of_parts(self) -> None:
