@@ -10,16 +10,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from benches.common.page import Page, wrapped
 
-from benches.common.command import described, script_parser, wrapped
-from benches.common.results import read_json
-
-BEGIN = "<!-- kernels: begin. Replace by `python -m benches kernels_page`. -->"
-END = "<!-- kernels: end -->"
 KERNELS = ("aten", "exact", "fused")
 BUDGETS = ("1.0", "0.5", "least")
 OWN = ("0.5", "0.2")
@@ -127,22 +121,9 @@ def text(found: dict[str, Any]) -> str:
     return "\n\n".join([regions(networks), first, compiled(networks), second])
 
 
-def rewritten(page: str, found: dict[str, Any]) -> str:
-    """Returns the page with the tables of the results `found` in place of its tables."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{text(found)}\n\n{END}{rest.split(END)[1]}"
+PAGE = Page("kernels", "docs/compiled.md", text)
 
 
 def main(arguments: list[str]) -> int:
     """Rewrites the page."""
-    parser = script_parser("kernels_page", __doc__)
-    for flag, default in (("--results", "benches/results/kernels-cpu.json"), ("--page", "docs/compiled.md")):
-        parser.add_argument(flag, type=Path, default=Path(default), metavar="FILE", help=f"default: {default}")
-    parsed = parser.parse_args(arguments)
-    try:
-        page = rewritten(parsed.page.read_text(), read_json(parsed.results))
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        parser.error(f"{parsed.page} cannot be written from {parsed.results}: {described(error)}")
-    parsed.page.write_text(page)
-    Console().print(f"wrote {parsed.page}")
-    return 0
+    return PAGE.write(__doc__, arguments)

@@ -10,17 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from benches.common.command import described, script_parser, wrapped
-from benches.common.results import read_json
+from benches.common.page import Page, wrapped
 from benches.models.step_networks import NETWORKS
 
-BEGIN = "<!-- steps: begin. Replace by `python -m benches steps_page`. -->"
-END = "<!-- steps: end -->"
 CASES = {
     ("momentum", 1): "SGD with momentum, the whole batch at once",
     ("momentum", 4): "SGD with momentum, 4 microbatches",
@@ -112,22 +106,9 @@ def text(found: dict[str, Any]) -> str:
     return "\n\n".join([*parts, wrapped(targets(reports))])
 
 
-def rewritten(page: str, found: dict[str, Any]) -> str:
-    """Returns the page with the tables of the results `found` in place of its tables."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{text(found)}\n\n{END}{rest.split(END)[1]}"
+PAGE = Page("steps", "docs/whole-step.md", text)
 
 
 def main(arguments: list[str]) -> int:
     """Rewrites the page."""
-    parser = script_parser("steps_page", __doc__)
-    for flag, default in (("--results", "benches/results/steps-cpu.json"), ("--page", "docs/whole-step.md")):
-        parser.add_argument(flag, type=Path, default=Path(default), metavar="FILE", help=f"default: {default}")
-    parsed = parser.parse_args(arguments)
-    try:
-        page = rewritten(parsed.page.read_text(), read_json(parsed.results))
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        parser.error(f"{parsed.page} cannot be written from {parsed.results}: {described(error)}")
-    parsed.page.write_text(page)
-    Console().print(f"wrote {parsed.page}")
-    return 0
+    return PAGE.write(__doc__, arguments)

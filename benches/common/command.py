@@ -8,7 +8,6 @@ import gc
 import itertools
 import shlex
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -213,8 +212,3 @@ def report_each(
     console.print(note, style="dim")
     console.print(f"{wrong} complaints about {len(records)} {kind}.")
     return int(getattr(parsed, "check", False) and wrong > 0)
-
-
-def wrapped(paragraph: str) -> str:
-    """Returns a paragraph in lines of the page's width."""
-    return textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False)

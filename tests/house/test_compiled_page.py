@@ -5,7 +5,7 @@ from __future__ import annotations
 from pages import ROOT
 
 from benches.common.results import read_json
-from benches.kernels_page import BUDGETS, KERNELS, OWN, networks_of, rewritten, slower
+from benches.kernels_page import BUDGETS, KERNELS, OWN, PAGE, networks_of, slower
 
 FOUND = read_json(ROOT / "benches" / "results" / "kernels-cpu.json")
 NETWORKS = networks_of(FOUND)
@@ -13,7 +13,7 @@ NETWORKS = networks_of(FOUND)
 
 def test_the_tables_of_kernels() -> None:
     page = (ROOT / "docs" / "compiled.md").read_text()
-    assert rewritten(page, FOUND) == page, "run `python -m benches kernels_page`"
+    assert PAGE.rewritten(page, FOUND) == page, "run `python -m benches kernels_page`"
 
 
 def test_plans_with_kernels_keep_their_budgets_and_bits() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from pages import ROOT
 
 from benches.common.results import read_json
-from benches.steps_page import CASES, rewritten, ways
+from benches.steps_page import CASES, PAGE, ways
 
 RESULTS = ROOT / "benches" / "results"
 
@@ -35,7 +35,7 @@ WAYS = ("plain", "blocks", "hooks", "step, free", "step", "step, least")
 
 def test_the_tables_of_steps() -> None:
     page = (ROOT / "docs" / "whole-step.md").read_text()
-    assert rewritten(page, FOUND) == page, "run `python -m benches steps_page`"
+    assert PAGE.rewritten(page, FOUND) == page, "run `python -m benches steps_page`"
 
 
 def test_steps_leave_the_same_bits_in_the_predicted_bytes() -> None:
