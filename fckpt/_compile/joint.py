@@ -22,7 +22,7 @@ from fckpt._trace.operations import Call, Ref, TensorSpec
 from fckpt.cost import Measured, profile_of
 from fckpt.graph.graph import Graph, Node, Value
 
-__all__ = ["Joint", "copied", "is_late_write", "joint_graph", "mutates", "saved_nbytes", "size_of"]
+__all__ = ["Joint", "copied", "is_late_write", "joint_graph", "mutates", "reads_overwritten", "saved_nbytes", "size_of"]
 
 
 @dataclass
@@ -136,6 +136,17 @@ def saved_nbytes(backward: fx.GraphModule) -> int:
     given = [n for n in backward.graph.nodes if n.op == "placeholder" and _is_tensor(n)]
     own = [n for n in given if not str(n.target).startswith(("primals", "tangents"))]
     return sum(nbytes_of(n.meta["val"]) for n in own)
+
+
+def reads_overwritten(backward: fx.GraphModule, joint: fx.Graph) -> bool:
+    """Whether a backward half of a joint graph takes an input, or a view of one, that the forward pass overwrites."""
+    overwritten = {n.args[0] for n in joint.nodes if n.op == "call_function" and mutates(n)}
+    overwritten.update(_updated_inputs(joint))
+    for node in joint.nodes:
+        if node.op == "call_function" and _is_view(node) and node.args[0] in overwritten:
+            overwritten.add(node)
+    names = {n.name for n in overwritten if isinstance(n, fx.Node)}
+    return any(n.op == "placeholder" and n.name in names for n in backward.graph.nodes)
 
 
 class _Reading:

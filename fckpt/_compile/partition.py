@@ -23,7 +23,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from fckpt._call.ambient import without_modes
 from fckpt._compile.halves import halves
-from fckpt._compile.joint import Joint, copied, joint_graph, saved_nbytes
+from fckpt._compile.joint import Joint, copied, joint_graph, reads_overwritten, saved_nbytes
 from fckpt._planned.making import make_plan
 from fckpt._planned.plan import Plan
 from fckpt.errors import BudgetError
@@ -68,11 +68,12 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Returns the forward half and the backward half of a joint graph."""
         self.trains = True
-        if self.nbytes is None and self.policy is None:
-            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        if self.prefers_torch:
+        if self.prefers_torch or (self.nbytes is None and self.policy is None):
             found = min_cut_rematerialization_partition(copied(gm), joint_inputs, **kwargs)
-            if self.nbytes is None or saved_nbytes(found[1]) <= self.nbytes:
+            fits = self.nbytes is None or saved_nbytes(found[1]) <= self.nbytes
+            # Torch's partition may recompute from an input after it was overwritten, which gives wrong gradients:
+            # https://github.com/pytorch/pytorch/pull/197039
+            if fits and not reads_overwritten(found[1], gm.graph):
                 return found
         count = kwargs["num_fwd_outputs"]
         gm.graph.eliminate_dead_code()

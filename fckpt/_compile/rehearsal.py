@@ -48,7 +48,6 @@ def peak_of(compiled: Callable[..., Any], inputs: Sequence[Any], held: Sequence[
     device = next(t.device for t in (*inputs, *held) if isinstance(t, torch.Tensor))
     with without_modes(), _generators_restored(inputs), _contents_restored(held):
         memory = _copies(inputs)  # the first run shows to which inputs the function writes
-        versions = {i: t._version for i, t in enumerate(memory) if isinstance(t, torch.Tensor)}
 
         def step() -> None:
             given, leaves = _detached(inputs, memory)
@@ -61,9 +60,8 @@ def peak_of(compiled: Callable[..., Any], inputs: Sequence[Any], held: Sequence[
                 del gradients
 
         step()  # kernels are loaded, and workspaces allocated
-        for i, version in versions.items():
-            if memory[i]._version == version:
-                memory[i] = inputs[i]
+        written = _written(inputs, memory)
+        memory = [copy if _place(t) in written else t for t, copy in zip(inputs, memory, strict=True)]
         return measure_peak(step, device).peak_bytes
 
 
@@ -149,32 +147,50 @@ def _detached(inputs: Sequence[Any], memory: Sequence[Any]) -> tuple[list[Any], 
     return given, leaves
 
 
+def _place(value: Any) -> int | None:
+    """Returns the address of a tensor's memory; None if it has none, or if the value is no tensor."""
+    return value.untyped_storage().data_ptr() or None if isinstance(value, torch.Tensor) else None
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns all bytes of the memory in which a tensor lies."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
 def _copies(inputs: Sequence[Any]) -> list[Any]:
     """Returns the inputs with copies of the tensors. Copies of tensors that share memory share memory."""
-    storages: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int | None, torch.UntypedStorage] = {}
     copies = list(inputs)
     for i, t in enumerate(inputs):
         if isinstance(t, torch.Tensor):
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in storages:
-                storages[storage.data_ptr()] = storage.clone()
+            if _place(t) not in storages:
+                storages[_place(t)] = t.untyped_storage().clone()
             copies[i] = torch.empty(0, dtype=t.dtype, device=t.device)
-            copies[i].set_(storages[storage.data_ptr()], t.storage_offset(), t.shape, t.stride())
+            copies[i].set_(storages[_place(t)], t.storage_offset(), t.shape, t.stride())
     return copies
+
+
+def _written(inputs: Sequence[Any], copies: Sequence[Any]) -> set[int | None]:
+    """Returns where the inputs lie whose copies have other bytes.
+
+    Versions of tensors would not show all writes: compiled functions hide some, such as those of batch norms.
+    """
+    lying = {_place(t): (t, copy) for t, copy in zip(inputs, copies, strict=True) if isinstance(t, torch.Tensor)}
+    return {place for place, (t, copy) in lying.items() if not torch.equal(_bytes_of(t), _bytes_of(copy))}
 
 
 @contextlib.contextmanager
 def _contents_restored(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Gives tensors the contents and version counts that they had before the body."""
-    before = [(t, t._version, t.detach().clone()) for t in tensors]
+    copies = _copies(tensors)
     with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for tensor, version, contents in before:
-                    if tensor._version != version:
-                        tensor.copy_(contents)
+            written = _written(tensors, copies)
+            for tensor, copy in zip(tensors, copies, strict=True):
+                if _place(tensor) in written:
+                    _bytes_of(tensor).copy_(_bytes_of(copy))
 
 
 @contextlib.contextmanager
