@@ -25,10 +25,15 @@ __all__ = ["can_measure", "peak_of", "plain_peak_of"]
 
 
 def can_measure(inputs: Sequence[Any]) -> bool:
-    """Whether a call with these inputs can run: they are real tensors, and no other measurement is running."""
+    """Whether a call with these inputs can run: they are plain tensors, and no other measurement is running."""
     tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
-    real = all(type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type != "meta" for t in tensors)
-    return real and bool(tensors) and not torch.autograd._profiler_enabled()
+    return bool(tensors) and all(map(_is_plain, tensors)) and not torch.autograd._profiler_enabled()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory that can be copied as it is."""
+    real = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
+    return real and tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def peak_of(compiled: Callable[..., Any], inputs: Sequence[Any], held: Sequence[torch.Tensor] = ()) -> int:
