@@ -118,7 +118,10 @@ class _Compilation:
             function, partitioner = self._attempt(target, prefers_torch)
             if not can_measure(self.inputs):
                 return self._unmeasured(function)
-            peak = peak_of(function, self.inputs, self.held)
+            try:
+                peak = peak_of(function, self.inputs, self.held)
+            except Exception as error:  # the compiled function may refuse inputs that are not the caller's own
+                return self._unmeasured(function, error)
             if peak <= limit:
                 return function
             if not partitioner.trains:  # a cache had the function, but it does not tell what the partitioner decided
@@ -207,11 +210,14 @@ class _Compilation:
             stacklevel=2,
         )
 
-    def _unmeasured(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _unmeasured(self, function: Callable[..., Any], error: Exception | None = None) -> Callable[..., Any]:
+        if error is None:
+            why = "its inputs are no plain tensors, or because a profiler was running"
+        else:
+            why = f"it failed on copies of its inputs ({type(error).__name__}: {error})"
         warnings.warn(
-            "the peak of the compiled function was not measured, because its inputs are no plain tensors, or because a "
-            "profiler was running. The budget holds as far as the plan knows Inductor's kernels. Call the compiled "
-            "function once before you profile it.",
+            f"the peak of the compiled function was not measured, because {why}. The budget holds as far as the plan "
+            "knows Inductor's kernels. Call the compiled function once before you profile it.",
             BudgetWarning,
             stacklevel=2,
         )

@@ -145,8 +145,9 @@ def _detached(inputs: Sequence[Any], memory: Sequence[Any]) -> tuple[list[Any], 
         if isinstance(t, torch.SymInt):
             given[i] = size_of(t)
         elif isinstance(t, torch.Tensor):
-            given[i] = leaf = memory[i].detach().requires_grad_(t.requires_grad and torch.is_grad_enabled())
-            if leaf.requires_grad:
+            given[i] = memory[i].detach() if memory[i].requires_grad else memory[i]  # a view stays one of its base
+            if t.requires_grad and torch.is_grad_enabled():
+                leaf = memory[i].detach().requires_grad_()
                 leaves.append(leaf)
                 given[i] = leaf if t.is_leaf else _Computed.apply(leaf)
     return given, leaves
@@ -163,15 +164,18 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copies(inputs: Sequence[Any]) -> list[Any]:
-    """Returns the inputs with copies of the tensors. Copies of tensors that share memory share memory."""
+    """Returns the inputs with copies of the tensors. Copies of tensors that share memory are views of one base."""
     storages: dict[int | None, torch.UntypedStorage] = {}
+    bases: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
     copies = list(inputs)
     for i, t in enumerate(inputs):
         if isinstance(t, torch.Tensor):
-            if _place(t) not in storages:
-                storages[_place(t)] = t.untyped_storage().clone()
-            copies[i] = torch.empty(0, dtype=t.dtype, device=t.device)
-            copies[i].set_(storages[_place(t)], t.storage_offset(), t.shape, t.stride())
+            key = _place(t), t.dtype
+            if key[0] not in storages:
+                storages[key[0]] = t.untyped_storage().clone()
+            if key not in bases:
+                bases[key] = torch.empty(0, dtype=t.dtype, device=t.device).set_(storages[key[0]])
+            copies[i] = bases[key].as_strided(t.shape, t.stride(), t.storage_offset())
     return copies
 
 
