@@ -22,7 +22,7 @@ BENCHES = {
     "solvers": ("all solvers on the same graphs, which it traces: extra time, least peak and seconds", "3 hours"),
     "solvers_picture": ("a picture of the results of solvers", "seconds"),
     "tiles": ("cross-entropy and attention: least peak and time, with tiles and without", "15 minutes"),
-    "kernels": ("four networks in half of their peak: time and bits by kernels, and by torch.compile", "10 minutes"),
+    "kernels": ("twelve networks: peak, time and bits with compiled kernels, and by torch.compile", "an hour"),
     "kernels_page": ("the tables of a page, from the results of kernels", "seconds"),
     "multi_gpu": ("data parallel training of DenseNet: memory and time, PyTorch's methods and fckpt", "4 minutes"),
 }

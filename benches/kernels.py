@@ -211,8 +211,6 @@ def measure(
             options = {"budget": peak}
             made["backend", key[1]] = functools.partial(torch.compile, fn, backend="fckpt", options=options)
     compare(ran, rounds, device)
-    for row in rows:
-        row.step_seconds = None  # the ratios are what the page has
     _judge(rows, least)
     return rows
 

@@ -9,10 +9,10 @@ Nothing is run. What is between the two comments of the page is replaced, for an
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from benches.common.page import Page, wrapped
+from benches.common.page import Page, table, wrapped
 
 KERNELS = ("aten", "exact", "fused")
 BUDGETS = ("1.0", "0.5", "least")
@@ -38,11 +38,6 @@ def _peak(row: Row, network: Network) -> str:
     return "-" if row["refused"] else f"{row['peak_bytes'] / network['plain', '']['peak_bytes']:.2f}"
 
 
-def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rule = f"|---|{'--:|' * (len(heads) - 1)}"
-    return "\n".join([f"| {' | '.join(heads)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)])
-
-
 def regions(networks: dict[str, Network]) -> str:
     """Returns the table of `fckpt.remat`: by budget, the peak and the time with each kind of kernels."""
     heads = ["network", "plain MiB", *(head for budget in BUDGETS for head in (f"peak at {budget}", *KERNELS))]
@@ -53,7 +48,7 @@ def regions(networks: dict[str, Network]) -> str:
             cells.append(_peak(network["aten", budget], network))
             cells += [_time(network[kernels, budget]) for kernels in KERNELS]
         lines.append(cells)
-    return _table(heads, lines)
+    return table(heads, lines)
 
 
 def compiled(networks: dict[str, Network]) -> str:
@@ -66,7 +61,7 @@ def compiled(networks: dict[str, Network]) -> str:
         for key in [("compile", ""), *((method, own) for own in OWN for method in ("compile", "backend"))]:
             cells += [_peak(network[key], network), _time(network[key])]
         lines.append(cells)
-    return _table(heads, lines)
+    return table(heads, lines)
 
 
 def _pairs(networks: dict[str, Network], one: str, other: str, budget: str) -> list[tuple[Row, Row]]:

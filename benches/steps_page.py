@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from benches.common.page import Page, wrapped
+from benches.common.page import Page, table, wrapped
 from benches.models.step_networks import NETWORKS
 
 CASES = {
@@ -34,8 +34,8 @@ def ways(report: Report, optimizer: str, count: int) -> dict[str, dict[str, Any]
     return {row["way"]: row for row in report["rows"] if (row["optimizer"], row["accumulate"]) == (optimizer, count)}
 
 
-def line(report: Report, optimizer: str, count: int) -> str:
-    """Returns a network's line in the table of an optimizer and a number of microbatches."""
+def cells_of(report: Report, optimizer: str, count: int) -> list[str]:
+    """Returns a network's cells in the table of an optimizer and a number of microbatches."""
     rows = ways(report, optimizer, count)
     plain = rows["plain"]["peak_bytes"]
 
@@ -50,13 +50,7 @@ def line(report: Report, optimizer: str, count: int) -> str:
     cells = [report["name"], f"{plain / 2**20:.1f}", f"{report['today_bytes'] / plain:.2f}"]
     cells += [cell for way in ("blocks", "hooks") for cell in (peak(way), time(way))]
     cells += [time("step"), time("step", "time_to_hooks"), peak("step, least"), time("step, least")]
-    return f"| {' | '.join([*cells, time('step, free')])} |"
-
-
-def table(reports: Sequence[Report], optimizer: str, count: int) -> str:
-    """Returns the table of an optimizer and a number of microbatches."""
-    head = f"| {' | '.join(COLUMNS)} |\n|---|{'--:|' * (len(COLUMNS) - 1)}"
-    return "\n".join([head, *(line(report, optimizer, count) for report in reports)])
+    return [*cells, time("step, free")]
 
 
 def targets(reports: Sequence[Report]) -> str:
@@ -102,7 +96,7 @@ def text(found: dict[str, Any]) -> str:
     )
     parts = [wrapped(opening)]
     for case, title in CASES.items():
-        parts += [f"{title}:", table(reports, *case)]
+        parts += [f"{title}:", table(COLUMNS, (cells_of(report, *case) for report in reports))]
     return "\n\n".join([*parts, wrapped(targets(reports))])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,12 @@ from benches.common.results import read_json
 def wrapped(paragraph: str) -> str:
     """Returns a paragraph in lines of the page's width."""
     return textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Returns a table in Markdown: the first column is aligned to the left, the others to the right."""
+    rule = f"|---|{'--:|' * (len(heads) - 1)}"
+    return "\n".join([f"| {' | '.join(heads)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 @dataclass(frozen=True)

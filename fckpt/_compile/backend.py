@@ -30,7 +30,7 @@ _OWN = ("budget", "policy", "solver")
 ATTEMPTS = 3
 """How often a plan is made again because the compiled function exceeded the budget."""
 STEP = 2
-"""From the second time on, in percent of the budget: how many bytes less are planned for at least; then twice that."""
+"""By how many percent of the budget the second correction lowers the target at least; the third by twice as many."""
 
 
 def fckpt(
@@ -116,13 +116,8 @@ class _Compilation:
         while plans <= ATTEMPTS:
             prefers_torch = not found and self.policy is None
             function, partitioner = self._attempt(target, prefers_torch)
-            if not can_measure(self.inputs):
-                return self._unmeasured(function)
-            try:
-                peak = peak_of(function, self.inputs, self.held)
-            except Exception as error:  # the compiled function may refuse inputs that are not the caller's own
-                return self._unmeasured(function, error)
-            if peak <= limit:
+            peak = self._measured(function)
+            if peak is None or peak <= limit:
                 return function
             if not partitioner.trains:  # a cache had the function, but it does not tell what the partitioner decided
                 function, partitioner = self._attempt(target, prefers_torch, cached=False)
@@ -165,17 +160,18 @@ class _Compilation:
     def _without_gradients(self, budget: Budget) -> Callable[..., Any]:
         """Returns the compiled function, for which nothing is planned: inference, or the update of an optimizer.
 
-        It is only compared with a budget in bytes; a fraction is one of the peak with a backward pass. An update, which
-        writes to tensors that it holds, is not run for that: without a compiler it takes no less.
+        The peak is only compared with a budget in bytes; a fraction is one of the peak with a backward pass. For an
+        update, it is the peak without a compiler: a run would need copies of all tensors that the update holds.
         """
         function, _ = self._attempt(None)
         if isinstance(budget, float):
             return function
-        if not can_measure(self.inputs):
-            return self._unmeasured(function)
         limit = self._limit(budget)
-        peak = plain_peak_of(_copied(self.module), self.inputs) if self.held else peak_of(function, self.inputs)
-        if peak > limit:
+        if self.held and can_measure(self.inputs):
+            peak = plain_peak_of(_copied(self.module), self.inputs)
+        else:
+            peak = self._measured(function)
+        if peak is not None and peak > limit:
             self._warn(peak, limit, None)
         return function
 
@@ -210,18 +206,21 @@ class _Compilation:
             stacklevel=2,
         )
 
-    def _unmeasured(self, function: Callable[..., Any], error: Exception | None = None) -> Callable[..., Any]:
-        if error is None:
-            why = "its inputs are no plain tensors, or because a profiler was running"
-        else:
-            why = f"it failed on copies of its inputs ({type(error).__name__}: {error})"
+    def _measured(self, function: Callable[..., Any]) -> int | None:
+        """Returns the measured peak of a compiled function in bytes; None, with a warning, if it cannot be measured."""
+        why = "its inputs are no plain tensors, or because a profiler was running"
+        if can_measure(self.inputs):
+            try:
+                return peak_of(function, self.inputs, self.held)
+            except Exception as error:  # the compiled function may refuse inputs that are not the caller's own
+                why = f"it failed on copies of its inputs ({type(error).__name__}: {error})"
         warnings.warn(
             f"the peak of the compiled function was not measured, because {why}. The budget holds as far as the plan "
             "knows Inductor's kernels. Call the compiled function once before you profile it.",
             BudgetWarning,
             stacklevel=2,
         )
-        return function
+        return None
 
 
 def _of_mode(mode: str | None) -> dict[str, Any]:

@@ -78,6 +78,12 @@ def is_late_write(node: fx.Node, joint: Joint) -> bool:
     return node in joint.late or node.meta.get("partitioner_tag") == "must_be_in_backward"
 
 
+def _overwritten(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the inputs, or views of inputs, to which a joint graph writes, or AOTAutograd writes after it."""
+    targets = (n.args[0] for n in graph.nodes if n.op == "call_function" and mutates(n))
+    return {n for n in targets if isinstance(n, fx.Node)} | {*_updated_inputs(graph)}
+
+
 def _updated_inputs(graph: fx.Graph) -> list[fx.Node]:
     """Returns the inputs over which AOTAutograd writes a result after the forward pass: statistics of batch norms."""
     output = next(n for n in graph.nodes if n.op == "output")
@@ -140,12 +146,11 @@ def saved_nbytes(backward: fx.GraphModule) -> int:
 
 def reads_overwritten(backward: fx.GraphModule, joint: fx.Graph) -> bool:
     """Whether a backward half of a joint graph takes an input, or a view of one, that the forward pass overwrites."""
-    overwritten = {n.args[0] for n in joint.nodes if n.op == "call_function" and mutates(n)}
-    overwritten.update(_updated_inputs(joint))
+    overwritten = _overwritten(joint)
     for node in joint.nodes:
         if node.op == "call_function" and _is_view(node) and node.args[0] in overwritten:
             overwritten.add(node)
-    names = {n.name for n in overwritten if isinstance(n, fx.Node)}
+    names = {n.name for n in overwritten}
     return any(n.op == "placeholder" and n.name in names for n in backward.graph.nodes)
 
 
@@ -162,8 +167,7 @@ class _Reading:
         self.bases: dict[fx.Node, fx.Node | None] = {}
         for node in graph.nodes:
             self.bases[node] = self._base(node)
-        self.written = {self.bases[n.args[0]] for n in self.calls if mutates(n) and isinstance(n.args[0], fx.Node)}
-        self.written.update(_updated_inputs(graph))
+        self.written = {self.bases[n] for n in _overwritten(graph)}
         self.late = self._depending_on(self.tangents)
         roots = [self.bases[n] for n in forward_outputs if isinstance(n, fx.Node)]
         self.forward_outputs = [n for n in dict.fromkeys(roots) if n is not None]

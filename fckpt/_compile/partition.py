@@ -68,13 +68,14 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Returns the forward half and the backward half of a joint graph."""
         self.trains = True
-        if self.prefers_torch or (self.nbytes is None and self.policy is None):
-            found = min_cut_rematerialization_partition(copied(gm), joint_inputs, **kwargs)
-            fits = self.nbytes is None or saved_nbytes(found[1]) <= self.nbytes
+        asks_nothing = self.nbytes is None and self.policy is None
+        if self.prefers_torch or asks_nothing:
+            forward, backward = min_cut_rematerialization_partition(copied(gm), joint_inputs, **kwargs)
+            fits = self.nbytes is None or saved_nbytes(backward) <= self.nbytes
             # Torch's partition may recompute from an input after it was overwritten, which gives wrong gradients:
             # https://github.com/pytorch/pytorch/pull/197039
-            if fits and not reads_overwritten(found[1], gm.graph):
-                return found
+            if fits and not reads_overwritten(backward, gm.graph):
+                return forward, backward
         count = kwargs["num_fwd_outputs"]
         gm.graph.eliminate_dead_code()
         gm.graph = fx_graph_cse(gm.graph)

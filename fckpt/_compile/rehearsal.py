@@ -66,7 +66,7 @@ def peak_of(compiled: Callable[..., Any], inputs: Sequence[Any], held: Sequence[
 
         step()  # kernels are loaded, and workspaces allocated
         written = _written(inputs, memory)
-        memory = [copy if _place(t) in written else t for t, copy in zip(inputs, memory, strict=True)]
+        memory = [copy if _storage_key(t) in written else t for t, copy in zip(inputs, memory, strict=True)]
         return measure_peak(step, device).peak_bytes
 
 
@@ -127,8 +127,8 @@ class _Computed(torch.autograd.Function):
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # torch passes `ctx`
-        return grad
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
 
 
 def _detached(inputs: Sequence[Any], memory: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
@@ -153,9 +153,9 @@ def _detached(inputs: Sequence[Any], memory: Sequence[Any]) -> tuple[list[Any], 
     return given, leaves
 
 
-def _place(value: Any) -> int | None:
-    """Returns the address of a tensor's memory; None if it has none, or if the value is no tensor."""
-    return value.untyped_storage().data_ptr() or None if isinstance(value, torch.Tensor) else None
+def _storage_key(value: Any) -> int | None:
+    """Returns a number that tensors have in common if they share a storage; None if the value is no tensor."""
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ def _copies(inputs: Sequence[Any]) -> list[Any]:
     copies = list(inputs)
     for i, t in enumerate(inputs):
         if isinstance(t, torch.Tensor):
-            key = _place(t), t.dtype
+            key = _storage_key(t), t.dtype
             if key[0] not in storages:
                 storages[key[0]] = t.untyped_storage().clone()
             if key not in bases:
@@ -180,12 +180,12 @@ def _copies(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _written(inputs: Sequence[Any], copies: Sequence[Any]) -> set[int | None]:
-    """Returns where the inputs lie whose copies have other bytes.
+    """Returns the keys of the storages whose copies have other bytes.
 
-    Versions of tensors would not show all writes: compiled functions hide some, such as those of batch norms.
+    Version counters do not show every write: a compiled batch norm, for example, updates its statistics without them.
     """
-    lying = {_place(t): (t, copy) for t, copy in zip(inputs, copies, strict=True) if isinstance(t, torch.Tensor)}
-    return {place for place, (t, copy) in lying.items() if not torch.equal(_bytes_of(t), _bytes_of(copy))}
+    pairs = {_storage_key(t): (t, c) for t, c in zip(inputs, copies, strict=True) if isinstance(t, torch.Tensor)}
+    return {key for key, (t, c) in pairs.items() if not torch.equal(_bytes_of(t), _bytes_of(c))}
 
 
 @contextlib.contextmanager
@@ -198,7 +198,7 @@ def _contents_restored(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         finally:
             written = _written(tensors, copies)
             for tensor, copy in zip(tensors, copies, strict=True):
-                if _place(tensor) in written:
+                if _storage_key(tensor) in written:
                     _bytes_of(tensor).copy_(_bytes_of(copy))
 
 
