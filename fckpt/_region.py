@@ -288,7 +288,7 @@ class PlannedRegion(Region):
             program,
             closure,
             programs.differentiating,
-            self.planner.ledger.falls_back,
+            self.planner.ledger,
             programs.certain or not any(program.trace.flags),
             programs.seen,
             level,

@@ -24,6 +24,7 @@ from fckpt._call.levels import (
 from fckpt._call.results import Returned
 from fckpt._fuse.option import Kernels
 from fckpt._planned.fusing import with_blocks
+from fckpt._planned.ledger import Ledger
 from fckpt._planned.lower import Lowered, lower
 from fckpt._planned.plan import Plan
 from fckpt._trace.formulas import FormulaError
@@ -107,6 +108,20 @@ class Program:
     def timeline(self) -> Timeline:
         """The memory of the program, step by step, with its compiled blocks."""
         return simulate(self.graph, self.schedule if self.fused is None else self.fused)
+
+    @functools.cached_property
+    def again_nbytes(self) -> int:
+        """The peak, in bytes at most, of a backward pass that runs the forward pass again.
+
+        The caller still holds the results of the first forward pass then, beside those of the second one, which stay
+        as far as the backward pass reads them.
+        """
+        graph, live = self.graph, self.timeline.live_nbytes
+        count = len((self.schedule if self.fused is None else self.fused).forward)
+        results = set(graph.outputs).difference(graph.inputs)
+        read = {v for node in _computed(self.schedule.backward) for v in graph.nodes[node].inputs}
+        first, kept = (sum(graph.values[v].nbytes for v in values) for values in (results, results & read))
+        return max(max(live[:count], default=0) + first, max(live[count:], default=0) + kept)
 
     def takes(self, strides: Sequence[tuple[int, ...]]) -> bool:
         """Whether the plan is valid for cotangents with these strides: only their first readers see the difference.
@@ -242,7 +257,7 @@ class Execution:
         program: Program,
         closure: Sequence[torch.Tensor],
         replan: Callable[[Backward], Program],
-        gives_up: Callable[[str], None],
+        ledger: Ledger,
         certain: bool,
         seen: Callable[[], None],
         level: int = 0,
@@ -255,7 +270,7 @@ class Execution:
             program: the planned program to run. Another one replaces it if the backward pass is for other outputs.
             closure: the captured tensors, in the order of the trace.
             replan: returns the planned program for a backward pass.
-            gives_up: called with the reason if a backward pass cannot run by a plan.
+            ledger: counts the backward passes that cannot run by a plan or exceed it, and warns of them.
             certain: whether a backward pass like the planned one has been observed. Until then the forward pass may
                 have to run again, so buffers that it changes are copied first.
             seen: called when a backward pass has run.
@@ -267,7 +282,7 @@ class Execution:
         self.retraceable = retraceable
         self.read_only = program.read_only
         self.replan = replan
-        self.gives_up = gives_up
+        self.ledger = ledger
         self.seen = seen
         self.statistics = [(i, self._batch(closure[i - program.count])[0]) for i in program.statistics]
         """The written captured tensors: operands of the trace, but not operands of the call for autograd."""
@@ -390,7 +405,7 @@ class Execution:
     def give_up(self, reason: str) -> None:
         """Frees the residuals of a forward pass whose planned backward pass will not run, and says why."""
         self.residuals = None
-        self.gives_up(reason)
+        self.ledger.falls_back(reason)
 
     def _gradients(self) -> list[int]:
         """Returns the operands of the trace that are operands of the call for autograd."""
@@ -415,14 +430,17 @@ class Execution:
         backward = asked if planned.wrapped is not None else asked._replace(wrapped=None)
         if backward != planned and backward._replace(strides=planned.strides) == planned:
             if not functional and not self.program.takes(strides) and not self.retraceable:
-                self.gives_up("other strides")
+                self.ledger.falls_back("other strides")
                 functional = True  # without overwriting, operations accept operands with any strides
             if functional or self.program.takes(strides):
                 backward = planned
+        plans = self.ledger.stats.plans
         if backward != planned and not self._replanned(asked):
             residuals = None
         program, statistics = self.program, self.statistics
         if residuals is None:
+            if self.ledger.stats.plans == plans:  # the first backward pass of a kind shows what to plan for
+                self._check_again()
             residuals, statistics = self._again(operands)
         else:
             self._check_statistics()
@@ -442,6 +460,12 @@ class Execution:
         if not same:
             self.shared = []
         return same
+
+    def _check_again(self) -> None:
+        """Says if the budget does not allow for a forward pass that runs again."""
+        budget, nbytes = self.program.plan.budget_bytes, self.program.again_nbytes
+        if budget is not None and nbytes > budget:
+            self.ledger.falls_back("forward again", nbytes=nbytes)
 
     def _again(self, operands: Sequence[torch.Tensor]) -> tuple[list[Any], list[tuple[int, torch.Tensor]]]:
         """Runs the forward pass again, with all side effects on copies; returns its residuals and the copies."""

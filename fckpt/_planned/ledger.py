@@ -53,6 +53,12 @@ _REASONS = {
         way_out="Return a loss, or contiguous tensors.",
         does="runs by its plan, but overwrites no operands",
     ),
+    "forward again": _Reason(
+        "its backward pass is a second one, or one for other outputs than those that the forward pass was planned for, "
+        "so the forward pass runs again while the caller holds the first results",
+        way_out="Return only what is differentiated, and call the function once for each backward pass.",
+        does="runs by its plan",
+    ),
     "untraceable": _Reason(
         "it cannot be traced into a graph", way_out="Put the budget around a part of it that can be traced."
     ),
@@ -94,7 +100,7 @@ class Stats:
     hits: int = 0
     """Calls that ran an existing planned program, without capturing, tracing or solving."""
     fallbacks: dict[str, int] = field(default_factory=dict)
-    """Calls and backward passes that could not run by a plan, by reason."""
+    """Calls and backward passes that could not run by a plan, or exceeded it, by reason."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds spent on capturing, tracing, pricing, solving and lowering, and on compiling and trying kernels if there
     are any."""
@@ -137,12 +143,13 @@ class Ledger:
         finally:
             self.stats.seconds[what] = self.stats.seconds.get(what, 0.0) + clock() - start
 
-    def falls_back(self, reason: str, detail: str = "", *, quiet: bool = False) -> None:
-        """Counts a call that does not run by a plan, and warns the first time for each reason.
+    def falls_back(self, reason: str, detail: str = "", *, nbytes: int | None = None, quiet: bool = False) -> None:
+        """Counts a call that does not run by a plan, or exceeds it, and warns the first time for each reason.
 
         Args:
             reason: a key of `_REASONS`.
             detail: more about the cause, for the warning.
+            nbytes: the peak of the call in bytes, at most; None if it is unknown.
             quiet: whether to count without a warning.
         """
         self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + 1
@@ -150,8 +157,10 @@ class Ledger:
             return
         self._warned.add(reason)
         found, budget = _REASONS[reason], self.promised
-        expected = self.expected() if found.is_plain else None
-        instead = "" if expected is None else f", in up to {format_bytes(expected)}, the peak of the plain function"
+        if found.is_plain:
+            nbytes = self.expected()
+        instead = "" if nbytes is None else f", in up to {format_bytes(nbytes)}"
+        instead += ", the peak of the plain function" * (bool(instead) and found.is_plain)
         promised = (
             f"{budget:g} of the plain peak"
             if isinstance(budget, float)

@@ -42,7 +42,7 @@ from fckpt._recompute.closed_over import unwatched
 from fckpt._tile.rewriting import rewritten
 from fckpt._trace.layouts import layouts_below
 from fckpt._trace.named_device import NamedDevice
-from fckpt._trace.operations import Backward, Layout, Trace
+from fckpt._trace.operations import Backward, Layout, Observed, Trace
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.cost.calls import CostSource
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, PlanError, TraceError
@@ -57,6 +57,7 @@ __all__ = ["LazyModules", "Planner", "Programs", "traced_without_running"]
 _MOST_CAPTURES = 32  # per function
 _MOST = 128  # signatures per function: a number that changes at every call makes a new signature each time
 _MOST_BACKWARD = 32  # backward passes per signature: with other outputs, or other strides of cotangents
+_MOST_OBSERVED = 8  # kinds of results per function
 
 
 class LazyModules(TraceError):
@@ -69,18 +70,45 @@ def _has_lazy_modules(fn: Callable[..., Any], given: Any) -> bool:
     return any(module.has_uninitialized_params() for module in lazy)  # type: ignore[misc]  # only lazy modules are in the list
 
 
+class Experience:
+    """The latest backward passes of a function that were not the likely ones; calls with a new signature expect them.
+
+    Without it, a function that is not differentiated for its loss, and meets new sizes or numbers at each step, would
+    be planned for the wrong outputs at each step.
+    """
+
+    def __init__(self) -> None:
+        self._observed: dict[tuple[bool, ...], Observed] = {}
+
+    def likely(self) -> Backward:
+        """Returns the backward pass to expect of a new signature."""
+        return Backward(observed=tuple(self._observed.values()))
+
+    def add(self, program: Program) -> None:
+        """Notes a backward pass that runs, by its program."""
+        trace = program.trace
+        shapes = tuple([trace.tensors[t].shape for t in trace.outputs])
+        known = {flags: seen for flags, seen in self._observed.items() if flags != trace.flags}
+        latest = Observed(trace.flags, shapes, program.backward)
+        self._observed = dict([(trace.flags, latest), *known.items()][:_MOST_OBSERVED])
+
+
 class Programs:
     """The planned programs for one signature of calls, one for each kind of backward pass."""
 
-    def __init__(self, make: Callable[[Backward], Program], improved: Callable[[Program], Program]):
+    def __init__(
+        self, make: Callable[[Backward], Program], improved: Callable[[Program], Program], experience: Experience
+    ):
         """Prepares to make programs.
 
         Args:
             make: returns a program for a kind of backward pass.
             improved: returns the program that replaces a program, or the same program. It is called at each call.
+            experience: what calls with other signatures have shown.
         """
         self._make = make
         self._improved = improved
+        self._experience = experience
         self._last: Program | None = None
         self._made: dict[Backward, Program] = {}
         self.certain = False
@@ -95,7 +123,7 @@ class Programs:
         if self._last is None:
             with TRACING:
                 if self._last is None:
-                    made = self._make(Backward())
+                    made = self._make(self._experience.likely())
                     self._made[made.backward] = self._last = made
         last = self._last  # another thread may replace it now
         better = self._improved(last)
@@ -115,6 +143,7 @@ class Programs:
                         del self._made[next(iter(self._made))]
                     self._made[backward] = self._make(backward)
         self._last = self._made[backward]
+        self._experience.add(self._last)
         return self._last
 
 
@@ -155,6 +184,7 @@ class Planner:
         """Captures, with the programs made from each."""
         self.refusals: dict[bool, str] = {}
         """The reasons of failed captures, by whether the capture was below levels of torch.func."""
+        self.experience = Experience()
         self.families = Families()
         self.plans: dict[Any, Plan] = {}
         """The latest plans, by everything on which a plan depends, see `_identity`."""
@@ -278,7 +308,9 @@ class Planner:
                     while len(known) >= _MOST:
                         del known[next(iter(known))]
                     whole = None if of_training is None or not isinstance(self.budget, float) else of_training()
-                    programs = Programs(functools.partial(self._make, tracer(), count, batches, whole), self.improved)
+                    programs = Programs(
+                        functools.partial(self._make, tracer(), count, batches, whole), self.improved, self.experience
+                    )
                     known[key] = programs
         return programs
 
@@ -293,7 +325,7 @@ class Planner:
         with TRACING, ambient.unobserved():
             with self.ledger.timed("trace"):
                 traced = call(backward)
-                of_training = None if whole is None else whole(Backward())
+                of_training = None if whole is None else whole(self.experience.likely())
             plan = self.plan(traced, batches, of_training)
             self.ledger.count("programs")
             return self._program(rewritten(traced, plan.tiles), plan, count)
@@ -363,7 +395,7 @@ class Planner:
                 )
             return traced_call(fn, arguments, captured, layouts, backward, reads, donated)
 
-        programs = Programs(functools.partial(self._make, traced, count, batches, None), self.improved)
+        programs = Programs(functools.partial(self._make, traced, count, batches, None), self.improved, self.experience)
         programs.likely()
         guards = reads.guards(facts)
         if guards.unguarded is not None:

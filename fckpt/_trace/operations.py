@@ -18,6 +18,7 @@ __all__ = [
     "Batch",
     "Call",
     "Layout",
+    "Observed",
     "Recorded",
     "Ref",
     "TensorSpec",
@@ -111,6 +112,31 @@ class Backward(NamedTuple):
     wrapped: bool | None = None
     """Whether the backward pass runs at a level of torch.func, which changes derivative formulas; None to guess it. In
     a trace, None means that the operations do not depend on it."""
+    observed: tuple[Observed, ...] = ()
+    """Backward passes of earlier calls to guess from, the latest first."""
+
+
+class Observed(NamedTuple):
+    """A backward pass that has run, with the outputs of its call."""
+
+    flags: tuple[bool, ...]
+    """By output: whether it requires grad."""
+    shapes: tuple[tuple[int, ...], ...]
+    """By output."""
+    backward: Backward
+
+    def expected(self, shapes: Sequence[tuple[int, ...]], strides: Sequence[tuple[int, ...]]) -> Backward:
+        """Returns the backward pass to expect of a call whose outputs have these shapes and strides.
+
+        Where a shape has changed, the gradient is taken to be laid out like the output, or expanded if it was that
+        before, like the gradient of a sum.
+        """
+        outputs, known = self.backward.outputs or (), self.backward.strides or ()
+        found = [
+            then if shapes[i] == self.shapes[i] else strides[i] if any(then) else (0,) * len(shapes[i])
+            for i, then in zip(outputs, known, strict=True)
+        ]
+        return self.backward._replace(strides=tuple(found))
 
 
 _LIKELY = Backward()

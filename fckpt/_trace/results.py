@@ -13,7 +13,7 @@ from fckpt._call.results import is_number, numbered
 from fckpt._trace import formulas
 from fckpt._trace.aliases import apart
 from fckpt._trace.assemble import Interface
-from fckpt._trace.operations import Backward, Layout, is_dense, strides_of
+from fckpt._trace.operations import Backward, Layout, Observed, is_dense, strides_of
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.vmap_of_grad import Levels
 from fckpt.errors import ArgumentValueError, TraceError
@@ -101,6 +101,9 @@ class Results:
             carried: what was carried from earlier microbatches, see `Ending.begun`.
         """
         recorder = self.recorder
+        observed = next((o for o in backward.observed if o.flags == self.flags), None)
+        if observed is not None:
+            backward = self._expected(observed)
         differentiated = backward.outputs if backward.chosen is None else self._chosen(backward.chosen)
         if differentiated is None:
             differentiated = tuple(likely_differentiated(self.results))
@@ -136,6 +139,11 @@ class Results:
         if backward.then is not None:
             ends = self._ended(backward.then, ends, [ct for ct in cotangents if ct is not None], carried or {})
         self.gradients = tuple(None if grad is None else recorder.number(grad) for grad in ends)
+
+    def _expected(self, observed: Observed) -> Backward:
+        """Returns the backward pass to expect after one of another call."""
+        below = [t for t, _ in map(self._below, self.results)]
+        return observed.expected([tuple(t.shape) for t in below], [strides_of(t.shape, t.stride()) for t in below])
 
     def _cotangents(
         self, differentiated: Sequence[int], known: Sequence[tuple[int, ...]]
