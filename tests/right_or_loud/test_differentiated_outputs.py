@@ -1,0 +1,119 @@
+"""A plan is for the outputs that are differentiated; a call with a new signature expects those of earlier calls."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import fckpt
+
+WEIGHTS = [torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) / 8 for i in range(6)]
+
+
+def outputs(x: Tensor, weights: list[Tensor], scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    for weight in weights:
+        x = torch.tanh(x @ weight)
+    return x, x.sin() * scale, x.exp()
+
+
+class Training:
+    """Runs `outputs` plainly and planned, and compares the gradients."""
+
+    def __init__(self, budget: float | int) -> None:
+        self.planned = fckpt.remat(outputs, budget=budget)
+        self.weights = [weight.clone().requires_grad_() for weight in WEIGHTS]
+        self.warned: list[str] = []
+
+    def gradients(self, fn: Callable[..., tuple[Tensor, ...]], which: int, times: int, *args: object) -> list[Tensor]:
+        results = fn(args[0], self.weights, *args[1:])  # all of them are held until the end
+        loss = results[which].sum()
+        found: list[Tensor] = []
+        for left in reversed(range(times)):
+            found = list(torch.autograd.grad(loss, self.weights, retain_graph=bool(left)))
+        return found
+
+    def peak(self, which: int, *args: object, times: int = 1) -> int:
+        """Returns the peak of a call that is differentiated for one output, once or several times."""
+        found: list[Tensor] = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            peak = fckpt.measure_peak(
+                lambda: found.extend(self.gradients(self.planned, which, times, *args))
+            ).peak_bytes
+        self.warned += [str(w.message) for w in caught if issubclass(w.category, fckpt.BudgetWarning)]
+        assert all(map(torch.equal, found, self.gradients(outputs, which, times, *args)))
+        return peak
+
+    @property
+    def again(self) -> int:
+        return fckpt.stats(self.planned).fallbacks.get("forward again", 0)
+
+
+def tight(rows: int) -> int:
+    """The least budget, in bytes, for the first call, which is planned for a gradient of all outputs."""
+    x, weights = torch.randn(rows, 64), [weight.clone().requires_grad_() for weight in WEIGHTS]
+    with pytest.raises(fckpt.BudgetError) as error:
+        fckpt.plan(outputs, x, weights, budget=1)
+    assert error.value.least_bytes is not None
+    return error.value.least_bytes
+
+
+@pytest.mark.parametrize("changing", ["a number", "a size", "autocast's state", "grad mode between"])
+def test_new_signatures_expect_the_outputs_that_were_differentiated(changing: str) -> None:
+    budget = tight(512)
+    training = Training(budget)
+    x = torch.randn(512, 64)
+    training.peak(1, x)  # shows that the second output is differentiated
+    for step in range(1, 5):
+        if changing == "a number":
+            peak = training.peak(1, x, 1 + step / 8)
+        elif changing == "a size":
+            peak = training.peak(1, x[: 512 - 32 * step])
+        elif changing == "autocast's state":
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step % 2 == 1):
+                peak = training.peak(1, x)
+        else:
+            with torch.no_grad():
+                training.planned(x, [weight.detach() for weight in training.weights])
+            peak = training.peak(1, x)
+        stats = fckpt.stats(training.planned)
+        assert peak <= budget + 256 or stats.plans > 2  # a call that makes a plan may hold more
+    assert not training.warned and not training.again
+    # One for each signature, and two for the first one and for the first backward pass under autocast.
+    programs = {"a number": 6, "a size": 6, "autocast's state": 4, "grad mode between": 3}[changing]
+    assert fckpt.stats(training.planned).programs == programs
+
+
+def test_outputs_that_alternate_are_said_if_that_exceeds_the_budget() -> None:
+    training = Training(0.8)
+    x = torch.randn(512, 64)
+    for which in (0, 0, 1, 1):
+        training.peak(which, x)
+    assert not training.warned and not training.again
+    plain = max(fckpt.measure_peak(lambda i=i: training.gradients(outputs, i, 1, x)).peak_bytes for i in (0, 1))
+    peaks = [training.peak(which, x) for which in (0, 1, 0, 1)]
+    assert max(peaks) > 0.8 * plain and training.again == 4
+    assert len(training.warned) == 1
+    assert "for other outputs" in training.warned[0] and "Return only what is differentiated" in training.warned[0]
+
+
+def test_a_second_backward_pass_is_said_if_it_exceeds_the_budget() -> None:
+    budget = tight(512)
+    training = Training(budget)
+    x = torch.randn(512, 64)
+    training.peak(0, x)
+    training.peak(0, x, times=3)
+    assert training.again == 2
+    assert len(training.warned) == 1 and "a second one" in training.warned[0]
+
+
+def test_a_forward_pass_that_runs_again_within_the_budget_is_no_exception() -> None:
+    training = Training(2**30)
+    x = torch.randn(512, 64)
+    for which in (0, 1, 0, 1):
+        training.peak(which, x, times=2)
+    assert not training.warned and not fckpt.stats(training.planned).fallbacks
