@@ -29,6 +29,8 @@ __all__ = ["fckpt"]
 _OWN = ("budget", "policy", "solver")
 ATTEMPTS = 3
 """How often a plan is made again because the compiled function exceeded the budget."""
+SHARES = (0.2, 0.1, 0.0)
+"""The budgets (`activation_memory_budget`) of torch's own partitions that are tried if no plan keeps the budget."""
 STEP = 2
 """By how many percent of the budget the second correction lowers the target at least; the third by twice as many."""
 
@@ -45,7 +47,8 @@ def fckpt(
     A plan decides which values the forward pass saves, and what the backward pass recomputes, in which order. When the
     function is compiled, it runs once with its backward pass on the example inputs, and the peak is measured. If it is
     above the budget, the difference is taken off the budget, and the function is planned and compiled again, at most
-    three times. If torch's own partition fits the budget, it stays.
+    three times. If torch's own partition fits the budget, it stays; and if no plan keeps the budget, torch's partitions
+    with smaller budgets of its own are tried.
 
     Args:
         module: the graph of a function, from Dynamo.
@@ -114,13 +117,13 @@ class _Compilation:
         found: list[tuple[int, Callable[..., Any]]] = []
         plans = 0
         while plans <= ATTEMPTS:
-            prefers_torch = not found and self.policy is None
-            function, partitioner = self._attempt(target, prefers_torch)
+            torch_budget = 1.0 if not found and self.policy is None else None
+            function, partitioner = self._attempt(target, torch_budget)
             peak = self._measured(function)
             if peak is None or peak <= limit:
                 return function
             if not partitioner.trains:  # a cache had the function, but it does not tell what the partitioner decided
-                function, partitioner = self._attempt(target, prefers_torch, cached=False)
+                function, partitioner = self._attempt(target, torch_budget, cached=False)
                 if not partitioner.trains:  # no result has a gradient
                     self._warn(peak, limit, None)
                     return function
@@ -131,6 +134,14 @@ class _Compilation:
             if partitioner.plan is not None:
                 # A few bytes less may give the same plan again, so the later steps are larger.
                 target = max(1, target - max(peak - limit, limit * (plans - 1) * STEP // 100))
+        for share in SHARES if self.policy is None else ():
+            function, partitioner = self._attempt(limit, share)
+            if partitioner.trains and partitioner.plan is not None:  # torch's partition is wrong, or saves too much
+                continue
+            peak = self._measured(function)
+            if peak is None or peak <= limit:
+                return function
+            found.append((peak, function))
         peak, function = min(found, key=lambda pair: pair[0])
         self._warn(peak, limit, plans)
         return function
@@ -176,13 +187,13 @@ class _Compilation:
         return function
 
     def _attempt(
-        self, nbytes: int | None, prefers_torch: bool = False, cached: bool = True
+        self, nbytes: int | None, torch_budget: float | None = None, cached: bool = True
     ) -> tuple[Callable[..., Any], Partitioner]:
-        """Compiles the function for a number of bytes; with torch's partition if it may fit, or without a number.
+        """Compiles the function for a number of bytes, see `Partitioner`.
 
         Without `cached`, kernels may come from Inductor's cache, but the function is traced and partitioned.
         """
-        partitioner = Partitioner(nbytes, self.policy, self.solver, prefers_torch)
+        partitioner = Partitioner(nbytes, self.policy, self.solver, torch_budget)
         patches = {**self.patches, "custom_partitioner_fn": partitioner}
         # By default, the backward half is compiled by its first run, which cannot be a rehearsal within a compilation.
         caching = cached and functorch.enable_autograd_cache

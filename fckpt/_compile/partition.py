@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import (
     cleanup_recompute_tags,
@@ -40,14 +41,15 @@ class Partitioner(CustomPartitionerFn):
         nbytes: the bytes to plan for; None for torch's own partition.
         policy: the policy; None for none.
         solver: the name of a solver.
-        prefers_torch: whether torch's partition is taken, unless what it saves is more than `nbytes` already.
+        torch_budget: the `activation_memory_budget` for torch's own partition, which is taken unless what it saves is
+            more than `nbytes` already; None for a plan.
     """
 
-    def __init__(self, nbytes: int | None, policy: Policy | None, solver: str, prefers_torch: bool = False):
+    def __init__(self, nbytes: int | None, policy: Policy | None, solver: str, torch_budget: float | None = None):
         self.nbytes = nbytes
         self.policy = policy
         self.solver = solver
-        self.prefers_torch = prefers_torch
+        self.torch_budget = 1.0 if nbytes is None and policy is None else torch_budget
         self.plan: Plan | None = None
         """The plan; None if torch's partition was taken."""
         self.is_least = False
@@ -60,7 +62,7 @@ class Partitioner(CustomPartitionerFn):
         if self.policy is not None and type(self.policy).__name__ == "_Function":
             return None  # the code of a policy may change
         return hashlib.sha256(
-            repr((_sources(), self.nbytes, repr(self.policy), self.solver, self.prefers_torch)).encode()
+            repr((_sources(), self.nbytes, repr(self.policy), self.solver, self.torch_budget)).encode()
         ).hexdigest()
 
     def __call__(
@@ -68,9 +70,10 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Returns the forward half and the backward half of a joint graph."""
         self.trains = True
-        asks_nothing = self.nbytes is None and self.policy is None
-        if self.prefers_torch or asks_nothing:
-            forward, backward = min_cut_rematerialization_partition(copied(gm), joint_inputs, **kwargs)
+        if self.torch_budget is not None:
+            share = min(self.torch_budget, functorch.activation_memory_budget)
+            with functorch.patch(activation_memory_budget=share):
+                forward, backward = min_cut_rematerialization_partition(copied(gm), joint_inputs, **kwargs)
             fits = self.nbytes is None or saved_nbytes(backward) <= self.nbytes
             # Torch's partition may recompute from an input after it was overwritten, which gives wrong gradients:
             # https://github.com/pytorch/pytorch/pull/197039

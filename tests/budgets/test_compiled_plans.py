@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_equal, seeded
 from torch import nn
+from torch._functorch import config as functorch
 
 import fckpt
 from fckpt.policies import dots_saveable, nothing_saveable, save_only_these_names
@@ -192,6 +193,23 @@ def test_a_budget_that_cannot_be_kept_is_a_warning_with_the_peak() -> None:
     with pytest.warns(fckpt.BudgetWarning, match=r"with the budget 5.00 KiB holds .* KiB.* with 1 plan\. Name"):
         run(x).backward()
     assert peak_of(run, x, model) > 5 * 2**10
+
+
+@pytest.mark.slow
+def test_partitions_of_torch_are_tried_if_no_plan_keeps_the_budget() -> None:
+    model, x = made(lambda: Perceptron(layers=6))
+    model.eval()
+    plain = step(model, model, x)
+    with functorch.patch(activation_memory_budget=0.2):
+        limit = peak_of(torch.compile(model), x, model)
+        limit = min(limit, peak_of(torch.compile(model), x, model))  # the first call compiles
+    torch._dynamo.reset()
+    options = {"budget": limit, "solver": "save_all"}  # which has no plan for less than the plain peak
+    run = torch.compile(model, backend="fckpt", options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fckpt.BudgetWarning)
+        torch.testing.assert_close(step(run, model, x)[:2], plain[:2], **CLOSE)
+    assert peak_of(run, x, model) <= limit
 
 
 @pytest.mark.slow
