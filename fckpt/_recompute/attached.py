@@ -45,6 +45,7 @@ from fckpt._call.casts import remembers_casts_of
 from fckpt._call.conditions import BufferWrites, Conditions
 from fckpt._call.levels import unseen
 from fckpt._call.results import Flat
+from fckpt._recompute.hooks_without_gradient import skip_hooks
 from fckpt._recompute.primitives import Batched, Dual, Primitive, Pullback, UserCall
 from fckpt.errors import MutationError, region_name
 
@@ -308,6 +309,8 @@ class _Recompute(_SingleLevelFunction):
             operands = [unwrap_if_dead(x) for x in (*saved, *(ct for ct in cotangents if ct is not None))]
             found = iter(bind(pullback, operands, min(ctx.floor, level if alive else level - 1)))
             grads = [next(found) if need else None for need in needs]
+        if not ctx.level:
+            skip_hooks(x for x, need, grad in zip(saved, needs, grads, strict=True) if need and grad is None)
         return (None, None, None, None, None, *grads)
 
 

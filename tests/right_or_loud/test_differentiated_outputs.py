@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from helpers import assert_equal
 from torch import Tensor
 
 import fckpt
@@ -117,3 +119,52 @@ def test_a_forward_pass_that_runs_again_within_the_budget_is_no_exception() -> N
     for which in (0, 1, 0, 1):
         training.peak(which, x, times=2)
     assert not training.warned and not fckpt.stats(training.planned).fallbacks
+
+
+@pytest.mark.parametrize("options", [{"budget": 1.0}, {"budget": 2**20}, {}])
+def test_hooks_of_parameters_without_a_gradient_are_not_called(options: dict[str, Any]) -> None:
+    def run(remat: Callable[..., Any]) -> list[Any]:
+        seen: list[Any] = []
+        first, second = (WEIGHTS[i].clone().requires_grad_() for i in (0, 1))
+        third = (second * 3).detach_().requires_grad_()
+        for name, leaf in (("first", first), ("second", second), ("third", third)):
+            leaf.register_hook(lambda grad, name=name: seen.append((name, grad.sum())) or grad * 2)
+            leaf.register_post_accumulate_grad_hook(lambda leaf, name=name: seen.append((name, leaf.grad.norm())))
+
+        def several(grads: Sequence[Tensor | None]) -> None:
+            if any(grad is not None for grad in grads):  # if there is none, plain autograd does not call the hook
+                seen.append([grad is None for grad in grads])
+
+        torch.autograd.graph.register_multi_grad_hook((first, second), several)
+        fn = remat(lambda x: (torch.tanh(x @ first), torch.sin(x @ second), torch.exp(x @ third)))
+        x = torch.ones(8, 64) / 8
+        steps: list[Any] = []
+        for which in ((0,), (1,), (0, 2), (2,), (1,)):
+            for outside in (False, True):
+                results = fn(x)
+                loss = sum((results[i].sum() for i in which), torch.zeros(()))
+                if outside:  # the second weight gets a gradient elsewhere
+                    loss = loss + second.square().sum()
+                loss.backward()
+                # The order in which leaves get their gradients is not promised.
+                steps.append((sorted(seen, key=str), first.grad, second.grad, third.grad))
+                first.grad = second.grad = third.grad = None
+                seen.clear()
+        handles = [len(leaf._backward_hooks or {}) for leaf in (first, second, third)]
+        return [*steps, handles]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fckpt.BudgetWarning)
+        found = run(lambda fn: fckpt.remat(fn, **options))
+    assert_equal(found, run(lambda fn: fn))
+
+
+def test_a_hook_that_was_removed_stays_removed() -> None:
+    first, second = (WEIGHTS[i].clone().requires_grad_() for i in (0, 1))
+    seen: list[str] = []
+    handle = second.register_hook(lambda grad: seen.append("hook"))
+    fn = fckpt.remat(lambda x: (torch.tanh(x @ first), torch.sin(x @ second)), budget=2**20)
+    fn(torch.ones(4, 64))[0].sum().backward()
+    handle.remove()
+    fn(torch.ones(4, 64))[1].sum().backward()
+    assert not seen and not second._backward_hooks
