@@ -99,13 +99,13 @@ def remarks(networks: dict[str, Network]) -> list[str]:
         f"budgets {', '.join(BUDGETS)}, the geometric mean of the times relative to `aten` is {means['exact']} with "
         f"`exact` and {means['fused']} with `fused`. `exact` is slower than `aten` beyond noise in {slow} of {count} "
         "cases.",
-        f"The backend kept the peak that torch.compile reaches with its own budget in {kept(backend)} cases; in the "
-        f"others, it says so with a `BudgetWarning`. It took {_mean(beside):.2f} of the time of torch.compile "
+        f"The backend kept the peak that torch.compile reaches with its own budget in {kept(backend)} cases (elsewhere "
+        f"it says so with a `BudgetWarning`). It took {_mean(beside):.2f} of the time of torch.compile "
         f"(geometric mean), and was slower beyond noise in {slower(beside)} of {len(beside)} cases. The median first "
         f"call, with empty caches, took {first('compile', ''):.0f} s by torch.compile, {first('exact', '1.0'):.0f} s "
         f"with `exact` and {first('fused', '1.0'):.0f} s with `fused` kernels at the budget 1.0, and "
         f"{first('backend', '0.5'):.0f} s by the backend at the peak of torch.compile's budget 0.5, for which it "
-        "compiles up to four times.",
+        "compiles up to seven times.",
     ]
 
 
