@@ -33,7 +33,8 @@ from fckpt._module import remat_module
 from fckpt._planned.batched import NOT_BATCHED, Batching, outer_batch, run_batched
 from fckpt._planned.execution import NOT_AGAIN, Execution, Program
 from fckpt._planned.plan import Budget, Plan
-from fckpt._planned.planner import LazyModules, Planner, Programs
+from fckpt._planned.planner import LazyModules, Planner
+from fckpt._planned.programs import Programs
 from fckpt._planned.tiling import Tile
 from fckpt._planned.tracing import TRACING, CapturedTensors, graph_tracer
 from fckpt._recompute import saved_tensors

@@ -59,6 +59,10 @@ class BudgetError(FckptError, ValueError):
         """The least budget for which a plan is known: planning with it succeeds."""
         self._more = more
 
+    def adding(self, text: str) -> BudgetError:
+        """Returns the error with more text in its message."""
+        return BudgetError(f"{self.args[0]}{text}", self.least_bytes, self._more)
+
     def __str__(self) -> str:
         """Returns the message. Its end, which may take seconds to find, is found when it is first read."""
         more, self._more = self._more, None

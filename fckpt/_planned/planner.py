@@ -26,6 +26,7 @@ from fckpt._planned.families import Families, is_shared
 from fckpt._planned.ledger import Ledger
 from fckpt._planned.making import make_plan, nbytes_of, priced
 from fckpt._planned.plan import Budget, Plan
+from fckpt._planned.programs import Experience, Programs
 from fckpt._planned.stored import StoredPlans, stored_plans
 from fckpt._planned.tiling import Tile, tiled_as_planned, tiled_or_hinted
 from fckpt._planned.tracing import (
@@ -42,22 +43,20 @@ from fckpt._recompute.closed_over import unwatched
 from fckpt._tile.rewriting import rewritten
 from fckpt._trace.layouts import layouts_below
 from fckpt._trace.named_device import NamedDevice
-from fckpt._trace.operations import Backward, Layout, Observed, Trace
+from fckpt._trace.operations import Backward, Layout, Trace
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.cost.calls import CostSource
-from fckpt.errors import ArgumentTypeError, ArgumentValueError, PlanError, TraceError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError, PlanError, TraceError
 from fckpt.graph.graph import Graph
 from fckpt.graph.identity import difference, fingerprint
 from fckpt.policies.decisions import PolicyLike, as_policy
 from fckpt.spmd.mesh import mesh_in_use
 
-__all__ = ["LazyModules", "Planner", "Programs", "traced_without_running"]
+__all__ = ["LazyModules", "Planner", "traced_without_running"]
 
 
 _MOST_CAPTURES = 32  # per function
 _MOST = 128  # signatures per function: a number that changes at every call makes a new signature each time
-_MOST_BACKWARD = 32  # backward passes per signature: with other outputs, or other strides of cotangents
-_MOST_OBSERVED = 8  # kinds of results per function
 
 
 class LazyModules(TraceError):
@@ -68,83 +67,6 @@ def _has_lazy_modules(fn: Callable[..., Any], given: Any) -> bool:
     modules = closure_of([fn], [leaf for leaf in tree.leaves(given) if not isinstance(leaf, torch.Tensor)]).modules
     lazy = [m for module in modules for m in module.modules() if isinstance(m, LazyModuleMixin)]
     return any(module.has_uninitialized_params() for module in lazy)  # type: ignore[misc]  # only lazy modules are in the list
-
-
-class Experience:
-    """The latest backward passes of a function that were not the likely ones; calls with a new signature expect them.
-
-    Without it, a function that is not differentiated for its loss, and meets new sizes or numbers at each step, would
-    be planned for the wrong outputs at each step.
-    """
-
-    def __init__(self) -> None:
-        self._observed: dict[tuple[bool, ...], Observed] = {}
-
-    def likely(self) -> Backward:
-        """Returns the backward pass to expect of a new signature."""
-        return Backward(observed=tuple(self._observed.values()))
-
-    def add(self, program: Program) -> None:
-        """Notes a backward pass that runs, by its program."""
-        trace = program.trace
-        shapes = tuple([trace.tensors[t].shape for t in trace.outputs])
-        known = {flags: seen for flags, seen in self._observed.items() if flags != trace.flags}
-        latest = Observed(trace.flags, shapes, program.backward)
-        self._observed = dict([(trace.flags, latest), *known.items()][:_MOST_OBSERVED])
-
-
-class Programs:
-    """The planned programs for one signature of calls, one for each kind of backward pass."""
-
-    def __init__(
-        self, make: Callable[[Backward], Program], improved: Callable[[Program], Program], experience: Experience
-    ):
-        """Prepares to make programs.
-
-        Args:
-            make: returns a program for a kind of backward pass.
-            improved: returns the program that replaces a program, or the same program. It is called at each call.
-            experience: what calls with other signatures have shown.
-        """
-        self._make = make
-        self._improved = improved
-        self._experience = experience
-        self._last: Program | None = None
-        self._made: dict[Backward, Program] = {}
-        self.certain = False
-        """Whether a backward pass has run."""
-
-    def seen(self) -> None:
-        """Notes that a backward pass has run."""
-        self.certain = True
-
-    def likely(self) -> Program:
-        """Returns the program for the latest backward pass or, before the first one, for the likely backward pass."""
-        if self._last is None:
-            with TRACING:
-                if self._last is None:
-                    made = self._make(self._experience.likely())
-                    self._made[made.backward] = self._last = made
-        last = self._last  # another thread may replace it now
-        better = self._improved(last)
-        if better is not last:
-            self._made[better.backward] = self._last = better
-        return better
-
-    def differentiating(self, backward: Backward) -> Program:
-        """Returns the program for a backward pass, and makes it the likely program from now on."""
-        either = backward._replace(wrapped=None)  # for a program that does not depend on it
-        if backward not in self._made and either in self._made:
-            backward = either
-        if backward not in self._made:
-            with TRACING:
-                if backward not in self._made:
-                    while len(self._made) >= _MOST_BACKWARD:
-                        del self._made[next(iter(self._made))]
-                    self._made[backward] = self._make(backward)
-        self._last = self._made[backward]
-        self._experience.add(self._last)
-        return self._last
 
 
 class Planner:
@@ -326,7 +248,10 @@ class Planner:
             with self.ledger.timed("trace"):
                 traced = call(backward)
                 of_training = None if whole is None else whole(self.experience.likely())
-            plan = self.plan(traced, batches, of_training)
+            try:
+                plan = self.plan(traced, batches, of_training)
+            except BudgetError as error:
+                raise error if backward.outputs is not None else _with_outputs(error, traced) from None
             self.ledger.count("programs")
             return self._program(rewritten(traced, plan.tiles), plan, count)
 
@@ -580,3 +505,14 @@ def _traced_without_running(
         places = places_in(arguments.tensors)
         layouts = layouts_below(tensors)
         return traced_call(fn, arguments, captured, layouts, backward, donated=places, target=target), tensors
+
+
+def _with_outputs(error: BudgetError, traced: Trace) -> BudgetError:
+    """Returns a `BudgetError` that also says if the plan was to be for several outputs, which may be too many."""
+    count = len(traced.backward.outputs or ())
+    if count < 2:
+        return error
+    return error.adding(
+        f" The plan is for a gradient of {count} outputs together, as no backward pass has run yet that shows which "
+        "are differentiated: return only those."
+    )

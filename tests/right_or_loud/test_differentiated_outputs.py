@@ -121,6 +121,17 @@ def test_a_forward_pass_that_runs_again_within_the_budget_is_no_exception() -> N
     assert not training.warned and not fckpt.stats(training.planned).fallbacks
 
 
+def test_a_budget_too_small_for_all_outputs_names_them() -> None:
+    x, weights = torch.randn(512, 64), [weight.clone().requires_grad_() for weight in WEIGHTS]
+    budget = tight(512) - 1
+    with pytest.raises(fckpt.BudgetError, match=r"a gradient of 3 outputs together, .*: return only those"):
+        fckpt.remat(outputs, budget=budget)(x, weights)
+    fckpt.remat(lambda x, weights: outputs(x, weights)[1], budget=budget)(x, weights).sum().backward()
+    with pytest.raises(fckpt.BudgetError) as error:
+        fckpt.remat(lambda x, weights: outputs(x, weights)[1], budget=1)(x, weights)
+    assert "outputs together" not in str(error.value)
+
+
 @pytest.mark.parametrize("options", [{"budget": 1.0}, {"budget": 2**20}, {}])
 def test_hooks_of_parameters_without_a_gradient_are_not_called(options: dict[str, Any]) -> None:
     def run(remat: Callable[..., Any]) -> list[Any]:
