@@ -28,7 +28,9 @@ def skip_hooks(tensors: Iterable[torch.Tensor]) -> None:
                 hooks[key] = _OfTensor(hooks, key, hook)
         hooks = tensor._post_accumulate_grad_hooks or {}
         for key, hook in hooks.items():
-            if not isinstance(hook, _Skipped):
+            if isinstance(hook, _AfterAccumulation):  # an earlier backward pass ended before it reached the tensor
+                hook.before = _state(tensor)
+            else:
                 hooks[key] = _AfterAccumulation(hooks, key, hook, _state(tensor))
 
 

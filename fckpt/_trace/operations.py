@@ -129,14 +129,14 @@ class Observed(NamedTuple):
         """Returns the backward pass to expect of a call whose outputs have these shapes and strides.
 
         Where a shape has changed, the gradient is taken to be laid out like the output, or expanded if it was that
-        before, like the gradient of a sum.
+        before, like the gradient of a sum. The call itself tells how autograd runs the pass (`recorded`, `wrapped`).
         """
         outputs, known = self.backward.outputs or (), self.backward.strides or ()
         found = [
             then if shapes[i] == self.shapes[i] else strides[i] if any(then) else (0,) * len(shapes[i])
             for i, then in zip(outputs, known, strict=True)
         ]
-        return self.backward._replace(strides=tuple(found))
+        return self.backward._replace(strides=tuple(found), recorded=None, wrapped=None)
 
 
 _LIKELY = Backward()

@@ -170,6 +170,21 @@ def test_hooks_of_parameters_without_a_gradient_are_not_called(options: dict[str
     assert_equal(found, run(lambda fn: fn))
 
 
+def test_a_hook_is_skipped_again_after_a_backward_pass_that_did_not_reach_its_tensor() -> None:
+    first, second = (WEIGHTS[i].clone().requires_grad_() for i in (0, 1))
+    seen: list[Any] = []
+    second.register_hook(lambda grad: seen.append(grad.norm()))
+    second.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.norm()))
+    fn = fckpt.remat(lambda x: (torch.tanh(x @ first), torch.sin(x @ second)), budget=2**20)
+    x = torch.ones(4, 64) / 4
+    torch.autograd.grad(fn(x)[0].sum(), [first])
+    second.grad = torch.ones_like(second)
+    fn(x)[0].sum().backward()
+    assert not seen
+    fn(x)[1].sum().backward()
+    assert len(seen) == 2
+
+
 def test_a_hook_that_was_removed_stays_removed() -> None:
     first, second = (WEIGHTS[i].clone().requires_grad_() for i in (0, 1))
     seen: list[str] = []
