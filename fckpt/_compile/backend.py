@@ -47,8 +47,8 @@ def fckpt(
     A plan decides which values the forward pass saves, and what the backward pass recomputes, in which order. When the
     function is compiled, it runs once with its backward pass on the example inputs, and the peak is measured. If it is
     above the budget, the difference is taken off the budget, and the function is planned and compiled again, at most
-    three times. If torch's own partition fits the budget, it stays; and if no plan keeps the budget, torch's partitions
-    with smaller budgets of its own are tried.
+    three times. If torch's own partition fits the budget, it stays. If no plan keeps the budget, torch's partitions for
+    smaller values of `activation_memory_budget` are tried.
 
     Args:
         module: the graph of a function, from Dynamo.
@@ -117,7 +117,8 @@ class _Compilation:
         found: list[tuple[int, Callable[..., Any]]] = []
         plans = 0
         while plans <= ATTEMPTS:
-            torch_budget = 1.0 if not found and self.policy is None else None
+            takes_torch = not found and self.policy is None  # the first attempt prefers torch's partition to a plan
+            torch_budget = 1.0 if takes_torch else None
             function, partitioner = self._attempt(target, torch_budget)
             peak = self._measured(function)
             if peak is None or peak <= limit:
@@ -134,7 +135,8 @@ class _Compilation:
             if partitioner.plan is not None:
                 # A few bytes less may give the same plan again, so the later steps are larger.
                 target = max(1, target - max(peak - limit, limit * (plans - 1) * STEP // 100))
-        for share in SHARES if self.policy is None else ():
+        shares = SHARES if self.policy is None else ()  # torch's partitions follow no policy
+        for share in shares:
             function, partitioner = self._attempt(limit, share)
             if partitioner.trains and partitioner.plan is not None:  # torch's partition is wrong, or saves too much
                 continue

@@ -49,7 +49,8 @@ class Partitioner(CustomPartitionerFn):
         self.nbytes = nbytes
         self.policy = policy
         self.solver = solver
-        self.torch_budget = 1.0 if nbytes is None and policy is None else torch_budget
+        asks_nothing = nbytes is None and policy is None
+        self.torch_budget = 1.0 if asks_nothing else torch_budget
         self.plan: Plan | None = None
         """The plan; None if torch's partition was taken."""
         self.is_least = False

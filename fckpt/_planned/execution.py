@@ -30,7 +30,7 @@ from fckpt._planned.plan import Plan
 from fckpt._trace.formulas import FormulaError
 from fckpt._trace.operations import Backward, Ref, Trace, indices_of, is_expanded, statistics_of, strides_of
 from fckpt.errors import MutationError
-from fckpt.graph.schedule import Compute, Step
+from fckpt.graph.schedule import Compute, FusedSchedule, Schedule, Step
 from fckpt.graph.simulation import Timeline, simulate
 
 __all__ = ["NOT_AGAIN", "Execution", "Program"]
@@ -104,20 +104,25 @@ class Program:
         """Returns the lowered functions for cotangents with these strides; compiled kernels take planned ones only."""
         return self.lowered if strides == self.backward.strides else self.unfused
 
+    @property
+    def executed(self) -> Schedule | FusedSchedule:
+        """The schedule that runs, with compiled blocks if there are any."""
+        return self.schedule if self.fused is None else self.fused
+
     @functools.cached_property
     def timeline(self) -> Timeline:
         """The memory of the program, step by step, with its compiled blocks."""
-        return simulate(self.graph, self.schedule if self.fused is None else self.fused)
+        return simulate(self.graph, self.executed)
 
     @functools.cached_property
     def again_nbytes(self) -> int:
         """The peak, in bytes at most, of a backward pass that runs the forward pass again.
 
-        The caller still holds the results of the first forward pass then, beside those of the second one, which stay
-        as far as the backward pass reads them.
+        The caller holds the results of the first forward pass all the time. The results of the second one are held
+        until its end, and during the backward pass if the backward pass reads them.
         """
         graph, live = self.graph, self.timeline.live_nbytes
-        count = len((self.schedule if self.fused is None else self.fused).forward)
+        count = len(self.executed.forward)
         results = set(graph.outputs).difference(graph.inputs)
         read = {v for node in _computed(self.schedule.backward) for v in graph.nodes[node].inputs}
         first, kept = (sum(graph.values[v].nbytes for v in values) for values in (results, results & read))

@@ -157,10 +157,9 @@ class Ledger:
             return
         self._warned.add(reason)
         found, budget = _REASONS[reason], self.promised
-        if found.is_plain:
-            nbytes = self.expected()
-        instead = "" if nbytes is None else f", in up to {format_bytes(nbytes)}"
-        instead += ", the peak of the plain function" * (bool(instead) and found.is_plain)
+        expected = self.expected() if found.is_plain else nbytes
+        whose = ", the peak of the plain function" if found.is_plain else ""
+        instead = "" if expected is None else f", in up to {format_bytes(expected)}{whose}"
         promised = (
             f"{budget:g} of the plain peak"
             if isinstance(budget, float)

@@ -513,6 +513,6 @@ def _with_outputs(error: BudgetError, traced: Trace) -> BudgetError:
     if count < 2:
         return error
     return error.adding(
-        f" The plan is for a gradient of {count} outputs together, as no backward pass has run yet that shows which "
-        "are differentiated: return only those."
+        f" The plan is for a gradient of {count} outputs together, which is expected until the backward pass shows "
+        "which outputs are differentiated: return only those."
     )

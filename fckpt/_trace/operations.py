@@ -131,12 +131,15 @@ class Observed(NamedTuple):
         Where a shape has changed, the gradient is taken to be laid out like the output, or expanded if it was that
         before, like the gradient of a sum. The call itself tells how autograd runs the pass (`recorded`, `wrapped`).
         """
-        outputs, known = self.backward.outputs or (), self.backward.strides or ()
-        found = [
-            then if shapes[i] == self.shapes[i] else strides[i] if any(then) else (0,) * len(shapes[i])
-            for i, then in zip(outputs, known, strict=True)
-        ]
-        return self.backward._replace(strides=tuple(found), recorded=None, wrapped=None)
+
+        def stride(output: int, then: tuple[int, ...]) -> tuple[int, ...]:
+            if shapes[output] == self.shapes[output]:
+                return then
+            return strides[output] if any(then) else (0,) * len(shapes[output])
+
+        pairs = zip(self.backward.outputs or (), self.backward.strides or (), strict=True)
+        found = tuple([stride(output, then) for output, then in pairs])
+        return self.backward._replace(strides=found, recorded=None, wrapped=None)
 
 
 _LIKELY = Backward()
