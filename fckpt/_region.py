@@ -228,7 +228,9 @@ class PlannedRegion(Region):
         programs = self.planner.programs_of(
             known,
             (*key, tuple(layouts), batch, donated),
-            lambda: graph_tracer(function, names, layouts, batch, donated),
+            lambda: self.planner.sizes.tracer(
+                function, key[1:], layouts, graph_tracer(function, names, layouts, batch, donated), batch, donated
+            ),
             len(function.arguments),
             (*sizes, *(() if batch is None else (batch.size,))),
             None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +18,12 @@ from fckpt._capture.graphs import FlatGraph
 __all__ = ["BatchedGraph", "GraphFunction", "OutDims", "Same"]
 
 
+@dataclass(frozen=True, slots=True)
 class Same:
     """Placeholder in a result for an input that the function returns unchanged."""
 
-    __slots__ = ("number",)
-
-    def __init__(self, number: int):
-        self.number = number
+    number: int
+    """The position of the input."""
 
 
 class GraphFunction:
@@ -58,11 +59,17 @@ class GraphFunction:
         bases: dict[int, torch.Tensor] = {}
         with below_all(), unseen():
             inputs = [_stand_in(x, bases) if isinstance(x, torch.Tensor) else x for x in self.inputs]
-        copy = object.__new__(GraphFunction)
-        copy.graph, copy.inputs, copy.passed = self.graph, inputs, self.passed
-        copy.held = {i: inputs[i] for i in self.held}
-        copy.slots = [(copy.held, i, tensor) for i, tensor in copy.held.items()]
-        return copy
+        made = object.__new__(GraphFunction)
+        made.graph, made.inputs, made.passed = self.graph, inputs, self.passed
+        made.held = {i: inputs[i] for i in self.held}
+        made.slots = [(made.held, i, tensor) for i, tensor in made.held.items()]
+        return made
+
+    def with_numbers(self, numbers: dict[int, Any]) -> GraphFunction:
+        """Returns the same function with other numbers among the inputs, by position."""
+        changed = copy.copy(self)
+        changed.inputs = [numbers.get(i, value) for i, value in enumerate(self.inputs)]
+        return changed
 
     def __call__(self, *arguments: torch.Tensor) -> list[Any]:
         """Runs the graph. A result that is one of the inputs is returned as `Same`."""
@@ -131,12 +138,12 @@ class BatchedGraph:
 
     def blueprint(self) -> BatchedGraph:
         """See `GraphFunction.blueprint`."""
-        copy = object.__new__(BatchedGraph)
-        copy.inner, copy.passed = self.inner.blueprint(), self.passed
-        copy.dims, copy.size, copy.randomness = self.dims, self.size, self.randomness
-        copy.arguments, copy.held = list(copy.inner.arguments), dict(copy.inner.held)
-        copy.slots = [(copy.held, i, tensor) for i, tensor in copy.held.items()]
-        return copy
+        made = object.__new__(BatchedGraph)
+        made.inner, made.passed = self.inner.blueprint(), self.passed
+        made.dims, made.size, made.randomness = self.dims, self.size, self.randomness
+        made.arguments, made.held = list(made.inner.arguments), dict(made.inner.held)
+        made.slots = [(made.held, i, tensor) for i, tensor in made.held.items()]
+        return made
 
     def __call__(self, *arguments: torch.Tensor) -> list[Any]:
         """Runs the graph on batched tensors; the last result is `OutDims`."""

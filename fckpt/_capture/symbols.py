@@ -15,12 +15,14 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fckpt._capture.patching import patched
 
-__all__ = ["symbols_remembered"]
+__all__ = ["symbol", "symbols_remembered"]
 
 _METHODS = ("_add", "_sub", "_mul", "_eq", "_ne", "_ge", "_gt", "_le", "_lt", "_and_", "_or_", "_sym_max", "_sym_min")
 _PLAIN = (int, bool)
@@ -55,3 +57,17 @@ def symbols_remembered() -> Iterator[None]:
             if name in vars(SymNode):
                 stack.enter_context(patched(SymNode, name, _remembering))
         yield
+
+
+def symbol(env: ShapeEnv, name: str, hint: int, is_size: bool) -> Any:
+    """Returns a symbolic number of an environment.
+
+    Args:
+        env: the environment.
+        name: a name for the number in the environment's own messages.
+        hint: an example of the number.
+        is_size: whether the number is the size of a dimension, and at least 2; otherwise it may be any integer.
+    """
+    source = ConstantSource(name)
+    create = env.create_symbol if is_size else env.create_unspecified_symbol
+    return env.create_symintnode(create(hint, source, DimDynamic.DYNAMIC), hint=hint, source=source)

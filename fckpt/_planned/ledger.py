@@ -95,6 +95,8 @@ class Stats:
     """Adapted and quick plans that a faster plan has replaced, which was solved in the background."""
     programs: int = 0
     """Planned programs: traces that were lowered, one per signature and per set of differentiated outputs."""
+    sized: int = 0
+    """Those of the programs whose trace was made for their sizes without tracing, from a trace with symbolic sizes."""
     captures: int = 0
     """Captures of the function's Python code: the first one, and one each time that a guard failed."""
     hits: int = 0

@@ -27,6 +27,7 @@ from fckpt._planned.ledger import Ledger
 from fckpt._planned.making import make_plan, nbytes_of, priced
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.programs import Experience, Programs
+from fckpt._planned.sized_traces import SizedTraces
 from fckpt._planned.stored import StoredPlans, stored_plans
 from fckpt._planned.tiling import Tile, tiled_as_planned, tiled_or_hinted
 from fckpt._planned.tracing import (
@@ -107,6 +108,7 @@ class Planner:
         self.refusals: dict[bool, str] = {}
         """The reasons of failed captures, by whether the capture was below levels of torch.func."""
         self.experience = Experience()
+        self.sizes = SizedTraces(functools.partial(self.ledger.count, "sized"))
         self.families = Families()
         self.plans: dict[Any, Plan] = {}
         """The latest plans, by everything on which a plan depends, see `_identity`."""

@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,9 +26,13 @@ from fckpt._trace.stand_ins import WAY_OUT, check_dense
 from fckpt._trace.trace import trace
 from fckpt.errors import TraceError
 
+if TYPE_CHECKING:
+    from fckpt._trace.sized import Symbols
+
 __all__ = [
     "TRACING",
     "CapturedTensors",
+    "GraphTracer",
     "as_on_cpu",
     "below_levels",
     "graph_tracer",
@@ -36,6 +40,13 @@ __all__ = [
     "traced_call",
     "unguarded_error",
 ]
+
+
+class GraphTracer(Protocol):
+    """Traces a captured graph with a given backward pass, for fixed sizes or for symbols."""
+
+    def __call__(self, backward: Backward, symbols: Symbols | None = None) -> Trace: ...
+
 
 TRACING = threading.RLock()
 """Held while tracing (stand-ins temporarily replace captured tensors and torch's default generator), while inspecting
@@ -130,7 +141,7 @@ def graph_tracer(
     batch: Batch | None = None,
     donated: Sequence[int] = (),
     target: NamedDevice | None = None,
-) -> Callable[[Backward], Trace]:
+) -> GraphTracer:
     """Returns a function that traces a captured graph with a given backward pass; it keeps no tensor alive.
 
     Args:
@@ -149,7 +160,10 @@ def graph_tracer(
     arguments, closure = Arguments(tuple(blueprint.arguments), {}), list(blueprint.held.values())
     origins = [names[i] if i < len(names) else "a constant" for i in (*function.passed, *function.held)]
 
-    def traced(backward: Backward) -> Trace:
+    def traced(backward: Backward, symbols: Symbols | None = None) -> Trace:
+        if symbols is not None:
+            where = (closure, blueprint.slots, symbols.layouts, origins, None, backward)
+            return trace(blueprint.with_numbers(symbols.numbers), arguments, *where, sizes=symbols.env)
         where = (closure, blueprint.slots, layouts, origins, None, backward, batch)
         made = trace(blueprint, arguments, *where, donated=donated, target=target)
         return dataclasses.replace(made, given=given)

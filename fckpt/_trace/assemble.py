@@ -19,8 +19,8 @@ from fckpt._trace.operations import (
     indices_of,
     is_expanded,
     is_random,
+    plain_cotangents,
     statistics_of,
-    strides_of,
 )
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.updates import CARRIED
@@ -102,7 +102,7 @@ class Assembly:
             boundary = self._split()
         outputs, gradients = self._results({*inputs, *cotangents}, None if cotangents else boundary)
         specs = tuple(self._spec(t, value) for t, value in zip(recorder.tensors, recorder.values, strict=True))
-        plain = {self.known[recorder.values[t]] for t in late if self._is_plain(t)}
+        plain = plain_cotangents(specs, interface.outputs, interface.cotangents)
         written = {call.node: arguments_of(call, specs, plain) for call in self.calls}
         nodes = tuple(dataclasses.replace(node, arguments=written[node.id]) for node in self.nodes)
         graph = Graph(nodes, self._lived(), inputs, cotangents, outputs, gradients, boundary)
@@ -192,13 +192,6 @@ class Assembly:
             self.values[value] = dataclasses.replace(self.values[value], nbytes=known.nbytes)
         return value
 
-    def _is_plain(self, tensor: int) -> bool:
-        """Whether a cotangent has the strides of its output, or is expanded."""
-        known = self.recorder.tensors[tensor]
-        output = self.recorder.tensors[self.interface.outputs[self.interface.cotangents.index(tensor)]]
-        same = strides_of(known.shape, known.stride()) == strides_of(output.shape, output.stride())
-        return same or is_expanded(known.shape, known.stride())
-
     def _lived(self) -> tuple[Value, ...]:
         """Returns the values, each with the last node at which the plain function still holds it (`Value.held_to`)."""
         if not self.nodes:
@@ -224,7 +217,7 @@ class Assembly:
             tensor.dtype,
             self.recorder.device_of(tensor.device),
             self.known.get(storage, -1),
-            int(tensor.storage_offset()),
+            tensor.storage_offset(),  # type: ignore[arg-type]  # symbolic in a trace for any sizes
             tensor.is_conj(),
             tensor.is_neg(),
         )

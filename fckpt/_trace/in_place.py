@@ -83,7 +83,7 @@ def overwritable(op: Any, args: Sequence[Any], tensors: Sequence[Any], storages:
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, int(tensor.storage_offset()))
+    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.storage_offset())
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

@@ -28,6 +28,7 @@ __all__ = [
     "is_dense",
     "is_random",
     "is_tagged_random",
+    "plain_cotangents",
     "statistics_of",
     "text_of",
 ]
@@ -324,6 +325,23 @@ def text_of(
     if value is None or isinstance(value, (bool, int, float, complex, str)):
         return repr(value)
     return str(value)  # dtypes, devices, layouts, memory formats
+
+
+def plain_cotangents(specs: Sequence[TensorSpec], outputs: Sequence[int], cotangents: Sequence[int | None]) -> set[int]:
+    """Returns the values of the cotangents that have the strides of their output, or are expanded.
+
+    Args:
+        specs: the specs of the tensors, by number.
+        outputs: the outputs of the trace.
+        cotangents: by output: its cotangent, if it has one.
+    """
+    pairs = [(specs[t], specs[ct]) for t, ct in zip(outputs, cotangents, strict=True) if ct is not None]
+    return {
+        ct.value
+        for output, ct in pairs
+        if is_expanded(ct.shape, ct.stride)
+        or strides_of(ct.shape, ct.stride) == strides_of(output.shape, output.stride)
+    }
 
 
 _POSITIONS = {"start", "end", "index", "shifts", "storage_offset"}

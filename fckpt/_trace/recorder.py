@@ -28,6 +28,7 @@ from fckpt._capture.sources import Source, current
 from fckpt._trace.lifetimes import Lifetimes, Sums
 from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, statistics_of
 from fckpt._trace.repeated import RepeatedCalls
+from fckpt._trace.sizes import hashable, storage_of_size, viewing_symbolically
 from fckpt._trace.stand_ins import WAY_OUT, StandIn, as_computed, check_dense, storage_without_memory, viewing
 from fckpt.errors import TraceError
 
@@ -55,15 +56,17 @@ class _Block:
 class Recorder(TorchDispatchMode):
     """A dispatch mode that records the operations below autograd, on tensors without memory."""
 
-    def __init__(self, named: torch.device | None = None) -> None:
+    def __init__(self, named: torch.device | None = None, sizes: Any = None) -> None:
         """Prepares to record.
 
         Args:
             named: the device to trace for, if that is another one; its tensors are on the meta device meanwhile.
+            sizes: the environment of symbolic sizes, if layouts of operands have such sizes.
         """
         super().__init__()
         self.named = named
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.sizes = sizes
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
         self.fake.cache_enabled = False  # cached results may have a smaller storage (aten.copy of a row, torch 2.13)
         self.repeated = RepeatedCalls(self.fake)
         self.calls: list[Recorded] = []
@@ -237,6 +240,8 @@ class Recorder(TorchDispatchMode):
     def _strided(self, block: _Block, geometry: Any) -> None:
         """Records a view that was made without a recorded operation (`x.data`, for example)."""
         offset, shape, stride, dtype, conj, neg = geometry
+        if self.sizes is not None:
+            raise TraceError(f"{current()}: a view with symbolic sizes was made in an unknown way.")
         same = [t for g, t in block.current.items() if g[3:] == (dtype, conj, neg)]
         same = same or [self._at(block, g) for g in list(block.stale) if g[3:] == (dtype, conj, neg)][:1]
         if not same:
@@ -266,10 +271,16 @@ class Recorder(TorchDispatchMode):
 
     def _fresh(self, fake: Any, *, held: bool = False) -> torch.Tensor:
         """Returns a tensor without memory, on a new storage, with the layout of `fake`."""
-        storage = storage_without_memory(fake.untyped_storage().nbytes(), fake.device)
-        tensor = viewing(storage, fake, self.named)
+        nbytes = fake.untyped_storage().nbytes()
+        storage = storage_without_memory(nbytes, fake.device) if self.sizes is None else storage_of_size(nbytes)
+        tensor = self._viewing(storage, fake)
         self._adopt(tensor, fake, held)
         return tensor
+
+    def _viewing(self, storage: torch.UntypedStorage, fake: Any) -> torch.Tensor:
+        if self.sizes is None:
+            return viewing(storage, fake, self.named)
+        return viewing_symbolically(storage, fake, self.fake)
 
     def _adopt(self, tensor: torch.Tensor, fake: Any, held: bool) -> int:
         number = self._new(fake)
@@ -413,7 +424,7 @@ class Recorder(TorchDispatchMode):
                 outputs.append(len(self.tensors) - 1)
                 return tensor
             owner = given[key] if key in given else made[key]
-            tensor = viewing(owner.untyped_storage(), fake, self.named)
+            tensor = self._viewing(owner.untyped_storage(), fake)
             known = block.current.get(_geometry(fake))
             outputs.append(None if known is not None and key not in made else self._new(fake, block))
             return tensor
@@ -538,14 +549,10 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tor
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (
-        int(tensor.storage_offset()),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
+    place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    if type(tensor) is FakeTensor and tensor.fake_mode.shape_env is not None:
+        place = hashable(place)
+    return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def _mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:

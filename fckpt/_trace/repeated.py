@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fckpt._call import ambient
+from fckpt._trace.sizes import hashable, is_size, storage_of_size, with_symbolic_sizes
 
 __all__ = ["RepeatedCalls"]
 
@@ -59,7 +60,7 @@ class RepeatedCalls:
         known = None if key is None else self._known.get(key)
         if known is None:
             with self.mode:
-                result = func(*args, **kwargs)
+                result = with_symbolic_sizes(func, self.mode)(*args, **kwargs)
             if key is not None and (layouts := _layouts(result, given)) is not None:
                 self._known[key] = layouts
             return result
@@ -70,10 +71,7 @@ class RepeatedCalls:
 
     def _made(self, layout: _Layout, given: list[FakeTensor]) -> FakeTensor:
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
-            if layout.views:
-                storage = given[0].untyped_storage()
-            else:
-                storage = torch.UntypedStorage(layout.storage_nbytes, device="meta")
+            storage = given[0].untyped_storage() if layout.views else storage_of_size(layout.storage_nbytes)
             tensor = torch.empty(0, dtype=layout.dtype, device="meta")
             tensor.set_(storage, layout.offset, layout.shape, layout.stride)
             if layout.conj:
@@ -89,13 +87,14 @@ def _key(value: Any, given: list[FakeTensor]) -> Any:
         if value.constant is not None or value.layout is not torch.strided:
             raise _Unknown
         given.append(value)
-        nbytes = value.untyped_storage().nbytes()
-        return (
-            tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device, nbytes,
-            value.is_conj(), value.is_neg(), value.requires_grad,
-        )  # fmt: skip
+        place = (tuple(value.shape), value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+        if value.fake_mode.shape_env is not None:
+            place = hashable(place)
+        return (*place, value.dtype, value.device, value.is_conj(), value.is_neg(), value.requires_grad)
     if isinstance(value, (list, tuple)):
         return (type(value), *[_key(part, given) for part in value])
+    if isinstance(value, torch.SymInt):
+        return int, hashable(value)
     if not isinstance(value, _PLAIN):
         raise _Unknown
     if isinstance(value, torch.device) and value.index is None and value.type not in ("cpu", "meta"):
@@ -133,7 +132,8 @@ def _layout(made: Any, given: list[FakeTensor], storages: list[int]) -> _Layout 
     views = storage._cdata in storages
     if views and (len(given) != 1 or storage._cdata != storages[0]):
         return None
-    if not all(type(n) is int for n in (*made.shape, *made.stride(), made.storage_offset())):
+    if not all(is_size(n) for n in (*made.shape, *made.stride(), made.storage_offset())):
         return None  # they depend on data
-    place = (tuple(made.shape), made.stride(), int(made.storage_offset()), made.dtype, made.device)
+    offset: Any = made.storage_offset()
+    place = (tuple(made.shape), made.stride(), offset, made.dtype, made.device)
     return _Layout(*place, storage.nbytes(), made.is_conj(), made.is_neg(), views)

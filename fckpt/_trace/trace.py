@@ -38,6 +38,7 @@ from fckpt._trace.named_device import DevicesMoved, NamedDevice, cuda_kernels
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.results import Results
+from fckpt._trace.sizes import FullSlices
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt._trace.untraceable import DataReadsRefused, errors_located
 from fckpt._trace.updates import with_early_updates
@@ -64,6 +65,7 @@ def trace(
     reads: Reads | None = None,
     donated: Sequence[int] = (),
     target: NamedDevice | None = None,
+    sizes: Any = None,
 ) -> Trace:
     """Traces one call of `fn` and its backward pass, with the autocast state of the caller.
 
@@ -80,6 +82,7 @@ def trace(
         reads: records which of the user's Python code runs.
         donated: the positions of arguments over which results are written; see `donation`.
         target: the device to trace for, if it is not the device of the tensors; see `named_device`.
+        sizes: the environment of the symbolic sizes in `layouts`, if there are any; see `sized`.
 
     Raises:
         TraceError: the control flow of the function depends on the data of tensors, or the function uses a tensor that
@@ -88,7 +91,7 @@ def trace(
     """
     if target is not None:
         layouts = [layout._replace(device=target.device) for layout in layouts]
-    recorder = Recorder(None if target is None else target.device)
+    recorder = Recorder(None if target is None else target.device, sizes)
     traced = _traced(
         fn,
         arguments,
@@ -130,6 +133,8 @@ def _traced(
     graph = isinstance(fn, (GraphFunction, BatchedGraph))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_recording(recorder, wrapped, enabled, target))
+        if recorder.sizes is not None:
+            stack.enter_context(FullSlices())
         stand_ins = [recorder.stand_in(_untracked(layout) if batch else layout) for layout in layouts]
         numbers = [recorder.number(t) for t in stand_ins]
         count = len(arguments.tensors)

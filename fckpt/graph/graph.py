@@ -138,8 +138,9 @@ class Graph:
             _require(all(self.values[v].producer == i for v in node.outputs), f"a producer is not node {i}")
             if node.overwrites:
                 whole = len(node.outputs) == 1 and set(node.inputs).issuperset(node.overwrites) and not node.once
-                sizes = {self.values[v].nbytes for v in (*node.overwrites, *node.outputs)}
-                _require(whole and len(sizes) == 1, f"{name} overwrites a value that it may not overwrite")
+                sizes = [self.values[v].nbytes for v in (*node.overwrites, *node.outputs)]
+                same = all(nbytes == sizes[0] for nbytes in sizes)  # symbolic sizes have no hash
+                _require(whole and same, f"{name} overwrites a value that it may not overwrite")
             accumulates = set(node.accumulates)
             _require(accumulates.issubset(node.inputs), f"{name} accumulates into a value that it does not read")
             depends = not late.isdisjoint(node.inputs)

@@ -1,0 +1,248 @@
+"""Traces as functions of sizes: a call of a new size gets its trace without tracing.
+
+A graph is traced once on tensors with symbolic sizes (`sizes.py`). All shapes, strides, bytes and numbers of that trace
+are expressions of the symbols. They are written as Python source, which makes the trace for given sizes: a thousand
+operations take milliseconds. The guards that torch recorded on the symbols say for which sizes this trace is that of
+the function. As a check of torch's reasoning, the result is compared with traces that were made for fixed sizes.
+
+Private in torch 2.11 and 2.13: `torch.utils._sympy.printers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.printers import PythonPrinter
+
+from fckpt._capture.symbols import symbol
+from fckpt._trace.operations import Call, Layout, Ref, TensorSpec, Trace, arguments_of, plain_cotangents
+from fckpt.graph.graph import Value
+
+__all__ = ["SizedTrace", "Symbols", "Unsized", "same_trace", "sizes_of"]
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class Symbols:
+    """The symbols that stand for some of the sizes of a call, and its layouts and numbers with them."""
+
+    def __init__(self, layouts: Sequence[Layout], numbers: dict[int, int], classes: Sequence[Sequence[int]]):
+        """Makes a symbol for each class of sizes.
+
+        Args:
+            layouts: the layouts of the operands of a call, whose sizes are hints.
+            numbers: the numbers of the call by position among its inputs.
+            classes: positions among the `sizes_of` the call, by class; the sizes of a class are always equal.
+        """
+        self.env = ShapeEnv(duck_shape=False)
+        sizes: list[Any] = list(sizes_of(layouts, numbers))
+        dims = len(sizes) - len(numbers)
+        self.names: list[str] = []
+        """By class: the name of its symbol."""
+        self.least: list[int | None] = []
+        """By class: the least size for which torch's reasoning is valid; None for a number that is no size."""
+        for i, members in enumerate(classes):
+            is_dim = any(position < dims for position in members)
+            node = symbol(self.env, f"size{i}", sizes[members[0]], is_dim)
+            self.names.append(str(node.node.expr))
+            self.least.append(2 if is_dim else None)
+            for position in members:
+                sizes[position] = node
+        self.layouts: list[Layout] = []
+        """The layouts, with symbols."""
+        position = 0
+        for layout in layouts:
+            shape = tuple(sizes[position : position + len(layout.shape)])
+            position += len(shape)
+            self.layouts.append(layout._replace(shape=shape, stride=_strides(layout, shape)))
+        self.numbers = dict(zip(numbers, sizes[dims:], strict=True))
+        """The numbers, with symbols."""
+
+
+def sizes_of(layouts: Sequence[Layout], numbers: dict[int, int]) -> tuple[int, ...]:
+    """Returns the sizes of a call: those of all dimensions of all operands, then the numbers."""
+    return (*[size for layout in layouts for size in layout.shape], *numbers.values())
+
+
+def _strides(layout: Layout, shape: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns strides in which each stride that spans the dimensions inside is the product of their sizes."""
+    strides: list[Any] = list(layout.stride)
+    extent, symbolic = 1, None
+    for dim in sorted(range(len(strides)), key=lambda d: (layout.stride[d], -d)):
+        if symbolic is not None and layout.stride[dim] == extent:
+            strides[dim] = symbolic
+        if layout.stride[dim]:
+            extent, symbolic = layout.stride[dim] * layout.shape[dim], strides[dim] * shape[dim]
+    return tuple(strides)
+
+
+class Unsized(Exception):
+    """The trace is not a function of the sizes."""
+
+
+class SizedTrace:
+    """A trace as a function of the sizes of its operands, and of numbers."""
+
+    def __init__(self, trace: Trace, symbols: Symbols):
+        """Compiles a trace with symbolic sizes.
+
+        Raises:
+            Unsized: the trace is valid for fixed sizes only, or depends on the data of tensors.
+        """
+        env = symbols.env
+        self._trace = trace
+        self._texts = {trace.graph.nodes[c.node].arguments: i for i, c in enumerate(trace.calls) if c.node is not None}
+        """The arguments of nodes as texts with symbols, each with the position of a call."""
+        writer = _Writer()
+        fields = {
+            "tensors": writer.text(trace.tensors),
+            "calls": writer.text(trace.calls),
+            "leaves": writer.text(trace.leaves),
+            "backward": writer.text(trace.backward),
+            "values": writer.text(trace.graph.values),
+        }
+        conditions = _conditions(env, symbols)
+        made = ", ".join(f"{name!r}: {text}" for name, text in fields.items())
+        arguments = ", ".join(symbols.names)
+        source = f"def made({arguments}):\n{writer.assignments()}    return {{{made}}}\n"
+        source += f"def holds({arguments}):\n    return {' and '.join(conditions)}\n"
+        scope = writer.scope
+        exec(compile(source, "<fckpt sizes>", "exec"), scope)
+        self._made: Callable[..., dict[str, Any]] = scope["made"]
+        self._holds: Callable[..., bool] = scope["holds"]
+
+    def at(self, sizes: Sequence[int]) -> Trace | None:
+        """Returns the trace for these values of the symbols; None if it is not valid for them."""
+        try:
+            if not self._holds(*sizes):
+                return None
+            made = self._made(*sizes)
+        except ArithmeticError:  # a division by 0, or the root of a negative number
+            return None
+        values, graph = made.pop("values"), self._trace.graph
+        plain = plain_cotangents(made["tensors"], self._trace.outputs, self._trace.cotangents)
+        texts = {text: arguments_of(made["calls"][i], made["tensors"], plain) for text, i in self._texts.items()}
+        nodes = tuple([dataclasses.replace(node, arguments=texts[node.arguments]) for node in graph.nodes])
+        graph = dataclasses.replace(graph, nodes=nodes, values=values)
+        return dataclasses.replace(self._trace, graph=graph, **made)
+
+
+def same_trace(one: Trace, other: Trace) -> bool:
+    """Whether two traces of a function run the same operations, on the same parts of the same storages.
+
+    The views may have other numbers: with fixed sizes, a view that is made in two ways has one number if the two happen
+    to have the same sizes.
+    """
+    return _essence(one) == _essence(other)
+
+
+def _essence(trace: Trace) -> tuple[Any, ...]:
+    def placed(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return trace.tensors[value.tensor]
+        if isinstance(value, dict):
+            return {k: placed(v) for k, v in value.items()}
+        return type(value)(map(placed, value)) if type(value) in (tuple, list) else value
+
+    spec = lambda t: None if t is None else trace.tensors[t]
+    calls = [
+        (c.op, placed(c.args), placed(c.kwargs), [*map(spec, c.outputs)], [*map(spec, sum(c.replaced, ()))], c.node)
+        for c in trace.calls
+        if c.node is not None
+    ]
+    ends = [[*map(spec, ts)] for ts in (trace.operands, trace.outputs, trace.cotangents, trace.gradients)]
+    versions = [(spec(t), operand) for t, operand in trace.versions]
+    backward = trace.backward._replace(observed=())
+    return trace.graph, calls, ends, versions, trace.leaves, trace.flags, backward, trace.regions
+
+
+class _Writer:
+    """Writer of Python expressions for data with symbolic numbers inside."""
+
+    def __init__(self) -> None:
+        self.scope: dict[str, Any] = {"math": math, "torch": torch}
+        self._constants: dict[int, str] = {}  # by id of an object, which the scope keeps alive: its name
+        self._numbers: dict[Any, str] = {}  # by expression: the variable with its value
+        self._printer = PythonPrinter()
+
+    def assignments(self) -> str:
+        """Returns the lines that compute the numbers."""
+        return "".join(f"    {name} = {self._printer.doprint(e)}\n" for e, name in self._numbers.items())
+
+    def text(self, value: Any) -> str:
+        """Returns an expression for a value."""
+        return self._symbolic(value) or self._constant(value)
+
+    def _symbolic(self, value: Any) -> str:
+        """Returns an expression for a value with symbolic numbers; empty if it has none."""
+        if isinstance(value, _SYMBOLIC):
+            return self._number(value)
+        if isinstance(value, (TensorSpec, Call, Value)):
+            parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
+            return self._made(type(value), parts)
+        if isinstance(value, dict):
+            return self._joined("{", [(f"{self._constant(k)}: ", v) for k, v in value.items()], "}")
+        if isinstance(value, slice):
+            return self._made(slice, [value.start, value.stop, value.step])
+        if type(value) in (tuple, list):
+            first, last = ("(", ",)") if type(value) is tuple else ("[", "]")
+            return self._joined(first, [("", v) for v in value], last)
+        if isinstance(value, tuple):  # a named tuple, or torch.Size
+            parts = self._symbolic(tuple(value))
+            return parts and f"{self._constant(getattr(value, '_make', type(value)))}({parts})"
+        return ""
+
+    def _made(self, kind: Any, parts: list[Any]) -> str:
+        return self._joined(f"{self._constant(kind)}(", [("", part) for part in parts], ")")
+
+    def _joined(self, first: str, parts: list[tuple[str, Any]], last: str) -> str:
+        texts = [self._symbolic(value) for _, value in parts]
+        if not any(texts):
+            return ""
+        found = [key + (text or self._constant(v)) for text, (key, v) in zip(texts, parts, strict=True)]
+        return first + ", ".join(found) + last
+
+    def _constant(self, value: Any) -> str:
+        if value is None or type(value) in (int, bool):
+            return repr(value)
+        if id(value) not in self._constants:
+            self._constants[id(value)] = name = f"c{len(self._constants)}"
+            self.scope[name] = value
+        return self._constants[id(value)]
+
+    def _number(self, value: Any) -> str:
+        expression = value.node.expr
+        if expression.is_number:
+            raise Unsized
+        if expression not in self._numbers:
+            self._numbers[expression] = f"n{len(self._numbers)}"
+        return self._numbers[expression]
+
+
+def _conditions(env: ShapeEnv, symbols: Symbols) -> list[str]:
+    """Returns the conditions under which what torch found for symbolic sizes is true.
+
+    Raises:
+        Unsized: they depend on more than the symbols, or a symbol has only one value.
+    """
+    import sympy
+
+    known = set(symbols.names)
+    facts = [guard.expr for guard in env.guards]
+    facts += [sympy.Eq(symbol, other) for symbol, other in env.replacements.items()]
+    if any(env.deferred_runtime_asserts.values()):
+        raise Unsized
+    printer = PythonPrinter()
+    conditions = [f"{name} >= {least}" for name, least in zip(symbols.names, symbols.least, strict=True) if least]
+    for fact in facts:
+        if fact is sympy.false or not known.issuperset(map(str, fact.free_symbols)):
+            raise Unsized
+        conditions.append(f"({printer.doprint(fact)})")
+    if any(other.is_number for other in env.replacements.values()):
+        raise Unsized
+    return conditions or ["True"]

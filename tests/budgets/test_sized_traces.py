@@ -1,0 +1,193 @@
+"""Traces of new sizes from a trace with symbolic sizes: the traces that tracing gives, or tracing."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_equal, seeded
+from planned import Squared, measured
+from test_sizes import MODELS, results
+from torch import Tensor, nn
+
+import fckpt
+from fckpt._planned import sized_traces
+from fckpt._trace.operations import Backward, Trace
+from fckpt._trace.sized import same_trace
+
+Tracer = Callable[[Backward], Trace]
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """By trace that was made without tracing: whether tracing gives the same."""
+    found: list[bool] = []
+    made_by = sized_traces.SizedTraces.tracer
+
+    def tracer(self: Any, function: Any, key: Any, layouts: Any, tracer: Tracer, *rest: Any) -> Tracer:
+        made, count = made_by(self, function, key, layouts, tracer, *rest), self._count
+
+        def traced(backward: Backward) -> Trace:
+            sized: list[bool] = []
+            self._count = lambda: (count(), sized.append(True))
+            trace = made(backward)
+            if sized:
+                found.append(same_trace(trace, tracer(backward)))
+            return trace
+
+        return traced
+
+    monkeypatch.setattr(sized_traces.SizedTraces, "tracer", tracer)
+    return found
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", sorted({*MODELS} - {"lstm", "unet"}))
+def test_most_new_sizes_are_not_traced_and_have_the_trace_that_tracing_gives(name: str, compared: list[bool]) -> None:
+    make, sizes = MODELS[name]
+    torch.manual_seed(0)
+    plain = make()
+    planned = fckpt.remat(copy.deepcopy(plain), budget=1.0)
+    generator = random.Random(1)
+    for number in range(14):
+        given = sizes(generator)
+        plain.load_state_dict(planned.state_dict())
+        got = seeded(lambda given=given: results(planned, given), seed=number)
+        assert_equal(got, seeded(lambda given=given: results(plain, given), seed=number))
+    assert compared and all(compared)
+    assert fckpt.stats(planned).sized == len(compared) >= 4
+
+
+@pytest.mark.parametrize("name", ["lstm", "unet"])
+def test_operations_without_symbolic_sizes_are_traced_for_each_size(name: str, compared: list[bool]) -> None:
+    make, sizes = MODELS[name]
+    torch.manual_seed(0)
+    plain = make()
+    planned = fckpt.remat(copy.deepcopy(plain), budget=1.0)
+    generator = random.Random(1)
+    for _ in range(8):
+        given = sizes(generator)
+        assert_equal(results(planned, given), results(plain, given))
+    assert all(compared)
+
+
+def test_a_trace_without_tracing_keeps_a_budget_in_bytes() -> None:
+    net = Squared(nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(32, 32), nn.Tanh())]))
+    budget = int(fckpt.plan(net, torch.randn(100, 32), budget=1.0).baseline_peak_bytes * 0.7)
+    planned = fckpt.remat(net, budget=budget)
+    for rows in (100, 20, 130, 60, 127, 77, 81, 133, 3):
+        assert measured(planned, torch.randn(rows, 32)) <= budget
+    assert fckpt.stats(planned).sized == 6
+
+
+W = torch.randn(6, 6, requires_grad=True)
+
+
+def _lengths(x: Tensor, y: Tensor) -> Tensor:
+    return (x @ W).tanh().sum(0) @ (y @ W).sin().sum(0)
+
+
+def _paired(x: Tensor, y: Tensor) -> Tensor:
+    scores = (x @ W) @ (y @ W).T
+    return scores.softmax(-1).square().sum() / scores.shape[0] + scores.numel() ** 0.5
+
+
+def _sliced(x: Tensor, y: Tensor) -> Tensor:
+    half = x.shape[0] // 2
+    return (x[:half] @ W).exp().sum() + (x[half:, 1:] @ W[1:]).tanh().sum() + y[-2:].sum() * (y[:, :3] @ W[:3]).sum()
+
+
+def _folded(x: Tensor, y: Tensor) -> Tensor:
+    both = torch.cat([x, y]) @ W
+    rows = both.reshape(both.shape[0], 2, 3).transpose(0, 1).reshape(2, -1).sigmoid()
+    return F.pad(rows, (1, 2)).unfold(1, 3, 2).sum() * rows.new_full((rows.shape[1],), 2.0).mean()
+
+
+def _causal(x: Tensor, y: Tensor) -> Tensor:
+    mask = torch.ones(x.shape[0], y.shape[0], dtype=torch.bool).tril()
+    found = F.scaled_dot_product_attention((x @ W)[None], (y @ W)[None], y[None], attn_mask=mask[None])
+    return found.square().mean() + torch.arange(x.shape[0], dtype=x.dtype) @ (x @ W)[:, 0]
+
+
+def _branching(x: Tensor, y: Tensor) -> Tensor:
+    h = (x @ W).exp() if x.shape[0] > y.shape[0] else (x @ W).sin()
+    return h.sum() * (torch.tensor(float(y.shape[0])) * (y @ W).cos()).sum()
+
+
+FUNCTIONS = [_lengths, _paired, _sliced, _folded, _causal, _branching]
+PAIRS = [(5, 9), (8, 3), (4, 7), (11, 6), (6, 6), (2, 13), (1, 5), (9, 1), (7, 7), (12, 31), (31, 12), (3, 2), (0, 4)]
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__.strip("_"))
+def test_two_sizes_that_may_be_equal_or_one_or_none(fn: Callable[..., Tensor], compared: list[bool]) -> None:
+    planned = fckpt.remat(fn, budget=1.0)
+    for rows in PAIRS:
+        x, y = (torch.randn(n, 6) for n in rows)
+        assert_equal(torch.autograd.grad(planned(x, y), W), torch.autograd.grad(fn(x, y), W))
+    assert compared and all(compared)
+
+
+def test_a_number_that_changes_is_a_symbol_too(compared: list[bool]) -> None:
+    def loss(x: Tensor, first: int, by: int) -> Tensor:
+        return (x[first:].roll(by, 0) @ W).tanh().mul(by).sum()
+
+    planned = fckpt.remat(loss, budget=1.0)
+    x = torch.randn(40, 6)
+    for first, by in ((2, 5), (3, 7), (9, 4), (12, 20), (0, 1), (1, 0), (-4, -3), (30, 8), (11, 11)):
+        assert_equal(torch.autograd.grad(planned(x, first, by), W), torch.autograd.grad(loss(x, first, by), W))
+    assert compared and all(compared)
+
+
+def test_memory_formats_and_other_strides_of_an_argument(compared: list[bool]) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, stride=2), nn.GELU())
+    loss = lambda x: net(x).square().mean()
+    planned = fckpt.remat(loss, budget=1.0)
+    parameters = list(net.parameters())
+    for n, edge in ((2, 9), (4, 12), (3, 7), (5, 10), (6, 8), (2, 13)):
+        x = torch.randn(n, 3, edge, edge + 1)
+        for given in (
+            x,
+            x.to(memory_format=torch.channels_last),
+            x.transpose(2, 3),
+            torch.randn(n, 3, 99, 99)[..., :9, :8],
+        ):
+            expected = torch.autograd.grad(loss(given), parameters)
+            assert_equal(torch.autograd.grad(planned(given), parameters), expected)
+    assert compared and all(compared)
+
+
+def test_other_outputs_are_differentiated_after_the_first_sizes(compared: list[bool]) -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = (x @ W).tanh()
+        return h, (h @ W).exp()
+
+    planned = fckpt.remat(fn, budget=1.0)
+    for number, rows in enumerate((4, 7, 9, 5, 12, 6, 3, 11)):
+        x, which = torch.randn(rows, 6), number % 2
+        assert_equal(torch.autograd.grad(planned(x)[which].sum(), W), torch.autograd.grad(fn(x)[which].sum(), W))
+    assert all(compared)
+
+
+def test_a_buffer_that_is_written_is_written_once_for_each_size(compared: list[bool]) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+            self.register_buffer("total", torch.zeros(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(self.linear(x))
+            self.total += h.detach().sum(0)
+            return (h * self.total).relu().sum()
+
+    plain = Counting()
+    planned = fckpt.remat(copy.deepcopy(plain), budget=1.0)
+    for rows in (4, 7, 9, 5, 12, 6):
+        x = torch.randn(rows, 6)
+        assert_equal(results(planned, (x,)), results(plain, (x,)))
+    assert compared and all(compared)
