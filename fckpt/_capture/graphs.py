@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -29,14 +29,15 @@ class FlatGraph:
         """The source of each input, as Dynamo records it."""
         self.numbers = tuple(i for i, node in enumerate(nodes) if _is_number(node))
         """The positions of the inputs that are Python numbers."""
-        self.decisive = tuple(i for i in self.numbers if _reaches_tensor(nodes[i]))
-        """The positions of the numbers on which the value or shape of a tensor depends."""
         self.differentiates = any("_grad_increment_nesting" in str(n.target) for n in module.graph.nodes)
         """Whether the graph takes gradients with torch.func."""
         self.constants = _constants_as_inputs(module)
         """Tensors that the graph holds, which become additional inputs."""
         (output,) = (node for node in module.graph.nodes if node.op == "output")
-        self._numeric = _numeric_outputs(module, output)
+        self._numeric, fixed = _numeric_outputs(module, output)
+        self.decisive = tuple(i for i in self.numbers if _decides(nodes[i], fixed))
+        """The positions of the numbers on which a trace depends: the value or shape of a tensor, or a number among the
+        results that cannot be computed from input numbers alone."""
         self._strip(module, names)
         module.recompile()
         self.module = module
@@ -123,13 +124,14 @@ def _is_number(node: fx.Node) -> bool:
     return isinstance(value, (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _reaches_tensor(node: fx.Node) -> bool:
+def _decides(node: fx.Node, fixed: Collection[fx.Node]) -> bool:
+    """Whether a tensor, or one of these numbers, depends on a number."""
     todo, seen = [node], {node}
     while todo:
         for user in todo.pop().users:
             if user.op == "output" or user in seen:
                 continue
-            if not _is_number(user):
+            if not _is_number(user) or user in fixed:
                 return True
             seen.add(user)
             todo.append(user)
@@ -165,19 +167,28 @@ def _constants_as_inputs(module: fx.GraphModule) -> list[torch.Tensor]:
     return constants
 
 
-def _numeric_outputs(module: fx.GraphModule, output: fx.Node) -> tuple[list[int], fx.GraphModule] | None:
+def _numeric_outputs(
+    module: fx.GraphModule, output: fx.Node
+) -> tuple[tuple[list[int], fx.GraphModule] | None, list[fx.Node]]:
+    """Returns the results that are numbers.
+
+    Returns:
+        The positions of the results that depend on input numbers alone, with a graph that computes them; None if there
+        are none. And the other ones: they depend on the sizes of tensors, and are the same for all calls of a trace.
+    """
     results = output.args[0]
     assert isinstance(results, (tuple, list))
     found = [(i, node) for i, node in enumerate(results) if isinstance(node, fx.Node) and _is_number(node)]
-    if not found:
-        return None
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        if node.op == "placeholder" or (node.op != "output" and _is_number(node)):
-            if any(argument not in copies for argument in node.all_input_nodes):
-                return None  # it depends on the size of an intermediate, not only on input numbers
+    for node in module.graph.nodes if found else ():
+        number = node.op != "output" and _is_number(node) and all(n in copies for n in node.all_input_nodes)
+        if node.op == "placeholder" or number:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
-    graph.output(tuple(copies[node] for _, node in found))
+    computed = [(i, node) for i, node in found if node in copies]
+    fixed = [node for _, node in found if node not in copies]
+    if not computed:
+        return None, fixed
+    graph.output(tuple(copies[node] for _, node in computed))
     graph.eliminate_dead_code()
-    return [i for i, _ in found], fx.GraphModule(module, graph)
+    return ([i for i, _ in computed], fx.GraphModule(module, graph)), fixed

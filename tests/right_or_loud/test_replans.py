@@ -160,6 +160,50 @@ def test_counters_move_at_every_call() -> None:
     judge(scenario, budget=0.9)
 
 
+class Mapped(nn.Module):
+    """Counts, and has numbers of its graph that are sizes of intermediate tensors."""
+
+    def __init__(self, counters: int) -> None:
+        super().__init__()
+        self.calls, self.rows, self.counters, self.linear = 0, 0, counters, nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        half = torch.tanh(x)[::2]
+        if self.counters > 1:
+            self.rows += half.shape[0]
+        return torch.func.vmap(lambda row: torch.tanh(self.linear(row)).exp())(half).sum()
+
+
+@pytest.mark.parametrize("counters", [1, 2])
+def test_counters_move_where_other_numbers_are_sizes_of_intermediate_tensors(counters: int) -> None:
+    net = Mapped(counters)
+    f = fckpt.remat(lambda x: net(x), budget=0.9)
+    rows, batches = 0, [torch.randn(many, 32, requires_grad=True) for many in (96, 64)]
+    for call, which in enumerate((0, 0, 0, 0, 1, 1, 1, 0, 1), 1):
+        f(batches[which]).backward()
+        rows += len(batches[which]) // 2 if counters > 1 else 0
+        assert (net.calls, net.rows) == (call, rows)
+
+
+STEPS, KEPT = 0, Mapped(2)
+
+
+def test_numbers_behind_global_variables_become_inputs_like_those_behind_local_ones() -> None:
+    def loss(x: Tensor) -> Tensor:
+        global STEPS
+        STEPS += 1
+        return KEPT(x) * STEPS
+
+    f, x = fckpt.remat(loss, budget=0.9), torch.randn(96, 32, requires_grad=True)
+    for call in range(1, 7):
+        before = STEPS, KEPT.calls, KEPT.rows
+        (grad,) = torch.autograd.grad(f(x), x)
+        assert before == (call - 1, call - 1, 48 * (call - 1)) and STEPS == KEPT.calls == call
+        assert torch.equal(grad, torch.autograd.grad(Mapped.forward(copy.copy(KEPT), x) * STEPS, x)[0])
+    assert fckpt.stats(f).captures <= 3
+
+
 def test_equal_graphs_share_a_plan() -> None:
     """Another batch of the same size, another instance of equal layers: nothing is solved again."""
 
