@@ -1,9 +1,10 @@
 """Schedules of other sizes, adapted to a graph: the fastest that fits, or that repairs make fit, and a short search.
 
 A function that is called with tensors of another size has a graph with the same operations and edges, but other bytes
-and seconds. Schedules that were found for one size are valid for all; only their peaks and times change. A schedule
-that exceeds the budget is repaired, one that leaves bytes unused is pruned, and a short local search starts from the
-fastest results. This takes a fraction of the time of a solver, whose starts have to be computed for each graph.
+and seconds. Schedules that were found for one size are valid for all; only their peaks and times change. The fastest
+that fits is pruned, if it leaves bytes unused. If it is not nearly as fast as a schedule slightly above the budget,
+schedules that exceed the budget are repaired, and a short local search starts from the fastest results. This takes a
+fraction of the time of a solver, whose starts have to be computed for each graph.
 
 Complexity: linear in the length of the schedules, plus a limited number of moves.
 
@@ -12,7 +13,8 @@ Left out: a guarantee. That no schedule is returned does not mean that none fits
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
 from fckpt.errors import FckptError
@@ -20,7 +22,7 @@ from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Compute, Schedule, schedule_of
 from fckpt.graph.simulation import simulate
 from fckpt.solve._greedy import fit
-from fckpt.solve.core.rules import Order, Rules, peak_of, seconds_of
+from fckpt.solve.core.rules import Order, Rules, seconds_of
 from fckpt.solve.core.starts import Start, measured, save_everything_orders
 from fckpt.solve.repair.search import Search
 
@@ -30,6 +32,10 @@ MOVES = 3_000
 """The largest number of moves of all repairs, and of the search: each about a quarter of a second on a slow core."""
 MOST = 3
 """The number of schedules on each side of the budget that are pruned or repaired, besides the one of largest peak."""
+
+CLOSE = 0.03
+"""A schedule within the budget is not improved further if one slightly above the budget is faster by at most this
+fraction of the time of a step: repairs would make that one slower."""
 
 
 def adapt(graph: Graph, budget: int, known: Iterable[Schedule]) -> Schedule | None:
@@ -42,11 +48,14 @@ def adapt(graph: Graph, budget: int, known: Iterable[Schedule]) -> Schedule | No
             left out.
     """
     rules = Rules(graph)
-    plain = save_everything_orders(rules)
-    if peak_of(rules, plain[0]) <= budget:
-        return schedule_of(graph, *plain[0])
-    starts = measured(rules, [*_valid(graph, known), *plain])
-    found = sorted(fitted(rules, starts, budget, MOVES), key=_seconds)
+    plain = measured(rules, save_everything_orders(rules))
+    if plain[0].peak_nbytes <= budget:
+        return schedule_of(graph, *plain[0].order)
+    starts = sorted([*_measured(rules, known), *plain])
+    near = _near(rules, starts, budget)
+    if near is not None:
+        return schedule_of(graph, *near)
+    found = sorted(fitted(rules, (s for s in starts if _is_valid(graph, s.order)), budget, MOVES), key=_seconds)
     if not found:
         return None
     search = Search(rules, [start.order for start in found[:MOST]], budget)
@@ -54,16 +63,40 @@ def adapt(graph: Graph, budget: int, known: Iterable[Schedule]) -> Schedule | No
     return schedule_of(graph, *min(search.found, key=lambda order: seconds_of(rules, order)))
 
 
-def _valid(graph: Graph, known: Iterable[Schedule]) -> Iterator[Order]:
+def _measured(rules: Rules, known: Iterable[Schedule]) -> Iterator[Start]:
+    """Yields known schedules with their peaks and seconds; both mean nothing for a schedule of another graph."""
     for schedule in known:
-        forward, backward = (
-            [s.node for s in half if isinstance(s, Compute)] for half in (schedule.forward, schedule.backward)
+        order = Order(
+            *[[s.node for s in half if isinstance(s, Compute)] for half in (schedule.forward, schedule.backward)]
         )
-        try:
-            simulate(graph, schedule_of(graph, forward, backward))
-        except (FckptError, IndexError):  # a schedule of another graph
-            continue
-        yield Order(forward, backward)
+        with contextlib.suppress(LookupError):  # a schedule of another graph
+            yield from measured(rules, [order])
+
+
+def _near(rules: Rules, starts: Sequence[Start], budget: int) -> Order | None:
+    """Returns the fastest start within the budget, pruned, if it is nearly as fast as one slightly above the budget.
+
+    Args:
+        rules: the rules of the graph.
+        starts: schedules by ascending peak, which may be invalid.
+        budget: bytes.
+    """
+    inside = sorted((s for s in starts if s.peak_nbytes <= budget), key=_seconds)
+    outside = next((s for s in starts if s.peak_nbytes > budget and _is_valid(rules.graph, s.order)), None)
+    best = next((s for s in inside if _is_valid(rules.graph, s.order)), None)
+    if best is None or outside is None:
+        return None
+    order, _ = fit(rules, best.order, budget, effort=MOVES)
+    close = outside.seconds + CLOSE * rules.graph.seconds
+    return order if order is not None and seconds_of(rules, order) <= close else None
+
+
+def _is_valid(graph: Graph, order: Order) -> bool:
+    try:
+        simulate(graph, schedule_of(graph, *order))
+    except (FckptError, LookupError):  # a schedule of another graph
+        return False
+    return True
 
 
 def fitted(rules: Rules, starts: Iterable[Start], budget: int, moves: int) -> Iterator[Start]:
