@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fckpt._capture.function import BatchedGraph, GraphFunction
 from fckpt._planned.tracing import GraphTracer
 from fckpt._trace.operations import Backward, Batch, Layout, Trace, strides_of
+from fckpt.cost.by_size import CostsBySize
 
 if TYPE_CHECKING:
     from fckpt._trace.sized import SizedTrace
@@ -68,6 +69,7 @@ class _Structure:
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph  # stays alive, so that its id is unique
+        self.costs = CostsBySize()
         self.calls: list[_Call] = []
         """The latest calls that were traced, with different sizes."""
         self.general: list[_General] = []
@@ -146,8 +148,8 @@ class SizedTraces:
                 found = _found(general, sizes, layouts, backward)
                 if found is not None:
                     self._count()
-                    return dataclasses.replace(found, given=tensors)
-            made = tracer(backward)
+                    return dataclasses.replace(found, given=tensors, other_sizes=structure.costs)
+            made = dataclasses.replace(tracer(backward), other_sizes=structure.costs)
             if backward.then is None:
                 structure.add(_Call(sizes, layouts, numbers, made), tracer, backward)
             return made

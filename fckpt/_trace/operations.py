@@ -189,6 +189,8 @@ class Trace:
     """Pairs of a tensor and the position of the operand whose memory it is, after a write of the forward pass."""
     given: tuple[weakref.ref[torch.Tensor], ...] = ()
     """By operand: a weak reference to the tensor of the traced call."""
+    other_sizes: Any = None
+    """The costs of calls with other sizes (`cost.by_size.CostsBySize`), if there may be any."""
 
     def producers(self) -> dict[int, Call]:
         """Returns the call that makes each tensor."""

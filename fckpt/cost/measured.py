@@ -80,6 +80,7 @@ class Measured:
         specs: Sequence[TensorSpec],
         makers: Mapping[int, Call] | None = None,
         held: Mapping[int, torch.Tensor] | None = None,
+        seconds: float | None = None,
     ) -> OpCost:
         """Returns the cost of `call` on the device of its tensors.
 
@@ -88,6 +89,7 @@ class Measured:
             specs: the specs of the tensors, by number.
             makers: by tensor, the call that makes it, if known.
             held: existing tensors, by number. They are only read.
+            seconds: the time of the call, if it is known; then only its memory is measured.
         """
         known = registered(call, specs)
         if known is not None:
@@ -98,19 +100,24 @@ class Measured:
         maker = workspace_maker(call, makers or {})
         if is_custom(call.op):  # not stored: the kernel may be edited without a change of its name
             return self._measure(call, specs, maker, held or {}) or self._estimated(call, specs, _device(call, specs))
-        return self._remembered(call, specs, maker, held or {})
+        return self._remembered(call, specs, maker, held or {}, seconds)
 
     def _remembered(
-        self, call: Call, specs: Sequence[TensorSpec], maker: Call | None, held: Mapping[int, torch.Tensor]
+        self,
+        call: Call,
+        specs: Sequence[TensorSpec],
+        maker: Call | None,
+        held: Mapping[int, torch.Tensor],
+        seconds: float | None,
     ) -> OpCost:
         device = _device(call, specs)
         where, key = environment(device), paired_signature(call, specs, maker) + code_of(call.op)
         cost = self._known.get((where, key)) or (self._store.get(where, key) if self._store else None)
         if cost is None:
-            cost = self._measure(call, specs, maker, held)
+            cost = self._measure(call, specs, maker, held, seconds)
             if cost is None:
                 cost = self._estimated(call, specs, device)
-            elif self._store:
+            elif self._store and seconds is None:
                 self._store.put(where, key, cost)
         self._known[where, key] = cost
         return cost
@@ -121,7 +128,12 @@ class Measured:
         return Analytic(profile)(call, specs)
 
     def _measure(
-        self, call: Call, specs: Sequence[TensorSpec], maker: Call | None, held: Mapping[int, torch.Tensor]
+        self,
+        call: Call,
+        specs: Sequence[TensorSpec],
+        maker: Call | None,
+        held: Mapping[int, torch.Tensor],
+        seconds: float | None = None,
     ) -> OpCost | None:
         reasons: list[str] = []
         device = _device(call, specs)
@@ -131,7 +143,7 @@ class Measured:
             try:
                 with _isolated(device), _as_planned(call.op):
                     # Each of the two functions frees its arguments before the other makes new ones.
-                    cost = self._run_with(call, specs, fill, given, maker, device)
+                    cost = self._run_with(call, specs, seconds, fill, given, maker, device)
                     worst = self._at_worst(call, specs, fill, given, maker, device)
                 return dataclasses.replace(cost, temporary_nbytes=max(cost.temporary_nbytes, worst))
             except Exception as error:  # a kernel may raise any exception on unexpected data
@@ -140,9 +152,13 @@ class Measured:
         self.failures.setdefault(str(call.op), reasons[0])
         return None
 
-    def _run_with(self, call: Call, specs: Sequence[TensorSpec], *how: Any) -> OpCost:
+    def _run_with(self, call: Call, specs: Sequence[TensorSpec], seconds: float | None, *how: Any) -> OpCost:
         fill, given, maker, device = how
-        seconds, temporary, storages = _run(_prepared(call, specs, fill, given, maker), device, self.repeats)
+        run = _prepared(call, specs, fill, given, maker)
+        if seconds is None:
+            seconds, temporary, storages = _run(run, device, self.repeats)
+        else:
+            temporary, storages = _temporaries(run, device)
         return OpCost(seconds, flops_of(call, specs), temporary, storages)
 
     @staticmethod

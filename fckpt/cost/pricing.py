@@ -12,7 +12,8 @@ import torch
 from fckpt._call.levels import is_wrapped
 from fckpt._trace.operations import Call, Trace, is_random, is_tagged_random
 from fckpt.cost.analytic import Analytic
-from fckpt.cost.calls import CostSource, OpCost
+from fckpt.cost.by_size import CostsBySize
+from fckpt.cost.calls import CostSource, OpCost, registered
 from fckpt.cost.measured import Measured
 from fckpt.cost.pairs import makers_of, paired_signature, workspace_maker
 from fckpt.errors import users_stacklevel
@@ -43,8 +44,8 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
     makers = makers_of(trace)
     paired = [workspace_maker(call, makers) for call in calls]
     keys = [paired_signature(call, trace.tensors, maker) for call, maker in zip(calls, paired, strict=True)]
-    distinct = dict(zip(keys, calls, strict=True))
-    costs = _costs(trace, source, distinct, makers, progress)
+    distinct = {key: position for position, key in enumerate(keys)}
+    costs = _costs(trace, source, calls, distinct, makers, progress)
     total: dict[int, OpCost] = {}
     for key, call in zip(keys, calls, strict=True):
         assert call.node is not None
@@ -61,22 +62,48 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
 
 
 def _costs(
-    trace: Trace, source: CostSource, distinct: dict[str, Call], makers: Mapping[int, Call], progress: bool
+    trace: Trace,
+    source: CostSource,
+    calls: Sequence[Call],
+    distinct: dict[str, int],
+    makers: Mapping[int, Call],
+    progress: bool,
 ) -> dict[str, OpCost]:
     """Returns the costs of distinct calls, by signature, and warns about operations that were estimated."""
     costs: dict[str, OpCost] = {}
     before = {*source.failures, *source.refused} if isinstance(source, Measured) else set()
     held = _held(trace)
     with Line(progress) as line:
-        for key, call in distinct.items():
+        for key, position in distinct.items():
             if isinstance(source, Measured):
-                costs[key] = source(call, trace.tensors, makers, held)
+                costs[key] = _measured(source, trace, calls, position, makers, held)
             else:
-                costs[key] = source(call, trace.tensors)
+                costs[key] = source(calls[position], trace.tensors)
             line.update(len(costs), len(distinct), "priced {} of {} operations")
     if isinstance(source, Measured):
         _warn(source, before)
     return costs
+
+
+def _measured(
+    source: Measured,
+    trace: Trace,
+    calls: Sequence[Call],
+    position: int,
+    makers: Mapping[int, Call],
+    held: Mapping[int, torch.Tensor],
+) -> OpCost:
+    """Returns the cost of a call, of which only the memory is measured if other sizes of it have been measured."""
+    others: CostsBySize | None = trace.other_sizes
+    if others is None or registered(calls[position], trace.tensors) is not None:
+        return source(calls[position], trace.tensors, makers, held)
+    found = others.cost(calls, position, trace.tensors)
+    if found is None:
+        seconds = others.seconds(calls, position, trace.tensors)
+        found = source(calls[position], trace.tensors, makers, held, seconds)
+        if seconds is None:
+            others.add(calls, position, trace.tensors, found)
+    return found
 
 
 def _with_states(trace: Trace, calls: Sequence[Call], nodes: Sequence[Node]) -> tuple[Node, ...]:
