@@ -57,6 +57,11 @@ class FlatGraph:
             result = self.module.forward(*inputs)
         return list(result)
 
+    @property
+    def computed(self) -> Collection[int]:
+        """The positions of the results that `numeric` computes."""
+        return () if self._numeric is None else self._numeric[0]
+
     def numeric(self, inputs: Sequence[Any]) -> dict[int, Any]:
         """Computes, by position, the results that are Python numbers and depend on numbers among the inputs."""
         if self._numeric is None:

@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fckpt._capture.patching import patched
 
-__all__ = ["symbol", "symbols_remembered"]
+__all__ = ["FloatArithmetic", "float_arithmetic_refused", "symbol", "symbols_remembered"]
 
 _METHODS = ("_add", "_sub", "_mul", "_eq", "_ne", "_ge", "_gt", "_le", "_lt", "_and_", "_or_", "_sym_max", "_sym_min")
 _PLAIN = (int, bool)
@@ -71,3 +71,31 @@ def symbol(env: ShapeEnv, name: str, hint: int, is_size: bool) -> Any:
     source = ConstantSource(name)
     create = env.create_symbol if is_size else env.create_unspecified_symbol
     return env.create_symintnode(create(hint, source, DimDynamic.DYNAMIC), hint=hint, source=source)
+
+
+class FloatArithmetic(Exception):
+    """Two numbers, one of them a float that depends on symbols, were added, subtracted or multiplied."""
+
+
+@contextlib.contextmanager
+def float_arithmetic_refused() -> Iterator[None]:
+    """Makes sums and products of floats that depend on symbols raise `FloatArithmetic` within the body.
+
+    Sympy rewrites them: `n * 0.7 * 10` becomes `7.0 * n`, which rounds differently. They are permitted while torch
+    computes the layout of a result (`computes_layouts` of the environment), for which it may compute such numbers.
+    """
+
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def compute(self: Any, other: Any) -> Any:
+            permitted = getattr(self.shape_env, "computes_layouts", False)
+            if float in (self.pytype, other.pytype) and not permitted:
+                raise FloatArithmetic
+            return original(self, other)
+
+        return compute
+
+    with contextlib.ExitStack() as stack:
+        for name in ("_add", "_sub", "_mul"):
+            stack.enter_context(patched(SymNode, name, refusing))
+        yield

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fckpt._capture.function import BatchedGraph, GraphFunction
@@ -29,6 +29,8 @@ _ENOUGH = 3
 """The number of sizes that are traced before a trace with symbols is made."""
 _ATTEMPTS = 4
 """The number of traces with symbols of one structure."""
+_KINDS = 8
+"""The number of kinds of backward passes of one structure that are traced with symbols."""
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 _STRUCTURES = 32
 """The number of structures that are known: the first ones are forgotten."""
@@ -70,30 +72,35 @@ class _Structure:
     def __init__(self, graph: Any) -> None:
         self.graph = graph  # stays alive, so that its id is unique
         self.costs = CostsBySize()
-        self.calls: list[_Call] = []
-        """The latest calls that were traced, with different sizes."""
+        self.calls: dict[Any, list[_Call]] = {}
+        """The latest calls that were traced, with different sizes, by kind of backward pass."""
         self.general: list[_General] = []
-        """The traces with symbols, for different sets of sizes that differ."""
-        self.left = _ATTEMPTS
-        """The number of further traces with symbols. One that fails counts twice: another would probably fail too."""
+        """The traces with symbols, for different backward passes and sets of sizes that differ."""
+        self.left: dict[Any, int] = {}
+        """By kind of backward pass: the number of further traces with symbols. One that fails counts twice: another
+        would probably fail too."""
 
     def add(self, call: _Call, tracer: GraphTracer, backward: Backward) -> None:
         """Adds a call that was traced, with its tracer and backward pass; traces with symbols if enough are known."""
-        self.calls = [*(other for other in self.calls if other.sizes != call.sizes), call][-_ENOUGH:]
-        if len(self.calls) < _ENOUGH or self.left <= 0:
+        kind = call.trace.backward._replace(strides=None, observed=())
+        calls = [*(other for other in self.calls.pop(kind, ()) if other.sizes != call.sizes), call][-_ENOUGH:]
+        self.calls = dict([*self.calls.items(), (kind, calls)][-_KINDS:])
+        left = self.left.get(kind, _ATTEMPTS if len(self.left) < _KINDS else 0)
+        if len(calls) < _ENOUGH or left <= 0:
             return
-        columns = list(zip(*[known.sizes for known in self.calls], strict=True))
+        columns = list(zip(*[known.sizes for known in calls], strict=True))
         fixed = {i: column[0] for i, column in enumerate(columns) if len(set(column)) == 1}
         classes: dict[tuple[int, ...], list[int]] = {}
         for i in (i for i in range(len(columns)) if i not in fixed):
             classes.setdefault(columns[i], []).append(i)
         # Torch treats sizes of 0 and 1, and equal sizes, in other ways than most: they are bad examples.
-        examples = zip(self.calls, zip(*classes, strict=True), strict=True)
+        examples = zip(calls, zip(*classes, strict=True), strict=True)
         example, sizes = max(reversed(list(examples)), key=lambda pair: len({0, 1, *fixed.values(), *pair[1]}))
         if len(set(sizes)) < len(sizes) or min(sizes) < 2:
             return
-        made = _general(self.calls, example, fixed, list(classes.values()), tracer, backward)
-        self.left -= 2 if made is None else 1
+        computed = self.graph.computed
+        made = _general(calls, example, fixed, list(classes.values()), tracer, backward, computed)
+        self.left[kind] = left - (2 if made is None else 1)
         self.general += [] if made is None else [made]
 
 
@@ -189,6 +196,7 @@ def _general(
     classes: list[list[int]],
     tracer: GraphTracer,
     backward: Backward,
+    computed: Collection[int],
 ) -> _General | None:
     """Traces a call with symbols for the sizes that differ between calls; None if that does not work.
 
@@ -199,24 +207,25 @@ def _general(
         classes: see `_General`.
         tracer: traces a call with symbols.
         backward: the backward pass of the latest call.
+        computed: see `same_trace`.
     """
-    from fckpt._capture.symbols import symbols_remembered
+    from fckpt._capture.symbols import float_arithmetic_refused, symbols_remembered
     from fckpt._trace.sized import SizedTrace, Symbols, same_trace
 
     try:
         symbols = Symbols(example.layouts, example.numbers, classes)
-        with warnings.catch_warnings(), _unlogged(), symbols_remembered():
+        with warnings.catch_warnings(), _unlogged(), symbols_remembered(), float_arithmetic_refused():
             warnings.simplefilter("ignore")
             traced = tracer(backward, symbols)
         guessed = backward.outputs is None and all(o.flags != traced.flags for o in backward.observed)
         made = _General(SizedTrace(traced, symbols), classes, fixed, guessed)
+        for call in calls:
+            values = made.values(call.sizes)
+            found = None if values is None else made.trace.at(values)
+            if found is not None and not same_trace(found, call.trace, computed):
+                return None
     except Exception:  # torch does not know how to compute some size: each size is traced by itself
         return None
-    for call in calls:
-        values = made.values(call.sizes)
-        found = None if values is None else made.trace.at(values)
-        if found is not None and not same_trace(found, call.trace):
-            return None
     return made
 
 

@@ -189,7 +189,8 @@ class Assembly:
         """Returns the value of a cotangent. An expanded cotangent counts in full, because operations may copy it."""
         value, known = self._value(tensor, None, "a cotangent"), self.recorder.tensors[tensor]
         if is_expanded(known.shape, known.stride()):
-            self.values[value] = dataclasses.replace(self.values[value], nbytes=known.nbytes)
+            nbytes = known.numel() * known.element_size()
+            self.values[value] = dataclasses.replace(self.values[value], nbytes=nbytes)
         return value
 
     def _lived(self) -> tuple[Value, ...]:

@@ -28,7 +28,7 @@ from fckpt._capture.sources import Source, current
 from fckpt._trace.lifetimes import Lifetimes, Sums
 from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, statistics_of
 from fckpt._trace.repeated import RepeatedCalls
-from fckpt._trace.sizes import hashable, storage_of_size, viewing_symbolically
+from fckpt._trace.sizes import hashable, run_in, storage_of_size, viewing_symbolically
 from fckpt._trace.stand_ins import WAY_OUT, StandIn, as_computed, check_dense, storage_without_memory, viewing
 from fckpt.errors import TraceError
 
@@ -361,8 +361,7 @@ class Recorder(TorchDispatchMode):
         """Runs an operation on fake tensors."""
         if not written:
             return self.repeated(func, *sent)
-        with self.fake:
-            result = func(*sent[0], **sent[1])
+        result = run_in(self.fake, func, *sent)
         if any(self._of(t).shape != t.shape for t in written):
             raise TraceError(f"{current()}: {func} changes the size of a tensor in place. {WAY_OUT}")
         return result

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fckpt._call import ambient
-from fckpt._trace.sizes import hashable, is_size, storage_of_size, with_symbolic_sizes
+from fckpt._trace.sizes import hashable, is_size, run_in, storage_of_size
 
 __all__ = ["RepeatedCalls"]
 
@@ -59,8 +59,7 @@ class RepeatedCalls:
             key = None
         known = None if key is None else self._known.get(key)
         if known is None:
-            with self.mode:
-                result = with_symbolic_sizes(func, self.mode)(*args, **kwargs)
+            result = run_in(self.mode, func, args, kwargs)
             if key is not None and (layouts := _layouts(result, given)) is not None:
                 self._known[key] = layouts
             return result

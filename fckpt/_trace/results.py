@@ -238,7 +238,7 @@ class Results:
         given = [*self.operand_numbers, *(ct for ct in self.cotangents if ct is not None)]
         shared = storage in taken or storage in {recorder.values[t] for t in given}
         stride = _strides_of_grad(layout)
-        if shared or grad.stride() != stride or grad.untyped_storage().nbytes() != grad.nbytes:
+        if shared or grad.stride() != stride or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size():
             grad = torch.empty_strided(layout.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
             storage = recorder.version(grad)
         taken.add(storage)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class SizedTrace:
             if not self._holds(*sizes):
                 return None
             made = self._made(*sizes)
-        except ArithmeticError:  # a division by 0, or the root of a negative number
+        except (ArithmeticError, ValueError):  # a division by 0, or the root of a negative number
             return None
         values, graph = made.pop("values"), self._trace.graph
         plain = plain_cotangents(made["tensors"], self._trace.outputs, self._trace.cotangents)
@@ -132,16 +132,18 @@ class SizedTrace:
         return dataclasses.replace(self._trace, graph=graph, **made)
 
 
-def same_trace(one: Trace, other: Trace) -> bool:
+def same_trace(one: Trace, other: Trace, computed: Collection[int] = ()) -> bool:
     """Whether two traces of a function run the same operations, on the same parts of the same storages.
+
+    The leaves of the results at positions in `computed` are not compared: these numbers are computed at each call.
 
     The views may have other numbers: with fixed sizes, a view that is made in two ways has one number if the two happen
     to have the same sizes.
     """
-    return _essence(one) == _essence(other)
+    return _essence(one, computed) == _essence(other, computed)
 
 
-def _essence(trace: Trace) -> tuple[Any, ...]:
+def _essence(trace: Trace, computed: Collection[int]) -> tuple[Any, ...]:
     def placed(value: Any) -> Any:
         if isinstance(value, Ref):
             return trace.tensors[value.tensor]
@@ -158,7 +160,8 @@ def _essence(trace: Trace) -> tuple[Any, ...]:
     ends = [[*map(spec, ts)] for ts in (trace.operands, trace.outputs, trace.cotangents, trace.gradients)]
     versions = [(spec(t), operand) for t, operand in trace.versions]
     backward = trace.backward._replace(observed=())
-    return trace.graph, calls, ends, versions, trace.leaves, trace.flags, backward, trace.regions
+    leaves = [leaf for i, leaf in enumerate(trace.leaves) if i not in computed]
+    return trace.graph, calls, ends, versions, leaves, trace.flags, backward, trace.regions
 
 
 class _Writer:
@@ -219,6 +222,7 @@ class _Writer:
         expression = value.node.expr
         if expression.is_number:
             raise Unsized
+        _check_exact(expression)
         if expression not in self._numbers:
             self._numbers[expression] = f"n{len(self._numbers)}"
         return self._numbers[expression]
@@ -240,9 +244,19 @@ def _conditions(env: ShapeEnv, symbols: Symbols) -> list[str]:
     printer = PythonPrinter()
     conditions = [f"{name} >= {least}" for name, least in zip(symbols.names, symbols.least, strict=True) if least]
     for fact in facts:
+        _check_exact(fact)
         if fact is sympy.false or not known.issuperset(map(str, fact.free_symbols)):
             raise Unsized
         conditions.append(f"({printer.doprint(fact)})")
     if any(other.is_number for other in env.replacements.values()):
         raise Unsized
     return conditions or ["True"]
+
+
+def _check_exact(expression: Any) -> None:
+    """Raises `Unsized` for sums and products of floats, which sympy may have put in another order."""
+    import sympy
+
+    for part in sympy.preorder_traversal(expression):
+        if isinstance(part, (sympy.Add, sympy.Mul, sympy.Pow)) and not all(arg.is_integer for arg in part.args):
+            raise Unsized

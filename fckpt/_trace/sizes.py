@@ -20,9 +20,9 @@ __all__ = [
     "FullSlices",
     "hashable",
     "is_size",
+    "run_in",
     "storage_of_size",
     "viewing_symbolically",
-    "with_symbolic_sizes",
 ]
 
 aten = torch.ops.aten
@@ -60,10 +60,22 @@ def viewing_symbolically(storage: torch.UntypedStorage, fake: torch.Tensor, mode
     return FakeTensor(mode, tensor, fake.device)
 
 
-def with_symbolic_sizes(func: Any, mode: FakeTensorMode) -> Any:
-    """Returns what computes the result of an operation in this mode: another function, if sizes may be symbolic."""
-    if mode.shape_env is None:
-        return func
+def run_in(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs an operation on fake tensors, whose sizes may be symbolic."""
+    env: Any = mode.shape_env
+    if env is None:
+        with mode:
+            return func(*args, **kwargs)
+    env.computes_layouts = True  # see `symbols.float_arithmetic_refused`
+    try:
+        with mode:
+            return _with_symbolic_sizes(func)(*args, **kwargs)
+    finally:
+        env.computes_layouts = False
+
+
+def _with_symbolic_sizes(func: Any) -> Any:
+    """Returns the function that computes the layout of an operation's result."""
     if func is aten.expand.default:
         return _expanded
     if func is aten.constant_pad_nd.default:
@@ -103,7 +115,7 @@ def _ending(tensor: torch.Tensor, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(part, slice) for part in parts):
         return index
-    taken = [part.dim() if _is_mask(part) else int(part is not None and part is not ...) for part in parts]
+    taken = [_dims_of(part) for part in parts]
     dim, ended = 0, []
     for part, count in zip(parts, taken, strict=True):
         if part is ...:
@@ -114,5 +126,8 @@ def _ending(tensor: torch.Tensor, index: Any) -> Any:
     return tuple(ended) if isinstance(index, tuple) else ended[0]
 
 
-def _is_mask(part: Any) -> bool:
-    return isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
+def _dims_of(part: Any) -> int:
+    """Returns the number of dimensions that a part of an index takes, except an ellipsis."""
+    if isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8):
+        return part.dim()
+    return 0 if part is None or part is ... or isinstance(part, bool) else 1

@@ -10,10 +10,11 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 
-from fckpt._trace.operations import Call, TensorSpec
+from fckpt._trace.operations import Call, Ref, TensorSpec
 from fckpt.cost.analytic import flops_of
 from fckpt.cost.calls import OpCost, refs
 
@@ -23,27 +24,33 @@ _ENOUGH = 3
 """The number of measured sizes of an operation from which other sizes are interpolated."""
 
 
+_Place = tuple[int, int, str, str]
+"""What identifies an operation among calls of other sizes: the number of calls, its position, and its arguments.
+
+Calls of one function may have different backward passes."""
+
+
 class CostsBySize:
     """The measured costs of the operations of a function, by the amount of work that each size of the call means."""
 
     def __init__(self) -> None:
-        self._measured: dict[tuple[int, int, str], list[tuple[int, float]]] = {}
+        self._measured: dict[_Place, list[tuple[int, float]]] = {}
         """By operation: pairs of work and seconds."""
-        self._with_temporaries: set[tuple[int, int, str]] = set()
+        self._unforeseen: set[_Place] = set()
         """The operations that needed memory besides their results, or other memory for the results than expected."""
 
     def add(self, calls: Sequence[Call], position: int, specs: Sequence[TensorSpec], cost: OpCost) -> None:
         """Adds the measured cost of the call at a position of a trace, which has these calls and specs of tensors."""
-        place, call = _place(calls, position), calls[position]
+        place, call = _place(calls, position, specs), calls[position]
         points, work = self._measured.setdefault(place, []), _work(call, specs)
         if all(known != work for known, _ in points):
             bisect.insort(points, (work, cost.seconds))
         if cost.temporary_nbytes or cost.storages != _results(call, specs):
-            self._with_temporaries.add(place)
+            self._unforeseen.add(place)
 
     def seconds(self, calls: Sequence[Call], position: int, specs: Sequence[TensorSpec]) -> float | None:
         """Returns the time of a call, see `add`; None if too few sizes have been measured."""
-        points = self._measured.get(_place(calls, position), [])
+        points = self._measured.get(_place(calls, position, specs), [])
         if len(points) < _ENOUGH:
             return None
         work = _work(calls[position], specs)
@@ -61,12 +68,25 @@ class CostsBySize:
         call = calls[position]
         if torch.Tag.pointwise not in getattr(call.op, "tags", ()) or call.op.namespace != "aten":
             return None
-        seconds = None if _place(calls, position) in self._with_temporaries else self.seconds(calls, position, specs)
+        seconds = None if _place(calls, position, specs) in self._unforeseen else self.seconds(calls, position, specs)
         return None if seconds is None else OpCost(seconds, flops_of(call, specs), 0, _results(call, specs))
 
 
-def _place(calls: Sequence[Call], position: int) -> tuple[int, int, str]:
-    return len(calls), position, str(calls[position].op)
+def _place(calls: Sequence[Call], position: int, specs: Sequence[TensorSpec]) -> _Place:
+    call = calls[position]
+    arguments = [_described(value, specs) for value in (*call.args, *call.kwargs.values())]
+    results = [None if t is None else specs[t].dtype for t in call.outputs]
+    return len(calls), position, str(call.op), f"{arguments} {results}"
+
+
+def _described(value: Any, specs: Sequence[TensorSpec]) -> Any:
+    """Describes an argument of a call without sizes, strides and other numbers."""
+    if isinstance(value, Ref):
+        spec = specs[value.tensor]
+        return spec.dtype, spec.device, spec.conj, spec.neg
+    if isinstance(value, (list, tuple)):
+        return [_described(part, specs) for part in value]
+    return type(value) if isinstance(value, (int, float, complex, torch.Generator)) else value
 
 
 def _work(call: Call, specs: Sequence[TensorSpec]) -> int:

@@ -119,7 +119,8 @@ class Measured:
                 cost = self._estimated(call, specs, device)
             elif self._store and seconds is None:
                 self._store.put(where, key, cost)
-        self._known[where, key] = cost
+        if seconds is None:
+            self._known[where, key] = cost
         return cost
 
     def _estimated(self, call: Call, specs: Sequence[TensorSpec], device: torch.device) -> OpCost:

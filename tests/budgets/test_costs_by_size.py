@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_sizes import MODELS
+from torch import Tensor
 
 import fckpt
 from fckpt._planned.planner import traced_without_running
@@ -92,3 +93,32 @@ def test_times_are_measured_for_the_first_sizes_only(monkeypatch: pytest.MonkeyP
 def test_a_trace_without_other_sizes_is_measured_whole() -> None:
     trace: Trace = traced_without_running(lambda x: x.tanh().sum(), (torch.ones(3, requires_grad=True),), {})[0]
     assert trace.other_sizes is None
+
+
+def test_other_outputs_of_other_dtypes_are_measured_for_themselves() -> None:
+    """The backward pass of the second output casts an operand, which takes memory."""
+    w = torch.randn(64, 64)
+
+    def fn(x: Tensor, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        h = x @ w
+        for _ in range(3):
+            h = h.sin()
+        return h * q, h * p
+
+    def peak(rows: int, which: int) -> int:
+        x, q = torch.randn(rows, 64), torch.randn(rows, 64, requires_grad=True)
+        p = torch.randn(rows, 64, dtype=torch.float64, requires_grad=True)
+        of, dtype = ((q, torch.float32), (p, torch.float64))[which]
+
+        def step() -> Any:
+            return torch.autograd.grad(planned(x, q, p)[which], [of], torch.ones(rows, 64, dtype=dtype))
+
+        step()
+        return fckpt.measure_peak(step).peak_bytes
+
+    planned = fckpt.remat(fn, budget=900_000)
+    for rows in (100, 150, 200, 250, 300, 180):
+        assert peak(rows, 0) <= 900_000
+    for rows in (400, 390, 360):
+        with pytest.raises(fckpt.BudgetError):
+            peak(rows, 1)

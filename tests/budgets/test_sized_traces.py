@@ -39,7 +39,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             self._count = lambda: (count(), sized.append(True))
             trace = made(backward)
             if sized:
-                found.append(same_trace(trace, tracer(backward)))
+                found.append(same_trace(trace, tracer(backward), function.graph.computed))
             return trace
 
         return traced
@@ -173,7 +173,7 @@ def test_other_outputs_are_differentiated_after_the_first_sizes(compared: list[b
     for number, rows in enumerate((4, 7, 9, 5, 12, 6, 3, 11)):
         x, which = torch.randn(rows, 6), number % 2
         assert_equal(torch.autograd.grad(planned(x)[which].sum(), W), torch.autograd.grad(fn(x)[which].sum(), W))
-    assert all(compared)
+    assert compared and all(compared)
 
 
 def test_a_buffer_that_is_written_is_written_once_for_each_size(compared: list[bool]) -> None:
@@ -193,4 +193,43 @@ def test_a_buffer_that_is_written_is_written_once_for_each_size(compared: list[b
     for rows in (4, 7, 9, 5, 12, 6):
         x = torch.randn(rows, 6)
         assert_equal(results(planned, (x,)), results(plain, (x,)))
+    assert compared and all(compared)
+
+
+FLOATS: list[Callable[[int], float]] = [
+    lambda n: n * 0.1 * 3.0,
+    lambda n: n * 0.1 + n * 0.2,
+    lambda n: n / 10 + 0.2 + 0.1,
+    lambda n: 1e-3 * n / 100 + 5e-4 * (1 - n / 100),
+    lambda n: 1.0 - 0.9 * n / 50 - 0.05,
+    lambda n: (n + 0.1) - 0.1,
+    lambda n: int(n * 0.7 * 10) // 10,
+    lambda n: n**-0.5 / 3 / 7,
+]
+
+
+@pytest.mark.parametrize("number", range(len(FLOATS)))
+def test_floats_that_are_computed_from_sizes_and_counters_round_as_in_python(number: int) -> None:
+    w, of = torch.randn(6, 6, dtype=torch.float64, requires_grad=True), FLOATS[number]
+    functions: list[Callable[[Tensor, int], Tensor]] = [
+        lambda x, step: (x @ w).sin().sum() * of(step),
+        lambda x, step: (x[: max(1, int(of(x.shape[0])))] @ w).sin().mul(of(x.shape[0])).sum(),
+    ]
+    for fn in functions:
+        planned = fckpt.remat(fn, budget=1.0)
+        for size in (4, 8, 16, 5, 7, 11, 14, 25, 90, 3, 19, 22):
+            x = torch.randn(size, 6, dtype=torch.float64)
+            assert_equal(torch.autograd.grad(planned(x, size), w), torch.autograd.grad(fn(x, size), w))
+
+
+def test_a_counter_among_the_results_is_no_obstacle(compared: list[bool]) -> None:
+    def fn(x: Tensor, step: int) -> tuple[Tensor, int, int]:
+        return (x @ W).sin().sum(), step + 1, x.shape[0] * 2
+
+    planned = fckpt.remat(fn, budget=1.0)
+    for step, rows in enumerate((4, 7, 9, 5, 12, 6, 3, 11)):
+        x = torch.randn(rows, 6)
+        loss, then, twice = planned(x, step)
+        assert (then, twice) == (step + 1, rows * 2)
+        assert_equal(torch.autograd.grad(loss, W), torch.autograd.grad(fn(x, step)[0], W))
     assert compared and all(compared)
