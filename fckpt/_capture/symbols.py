@@ -1,9 +1,9 @@
-"""Faster computation with symbolic sizes during a capture: each operation on two symbolic numbers runs once.
+"""Symbolic numbers: how they are made, and what changes while torch computes with them.
 
-For each tensor with symbolic sizes, torch computes anew whether it is contiguous, how many elements it has, and so on:
-dozens of operations on the same few expressions. The result of an operation is determined by the expressions, so it is
-remembered for the duration of the capture. Expressions are immutable, and what torch learns later about a symbol is
-applied when a result is read.
+During a capture, torch computes anew for each tensor with symbolic sizes whether it is contiguous, how many elements it
+has, and so on: dozens of operations on the same few expressions. The result of an operation is determined by the
+expressions, so it is remembered for the duration of the capture. Expressions are immutable, and what torch learns later
+about a symbol is applied when a result is read.
 
 Seen on torch 2.11 and 2.13: `SymNode._mul` and similar.
 """
@@ -78,18 +78,18 @@ class FloatArithmetic(Exception):
 
 
 @contextlib.contextmanager
-def float_arithmetic_refused() -> Iterator[None]:
-    """Makes sums and products of floats that depend on symbols raise `FloatArithmetic` within the body.
+def float_arithmetic_refused(env: Any) -> Iterator[None]:
+    """Makes sums and products of floats that depend on symbols of `env` raise `FloatArithmetic` within the body.
 
     Sympy rewrites them: `n * 0.7 * 10` becomes `7.0 * n`, which rounds differently. They are permitted while torch
-    computes the layout of a result (`computes_layouts` of the environment), for which it may compute such numbers.
+    computes the layout of a result (`env.computes_layouts`), for which it may compute such numbers.
     """
 
     def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def compute(self: Any, other: Any) -> Any:
-            permitted = getattr(self.shape_env, "computes_layouts", False)
-            if float in (self.pytype, other.pytype) and not permitted:
+            refused = self.shape_env is env and not getattr(env, "computes_layouts", False)
+            if refused and float in (self.pytype, other.pytype):
                 raise FloatArithmetic
             return original(self, other)
 

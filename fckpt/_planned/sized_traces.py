@@ -33,7 +33,7 @@ _KINDS = 8
 """The number of kinds of backward passes of one structure that are traced with symbols."""
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 _STRUCTURES = 32
-"""The number of structures that are known: the first ones are forgotten."""
+"""The number of structures that are known: those that were used last."""
 
 
 class _Call(NamedTuple):
@@ -140,11 +140,8 @@ class SizedTraces:
         others = tuple([(i, type(n), None if i in numbers else n) for i, n in given.items()])
         alike = tuple([(len(layout.shape), *layout[2:]) for layout in layouts])
         place = (id(function.graph), key, others, alike)
-        if place not in self._known:
-            for other in list(self._known)[: 1 - _STRUCTURES]:
-                del self._known[other]
-            self._known[place] = _Structure(function.graph)
-        structure = self._known[place]
+        structure = self._known.pop(place, None) or _Structure(function.graph)
+        self._known = dict([*self._known.items(), (place, structure)][-_STRUCTURES:])
         tensors = tuple(map(weakref.ref, [*function.arguments, *function.held.values()]))
 
         def traced(backward: Backward) -> Trace:
@@ -214,7 +211,7 @@ def _general(
 
     try:
         symbols = Symbols(example.layouts, example.numbers, classes)
-        with warnings.catch_warnings(), _unlogged(), symbols_remembered(), float_arithmetic_refused():
+        with warnings.catch_warnings(), _unlogged(), symbols_remembered(), float_arithmetic_refused(symbols.env):
             warnings.simplefilter("ignore")
             traced = tracer(backward, symbols)
         guessed = backward.outputs is None and all(o.flags != traced.flags for o in backward.observed)
