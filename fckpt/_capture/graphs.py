@@ -60,7 +60,10 @@ class FlatGraph:
     @property
     def computed(self) -> Collection[int]:
         """The positions of the results that `numeric` computes."""
-        return () if self._numeric is None else self._numeric[0]
+        if self._numeric is None:
+            return ()
+        positions, _ = self._numeric
+        return positions
 
     def numeric(self, inputs: Sequence[Any]) -> dict[int, Any]:
         """Computes, by position, the results that are Python numbers and depend on numbers among the inputs."""
@@ -178,8 +181,9 @@ def _numeric_outputs(
     """Returns the results that are numbers.
 
     Returns:
-        The positions of the results that depend on input numbers alone, with a graph that computes them; None if there
-        are none. And the other ones: they depend on the sizes of tensors, and are the same for all calls of a trace.
+        First, the positions of the results that depend on input numbers alone, with a graph that computes them, or None
+        if there are no such results. Second, the nodes of all other results that are numbers. These results depend on
+        sizes of tensors, and every call that uses the same trace has the same values for them.
     """
     results = output.args[0]
     assert isinstance(results, (tuple, list))

@@ -117,8 +117,9 @@ class _Compilation:
         found: list[tuple[int, Callable[..., Any]]] = []
         plans = 0
         while plans <= ATTEMPTS:
-            takes_torch = not found and self.policy is None  # the first attempt prefers torch's partition to a plan
-            torch_budget = 1.0 if takes_torch else None
+            torch_budget = None
+            if not found and self.policy is None:  # the first attempt takes torch's partition, if that fits
+                torch_budget = 1.0
             function, partitioner = self._attempt(target, torch_budget)
             peak = self._measured(function)
             if peak is None or peak <= limit:
@@ -135,8 +136,8 @@ class _Compilation:
             if partitioner.plan is not None:
                 # A few bytes less may give the same plan again, so the later steps are larger.
                 target = max(1, target - max(peak - limit, limit * (plans - 1) * STEP // 100))
-        shares = SHARES if self.policy is None else ()  # torch's partitions follow no policy
-        for share in shares:
+        torch_budgets = SHARES if self.policy is None else ()  # torch's own partitions ignore policies
+        for share in torch_budgets:
             function, partitioner = self._attempt(limit, share)
             if partitioner.trains and partitioner.plan is not None:  # torch's partition is wrong, or saves too much
                 continue

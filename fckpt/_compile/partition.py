@@ -49,8 +49,9 @@ class Partitioner(CustomPartitionerFn):
         self.nbytes = nbytes
         self.policy = policy
         self.solver = solver
-        asks_nothing = nbytes is None and policy is None
-        self.torch_budget = 1.0 if asks_nothing else torch_budget
+        if nbytes is None and policy is None:  # without a request, torch's partition for its default budget is taken
+            torch_budget = 1.0
+        self.torch_budget = torch_budget
         self.plan: Plan | None = None
         """The plan; None if torch's partition was taken."""
         self.is_least = False

@@ -107,7 +107,9 @@ class Program:
     @property
     def executed(self) -> Schedule | FusedSchedule:
         """The schedule that runs, with compiled blocks if there are any."""
-        return self.schedule if self.fused is None else self.fused
+        if self.fused is None:
+            return self.schedule
+        return self.fused
 
     @functools.cached_property
     def timeline(self) -> Timeline:

@@ -96,7 +96,7 @@ class Stats:
     programs: int = 0
     """Planned programs: traces that were lowered, one per signature and per set of differentiated outputs."""
     sized: int = 0
-    """Those of the programs whose trace was made for their sizes without tracing, from a trace with symbolic sizes."""
+    """Programs among these whose sizes were inserted into a trace with symbolic sizes, so that nothing was traced."""
     captures: int = 0
     """Captures of the function's Python code: the first one, and one each time that a guard failed."""
     hits: int = 0
@@ -161,7 +161,9 @@ class Ledger:
         found, budget = _REASONS[reason], self.promised
         expected = self.expected() if found.is_plain else nbytes
         whose = ", the peak of the plain function" if found.is_plain else ""
-        instead = "" if expected is None else f", in up to {format_bytes(expected)}{whose}"
+        peak = ""
+        if expected is not None:
+            peak = f", in up to {format_bytes(expected)}{whose}"
         promised = (
             f"{budget:g} of the plain peak"
             if isinstance(budget, float)
@@ -169,7 +171,7 @@ class Ledger:
         )
         warnings.warn(
             f"the budget of {self.name}, {promised}, is not kept in this call: {found.why}"
-            f"{f' ({detail})' if detail else ''}. The function {found.does}{instead}. {found.way_out} "
+            f"{f' ({detail})' if detail else ''}. The function {found.does}{peak}. {found.way_out} "
             'To make this an error: warnings.simplefilter("error", fckpt.BudgetWarning).',
             BudgetWarning,
             stacklevel=users_stacklevel(),

@@ -33,7 +33,7 @@ _KINDS = 8
 """The number of kinds of backward passes of one structure that are traced with symbols."""
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 _STRUCTURES = 32
-"""The number of structures that are known: those that were used last."""
+"""The number of structures that are kept. If there are more, the least recently used structure is forgotten."""
 
 
 class _Call(NamedTuple):
@@ -89,10 +89,13 @@ class _Structure:
         if len(calls) < _ENOUGH or left <= 0:
             return
         columns = list(zip(*[known.sizes for known in calls], strict=True))
-        fixed = {i: column[0] for i, column in enumerate(columns) if len(set(column)) == 1}
+        fixed: dict[int, int] = {}
         classes: dict[tuple[int, ...], list[int]] = {}
-        for i in (i for i in range(len(columns)) if i not in fixed):
-            classes.setdefault(columns[i], []).append(i)
+        for position, column in enumerate(columns):
+            if len(set(column)) == 1:
+                fixed[position] = column[0]
+            else:
+                classes.setdefault(column, []).append(position)
         # Torch treats sizes of 0 and 1, and equal sizes, in other ways than most: they are bad examples.
         examples = zip(calls, zip(*classes, strict=True), strict=True)
         example, sizes = max(reversed(list(examples)), key=lambda pair: len({0, 1, *fixed.values(), *pair[1]}))
@@ -100,8 +103,11 @@ class _Structure:
             return
         computed = self.graph.computed
         made = _general(calls, example, fixed, list(classes.values()), tracer, backward, computed)
-        self.left[kind] = left - (2 if made is None else 1)
-        self.general += [] if made is None else [made]
+        if made is None:
+            self.left[kind] = left - 2
+        else:
+            self.left[kind] = left - 1
+            self.general.append(made)
 
 
 class SizedTraces:

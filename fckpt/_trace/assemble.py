@@ -212,13 +212,14 @@ class Assembly:
         return frozenset(n for n in nodes if outer.isdisjoint(self.nodes[n].outputs))
 
     def _spec(self, tensor: torch.Tensor, storage: int) -> TensorSpec:
+        offset: Any = tensor.storage_offset()  # an int, or symbolic if the sizes are
         return TensorSpec(
             tuple(tensor.shape),
             tensor.stride(),
             tensor.dtype,
             self.recorder.device_of(tensor.device),
             self.known.get(storage, -1),
-            tensor.storage_offset(),  # type: ignore[arg-type]  # symbolic in a trace for any sizes
+            offset,
             tensor.is_conj(),
             tensor.is_neg(),
         )

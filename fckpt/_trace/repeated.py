@@ -133,6 +133,6 @@ def _layout(made: Any, given: list[FakeTensor], storages: list[int]) -> _Layout 
         return None
     if not all(is_size(n) for n in (*made.shape, *made.stride(), made.storage_offset())):
         return None  # they depend on data
-    offset: Any = made.storage_offset()
+    offset: Any = made.storage_offset()  # an int, or symbolic if the sizes are
     place = (tuple(made.shape), made.stride(), offset, made.dtype, made.device)
     return _Layout(*place, storage.nbytes(), made.is_conj(), made.is_neg(), views)

@@ -51,7 +51,7 @@ def adapt(graph: Graph, budget: int, known: Iterable[Schedule]) -> Schedule | No
     plain = measured(rules, save_everything_orders(rules))
     if plain[0].peak_nbytes <= budget:
         return schedule_of(graph, *plain[0].order)
-    starts = sorted([*_measured(rules, known), *plain])
+    starts = sorted([*_known_starts(rules, known), *plain])
     near = _near(rules, starts, budget)
     if near is not None:
         return schedule_of(graph, *near)
@@ -63,7 +63,7 @@ def adapt(graph: Graph, budget: int, known: Iterable[Schedule]) -> Schedule | No
     return schedule_of(graph, *min(search.found, key=lambda order: seconds_of(rules, order)))
 
 
-def _measured(rules: Rules, known: Iterable[Schedule]) -> Iterator[Start]:
+def _known_starts(rules: Rules, known: Iterable[Schedule]) -> Iterator[Start]:
     """Yields known schedules with their peaks and seconds; both mean nothing for a schedule of another graph."""
     for schedule in known:
         order = Order(
