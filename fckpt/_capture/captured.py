@@ -47,6 +47,7 @@ from fckpt._capture.branches import Branches
 from fckpt._capture.cached import cached_reader
 from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
+from fckpt._capture.frames import Frames
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.graphs import FlatGraph
 from fckpt._capture.numbers import options_constant
@@ -149,11 +150,22 @@ class _Substitute(threading.local):
 class Captured:
     """A captured call. It is valid for every call for which `holds` returns True."""
 
-    def __init__(self, entry: Entry, taken: tuple[Any, Any, Any], passed: Any, output: Any, guards: Any, below: bool):
+    def __init__(
+        self,
+        entry: Entry,
+        taken: tuple[Any, Any, Any],
+        passed: Any,
+        output: Any,
+        guards: Any,
+        below: bool,
+        frames: Frames,
+    ):
         fn = taken[1] if taken[2] is None else types.MethodType(taken[1], taken[2])
         names = Names(fn, [leaf for leaf in tree.leaves(passed) if not isinstance(leaf, torch.Tensor)])
-        self.graph = None if output.backend_input is None else FlatGraph(output.backend_input.graph_module, names)
+        self.graph: FlatGraph | None = None
         """The torch calls; None if the function makes none, so that it can be called directly."""
+        if output.backend_input is not None:
+            self.graph = FlatGraph(output.backend_input.graph_module, names, frames.ends)
         self.below = below
         """Whether the call was captured below levels of torch.func, where Dynamo's guards would reject the wrappers."""
         self.branches: Branches
@@ -329,10 +341,11 @@ class _Attempt:
         self.dynamic = dynamic
         self.answers = answers
         self.branches = branches
+        self.frames = Frames()
 
     def captured(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         output, guards, names, builtin_names = self._run(args, kwargs)
-        captured = Captured(entry, self.taken, (args, kwargs), output, guards, self.below)
+        captured = Captured(entry, self.taken, (args, kwargs), output, guards, self.below, self.frames)
         captured.keywords, captured.branches = tuple(kwargs), self.branches
         captured._names, captured.builtins = names, builtin_names
         replaced = patched_methods(output.graph_capture_output.traced_code)
@@ -353,6 +366,7 @@ class _Attempt:
                 stack.enter_context(self.answers.given())
                 stack.enter_context(self.branches.decided())
                 stack.enter_context(marks.capturing())
+                stack.enter_context(self.frames.recorded())
                 output = convert_frame.fullgraph_capture(taken[0], (taken[1], taken[2], args, kwargs))
                 filtered = functools.partial(without_tensors, names=names)
                 hooks = Hooks(guard_filter_fn=filtered) if self.below else Hooks()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,21 @@ __all__ = ["FlatGraph"]
 _LEVEL = {"_wrap_for_grad": 1, "_unwrap_for_grad": 1, "_add_batch_dim": 2, "_remove_batch_dim": 1, "_unwrap_batched": 1}
 """By function of torch.func that a graph calls with a level number: the position of that argument."""
 
+Held = Callable[[fx.Graph], dict[fx.Node, fx.Node]]
+
 
 class FlatGraph:
     """The torch calls of a function, mapping its inputs to a flat list of results."""
 
-    def __init__(self, module: fx.GraphModule, names: Names | None = None):
-        """Takes ownership of a graph. `names` maps modules to paths, which locate each call in the model."""
+    def __init__(self, module: fx.GraphModule, names: Names | None = None, held: Held = lambda _: {}):
+        """Takes ownership of a graph.
+
+        Args:
+            module: the graph.
+            names: maps modules to paths, which locate each call in the model.
+            held: returns, for results that the plain function holds beyond their last use, the calls until which it
+                holds them. A trace holds them as long.
+        """
         nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.placeholders = [node.name for node in nodes]
         self.sources = [getattr(node, "_dynamo_source", None) for node in nodes]
@@ -39,6 +48,7 @@ class FlatGraph:
         """The positions of the numbers on which a trace depends: the value or shape of a tensor, or a number among the
         results that cannot be computed from input numbers alone."""
         self._strip(module, names)
+        self._held = held(module.graph)
         module.recompile()
         self.module = module
 
@@ -51,8 +61,9 @@ class FlatGraph:
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the calls on `inputs`, which end with the constants."""
-        if marks.answered() is not None or get_dynamic_layer_stack_depth():
-            result = _Walk(self.module).run(*inputs)
+        traced = marks.answered() is not None
+        if traced or get_dynamic_layer_stack_depth():
+            result = _Walk(self.module, self._held if traced else {}).run(*inputs)
         else:
             result = self.module.forward(*inputs)
         return list(result)
@@ -88,11 +99,20 @@ class FlatGraph:
 
 
 class _Walk(fx.Interpreter):
-    """Runs the calls one by one, reporting the source of each call and shifting level numbers to the current depth."""
+    """Runs the calls one by one, reporting the source of each call and shifting level numbers to the current depth.
 
-    def __init__(self, module: fx.GraphModule):
+    A result is freed after its last use, or after the call until which the plain function holds it (`held`).
+    """
+
+    def __init__(self, module: fx.GraphModule, held: dict[fx.Node, fx.Node]):
         super().__init__(module)
         self.depth = get_dynamic_layer_stack_depth()
+        places = {node: place for place, node in enumerate(module.graph.nodes)}
+        self.user_to_last_uses: dict[fx.Node, list[fx.Node]] = {}
+        for node in places:
+            ends = {node, *node.users, held.get(node)} - {None}
+            if node.op != "output":
+                self.user_to_last_uses.setdefault(max(ends, key=places.__getitem__), []).append(node)
 
     def run_node(self, n: fx.Node) -> Any:
         with running(*n.meta["source"]):

@@ -1,0 +1,114 @@
+"""How long the function's frames hold each tensor, which decides the peak of the plain function.
+
+A graph has no variables: by itself, it would free each tensor after its last use. The plain function frees a tensor
+when nothing refers to it any more: a local variable refers to it until its frame ends or the variable changes, and the
+call of a module refers to its arguments until it returns. Dynamo evaluates each frame, so these points can be recorded.
+
+Seen on torch 2.11 and 2.13: frames keep their variables in `symbolic_locals`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import fx
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import TensorVariable, UnspecializedNNModuleVariable, VariableTracker
+
+from fckpt._capture.patching import patched
+
+__all__ = ["Frames"]
+
+_DEPTH = 4
+"""How many levels of containers and objects are searched for tensors."""
+
+
+class Frames:
+    """The last call during which a frame held each tensor."""
+
+    def __init__(self) -> None:
+        self._calls: list[fx.Node] = []
+        """The last calls of the graph at the times when variables ended, in order."""
+        self._ends: dict[fx.Node, int] = {}
+        """By tensor: the position in `_calls` of the call after which the last variable ended."""
+
+    def ended(self, variables: Iterable[Any], output: Any) -> None:
+        """Notes that some variables end now, in Dynamo's representation; `output` holds the graph made so far."""
+        last = next(reversed(output.graph.nodes), None)
+        if last is None:
+            return
+        if not self._calls or self._calls[-1] is not last:
+            self._calls.append(last)
+        for variable in variables:
+            for node in _tensors(variable, output.side_effects.store_attr_mutations, _DEPTH):
+                self._ends[node] = len(self._calls) - 1
+
+    def ends(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+        """Returns, for each call whose result a frame holds, the last call of `graph` during which it does so."""
+        kept = {node.name: node for node in graph.nodes}
+        last: fx.Node | None = None
+        calls: list[fx.Node | None] = []
+        for call in self._calls:
+            last = kept.get(call.name, last)
+            calls.append(last)
+        found = {kept.get(node.name): calls[position] for node, position in self._ends.items()}
+        return {node: end for node, end in found.items() if node is not None and end is not None}
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Records the frames of the captures within the body."""
+        with (
+            patched(InstructionTranslatorBase, "run", self._run),
+            patched(UnspecializedNNModuleVariable, "call_function", self._call),
+        ):
+            yield
+
+    def _run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(frame: Any) -> None:
+            frame.symbolic_locals = _Variables(frame.symbolic_locals, self, frame.output)
+            original(frame)
+            self.ended(frame.symbolic_locals.values(), frame.output)
+
+        return run
+
+    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call_function(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            result = original(module, tx, args, kwargs)
+            self.ended([*args, *kwargs.values()], tx.output)
+            return result
+
+        return call_function
+
+
+class _Variables(dict[str, Any]):
+    """The variables of a frame by name, which notes when one changes."""
+
+    def __init__(self, variables: dict[str, Any], frames: Frames, output: Any):
+        super().__init__(variables)
+        self._frames, self._output = frames, output
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._end(name)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._end(name)
+        super().__delitem__(name)
+
+    def _end(self, name: str) -> None:
+        if name in self:
+            self._frames.ended([self[name]], self._output)
+
+
+def _tensors(variable: Any, attributes: dict[Any, dict[str, Any]], depth: int) -> Iterator[fx.Node]:
+    """Yields the calls whose results a variable refers to."""
+    if isinstance(variable, TensorVariable):
+        yield variable.proxy.node
+    elif depth and isinstance(variable, VariableTracker):
+        fields = vars(variable)  # not getattr: an argument that was not read yet would be read, and guarded
+        items = fields.get("items", ())
+        parts = [*(items.values() if isinstance(items, dict) else items if isinstance(items, list | tuple) else ())]
+        for part in [*parts, fields.get("_base_vt"), *attributes.get(variable, {}).values()]:
+            yield from _tensors(part, attributes, depth - 1)

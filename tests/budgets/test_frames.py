@@ -1,0 +1,175 @@
+"""The plain peak of a plan, which counts what the frames of the plain function hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fckpt
+
+ROWS = 5_000
+"""So many that scalars beside the tensors are less than the tolerance."""
+
+
+def variables(x: Tensor) -> Tensor:
+    a = x + 1
+    b = a + 2
+    c = b + 3
+    return c.sum()
+
+
+def assigned_again(x: Tensor) -> Tensor:
+    for number in range(4):
+        x = x + number
+    y = x
+    return (y + 1).sum()
+
+
+def deleted(x: Tensor) -> Tensor:
+    a = x + 1
+    b = a + 2
+    del a
+    c = b + 3
+    return c.sum()
+
+
+def inner(x: Tensor) -> Tensor:
+    a = x + 1
+    b = a + 2
+    return b + 3
+
+
+def of_inner_functions(x: Tensor) -> Tensor:
+    return inner(inner(x)).sum()
+
+
+def in_containers(x: Tensor) -> Tensor:
+    known = {"first": x + 1}
+    pair = (known["first"] + 2, [known["first"] + 3])
+    last = pair[0].mean() + pair[1][0]
+    return last.sum()
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: Tensor
+
+
+def in_objects(x: Tensor) -> Tensor:
+    output = Output(x + 1, x + 2)
+    last = output.logits + output.hidden.mean()
+    return (last + 3).sum()
+
+
+def saved(x: Tensor) -> Tensor:
+    a = x.exp()
+    b = a.sin()
+    c = b + a.mean()
+    return (c * 2).sum()
+
+
+def overwritten(x: Tensor) -> Tensor:
+    a = x + 1
+    a.add_(2)
+    b = a + 3
+    return b.sum()
+
+
+class Inner(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        x = x + 2
+        return x + 3
+
+
+class Arguments(nn.Module):
+    """Modules whose calls hold their arguments until they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Inner(), Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).sum()
+
+
+FUNCTIONS = [
+    variables, assigned_again, deleted, of_inner_functions, in_containers, in_objects, saved, overwritten, Arguments(),
+]  # fmt: skip
+
+
+def assert_peak_is_known(fn: Callable[..., Tensor]) -> None:
+    x = torch.randn(ROWS, requires_grad=True)
+    step = lambda: torch.autograd.grad(fn(x), x)
+    step()
+    plain = fckpt.measure_peak(step).peak_bytes
+    assert fckpt.plan(fn, x).baseline_peak_bytes == pytest.approx(plain, rel=0.01)
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: getattr(fn, "__name__", type(fn).__name__))
+def test_the_plain_peak_counts_what_frames_hold(fn: Callable[..., Tensor], frozen: None) -> None:
+    assert_peak_is_known(fn)
+
+
+@pytest.mark.parametrize("options", [{}, {"solver": "greedy"}])
+def test_a_plan_itself_holds_no_variables(options: dict[str, Any]) -> None:
+    x = torch.randn(ROWS, requires_grad=True)
+    plan = fckpt.plan(variables, x, budget=0.7, **options)
+    assert plan.peak_bytes <= 0.7 * plan.baseline_peak_bytes and plan.overhead == 0.0
+
+
+Step = tuple[str, int, int, int]
+STEPS = st.tuples(st.sampled_from(["add", "exp", "mul", "inner", "call", "list", "delete"]), *[st.integers(0, 3)] * 3)
+
+
+def program(steps: list[Step], x: Tensor) -> Tensor:
+    """Runs steps on four variables."""
+    a = b = c = d = x
+    total, kept = torch.zeros(()), []
+    for kind, source, other, target in steps:
+        one, two = (a, b, c, d)[source], (a, b, c, d)[other]
+        if kind == "add":
+            new = one + 1
+        elif kind == "exp":
+            new = one.tanh()
+        elif kind == "mul":
+            new = one * two
+        elif kind == "inner":
+            new = inner(one)
+        elif kind == "call":
+            new = MODULE(MODULE(one))
+        elif kind == "list":
+            new = one + 2
+            kept.append(new)
+        else:
+            new = x
+        del one, two
+        total = total + new.sum()  # Dynamo leaves out what is not used
+        if target == 0:
+            a = new
+        elif target == 1:
+            b = new
+        elif target == 2:
+            c = new
+        else:
+            d = new
+    last = a + b + c + d
+    return total + last.sum()
+
+
+MODULE = Inner()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(STEPS, min_size=1, max_size=10))
+def test_the_plain_peak_of_random_programs_is_known(frozen: None, steps: list[Step]) -> None:
+    assert_peak_is_known(partial(program, steps))
