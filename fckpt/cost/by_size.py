@@ -1,13 +1,22 @@
-"""Times of operations at new sizes, interpolated between measured ones.
+"""Costs of operations at new sizes, derived from measured ones.
 
 Calls of a function with other sizes run the same operations on larger or smaller tensors. Once a few sizes have been
-measured, the time at a new size lies between its neighbours', so only the memory of most operations is measured there.
-Times decide which plan is the fastest; whether a plan keeps its budget does not depend on them.
+measured, the time at a new size lies between its neighbours'. Times decide which plan is the fastest; whether a plan
+keeps its budget does not depend on them.
+
+A budget depends on the memory of operations, which is measured at each size, with two exceptions. Pointwise operations
+of torch allocate memory besides their results only to convert operands of other dtypes and Python numbers, so one that
+needed the same few bytes at all measured sizes needs them at any size. Most other operations need no less memory for
+larger tensors: if one needed the same for tensors that are at least as large in every dimension and for others that are
+at most as large, or none for the larger ones, that is what it needs in between. That holds for kernels on the CPU; on
+accelerators, and for convolutions, recurrent networks and Fourier transforms everywhere, libraries choose between
+algorithms by size.
 """
 
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -24,33 +33,54 @@ _ENOUGH = 3
 """The number of measured sizes of an operation from which other sizes are interpolated."""
 
 
+_MOST = 64
+"""The number of sizes of an operation whose memory is remembered."""
+_LIBRARIES = re.compile("conv|mkldnn|miopen|cudnn|rnn|lstm|gru|fft|sparse|quantized")
+"""Names of operations for which libraries choose between algorithms by size."""
 _Place = tuple[int, int, str, str]
 """What identifies an operation among calls of other sizes: the number of calls, its position, and its arguments.
 
 Calls of one function may have different backward passes."""
+_Shapes = tuple[tuple[int, ...], ...]
 
 
 class CostsBySize:
-    """The measured costs of the operations of a function, by the amount of work that each size of the call means."""
+    """The measured costs of the operations of a function, by the sizes of its calls."""
 
     def __init__(self) -> None:
-        self._measured: dict[_Place, list[tuple[int, float]]] = {}
+        self._times: dict[_Place, list[tuple[int, float]]] = {}
         """By operation: pairs of work and seconds."""
+        self._temporaries: dict[_Place, dict[_Shapes, int]] = {}
+        """By operation and shapes: the bytes besides the results."""
         self._unforeseen: set[_Place] = set()
-        """The operations that needed memory besides their results, or other memory for the results than expected."""
+        """The operations that needed other memory for their results than expected."""
 
-    def add(self, calls: Sequence[Call], position: int, specs: Sequence[TensorSpec], cost: OpCost) -> None:
-        """Adds the measured cost of the call at a position of a trace, which has these calls and specs of tensors."""
+    def add(
+        self, calls: Sequence[Call], position: int, specs: Sequence[TensorSpec], cost: OpCost, *, timed: bool = True
+    ) -> None:
+        """Adds the measured cost of the call at a position of a trace.
+
+        Args:
+            calls: the calls of the trace.
+            position: the position of the call in `calls`.
+            specs: the specs of the tensors, by number.
+            cost: the cost.
+            timed: whether the time of the call was measured, and not only the memory.
+        """
         place, call = _place(calls, position, specs), calls[position]
-        points, work = self._measured.setdefault(place, []), _work(call, specs)
-        if all(known != work for known, _ in points):
+        points, work = self._times.setdefault(place, []), _work(call, specs)
+        if timed and all(known != work for known, _ in points):
             bisect.insort(points, (work, cost.seconds))
-        if cost.temporary_nbytes or cost.storages != _results(call, specs):
+        if _made(call, cost.storages) != _made(call, _results(call, specs)):
             self._unforeseen.add(place)
+        known = self._temporaries.setdefault(place, {})
+        known[_shapes(call, specs)] = cost.temporary_nbytes
+        if len(known) > _MOST:
+            del known[next(iter(known))]
 
     def seconds(self, calls: Sequence[Call], position: int, specs: Sequence[TensorSpec]) -> float | None:
         """Returns the time of a call, see `add`; None if too few sizes have been measured."""
-        points = self._measured.get(_place(calls, position, specs), [])
+        points = self._times.get(_place(calls, position, specs), [])
         if len(points) < _ENOUGH:
             return None
         work = _work(calls[position], specs)
@@ -60,16 +90,27 @@ class CostsBySize:
         return max(found, min(seconds for _, seconds in points) / 2)
 
     def cost(self, calls: Sequence[Call], position: int, specs: Sequence[TensorSpec]) -> OpCost | None:
-        """Returns the whole cost of a call, if its memory is known too; None if it has to be measured.
-
-        Pointwise operations of torch allocate memory besides their results only to convert operands of other dtypes,
-        so one that needed none at the measured sizes needs none at any size.
-        """
-        call = calls[position]
-        if torch.Tag.pointwise not in getattr(call.op, "tags", ()) or call.op.namespace != "aten":
+        """Returns the whole cost of a call, see `add`, if its memory is known too; None if it has to be measured."""
+        call, place = calls[position], _place(calls, position, specs)
+        seconds = self.seconds(calls, position, specs)
+        temporary = None if place in self._unforeseen else self._temporary(place, call, specs)
+        if seconds is None or temporary is None:
             return None
-        seconds = None if _place(calls, position, specs) in self._unforeseen else self.seconds(calls, position, specs)
-        return None if seconds is None else OpCost(seconds, flops_of(call, specs), 0, _results(call, specs))
+        return OpCost(seconds, flops_of(call, specs), temporary, _results(call, specs))
+
+    def _temporary(self, place: _Place, call: Call, specs: Sequence[TensorSpec]) -> int | None:
+        """Returns the bytes that a call needs besides its results, if other sizes determine them."""
+        known = self._temporaries.get(place, {})
+        if getattr(call.op, "namespace", "") != "aten":
+            return None
+        if torch.Tag.pointwise in call.op.tags:
+            return next(iter(known.values())) if len({*known.values()}) == 1 else None
+        if _LIBRARIES.search(str(call.op)) or any(specs[t].device.type != "cpu" for t in _tensors(call)):
+            return None
+        shapes = _shapes(call, specs)
+        most = min((nbytes for larger, nbytes in known.items() if _is_within(shapes, larger)), default=None)
+        least = max((nbytes for smaller, nbytes in known.items() if _is_within(smaller, shapes)), default=0)
+        return most if most == least else None
 
 
 def _place(calls: Sequence[Call], position: int, specs: Sequence[TensorSpec]) -> _Place:
@@ -80,21 +121,44 @@ def _place(calls: Sequence[Call], position: int, specs: Sequence[TensorSpec]) ->
 
 
 def _described(value: Any, specs: Sequence[TensorSpec]) -> Any:
-    """Describes an argument of a call without sizes, strides and other numbers."""
+    """Describes an argument of a call without sizes and other numbers; of strides, only their order is described."""
     if isinstance(value, Ref):
         spec = specs[value.tensor]
-        return spec.dtype, spec.device, spec.conj, spec.neg
+        order = sorted(range(len(spec.shape)), key=lambda dim: -spec.stride[dim])
+        return spec.dtype, spec.device, spec.conj, spec.neg, order, [stride == 0 for stride in spec.stride]
     if isinstance(value, (list, tuple)):
         return [_described(part, specs) for part in value]
     return type(value) if isinstance(value, (int, float, complex, torch.Generator)) else value
 
 
+def _tensors(call: Call) -> list[int]:
+    """Returns the numbers of the tensors that a call reads and makes."""
+    return [*(ref.tensor for ref in refs((call.args, call.kwargs))), *(t for t in call.outputs if t is not None)]
+
+
+def _shapes(call: Call, specs: Sequence[TensorSpec]) -> _Shapes:
+    return tuple([tuple(specs[t].shape) for t in _tensors(call)])
+
+
+def _is_within(shapes: _Shapes, larger: _Shapes) -> bool:
+    """Whether no tensor is larger in any dimension."""
+    return all(
+        len(ours) == len(theirs) and all(a <= b for a, b in zip(ours, theirs, strict=True))
+        for ours, theirs in zip(shapes, larger, strict=True)
+    )
+
+
 def _work(call: Call, specs: Sequence[TensorSpec]) -> int:
     """Returns a number that grows with the sizes of an operation: the bytes of its tensors, and its FLOPs."""
-    tensors = {ref.tensor for ref in refs((call.args, call.kwargs))} | {t for t in call.outputs if t is not None}
-    return sum(prod(specs[t].shape) * specs[t].dtype.itemsize for t in tensors) + flops_of(call, specs)
+    nbytes = sum(prod(specs[t].shape) * specs[t].dtype.itemsize for t in {*_tensors(call)})
+    return nbytes + flops_of(call, specs)
 
 
 def _results(call: Call, specs: Sequence[TensorSpec]) -> tuple[int, ...]:
     """Returns the bytes of the results if each has a storage of its own."""
     return tuple([0 if t is None else prod(specs[t].shape) * specs[t].dtype.itemsize for t in call.outputs])
+
+
+def _made(call: Call, storages: Sequence[int]) -> list[int]:
+    """Returns the bytes of those results that are tensors of the trace."""
+    return [nbytes for t, nbytes in zip(call.outputs, storages, strict=False) if t is not None]

@@ -93,7 +93,7 @@ def _measured(
     makers: Mapping[int, Call],
     held: Mapping[int, torch.Tensor],
 ) -> OpCost:
-    """Returns the cost of a call, of which only the memory is measured if other sizes of it have been measured."""
+    """Returns the cost of a call, of which only the memory is measured, or nothing, if other sizes are known."""
     others: CostsBySize | None = trace.other_sizes
     if others is None or registered(calls[position], trace.tensors) is not None:
         return source(calls[position], trace.tensors, makers, held)
@@ -101,8 +101,7 @@ def _measured(
     if found is None:
         seconds = others.seconds(calls, position, trace.tensors)
         found = source(calls[position], trace.tensors, makers, held, seconds)
-        if seconds is None:
-            others.add(calls, position, trace.tensors, found)
+        others.add(calls, position, trace.tensors, found, timed=seconds is None)
     return found
 
 

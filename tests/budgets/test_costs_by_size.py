@@ -1,15 +1,16 @@
-"""Costs at new sizes, of which only the memory is measured: the memory of a whole measurement, and times in between."""
+"""Costs at new sizes: the memory of a whole measurement, and times in between those of other sizes."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from test_sizes import MODELS
-from torch import Tensor
+from torch import Tensor, nn
 
 import fckpt
 from fckpt._planned.planner import traced_without_running
@@ -53,6 +54,50 @@ def test_an_operation_with_temporaries_is_measured_at_each_size() -> None:
     assert costs.seconds(*_position(*_call(25))) == 1.0
 
 
+def _softmax(rows: int) -> tuple[list[Call], list[TensorSpec]]:
+    specs = [TensorSpec((rows, 8), (8, 1), torch.float32, CPU, value) for value in range(2)]
+    return [Call(torch.ops.aten._softmax.default, (Ref(0), 1, False), {}, (1,), 0)], specs
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "known"),
+    [
+        ((0, 0, 0), {4: 0, 15: 0, 30: 0, 31: None}),  # none for larger tensors
+        ((16, 16, 16), {4: None, 15: 16, 30: 16, 31: None}),  # the same for smaller and larger ones
+        ((0, 0, 8), {4: 0, 15: 0, 25: None, 30: 8}),
+        ((8, 0, 0), {4: 0, 15: None, 25: None}),  # more for smaller tensors
+        ((8, 16, 24), {10: 8, 15: None, 20: 16, 25: None}),
+    ],
+)
+def test_memory_is_known_between_sizes_that_need_the_same(
+    nbytes: tuple[int, ...], known: dict[int, int | None]
+) -> None:
+    costs = CostsBySize()
+    for rows, temporary in zip((10, 20, 30), nbytes, strict=True):
+        calls, specs = _softmax(rows)
+        costs.add(calls, 0, specs, OpCost(1.0, 0, temporary, (rows * 32,)))
+    for rows, temporary in known.items():
+        found = costs.cost(*_position(*_softmax(rows)))
+        assert (None if found is None else found.temporary_nbytes) == temporary, rows
+
+
+@pytest.mark.parametrize("change", ["device", "convolution", "results"])
+def test_memory_is_measured_where_it_does_not_grow_with_sizes(change: str) -> None:
+    costs = CostsBySize()
+
+    def call(rows: int) -> tuple[list[Call], list[TensorSpec]]:
+        calls, specs = _softmax(rows)
+        if change == "device":
+            specs = [dataclasses.replace(spec, device=torch.device("cuda")) for spec in specs]
+        op = torch.ops.aten._conv_depthwise2d.default if change == "convolution" else calls[0].op
+        return [dataclasses.replace(calls[0], op=op)], specs
+
+    for rows in (10, 20, 30):
+        calls, specs = call(rows)
+        costs.add(calls, 0, specs, OpCost(1.0, 0, 0, (rows * 32 + 64 * (change == "results"),)))
+    assert costs.cost(*_position(*call(20))) is None
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_memory_at_a_new_size_is_that_of_a_whole_measurement(name: str) -> None:
@@ -67,6 +112,65 @@ def test_the_memory_at_a_new_size_is_that_of_a_whole_measurement(name: str) -> N
         memory = lambda graph: [[n.temporary_nbytes for n in graph.nodes], [v.nbytes for v in graph.values]]
         assert memory(fast) == memory(whole)
         del tensors
+
+
+def _products(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    return (torch.bmm(h[None], w[None]) + torch.addmm(w[0], x, w)).sum()
+
+
+def _norms(x: Tensor, w: Tensor) -> Tensor:
+    h = nn.functional.layer_norm(x, x.shape[1:])
+    h = nn.functional.group_norm(h[None].transpose(1, 2), 4)[0].t() + nn.functional.batch_norm(
+        x, None, None, training=True
+    )
+    return h.softmax(0).logsumexp(1).sum() + h.log_softmax(1).mean(0).norm() + h.var(0).std()
+
+
+def _reductions(x: Tensor, w: Tensor) -> Tensor:
+    parts = [x.sum(0), x.amax(0), x.mean(1), x.prod(1), x.cumsum(0)[-1], x.norm(dim=0), x.median(0)[0], x.logsumexp(0)]
+    return torch.cat(parts).sum() + x.sum() + x.mean() + x.max() + x.std() + (x > 0).sum()
+
+
+def _indices(x: Tensor, w: Tensor) -> Tensor:
+    order = x.argsort(0)
+    picked = x.gather(0, order) + x[order[:, 0]] + x.index_select(0, order[:, 1]) + x.sort(1)[0]
+    summed = torch.zeros_like(x).scatter_add(0, order, x) + torch.zeros_like(x).index_add(0, order[:, 0], x)
+    return (picked + summed + x.topk(2)[0].sum() + nn.functional.embedding(order[:, 0], x)).square().sum()
+
+
+def _images(x: Tensor, w: Tensor) -> Tensor:
+    image = x[None, None]
+    pooled = nn.functional.max_pool2d(image, 2).sum() + nn.functional.avg_pool2d(image, 2).sum()
+    padded = nn.functional.pad(image, (1, 1, 1, 1), mode="reflect")
+    return pooled + (padded.roll(1, 2).flip(3).tril() ** 2).sum() + torch.stack([image, image]).sum()
+
+
+def _attention(x: Tensor, w: Tensor) -> Tensor:
+    heads = (x @ w).unflatten(1, (4, -1)).transpose(0, 1)[None]
+    attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    labels = torch.arange(x.shape[0]) % w.shape[0]
+    return nn.functional.cross_entropy(attended[0].transpose(0, 1).flatten(1), labels)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("fn", [_products, _norms, _reductions, _indices, _images, _attention])
+def test_memory_at_any_size_is_that_of_a_whole_measurement(fn: Callable[..., Tensor], threads: int) -> None:
+    costs, rng, w = CostsBySize(), random.Random(1), torch.randn(64, 64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in [3, 40, 900, 5000, *(int(2 ** rng.uniform(1.6, 13)) for _ in range(8))]:
+            trace, tensors = traced_without_running(fn, (torch.randn(rows, 64, requires_grad=True), w), {})
+            whole = price(trace, Measured(cache=False, repeats=1))
+            fast = price(dataclasses.replace(trace, other_sizes=costs), Measured(cache=False, repeats=1))
+            memory = lambda graph: [(n.op, n.temporary_nbytes) for n in graph.nodes]
+            assert memory(fast) == memory(whole), rows
+            assert [v.nbytes for v in fast.values] == [v.nbytes for v in whole.values], rows
+            del tensors
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_times_are_measured_for_the_first_sizes_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +191,8 @@ def test_times_are_measured_for_the_first_sizes_only(monkeypatch: pytest.MonkeyP
         loss(torch.randn(rows, 16))
         counts.append((sum(measured), len(measured)))
     assert all(count == many > 3 for count, many in counts[:3]), counts
-    assert all(count == 0 < many for count, many in counts[3:]), counts
+    assert counts[3] == (0, 0), counts
+    assert all(count == 0 < many for count, many in counts[4:]), counts
 
 
 def test_a_trace_without_other_sizes_is_measured_whole() -> None:
