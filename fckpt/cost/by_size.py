@@ -32,7 +32,6 @@ __all__ = ["CostsBySize"]
 _ENOUGH = 3
 """The number of measured sizes of an operation from which other sizes are interpolated."""
 
-
 _MOST = 64
 """The number of sizes of an operation whose memory is remembered."""
 _LIBRARIES = re.compile("conv|mkldnn|miopen|cudnn|rnn|lstm|gru|fft|sparse|quantized")
@@ -48,12 +47,20 @@ class CostsBySize:
     """The measured costs of the operations of a function, by the sizes of its calls."""
 
     def __init__(self) -> None:
+        self._settings = ""
         self._times: dict[_Place, list[tuple[int, float]]] = {}
         """By operation: pairs of work and seconds."""
         self._temporaries: dict[_Place, dict[_Shapes, int]] = {}
         """By operation and shapes: the bytes besides the results."""
         self._unforeseen: set[_Place] = set()
         """The operations that needed other memory for their results than expected."""
+
+    def under(self, settings: str) -> None:
+        """Forgets all costs if they were measured under other settings (`environment`), such as a number of threads."""
+        if settings != self._settings:
+            self._settings = settings
+            for known in (self._times, self._temporaries, self._unforeseen):
+                known.clear()
 
     def add(
         self, calls: Sequence[Call], position: int, specs: Sequence[TensorSpec], cost: OpCost, *, timed: bool = True

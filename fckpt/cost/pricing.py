@@ -16,6 +16,7 @@ from fckpt.cost.by_size import CostsBySize
 from fckpt.cost.calls import CostSource, OpCost, registered
 from fckpt.cost.measured import Measured
 from fckpt.cost.pairs import makers_of, paired_signature, workspace_maker
+from fckpt.cost.store import environment
 from fckpt.errors import users_stacklevel
 from fckpt.graph.graph import Graph, Node, Value
 from fckpt.report.progress import Line
@@ -73,6 +74,8 @@ def _costs(
     costs: dict[str, OpCost] = {}
     before = {*source.failures, *source.refused} if isinstance(source, Measured) else set()
     held = _held(trace)
+    if trace.other_sizes is not None:
+        trace.other_sizes.under(environment(torch.device("cpu")))
     with Line(progress) as line:
         for key, position in distinct.items():
             if isinstance(source, Measured):

@@ -195,6 +195,21 @@ def test_times_are_measured_for_the_first_sizes_only(monkeypatch: pytest.MonkeyP
     assert all(count == 0 < many for count, many in counts[4:]), counts
 
 
+def test_costs_under_other_settings_are_measured_anew() -> None:
+    net, costs, peaks, before = nn.LayerNorm(64), CostsBySize(), {}, torch.get_num_threads()
+    try:
+        for threads, rows in ((1, 9), (1, 20), (1, 200), (2, 100), (1, 100)):
+            torch.set_num_threads(threads)
+            trace, tensors = traced_without_running(net, (torch.randn(rows, 64, requires_grad=True),), {})
+            graph = price(dataclasses.replace(trace, other_sizes=costs), Measured(cache=False, repeats=1))
+            (node,) = (node for node in graph.nodes if "layer_norm_backward" in node.op)
+            peaks[threads, rows] = node.temporary_nbytes
+            del tensors
+    finally:
+        torch.set_num_threads(before)
+    assert 0 < peaks[1, 100] == peaks[1, 20] < peaks[2, 100], peaks  # a buffer for each thread
+
+
 def test_a_trace_without_other_sizes_is_measured_whole() -> None:
     trace: Trace = traced_without_running(lambda x: x.tanh().sum(), (torch.ones(3, requires_grad=True),), {})[0]
     assert trace.other_sizes is None
