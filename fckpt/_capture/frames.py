@@ -4,7 +4,11 @@ A graph has no variables: by itself, it would free each tensor after its last us
 when nothing refers to it any more: a local variable refers to it until its frame ends or the variable changes, and the
 call of a module refers to its arguments until it returns. Dynamo evaluates each frame, so these points can be recorded.
 
-Seen on torch 2.11 and 2.13: frames keep their variables in `symbolic_locals`.
+Left out: results that the function never uses, which Dynamo leaves out too; frames within `torch.utils.checkpoint`, an
+`autograd.Function` and other operators that call functions; variables of functions defined inside; attributes and items
+that are overwritten while their object lives.
+
+In torch 2.11 and 2.13, frames keep their variables in `symbolic_locals`.
 """
 
 from __future__ import annotations
@@ -30,12 +34,17 @@ class Frames:
 
     def __init__(self) -> None:
         self._calls: list[fx.Node] = []
-        """The last calls of the graph at the times when variables ended, in order."""
+        """For each moment at which variables released tensors, in order: the call that was added to the graph last."""
         self._ends: dict[fx.Node, int] = {}
-        """By tensor: the position in `_calls` of the call after which the last variable ended."""
+        """By tensor: the position in `_calls` of its last release."""
 
-    def ended(self, variables: Iterable[Any], output: Any) -> None:
-        """Notes that some variables end now, in Dynamo's representation; `output` holds the graph made so far."""
+    def released(self, variables: Iterable[Any], output: Any) -> None:
+        """Notes that variables release their tensors now.
+
+        Args:
+            variables: the variables, as Dynamo represents them.
+            output: Dynamo's object that holds the graph made so far.
+        """
         last = next(reversed(output.graph.nodes), None)
         if last is None:
             return
@@ -47,14 +56,14 @@ class Frames:
 
     def ends(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         """Returns, for each call whose result a frame holds, the last call of `graph` during which it does so."""
-        kept = {node.name: node for node in graph.nodes}
+        kept = {*graph.nodes}  # the others are of functions that operators of the graph call, or were removed
         last: fx.Node | None = None
         calls: list[fx.Node | None] = []
         for call in self._calls:
-            last = kept.get(call.name, last)
+            last = call if call in kept else last
             calls.append(last)
-        found = {kept.get(node.name): calls[position] for node, position in self._ends.items()}
-        return {node: end for node, end in found.items() if node is not None and end is not None}
+        found = {node: calls[position] for node, position in self._ends.items() if node in kept}
+        return {node: end for node, end in found.items() if end is not None}
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -69,14 +78,14 @@ class Frames:
         def run(frame: Any) -> None:
             frame.symbolic_locals = _Variables(frame.symbolic_locals, self, frame.output)
             original(frame)
-            self.ended(frame.symbolic_locals.values(), frame.output)
+            self.released(frame.symbolic_locals.values(), frame.output)
 
         return run
 
     def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call_function(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
             result = original(module, tx, args, kwargs)
-            self.ended([*args, *kwargs.values()], tx.output)
+            self.released([*args, *kwargs.values()], tx.output)
             return result
 
         return call_function
@@ -90,16 +99,16 @@ class _Variables(dict[str, Any]):
         self._frames, self._output = frames, output
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._end(name)
+        self._release(name)
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
-        self._end(name)
+        self._release(name)
         super().__delitem__(name)
 
-    def _end(self, name: str) -> None:
+    def _release(self, name: str) -> None:
         if name in self:
-            self._frames.ended([self[name]], self._output)
+            self._frames.released([self[name]], self._output)
 
 
 def _tensors(variable: Any, attributes: dict[Any, dict[str, Any]], depth: int) -> Iterator[fx.Node]:

@@ -18,6 +18,7 @@ _LEVEL = {"_wrap_for_grad": 1, "_unwrap_for_grad": 1, "_add_batch_dim": 2, "_rem
 """By function of torch.func that a graph calls with a level number: the position of that argument."""
 
 Held = Callable[[fx.Graph], dict[fx.Node, fx.Node]]
+"""By result of a call in a graph: the last call during which the plain function holds it."""
 
 
 class FlatGraph:
@@ -29,8 +30,8 @@ class FlatGraph:
         Args:
             module: the graph.
             names: maps modules to paths, which locate each call in the model.
-            held: returns, for results that the plain function holds beyond their last use, the calls until which it
-                holds them. A trace holds them as long.
+            held: returns, by result that the plain function holds beyond its last use, the last call during which it is
+                held. A trace holds these results for just as long.
         """
         nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.placeholders = [node.name for node in nodes]

@@ -4,13 +4,13 @@ Calls of a function with other sizes run the same operations on larger or smalle
 measured, the time at a new size lies between its neighbours'. Times decide which plan is the fastest; whether a plan
 keeps its budget does not depend on them.
 
-A budget depends on the memory of operations, which is measured at each size, with two exceptions. Pointwise operations
-of torch allocate memory besides their results only to convert operands of other dtypes and Python numbers, so one that
-needed the same few bytes at all measured sizes needs them at any size. Most other operations need no less memory for
-larger tensors: if one needed the same for tensors that are at least as large in every dimension and for others that are
-at most as large, or none for the larger ones, that is what it needs in between. That holds for kernels on the CPU; on
-accelerators, and for convolutions, recurrent networks and Fourier transforms everywhere, libraries choose between
-algorithms by size.
+A budget depends on the memory of operations, which is measured at each size unless other sizes determine it. Pointwise
+operations of torch allocate memory besides their results only to convert operands of other dtypes and Python numbers,
+so one that needed none at the measured sizes needs none at any size. Most other operations need no less memory for
+larger tensors. If one needed none at a larger size, it needs none at a smaller size; and if it needed the same number
+of bytes at a smaller and at a larger size, it needs that number in between. A size is larger if no tensor is smaller in
+any dimension. All this holds for kernels on the CPU and for tensors of similar strides. On accelerators, and for
+convolutions, recurrent networks and Fourier transforms everywhere, libraries choose between algorithms by size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from fckpt._trace.operations import Call, Ref, TensorSpec
 from fckpt.cost.analytic import flops_of
-from fckpt.cost.calls import OpCost, refs
+from fckpt.cost.calls import OpCost, named, refs
 
 __all__ = ["CostsBySize"]
 
@@ -34,12 +34,15 @@ _ENOUGH = 3
 
 _MOST = 64
 """The number of sizes of an operation whose memory is remembered."""
+
 _LIBRARIES = re.compile("conv|mkldnn|miopen|cudnn|rnn|lstm|gru|fft|sparse|quantized")
 """Names of operations for which libraries choose between algorithms by size."""
+
 _Place = tuple[int, int, str, str]
 """What identifies an operation among calls of other sizes: the number of calls, its position, and its arguments.
 
-Calls of one function may have different backward passes."""
+Calls of one function may have different backward passes.
+"""
 _Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -78,7 +81,7 @@ class CostsBySize:
         points, work = self._times.setdefault(place, []), _work(call, specs)
         if timed and all(known != work for known, _ in points):
             bisect.insort(points, (work, cost.seconds))
-        if _made(call, cost.storages) != _made(call, _results(call, specs)):
+        if _used(call, cost.storages) != _used(call, _results(call, specs)):
             self._unforeseen.add(place)
         known = self._temporaries.setdefault(place, {})
         known[_shapes(call, specs)] = cost.temporary_nbytes
@@ -110,8 +113,8 @@ class CostsBySize:
         known = self._temporaries.get(place, {})
         if getattr(call.op, "namespace", "") != "aten":
             return None
-        if torch.Tag.pointwise in call.op.tags:
-            return next(iter(known.values())) if len({*known.values()}) == 1 else None
+        if torch.Tag.pointwise in call.op.tags and not any(known.values()):
+            return 0 if known else None
         if _LIBRARIES.search(str(call.op)) or any(specs[t].device.type != "cpu" for t in _tensors(call)):
             return None
         shapes = _shapes(call, specs)
@@ -122,20 +125,40 @@ class CostsBySize:
 
 def _place(calls: Sequence[Call], position: int, specs: Sequence[TensorSpec]) -> _Place:
     call = calls[position]
-    arguments = [_described(value, specs) for value in (*call.args, *call.kwargs.values())]
+    schema = getattr(call.op, "_schema", None)
+    types = {argument.name: str(argument.real_type) for argument in schema.arguments} if schema else {}
+    arguments = [
+        value if types.get(name) == "int" else _described(value, specs)  # not a `SymInt`: the same at all sizes
+        for name, value in named(call).items()
+    ]
     results = [None if t is None else specs[t].dtype for t in call.outputs]
     return len(calls), position, str(call.op), f"{arguments} {results}"
 
 
 def _described(value: Any, specs: Sequence[TensorSpec]) -> Any:
-    """Describes an argument of a call without sizes and other numbers; of strides, only their order is described."""
+    """Describes an argument of a call without sizes and other numbers."""
     if isinstance(value, Ref):
         spec = specs[value.tensor]
-        order = sorted(range(len(spec.shape)), key=lambda dim: -spec.stride[dim])
-        return spec.dtype, spec.device, spec.conj, spec.neg, order, [stride == 0 for stride in spec.stride]
+        return spec.dtype, spec.device, spec.conj, spec.neg, _layout(spec)
     if isinstance(value, (list, tuple)):
         return [_described(part, specs) for part in value]
     return type(value) if isinstance(value, (int, float, complex, torch.Generator)) else value
+
+
+def _layout(spec: TensorSpec) -> list[tuple[int, str]]:
+    """Returns the dimensions from the innermost, each with whether it is dense, has gaps, or is not laid out in memory.
+
+    A dimension whose parts overlap comes with its stride: kernels may copy such tensors.
+    """
+    found, inner = [], 1
+    for dim in sorted(range(len(spec.shape)), key=lambda dim: (spec.stride[dim], dim)):
+        size, stride = spec.shape[dim], spec.stride[dim]
+        if size <= 1 or stride == 0:
+            found.append((dim, "single" if size <= 1 else "expanded"))
+            continue
+        found.append((dim, "dense" if stride == inner else "gaps" if stride > inner else f"overlapping {stride}"))
+        inner += (size - 1) * stride
+    return found
 
 
 def _tensors(call: Call) -> list[int]:
@@ -166,6 +189,6 @@ def _results(call: Call, specs: Sequence[TensorSpec]) -> tuple[int, ...]:
     return tuple([0 if t is None else prod(specs[t].shape) * specs[t].dtype.itemsize for t in call.outputs])
 
 
-def _made(call: Call, storages: Sequence[int]) -> list[int]:
+def _used(call: Call, storages: Sequence[int]) -> list[int]:
     """Returns the bytes of those results that are tensors of the trace."""
     return [nbytes for t, nbytes in zip(call.outputs, storages, strict=False) if t is not None]

@@ -96,7 +96,7 @@ def _measured(
     makers: Mapping[int, Call],
     held: Mapping[int, torch.Tensor],
 ) -> OpCost:
-    """Returns the cost of a call, of which only the memory is measured, or nothing, if other sizes are known."""
+    """Returns the cost of a call. If enough other sizes are known, only its memory is measured, or nothing at all."""
     others: CostsBySize | None = trace.other_sizes
     if others is None or registered(calls[position], trace.tensors) is not None:
         return source(calls[position], trace.tensors, makers, held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def test_times_lie_between_those_of_neighbouring_sizes() -> None:
         calls, specs = _call(rows)
         assert costs.seconds(calls, 0, specs) is None
         costs.add(calls, 0, specs, OpCost(seconds, 0, 0, (rows * 32,)))
-    for rows, seconds in ((10, 1.0), (15, 1.5), (22, 2.2), (50, 5.0), (1, 0.5)):
+    for rows, seconds in ((10, 1.0), (15, 1.5), (22, 2.2), (50, 5.0), (2, 0.5)):
         calls, specs = _call(rows)
         assert costs.seconds(calls, 0, specs) == pytest.approx(seconds)
     found = costs.cost(*_position(*_call(15)))
@@ -151,6 +152,34 @@ def _attention(x: Tensor, w: Tensor) -> Tensor:
     attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
     labels = torch.arange(x.shape[0]) % w.shape[0]
     return nn.functional.cross_entropy(attended[0].transpose(0, 1).flatten(1), labels)
+
+
+def _promoted(x: Tensor, b: Tensor, step: int) -> Tensor:
+    """A bias of another dtype is converted, which takes the same memory for any number of rows."""
+    return (x + b.to(torch.bfloat16)).tanh().sum()
+
+
+def _windows(x: Tensor, b: Tensor, step: int) -> Tensor:
+    """A product copies an operand whose rows overlap."""
+    return (x.flatten().unfold(0, 8, step) @ torch.ones(8, 3)).sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "sizes"),
+    [
+        (_promoted, [(300, 16, 1), (600, 16, 1), (900, 16, 1), (2, 8192, 1), (2, 16, 1)]),
+        (_windows, [(3000, 16, 64), (1000, 16, 32), (400, 16, 16), (60, 16, 40), (80, 16, 2), (80, 16, 5)]),
+    ],
+)
+def test_memory_that_does_not_depend_on_sizes_alone_is_measured(fn: Any, sizes: list[tuple[int, int, int]]) -> None:
+    costs = CostsBySize()
+    for rows, columns, step in sizes:
+        x, b = torch.randn(rows, columns, requires_grad=True), torch.randn(columns)
+        trace, tensors = traced_without_running(partial(fn, step=step), (x, b), {})
+        whole = price(trace, Measured(cache=False, repeats=1))
+        fast = price(dataclasses.replace(trace, other_sizes=costs), Measured(cache=False, repeats=1))
+        assert [n.temporary_nbytes for n in fast.nodes] == [n.temporary_nbytes for n in whole.nodes]
+        del tensors
 
 
 @pytest.mark.sweep(2)

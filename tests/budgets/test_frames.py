@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fckpt
 
@@ -84,6 +85,25 @@ def overwritten(x: Tensor) -> Tensor:
     return b.sum()
 
 
+def names_in_checkpoints(x: Tensor) -> Tensor:
+    """A block that is checkpointed has variables of the same names."""
+
+    def block(x: Tensor) -> Tensor:
+        a = x.sum() * 2
+        b = a * 3
+        return b * 4
+
+    a = x * 2
+    b = a * 3
+    del a
+    c = b * 4
+    del b
+    d = c * 5
+    del c
+    out: Tensor = checkpoint(block, d, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
 class Inner(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + 1
@@ -104,6 +124,7 @@ class Arguments(nn.Module):
 
 FUNCTIONS = [
     variables, assigned_again, deleted, of_inner_functions, in_containers, in_objects, saved, overwritten, Arguments(),
+    names_in_checkpoints,
 ]  # fmt: skip
 
 

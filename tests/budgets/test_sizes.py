@@ -381,7 +381,7 @@ def work():
     other = background.Request(plan)
     assert worker._process.pid != mine
     worker.stop()
-# A process that was forked with os.fork() itself may hang at its end, in torch's profiler, if its parent has used that.
+# A child of os.fork() may hang in torch's profiler as it exits, if the parent has used the profiler.
 child = multiprocessing.get_context("fork").Process(target=work)
 with worker._lock:
     child.start()
