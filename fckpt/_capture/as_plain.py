@@ -4,8 +4,11 @@ Libraries ask `torch.compiler.is_compiling()` before they look at the data of te
 ones if it is not compiled), and also before they use Python features that Dynamo does not support. A plan must do what
 the plain function does, so such code is told that it is not compiled. If the capture then fails, the place that asked
 last gets the other answer. A method that uses a `ContextVar` if it is not compiled gets the other answer at once,
-because Dynamo cannot call a `ContextVar`, and half a capture would be made in vain. The code of torch and of fckpt,
-which asks in order to be captured, is always told that it is compiled.
+because Dynamo cannot call a `ContextVar`, and half a capture would be made in vain.
+
+Only installed libraries get the other answer: they compute the same either way. The user's own code may compute
+something else, so it is always told that it is not compiled; if it then cannot be captured, it is traced by running it,
+or refused. The code of torch and of fckpt, which asks in order to be captured, is always told that it is compiled.
 
 Seen on torch 2.11 and 2.13: `TorchInGraphFunctionVariable._get_handlers`.
 """
@@ -88,6 +91,8 @@ class Answers:
             if str(tx.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "fckpt"):
                 return original(variable, tx, *args, **kwargs)
             asking = _asking(tx)
+            if not _is_of_library(asking):
+                return ConstantVariable.create(False)
             self._last = tuple((tx.f_code.co_filename, tx.lineno) for tx in asking)
             compiled = self._all or self._last in self._conceded or any(map(_uses_context_variable, asking))
             return original(variable, tx, *args, **kwargs) if compiled else ConstantVariable.create(False)
@@ -115,6 +120,12 @@ def _asking(tx: Any) -> list[Any]:
         tx = tx.parent
         found.append(tx)
     return found
+
+
+def _is_of_library(asking: list[Any]) -> bool:
+    """Whether the code that decides by the answer is installed. Functions named `is_...` only pass the answer on."""
+    deciding = next((tx for tx in asking if not tx.f_code.co_name.startswith("is_")), asking[-1])
+    return "-packages" in deciding.f_code.co_filename
 
 
 def _uses_context_variable(tx: Any) -> bool:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchvision_shim  # noqa: F401  before transformers
 from helpers import leaf
-from torch import Tensor
+from judge import fresh
+from torch import Tensor, nn
 from torch._dynamo import convert_frame
 
 import fckpt
@@ -145,47 +148,69 @@ def test_code_that_asks_whether_it_is_compiled_is_told_that_it_is_not() -> None:
     assert "exp" in plan.graph.nodes[1].op
 
 
-def test_a_place_that_can_be_captured_only_as_compiled_code_is_told_that_it_is() -> None:
-    variable: Any = contextvars.ContextVar("variable", default=None)
+LIBRARY = """
+import contextvars, torch
 
-    def fn(x: Tensor, mask: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            variable.set(3)
-        if not torch.compiler.is_compiling() and mask.all():
-            return x.sin().exp().sum()
-        return (x.sin() * mask).exp().sum()
+VARIABLE = contextvars.ContextVar("variable", default=None)
 
-    planned, x = fckpt.remat(fn, budget=1.0), leaf(torch.randn(4, 8))
-    planned(x, ONES)
-    assert fckpt.stats(planned).captures == 1
-    assert "exp" in fckpt.plan(fn, x, ONES).graph.nodes[1].op
+
+def is_compiled():
+    return torch.compiler.is_compiling()
+
+
+def only_compiled(x, mask):
+    if not is_compiled():
+        VARIABLE.set(3)
+    if not is_compiled() and mask.all():
+        return x.sin().exp().sum()
+    return (x.sin() * mask).exp().sum()
 
 
 class Collector:
-    """As in transformers: a `ContextVar`, or a plain variable in compiled code."""
+    \"\"\"As in transformers: a `ContextVar`, or a plain variable in compiled code.\"\"\"
 
-    def __init__(self) -> None:
-        self.variable: Any = contextvars.ContextVar("collector", default=None)
-        self.plain: Any = None
+    def __init__(self):
+        self.variable, self.plain = contextvars.ContextVar("collector", default=None), None
 
-    def set(self, value: int) -> None:
+    def set(self, value):
         if torch.compiler.is_compiling():
             self.plain = value
         else:
             self.variable.set(value)
 
 
+COLLECTOR = Collector()
+
+
+def collecting(x, mask):
+    COLLECTOR.set(3)
+    if not torch.compiler.is_compiling() and mask.all():
+        return x.sin().exp().sum()
+    return (x.sin() * mask).exp().sum()
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Iterator[Any]:
+    """An installed library."""
+    path = tmp_path / "site-packages" / "library.py"
+    path.parent.mkdir()
+    path.write_text(LIBRARY)
+    with fresh(path) as module:
+        yield module
+
+
+def test_a_place_that_can_be_captured_only_as_compiled_code_is_told_that_it_is(library: Any) -> None:
+    planned, x = fckpt.remat(library.only_compiled, budget=1.0), leaf(torch.randn(4, 8))
+    planned(x, ONES)
+    assert fckpt.stats(planned).captures == 1
+    assert "exp" in fckpt.plan(library.only_compiled, x, ONES).graph.nodes[1].op
+
+
 def test_a_method_that_would_call_a_context_variable_is_told_at_once_that_it_is_compiled(
-    monkeypatch: pytest.MonkeyPatch,
+    library: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collector, asked = Collector(), list[Any]()
-
-    def fn(x: Tensor, mask: Tensor) -> Tensor:
-        collector.set(3)
-        if not torch.compiler.is_compiling() and mask.all():
-            return x.sin().exp().sum()
-        return (x.sin() * mask).exp().sum()
-
+    fn, asked = library.collecting, list[Any]()
     original = convert_frame.fullgraph_capture
     monkeypatch.setattr(convert_frame, "fullgraph_capture", lambda *args: asked.append(args) or original(*args))
     planned, x = fckpt.remat(fn, budget=1.0), leaf(torch.randn(4, 8))
@@ -194,6 +219,55 @@ def test_a_method_that_would_call_a_context_variable_is_told_at_once_that_it_is_
     assert torch.equal(x.grad, expected)
     assert len(asked) == 1
     assert "exp" in fckpt.plan(fn, x, ONES).graph.nodes[1].op
+
+
+FACTOR: Any = contextvars.ContextVar("factor", default=2)
+LOCK = threading.Lock()
+
+
+def by_variable(x: Tensor) -> Tensor:
+    return x.cos().sum() if torch.compiler.is_compiling() else (x * FACTOR.get()).sin().sum()
+
+
+def by_lock(x: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return x.cos().sum()
+    with LOCK:
+        return x.sin().sum()
+
+
+def is_compiled() -> bool:
+    return torch.compiler.is_compiling()
+
+
+def by_helper(x: Tensor) -> Tensor:
+    return x.cos().sum() if is_compiled() else (x * FACTOR.get()).sin().sum()
+
+
+class ByMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = FACTOR
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cos().sum() if torch.compiler.is_compiling() else (x * self.factor.get()).sin().sum()
+
+
+def by_helper_of_a_library(x: Tensor) -> Tensor:
+    from transformers.utils import is_torchdynamo_compiling
+
+    return x.cos().sum() if is_torchdynamo_compiling() else (x * FACTOR.get()).sin().sum()
+
+
+@pytest.mark.parametrize("fn", [by_variable, by_lock, by_helper, ByMethod(), by_helper_of_a_library])
+def test_code_of_the_user_does_what_it_does_where_it_is_not_compiled(fn: Callable[[Tensor], Tensor]) -> None:
+    """Dynamo captures none of these, except as compiled code, which computes something else."""
+    planned, x = fckpt.remat(fn, budget=1.0), leaf(torch.randn(8))
+    for factor in (2, 5, 2):
+        FACTOR.set(factor)
+        (expected,) = torch.autograd.grad(fn(x), [x])
+        with contextlib.suppress(fckpt.FckptError):
+            assert torch.equal(torch.autograd.grad(planned(x), [x])[0], expected)
 
 
 def test_operations_on_symbolic_sizes_that_are_remembered_give_the_same_graph_and_guards(
