@@ -142,7 +142,7 @@ def test_updates_need_no_memory() -> None:
     step, (params, state, _) = step_of([0] * 10, adamw), fresh(10)
     args, least = (params, state, X[:2]), []
     for donated in ((), (0, 1)):
-        plan = fckpt.plan(step, *args, budget=0.3 if donated else 1.0, donate_argnums=donated)
+        plan = fckpt.plan(step, *args, budget=0.2 if donated else 1.0, donate_argnums=donated)
         least.append(plan.peak_bytes / sum(p.nbytes for p in args[0]))
     assert least[0] > 3 and least[1] < 1  # without: new parameters, m and v
 
