@@ -1,4 +1,4 @@
-"""Costs at new sizes: the memory of a whole measurement, and times in between those of other sizes."""
+"""Costs at new sizes: memory equals that of a full measurement, and times lie between the times at other sizes."""
 
 from __future__ import annotations
 
