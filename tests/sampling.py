@@ -1,8 +1,9 @@
 """Sweeps that are too long for every run: the part whose turn it is today.
 
 `FCKPT_DAY=all` runs all of them, and so does `FCKPT_PROFILE=slow`. `FCKPT_DAY=739944` runs again what was run that day:
-the head of pytest's output names the day. A test function with many cases is a sweep if it is marked so,
-`@pytest.mark.sweep(4)`: a quarter of its cases runs each day. A case that is asked for by name runs on any day.
+the head of pytest's output names the day. A test function with four cases or more is a sweep of two parts: half of its
+cases run each day. `@pytest.mark.sweep(4)` makes four parts, and `sweep(1)` runs all cases. Tests of pages and names
+(`tests/house`) are never left out. A case that is asked for by name runs on any day.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ SLOW = os.environ.get("FCKPT_PROFILE") == "slow"
 _DAY = os.environ.setdefault("FCKPT_DAY", str(date.today().toordinal()))
 WHOLE = SLOW or _DAY == "all"
 DAY = 0 if _DAY == "all" else int(_DAY)
+
+MANY = 4
+"""The number of cases from which a test function is a sweep of two parts, unless it is marked otherwise."""
 
 T = TypeVar("T")
 
@@ -44,12 +48,12 @@ def left_for_other_days(items: list[pytest.Item]) -> set[pytest.Item]:
     """
     sweeps: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not WHOLE and item.get_closest_marker("sweep"):
+        if not WHOLE and "tests/house/" not in item.nodeid:
             sweeps.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left: set[pytest.Item] = set()
     for cases in sweeps.values():
         marker = cases[0].get_closest_marker("sweep")
-        assert marker is not None
+        parts, *shift = marker.args if marker else (2 if len(cases) >= MANY else 1,)
         cases.sort(key=lambda item: crc32(item.nodeid.partition("[")[2].encode()))
-        left |= {*cases} - {*todays(cases, min(marker.args[0], len(cases)), *marker.args[1:])}
+        left |= {*cases} - {*todays(cases, min(parts, len(cases)), *shift)}
     return left

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import allow_in_graph, config, convert_frame, symbolic_convert
+from torch._dynamo import guards as dynamo_guards
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.utils import dynamo_timed, get_metrics_context, set_torch_function_mode_stack
@@ -421,6 +422,8 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(symbols_remembered())
         # The names of functions in Dynamo's log lines, for which it would split whole files into tokens.
         stack.enter_context(patched(symbolic_convert, "get_funcname", lambda _: lambda *_: None))
+        # Dynamo flushes the processor's caches (tens of milliseconds) and times the guards, only to log the latency.
+        stack.enter_context(patched(dynamo_guards, "profile_guard_manager", lambda _: lambda *_: 0.0))
         stack.enter_context(_errors_unlogged(logging.getLogger("torch._subclasses.fake_tensor")))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # Dynamo warns about functions that it looks through, such as lru_cache

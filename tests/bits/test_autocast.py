@@ -53,7 +53,7 @@ def equal(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("x", LEAVES)
 @pytest.mark.parametrize("params", ["a leaf", "computed", "a leaf that is a view"])

@@ -79,6 +79,7 @@ class Whole(Experiment):
         return Experiment(Program(), self.stack, self.backward).run(plain, aliases)  # type: ignore[arg-type]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("planner", [name for name in PLANNERS if name != "plain"])
 def test_a_program_that_is_planned_as_a_whole_is_bitwise_the_plain_program(planner: str) -> None:
     seen: Counter[str] = Counter()

@@ -212,6 +212,7 @@ def test_partitions_of_torch_are_tried_if_no_plan_keeps_the_budget() -> None:
     assert peak_of(run, x, model) <= limit
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [0.6, "5 KiB"])
 def test_a_function_from_a_cache_is_held_to_its_budget(budget: Any) -> None:
@@ -433,6 +434,7 @@ class Normed(nn.Module):
         return self.body(x).square().mean()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.filterwarnings("ignore::fckpt.BudgetWarning")
 @pytest.mark.parametrize("budget", [0.6, 1])
 @pytest.mark.parametrize(
@@ -467,6 +469,7 @@ class Counts(nn.Module):
         return (self.second(hidden) + self.count[:64]).square().mean()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.filterwarnings("ignore::fckpt.BudgetWarning")
 @pytest.mark.parametrize("options", [{}, {"budget": 1.0}, {"budget": "10MiB"}, {"budget": 1}], ids=repr)
 def test_gradients_are_those_of_inputs_before_they_were_overwritten(options: dict[str, Any]) -> None:
@@ -477,6 +480,7 @@ def test_gradients_are_those_of_inputs_before_they_were_overwritten(options: dic
         torch.testing.assert_close(step(compiled, model, x), step(plain, plain, x))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.filterwarnings("ignore::fckpt.BudgetWarning")
 @pytest.mark.parametrize("budget", [0.6, "1MiB"])
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.AdamW])

@@ -51,6 +51,7 @@ def test_best_is_the_smallest_peak_in_time_or_the_fastest_in_memory(curve: fckpt
     assert curve.best(peak_bytes="1GiB") is curve[-1]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -56,7 +56,7 @@ def test_the_peak_keeps_to_every_budget_and_is_what_was_predicted(name: str) -> 
         assert 0.98 * predicted <= peak <= predicted <= budget
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_under_every_budget_all_numbers_are_those_of_the_plain_model(name: str) -> None:
     net, x = model(name)
@@ -191,6 +191,7 @@ REGROUPED = ways.REGROUPED | {
 }
 
 
+@pytest.mark.sweep(4)
 @idle_policies
 @pytest.mark.filterwarnings("ignore:the budget of .*is not kept:fckpt.BudgetWarning")
 @pytest.mark.parametrize("program", PROGRAMS_OF_WAYS)

@@ -570,7 +570,7 @@ def test_within_another_budget_nothing_is_captured_again() -> None:
 
 def test_plans_whose_updates_wait_are_searched_for_faster_ones() -> None:
     """The lowest order that is found recomputes much more than its budget asks for."""
-    make, batch_of, loss_fn = NETS["transformer"]
+    make, batch_of, loss_fn = NETS["conv"]
     (model, _), batch = seeded(make), batch_of()
     train_step = fckpt.step(model, optim.AdamW(model.parameters(), foreach=False), loss_fn, budget=1)
     with pytest.raises(fckpt.BudgetError) as error:

@@ -49,6 +49,17 @@ def test_every_case_of_a_sweep_has_its_turn_and_other_tests_always_run(day: Any,
     assert count < 3 or len(ran) == count
 
 
+@pytest.mark.parametrize(("count", "marked", "run"), [(3, (), 3), (8, (), 4), (8, (1,), 8), (8, (4,), 2)])
+def test_functions_with_many_cases_are_sweeps_of_two_parts_unless_marked(
+    day: Any, count: int, marked: tuple[int, ...], run: int
+) -> None:
+    day(0)
+    cases: list[Any] = [Case(f"tests/bits/test_a.py::test_one[{i}]", *marked) for i in range(count)]
+    pages: list[Any] = [Case(f"tests/house/test_a.py::test_one[{i}]") for i in range(count)]
+    left = left_for_other_days([*cases, *pages])
+    assert len(left) == count - run and left <= {*cases}
+
+
 def test_shifted_sweeps_over_the_same_parameters_run_different_cases(day: Any) -> None:
     day(1)
     one: list[Any] = [Case(f"test_a.py::test_one[{i}]", 2) for i in range(10)]

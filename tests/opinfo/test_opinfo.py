@@ -109,6 +109,7 @@ def _write(path: Path, record: dict[str, Any]) -> None:
     draft.replace(path)  # atomic: another worker may be reading
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", OPS)
 def test_remat_of_an_op_is_bitwise_the_op(name: str, outcome: Callable[[str], Outcome]) -> None:
     compared, differences = outcome(name)

@@ -317,6 +317,7 @@ def llama(transformers: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2, pad_token_id=0))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("make", [bert, llama])
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_without_dropout_drops_a_mask_of_ones_as_plain_does(make: Callable[..., Any]) -> None:

@@ -173,13 +173,14 @@ def _masks() -> list[tuple[str, str]]:
     return [(name, mask) for name in TEXTS for mask in ("none", "ones", "padding") if mask == "padding" or name in few]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("name", "mask"), _masks())
 def test_a_model_of_texts(name: str, mask: str) -> None:
     verdict = trained(name, mask, 0.8)
     assert verdict.kept, (verdict.error, verdict.over)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_model_of_pictures(name: str) -> None:
     verdict = trained(name, "none", 0.8)

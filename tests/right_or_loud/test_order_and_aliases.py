@@ -123,6 +123,7 @@ def _pairs() -> list[tuple[str, str]]:
     return [(a, c) for a in ALIASES for c in CHANGES if c in some or a in all_of_them]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("alias", "change"), _pairs())
 def test_outputs_that_alias(alias: str, change: str) -> None:
     """What plain PyTorch refuses, a plan refuses too."""

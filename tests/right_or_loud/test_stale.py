@@ -153,7 +153,7 @@ def reading(session: Session, place: Any, way: Reader) -> None:
     session.step(lambda: f(x, w), times=2)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("place", FILES, indirect=True)
 def test_a_number_that_changes(place: Callable[[], Any], request: pytest.FixtureRequest) -> None:
     verdict = judge(lambda session: reading(session, place(), directly), budget=0.8)
@@ -162,7 +162,7 @@ def test_a_number_that_changes(place: Callable[[], Any], request: pytest.Fixture
     assert not verdict.over
 
 
-@pytest.mark.sweep(2, 1)
+@pytest.mark.sweep(4, 2)
 @pytest.mark.parametrize("place", FILES, indirect=True)
 def test_a_number_that_changes_and_is_read_by_traced_python(
     place: Callable[[], Any], request: pytest.FixtureRequest

@@ -42,6 +42,7 @@ def seconds(name: str, graph: Graph, budget: int) -> float:
     return timeline.seconds if timeline.peak_nbytes <= budget else float("inf")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("fraction", [0.7, 0.5, 0.35])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_no_other_solver_is_faster(name: str, fraction: float):

@@ -62,6 +62,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", FAULTS)
 def test_the_others_name_the_rank_and_never_hang(kind: str, tmp_path: Path):
     timeout, start = 4.0, time.monotonic()

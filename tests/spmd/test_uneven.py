@@ -83,6 +83,7 @@ WRAPS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("ranks", [2, 4])
