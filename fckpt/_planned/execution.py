@@ -463,7 +463,7 @@ class Execution:
         before = self.program
         with ambient.restored(before.ambient):
             self.program = self.replan(asked)
-        same = self.program.lowered.source == before.lowered.source
+        same = self.program.lowered.is_same(before.lowered)
         if not same:
             self.shared = []
         return same

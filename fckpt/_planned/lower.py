@@ -3,13 +3,18 @@
 The functions are straight-line code with one line per step: an operation on local variables, or an assignment of None
 that frees a tensor. So each tensor lives exactly as long as the schedule says, and no interpreter runs between two
 operations. Views are made when an operation needs them, and freed with their base.
+
+Numbers among the arguments of operations are variables too, so traces that differ in sizes only (`_trace/sized.py`)
+share the code of a schedule.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +40,33 @@ class Lowered:
     """Maps operands and constants, residuals (a list, which it empties) and cotangents to gradients, by operand."""
     source: str
     """The Python source of both functions."""
+    numbers: tuple[Any, ...] = ()
+    """The values of the variables `n0`, `n1`, ... in the source."""
     residuals: tuple[str, ...] = ()
     """The names of the residuals in the source."""
+
+    def is_same(self, other: Lowered) -> bool:
+        """Whether another pair of functions does the same."""
+        return self.source == other.source and self.numbers == other.numbers
+
+
+class _Written(NamedTuple):
+    """The code of both functions, without numbers."""
+
+    source: str
+    code: CodeType
+    scope: dict[str, Any]
+    """The values of all variables but numbers."""
+    numbers: tuple[tuple[Any, ...], ...]
+    """Where the numbers are: the position of a call, then the positions or keywords that lead to one of its
+    arguments."""
+    residuals: tuple[str, ...]
+
+
+_MOST = 16
+"""The number of schedules of one trace with symbols whose code is kept."""
+_WRITTEN: weakref.WeakKeyDictionary[Any, dict[Any, _Written]] = weakref.WeakKeyDictionary()
+"""By trace with symbols: code by schedule, the latest last."""
 
 
 def lower(trace: Trace, schedule: Schedule | FusedSchedule, graph: Graph) -> Lowered:
@@ -50,11 +80,32 @@ def lower(trace: Trace, schedule: Schedule | FusedSchedule, graph: Graph) -> Low
     Raises:
         PlanError: the schedule does not belong to the trace.
     """
-    writer = _Writer(trace, schedule, graph)
-    source = writer.write()
-    scope = dict(writer.scope)
-    exec(compile(source, "<fckpt plan>", "exec"), scope)
-    return Lowered(scope["forward"], scope["backward"], source, tuple(writer.residuals))
+    written = _written(trace, schedule, graph)
+    numbers = tuple([_number(trace.calls, path) for path in written.numbers])
+    scope = written.scope | {f"n{i}": number for i, number in enumerate(numbers)}
+    exec(written.code, scope)
+    return Lowered(scope["forward"], scope["backward"], written.source, numbers, written.residuals)
+
+
+def _written(trace: Trace, schedule: Schedule | FusedSchedule, graph: Graph) -> _Written:
+    """Returns the code for a schedule, which traces of other sizes may have used before."""
+    if trace.general is None or trace.general.calls is not trace.calls or not isinstance(schedule, Schedule):
+        return _Writer(trace, schedule, graph).write()
+    known = _WRITTEN.setdefault(trace.general.trace, {})
+    key = schedule, tuple([node.overwrites for node in graph.nodes])  # whether sizes are equal may depend on them
+    written = known.pop(key, None) or _Writer(trace, schedule, graph).write()
+    known[key] = written
+    for other in list(known)[:-_MOST]:
+        known.pop(other, None)
+    return written
+
+
+def _number(calls: Sequence[Call], path: tuple[Any, ...]) -> Any:
+    position, first, *rest = path
+    value = calls[position].kwargs[first] if isinstance(first, str) else calls[position].args[first]
+    for index in rest:
+        value = value[index]
+    return value
 
 
 def _watch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, RandomState]:
@@ -127,6 +178,8 @@ class _Writer:
             "rewatch": _rewatch,
         }
         self.names: dict[int, str] = {}  # by id of an object: its name in the scope
+        self.numbers: list[tuple[Any, ...]] = []
+        self.positions = {id(call): position for position, call in enumerate(trace.calls)}
         self.producers = trace.producers()
         self.by_node: dict[int, list[Call]] = {}
         for call in trace.calls:
@@ -155,7 +208,12 @@ class _Writer:
 
     # -- the functions
 
-    def write(self) -> str:
+    def write(self) -> _Written:
+        source = self.text_of_both()
+        code = compile(source, "<fckpt plan>", "exec")
+        return _Written(source, code, self.scope, tuple(self.numbers), tuple(self.residuals))
+
+    def text_of_both(self) -> str:
         trace = self.trace
         arriving = [ct for ct in trace.cotangents if ct is not None]
         self.begin()
@@ -301,7 +359,7 @@ class _Writer:
     def call(self, call: Call, args: list[Any], node: int, again: bool) -> str:
         # The builtin that `call.op(...)` calls, without its overhead; an update is a Python function anyway.
         op = self.object(update if call.op is UPDATE else call.op._op, "op")
-        positional, named = self.sent(args, call.kwargs)
+        positional, named = self.sent(call, args)
         if node not in self.repeated or not is_random(call.op):
             return f"{op}({', '.join(positional + named)})"
         kwargs = f"dict({', '.join(named)})"
@@ -322,7 +380,7 @@ class _Writer:
     def call_over(self, call: Call, args: list[Any], value: int | None) -> str:
         """Returns the text of a call that writes its result over `value`."""
         op, keyword = writer_of(call.op)
-        positional, named = self.sent(args, call.kwargs)
+        positional, named = self.sent(call, args)
         if keyword:
             out = next(a for a in args if isinstance(a, Ref) and self.trace.tensors[a.tensor].value == value)
             named.append(f"{keyword}={self.text(out)}")
@@ -351,7 +409,7 @@ class _Writer:
             if missing:
                 todo += missing
                 continue
-            positional, named = self.sent(call.args, call.kwargs)
+            positional, named = self.sent(call, call.args)
             targets = self.targets(call, ["_" if x is None else _var(x) for x in call.outputs])
             # A cotangent may have other strides than at the trace, so that `view` would fail and a copy is needed.
             op = torch.ops.aten.reshape.default if call.op is torch.ops.aten.view.default else call.op
@@ -363,24 +421,28 @@ class _Writer:
     def emit(self, line: str) -> None:
         self.lines.append(line)
 
-    def sent(self, args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """Returns the texts of a call's positional and keyword arguments."""
-        return [self.text(a) for a in args], [f"{k}={self.text(v)}" for k, v in kwargs.items()]
+    def sent(self, call: Call, args: Iterable[Any]) -> tuple[list[str], list[str]]:
+        """Returns the texts of a call's arguments, positional ones (`args`, which may stand for its own) and others."""
+        position = self.positions[id(call)]
+        positional = [self.text(a, (position, i)) for i, a in enumerate(args)]
+        return positional, [f"{k}={self.text(v, (position, k))}" for k, v in call.kwargs.items()]
 
-    def text(self, value: Any) -> str:
+    def text(self, value: Any, path: tuple[Any, ...] = ()) -> str:
+        """Returns the text of an argument, which is found at `path`, see `_Written.numbers`."""
         if isinstance(value, Ref):
             self.used.add(value.tensor)
             return _var(value.tensor)
         if isinstance(value, _Copy):
             return value.name
-        if value is None or type(value) in (bool, int, str):
+        if value is None or type(value) is str:
             return repr(value)
-        if type(value) is float and value - value == 0:
-            return repr(value)
+        if type(value) in (bool, int, float):
+            self.numbers.append(path)
+            return f"n{len(self.numbers) - 1}"
         if type(value) is list:
-            return _list(map(self.text, value))
+            return _list(self.text(v, (*path, i)) for i, v in enumerate(value))
         if type(value) is tuple:
-            return f"({''.join(self.text(v) + ', ' for v in value)})"
+            return f"({''.join(self.text(v, (*path, i)) + ', ' for i, v in enumerate(value))})"
         return self.object(value, "c")
 
     def object(self, value: Any, kind: str) -> str:

@@ -17,6 +17,7 @@ __all__ = [
     "Backward",
     "Batch",
     "Call",
+    "General",
     "Layout",
     "Observed",
     "Recorded",
@@ -155,6 +156,16 @@ class Batch(NamedTuple):
     randomness: str
 
 
+class General(NamedTuple):
+    """A trace with symbols, and the calls that it made for some sizes."""
+
+    trace: Any
+    """The trace with symbols (`_trace.sized.SizedTrace`). All traces that it makes have the same calls, except for the
+    numbers among the arguments."""
+    calls: tuple[Call, ...]
+    """A trace with other calls was changed afterwards."""
+
+
 @dataclass(frozen=True)
 class Trace:
     """The graph, the operations of its nodes, and the inputs and outputs of both passes as numbers of tensors."""
@@ -189,6 +200,8 @@ class Trace:
     """Pairs of a tensor and the position of the operand whose memory it is, after a write of the forward pass."""
     given: tuple[weakref.ref[torch.Tensor], ...] = ()
     """By operand: a weak reference to the tensor of the traced call."""
+    general: General | None = None
+    """What made the calls, if other sizes have the same calls."""
     other_sizes: Any = None
     """The costs of calls with other sizes (`cost.by_size.CostsBySize`), if there may be any."""
 

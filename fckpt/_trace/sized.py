@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from fckpt._capture.symbols import symbol
-from fckpt._trace.operations import Call, Layout, Ref, TensorSpec, Trace, arguments_of, plain_cotangents
+from fckpt._trace.operations import Call, General, Layout, Ref, TensorSpec, Trace, arguments_of, plain_cotangents
 from fckpt.graph.graph import Value
 
 __all__ = ["SizedTrace", "Symbols", "Unsized", "same_trace", "sizes_of"]
@@ -129,7 +129,7 @@ class SizedTrace:
         texts = {text: arguments_of(made["calls"][i], made["tensors"], plain) for text, i in self._texts.items()}
         nodes = tuple([dataclasses.replace(node, arguments=texts[node.arguments]) for node in graph.nodes])
         graph = dataclasses.replace(graph, nodes=nodes, values=values)
-        return dataclasses.replace(self._trace, graph=graph, **made)
+        return dataclasses.replace(self._trace, graph=graph, general=General(self, made["calls"]), **made)
 
 
 def same_trace(one: Trace, other: Trace, computed: Collection[int] = ()) -> bool:

@@ -16,6 +16,7 @@ convolutions, recurrent networks and Fourier transforms everywhere, libraries ch
 from __future__ import annotations
 
 import bisect
+import functools
 import re
 from collections.abc import Sequence
 from math import prod
@@ -90,10 +91,12 @@ class CostsBySize:
 
     def seconds(self, calls: Sequence[Call], position: int, specs: Sequence[TensorSpec]) -> float | None:
         """Returns the time of a call, see `add`; None if too few sizes have been measured."""
-        points = self._times.get(_place(calls, position, specs), [])
+        return self._seconds(_place(calls, position, specs), _work(calls[position], specs))
+
+    def _seconds(self, place: _Place, work: int) -> float | None:
+        points = self._times.get(place, [])
         if len(points) < _ENOUGH:
             return None
-        work = _work(calls[position], specs)
         right = min(max(1, bisect.bisect_left(points, (work, 0.0))), len(points) - 1)
         (less, shorter), (more, longer) = points[right - 1], points[right]
         found = shorter + (longer - shorter) * (work - less) / (more - less)
@@ -102,11 +105,12 @@ class CostsBySize:
     def cost(self, calls: Sequence[Call], position: int, specs: Sequence[TensorSpec]) -> OpCost | None:
         """Returns the whole cost of a call, see `add`, if its memory is known too; None if it has to be measured."""
         call, place = calls[position], _place(calls, position, specs)
-        seconds = self.seconds(calls, position, specs)
         temporary = None if place in self._unforeseen else self._temporary(place, call, specs)
-        if seconds is None or temporary is None:
+        if temporary is None:
             return None
-        return OpCost(seconds, flops_of(call, specs), temporary, _results(call, specs))
+        flops = flops_of(call, specs)
+        seconds = self._seconds(place, _nbytes(call, specs) + flops)
+        return None if seconds is None else OpCost(seconds, flops, temporary, _results(call, specs))
 
     def _temporary(self, place: _Place, call: Call, specs: Sequence[TensorSpec]) -> int | None:
         """Returns the bytes that a call needs besides its results, if other sizes determine them."""
@@ -139,26 +143,27 @@ def _described(value: Any, specs: Sequence[TensorSpec]) -> Any:
     """Describes an argument of a call without sizes and other numbers."""
     if isinstance(value, Ref):
         spec = specs[value.tensor]
-        return spec.dtype, spec.device, spec.conj, spec.neg, _layout(spec)
+        return spec.dtype, spec.device, spec.conj, spec.neg, _layout(spec.shape, spec.stride)
     if isinstance(value, (list, tuple)):
         return [_described(part, specs) for part in value]
     return type(value) if isinstance(value, (int, float, complex, torch.Generator)) else value
 
 
-def _layout(spec: TensorSpec) -> list[tuple[int, str]]:
+@functools.lru_cache(1024)
+def _layout(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, str], ...]:
     """Returns the dimensions from the innermost, each with whether it is dense, has gaps, or is not laid out in memory.
 
     A dimension whose parts overlap comes with its stride: kernels may copy such tensors.
     """
     found, inner = [], 1
-    for dim in sorted(range(len(spec.shape)), key=lambda dim: (spec.stride[dim], dim)):
-        size, stride = spec.shape[dim], spec.stride[dim]
+    for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], dim)):
+        size, stride = shape[dim], strides[dim]
         if size <= 1 or stride == 0:
             found.append((dim, "single" if size <= 1 else "expanded"))
             continue
         found.append((dim, "dense" if stride == inner else "gaps" if stride > inner else f"overlapping {stride}"))
         inner += (size - 1) * stride
-    return found
+    return tuple(found)
 
 
 def _tensors(call: Call) -> list[int]:
@@ -180,8 +185,11 @@ def _is_within(shapes: _Shapes, larger: _Shapes) -> bool:
 
 def _work(call: Call, specs: Sequence[TensorSpec]) -> int:
     """Returns a number that grows with the sizes of an operation: the bytes of its tensors, and its FLOPs."""
-    nbytes = sum(prod(specs[t].shape) * specs[t].dtype.itemsize for t in {*_tensors(call)})
-    return nbytes + flops_of(call, specs)
+    return _nbytes(call, specs) + flops_of(call, specs)
+
+
+def _nbytes(call: Call, specs: Sequence[TensorSpec]) -> int:
+    return sum([prod(specs[t].shape) * specs[t].dtype.itemsize for t in {*_tensors(call)}])
 
 
 def _results(call: Call, specs: Sequence[TensorSpec]) -> tuple[int, ...]:

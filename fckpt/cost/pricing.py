@@ -181,7 +181,8 @@ def _measured_sizes(trace: Trace, calls: Sequence[Call], storages: Sequence[Sequ
             before, after = (trace.tensors[t].value for t in (old, new))
             if before in sizes and after >= 0 and trace.graph.values[after].nbytes:
                 sizes[after] = sizes[before]
-    return [dataclasses.replace(v, nbytes=sizes[v.id]) if v.id in sizes else v for v in trace.graph.values]
+    known = lambda value: sizes.get(value.id, value.nbytes) == value.nbytes
+    return [v if known(v) else dataclasses.replace(v, nbytes=sizes[v.id]) for v in trace.graph.values]
 
 
 def _rounded(trace: Trace, values: Sequence[Value], grain: int) -> list[Value]:
@@ -209,14 +210,21 @@ def _with_dropped(trace: Trace, call: Call, cost: OpCost) -> OpCost:
     """Returns the cost with results that are not values of the graph counted as temporaries."""
     made = sum(nbytes for t, nbytes in zip(call.outputs, cost.storages, strict=False) if t is not None)
     dropped = made - sum(_sizes_of(trace, call, cost.storages).values())
-    return dataclasses.replace(cost, temporary_nbytes=cost.temporary_nbytes + max(0, dropped))
+    if dropped <= 0:
+        return cost
+    return dataclasses.replace(cost, temporary_nbytes=cost.temporary_nbytes + dropped)
 
 
 def _overwriting_equals(node: Node, values: Sequence[Value]) -> Node:
     """Returns the node without overwrites of values whose measured size differs from that of the result."""
+    if not node.overwrites and not node.accumulates:
+        return node
     sizes = {values[v].nbytes for v in node.outputs}
     fit = lambda over: tuple(v for v in over if {values[v].nbytes} == sizes)
-    return dataclasses.replace(node, overwrites=fit(node.overwrites), accumulates=fit(node.accumulates))
+    overwrites, accumulates = fit(node.overwrites), fit(node.accumulates)
+    if (overwrites, accumulates) == (node.overwrites, node.accumulates):
+        return node
+    return dataclasses.replace(node, overwrites=overwrites, accumulates=accumulates)
 
 
 def _made(call: Call) -> list[bool]:

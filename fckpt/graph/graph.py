@@ -192,8 +192,7 @@ class Graph:
     @functools.cached_property
     def plain(self) -> Graph:
         """The same computation without overwriting an operand, except where the user's program does so."""
-        nodes = (n if n.in_place else dataclasses.replace(n, overwrites=()) for n in self.nodes)
-        return dataclasses.replace(self, nodes=tuple(nodes))
+        return self._overwriting(lambda node: ())
 
     @functools.cached_property
     def eager(self) -> Graph:
@@ -201,7 +200,14 @@ class Graph:
 
         An operand is overwritten where the user's program does so, and where autograd accumulates gradients.
         """
-        nodes = (n if n.in_place else dataclasses.replace(n, overwrites=n.accumulates) for n in self.nodes)
+        return self._overwriting(lambda node: node.accumulates)
+
+    def _overwriting(self, allowed: Callable[[Node], tuple[int, ...]]) -> Graph:
+        """Returns the graph in which only these values are overwritten where the user's program does not overwrite."""
+        nodes = [
+            n if n.in_place or n.overwrites == allowed(n) else dataclasses.replace(n, overwrites=allowed(n))
+            for n in self.nodes
+        ]
         return dataclasses.replace(self, nodes=tuple(nodes))
 
     @functools.cached_property

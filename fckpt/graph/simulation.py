@@ -104,33 +104,37 @@ class _Run:
             self.free(step.value)
 
     def compute(self, index: int, freed: Collection[int], backward: bool) -> None:
-        graph, position = self.graph, len(self.profile)
+        graph = self.graph
         if not 0 <= index < len(graph.nodes):
-            raise ScheduleError(f"step {position} computes node {index} of {len(graph.nodes)}.")
+            raise ScheduleError(f"step {len(self.profile)} computes node {index} of {len(graph.nodes)}.")
         node = graph.nodes[index]
-        at = f"step {position} computes node {index} ({node.op})"
         writes = node.writes if not self.counts[index] else ()
         missing = [v for v in node.inputs if v not in self.live]
         missing += [v for v in writes if v in self.gone or v not in self.made]
+        if missing or (node.backward and not backward):
+            self.refuse(index, missing)
+        self.live.difference_update(writes)
+        self.gone.update(dict.fromkeys(writes, index))
+        new = [v for v in node.outputs if v not in self.live and v not in self.gone]
+        over = node.overwritten(freed) if new and node.overwrites else None
+        if over is not None:  # its bytes now belong to the output
+            self.held_nbytes -= graph.values[over].nbytes
+            self.overwritten.add(over)
+        made = sum([graph.values[v].nbytes for v in node.outputs])
+        self.profile.append(self.held_nbytes + made + node.temporary_nbytes)
+        self.held_nbytes += made if len(new) == len(node.outputs) else sum([graph.values[v].nbytes for v in new])
+        self.live.update(new)
+        self.made.update(new)
+        self.count(index, backward)
+
+    def refuse(self, index: int, missing: list[int]) -> None:
+        """Raises the error of a node that cannot run, because values are missing or the backward pass is to come."""
+        at = f"step {len(self.profile)} computes node {index} ({self.graph.nodes[index].op})"
         if missing and missing[0] in self.gone:
             raise ScheduleError(f"{at}, but node {self.gone[missing[0]]} has written over value {missing[0]}.")
         if missing:
             raise ScheduleError(f"{at}, but value {missing[0]} is not live.")
-        if not backward and node.backward:
-            raise ScheduleError(f"{at} before the backward pass.")
-        self.live.difference_update(writes)
-        self.gone.update(dict.fromkeys(writes, index))
-        new = [v for v in node.outputs if v not in self.live and v not in self.gone]
-        over = node.overwritten(freed) if new else None
-        if over is not None:  # its bytes now belong to the output
-            self.held_nbytes -= graph.values[over].nbytes
-            self.overwritten.add(over)
-        made = sum(graph.values[v].nbytes for v in node.outputs)
-        self.profile.append(self.held_nbytes + made + node.temporary_nbytes)
-        self.held_nbytes += sum(graph.values[v].nbytes for v in new)
-        self.live.update(new)
-        self.made.update(new)
-        self.count(index, backward)
+        raise ScheduleError(f"{at} before the backward pass.")
 
     def block(self, block: FusedBlock, freed: Collection[int], backward: bool) -> None:
         at, inside = f"step {len(self.profile)} computes a block", set[int]()

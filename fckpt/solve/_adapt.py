@@ -1,10 +1,11 @@
 """Schedules of other sizes, adapted to a graph: the fastest that fits, or that repairs make fit, and a short search.
 
 A function that is called with tensors of another size has a graph with the same operations and edges, but other bytes
-and seconds. Schedules that were found for one size are valid for all; only their peaks and times change. The fastest
-that fits is pruned, if it leaves bytes unused. If it is not nearly as fast as a schedule slightly above the budget,
-schedules that exceed the budget are repaired, and a short local search starts from the fastest results. This takes a
-fraction of the time of a solver, whose starts have to be computed for each graph.
+and seconds. Schedules that were found for one size are valid for all; only their peaks and times change. One that fits
+and recomputes nothing is taken as it is. Otherwise the fastest that fits is pruned, if it leaves bytes unused. If it is
+not nearly as fast as a schedule slightly above the budget, schedules that exceed the budget are repaired, and a short
+local search starts from the fastest results. This takes a fraction of the time of a solver, whose starts have to be
+computed for each graph.
 
 Complexity: linear in the length of the schedules, plus a limited number of moves.
 
@@ -48,10 +49,14 @@ def adapt(graph: Graph, budget: int, known: Iterable[Schedule]) -> Schedule | No
             left out.
     """
     rules = Rules(graph)
+    starts = [*_known_starts(rules, known)]
+    once = next((s for s in starts if s.peak_nbytes <= budget and _recomputes_nothing(s.order)), None)
+    if once is not None and _is_valid(graph, once.order):
+        return schedule_of(graph, *once.order)
     plain = measured(rules, save_everything_orders(rules))
     if plain[0].peak_nbytes <= budget:
         return schedule_of(graph, *plain[0].order)
-    starts = sorted([*_known_starts(rules, known), *plain])
+    starts = sorted([*starts, *plain])
     near = _near(rules, starts, budget)
     if near is not None:
         return schedule_of(graph, *near)
@@ -73,6 +78,10 @@ def _known_starts(rules: Rules, known: Iterable[Schedule]) -> Iterator[Start]:
             yield from measured(rules, [order])
 
 
+def _recomputes_nothing(order: Order) -> bool:
+    return len({*order.forward, *order.backward}) == len(order.forward) + len(order.backward)
+
+
 def _near(rules: Rules, starts: Sequence[Start], budget: int) -> Order | None:
     """Returns the fastest start within the budget, pruned, if it is nearly as fast as one slightly above the budget.
 
@@ -81,14 +90,17 @@ def _near(rules: Rules, starts: Sequence[Start], budget: int) -> Order | None:
         starts: schedules by ascending peak, which may be invalid.
         budget: bytes.
     """
-    inside = sorted((s for s in starts if s.peak_nbytes <= budget), key=_seconds)
-    outside = next((s for s in starts if s.peak_nbytes > budget and _is_valid(rules.graph, s.order)), None)
-    best = next((s for s in inside if _is_valid(rules.graph, s.order)), None)
+    best = min((s for s in starts if s.peak_nbytes <= budget), key=_seconds, default=None)
+    outside = next((s for s in starts if s.peak_nbytes > budget), None)
     if best is None or outside is None:
         return None
-    order, _ = fit(rules, best.order, budget, effort=MOVES)
+    order = None
+    with contextlib.suppress(LookupError):  # a schedule of another graph
+        order, _ = fit(rules, best.order, budget, effort=MOVES)
     close = outside.seconds + CLOSE * rules.graph.seconds
-    return order if order is not None and seconds_of(rules, order) <= close else None
+    if order is None or seconds_of(rules, order) > close or not _is_valid(rules.graph, order):
+        return None
+    return order
 
 
 def _is_valid(graph: Graph, order: Order) -> bool:

@@ -16,7 +16,7 @@ from test_sizes import MODELS, results
 from torch import Tensor, nn
 
 import fckpt
-from fckpt._planned import sized_traces
+from fckpt._planned import lower, sized_traces
 from fckpt._trace.operations import Backward, Trace
 from fckpt._trace.sized import same_trace
 
@@ -48,9 +48,30 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """By schedule whose code was written for another size: whether the same would be written for this size."""
+    found: list[bool] = []
+    shared_by, write = lower._written, lower._Writer.write
+    writes: list[Any] = []
+
+    def written(*given: Any) -> lower._Written:
+        writes.clear()
+        code = shared_by(*given)
+        if not writes:
+            found.append(code._replace(code=None) == write(lower._Writer(*given))._replace(code=None))  # type: ignore[arg-type]
+        return code
+
+    monkeypatch.setattr(lower._Writer, "write", lambda self: (writes.append(self), write(self))[1])
+    monkeypatch.setattr(lower, "_written", written)
+    return found
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MODELS)
-def test_most_new_sizes_are_not_traced_and_have_the_trace_that_tracing_gives(name: str, compared: list[bool]) -> None:
+def test_most_new_sizes_are_not_traced_and_have_the_trace_that_tracing_gives(
+    name: str, compared: list[bool], shared: list[bool]
+) -> None:
     make, sizes = MODELS[name]
     torch.manual_seed(0)
     plain = make()
@@ -64,15 +85,17 @@ def test_most_new_sizes_are_not_traced_and_have_the_trace_that_tracing_gives(nam
     assert all(compared) and fckpt.stats(planned).sized == len(compared)
     traced = {"lstm", "unet", *(["transformer"] if WITHOUT_ATTENTION else [])}  # each size by itself
     assert len(compared) >= (0 if name in traced else 4)
+    assert all(shared) and len(shared) >= len(compared) // 2
 
 
-def test_a_trace_without_tracing_keeps_a_budget_in_bytes() -> None:
+def test_a_trace_without_tracing_keeps_a_budget_in_bytes(shared: list[bool]) -> None:
     net = Squared(nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(32, 32), nn.Tanh())]))
     budget = int(fckpt.plan(net, torch.randn(100, 32), budget=1.0).baseline_peak_bytes * 0.7)
     planned = fckpt.remat(net, budget=budget)
     for rows in (100, 20, 130, 60, 127, 77, 81, 133, 3):
         assert measured(planned, torch.randn(rows, 32)) <= budget
     assert fckpt.stats(planned).sized >= 5
+    assert all(shared) and shared
 
 
 W = torch.randn(6, 6, requires_grad=True)
