@@ -4,8 +4,8 @@ The functions are straight-line code with one line per step: an operation on loc
 that frees a tensor. So each tensor lives exactly as long as the schedule says, and no interpreter runs between two
 operations. Views are made when an operation needs them, and freed with their base.
 
-Numbers among the arguments of operations are variables too, so traces that differ in sizes only (`_trace/sized.py`)
-share the code of a schedule.
+Arguments that are not tensors are variables too, so traces that differ in sizes only (`_trace/sized.py`) share the code
+of a schedule.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ class Lowered:
     """Maps operands and constants, residuals (a list, which it empties) and cotangents to gradients, by operand."""
     source: str
     """The Python source of both functions."""
-    numbers: tuple[Any, ...] = ()
-    """The values of the variables `n0`, `n1`, ... in the source."""
+    arguments: tuple[Any, ...] = ()
+    """The values of the variables `a0`, `a1`, ... in the source."""
     residuals: tuple[str, ...] = ()
     """The names of the residuals in the source."""
 
     def is_same(self, other: Lowered) -> bool:
         """Whether another pair of functions does the same."""
-        return self.source == other.source and self.numbers == other.numbers
+        return self.source == other.source and self.arguments == other.arguments
 
 
 class _Written(NamedTuple):
-    """The code of both functions, without numbers."""
+    """The code of both functions, without arguments of operations that are not tensors."""
 
     source: str
     code: CodeType
     scope: dict[str, Any]
-    """The values of all variables but numbers."""
-    numbers: tuple[tuple[Any, ...], ...]
-    """Where the numbers are: the position of a call, then the positions or keywords that lead to one of its
-    arguments."""
+    """The values of all variables but these arguments."""
+    arguments: tuple[tuple[Any, ...], ...]
+    """Where the arguments are: the position of a call, the position or keyword of its argument, and positions inside of
+    lists and tuples."""
     residuals: tuple[str, ...]
 
 
@@ -81,10 +81,10 @@ def lower(trace: Trace, schedule: Schedule | FusedSchedule, graph: Graph) -> Low
         PlanError: the schedule does not belong to the trace.
     """
     written = _written(trace, schedule, graph)
-    numbers = tuple([_number(trace.calls, path) for path in written.numbers])
-    scope = written.scope | {f"n{i}": number for i, number in enumerate(numbers)}
+    arguments = tuple([_argument(trace.calls, path) for path in written.arguments])
+    scope = written.scope | {f"a{i}": value for i, value in enumerate(arguments)}
     exec(written.code, scope)
-    return Lowered(scope["forward"], scope["backward"], written.source, numbers, written.residuals)
+    return Lowered(scope["forward"], scope["backward"], written.source, arguments, written.residuals)
 
 
 def _written(trace: Trace, schedule: Schedule | FusedSchedule, graph: Graph) -> _Written:
@@ -100,7 +100,7 @@ def _written(trace: Trace, schedule: Schedule | FusedSchedule, graph: Graph) -> 
     return written
 
 
-def _number(calls: Sequence[Call], path: tuple[Any, ...]) -> Any:
+def _argument(calls: Sequence[Call], path: tuple[Any, ...]) -> Any:
     position, first, *rest = path
     value = calls[position].kwargs[first] if isinstance(first, str) else calls[position].args[first]
     for index in rest:
@@ -178,7 +178,7 @@ class _Writer:
             "rewatch": _rewatch,
         }
         self.names: dict[int, str] = {}  # by id of an object: its name in the scope
-        self.numbers: list[tuple[Any, ...]] = []
+        self.arguments: list[tuple[Any, ...]] = []
         self.positions = {id(call): position for position, call in enumerate(trace.calls)}
         self.producers = trace.producers()
         self.by_node: dict[int, list[Call]] = {}
@@ -211,7 +211,7 @@ class _Writer:
     def write(self) -> _Written:
         source = self.text_of_both()
         code = compile(source, "<fckpt plan>", "exec")
-        return _Written(source, code, self.scope, tuple(self.numbers), tuple(self.residuals))
+        return _Written(source, code, self.scope, tuple(self.arguments), tuple(self.residuals))
 
     def text_of_both(self) -> str:
         trace = self.trace
@@ -428,7 +428,7 @@ class _Writer:
         return positional, [f"{k}={self.text(v, (position, k))}" for k, v in call.kwargs.items()]
 
     def text(self, value: Any, path: tuple[Any, ...] = ()) -> str:
-        """Returns the text of an argument, which is found at `path`, see `_Written.numbers`."""
+        """Returns the text of an argument, which is found at `path`, see `_Written.arguments`."""
         if isinstance(value, Ref):
             self.used.add(value.tensor)
             return _var(value.tensor)
@@ -436,14 +436,12 @@ class _Writer:
             return value.name
         if value is None or type(value) is str:
             return repr(value)
-        if type(value) in (bool, int, float):
-            self.numbers.append(path)
-            return f"n{len(self.numbers) - 1}"
         if type(value) is list:
             return _list(self.text(v, (*path, i)) for i, v in enumerate(value))
         if type(value) is tuple:
             return f"({''.join(self.text(v, (*path, i)) + ', ' for i, v in enumerate(value))})"
-        return self.object(value, "c")
+        self.arguments.append(path)
+        return f"a{len(self.arguments) - 1}"
 
     def object(self, value: Any, kind: str) -> str:
         name = self.names.get(id(value))

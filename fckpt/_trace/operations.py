@@ -160,8 +160,8 @@ class General(NamedTuple):
     """A trace with symbols, and the calls that it made for some sizes."""
 
     trace: Any
-    """The trace with symbols (`_trace.sized.SizedTrace`). All traces that it makes have the same calls, except for the
-    numbers among the arguments."""
+    """The trace with symbols (`_trace.sized.SizedTrace`). All traces that it makes have the same calls, except for
+    numbers in arguments that are not tensors."""
     calls: tuple[Call, ...]
     """A trace with other calls was changed afterwards."""
 
