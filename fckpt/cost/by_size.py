@@ -39,7 +39,7 @@ _MOST = 64
 _LIBRARIES = re.compile("conv|mkldnn|miopen|cudnn|rnn|lstm|gru|fft|sparse|quantized")
 """Names of operations for which libraries choose between algorithms by size."""
 
-_Place = tuple[int, int, str, str]
+_Place = tuple[int, int, Any, str]
 """What identifies an operation among calls of other sizes: the number of calls, its position, and its arguments.
 
 Calls of one function may have different backward passes.
@@ -129,14 +129,17 @@ class CostsBySize:
 
 def _place(calls: Sequence[Call], position: int, specs: Sequence[TensorSpec]) -> _Place:
     call = calls[position]
-    schema = getattr(call.op, "_schema", None)
-    types = {argument.name: str(argument.real_type) for argument in schema.arguments} if schema else {}
-    arguments = [
-        value if types.get(name) == "int" else _described(value, specs)  # not a `SymInt`: the same at all sizes
-        for name, value in named(call).items()
-    ]
+    same = _fixed_numbers(call.op)
+    arguments = [value if name in same else _described(value, specs) for name, value in named(call).items()]
     results = [None if t is None else specs[t].dtype for t in call.outputs]
-    return len(calls), position, str(call.op), f"{arguments} {results}"
+    return len(calls), position, call.op, f"{arguments} {results}"
+
+
+@functools.lru_cache(1024)
+def _fixed_numbers(op: Any) -> frozenset[str]:
+    """Returns the names of an operation's arguments that are an `int`, not a `SymInt`: the same at all sizes."""
+    schema = getattr(op, "_schema", None)
+    return frozenset(a.name for a in schema.arguments if str(a.real_type) == "int") if schema else frozenset()
 
 
 def _described(value: Any, specs: Sequence[TensorSpec]) -> Any:

@@ -64,29 +64,33 @@ class Store:
 
     Processes may share the files: each line is written by a single append, which is atomic, and the last line for an
     operation counts. A file with invalid lines is rewritten without them. If the folder is not writable, nothing is
-    stored, and no error is raised.
+    stored, and no error is raised. All stores of a process share what they have read, and read a file again only if
+    another process has changed it.
     """
 
     def __init__(self) -> None:
         self._read: dict[str, dict[str, OpCost]] = {}
 
     def get(self, where: str, key: str) -> OpCost | None:
-        """Returns the stored cost of an operation, or None. Each file is read once."""
+        """Returns the stored cost of an operation, or None. A store looks at each file once."""
         if where not in self._read:
             self._read[where] = _load(_path(where))
         return self._read[where].get(key)
 
     def put(self, where: str, key: str, cost: OpCost) -> None:
         """Stores a cost."""
-        self._read.setdefault(where, {})[key] = cost
         if " at 0x" in key:
-            return  # an address has another meaning in the next process
+            return  # an address may have another meaning later
+        self._read.setdefault(where, {})[key] = cost
         with contextlib.suppress(OSError):
             path = _path(where)
             path.parent.mkdir(parents=True, exist_ok=True)
+            before, (known, costs) = _version(path), _READ.get(path, ("", {}))
             with open(path, "ab", buffering=0) as file:
                 # The first newline ends an incomplete line that another process may have left.
                 file.write(f"\n{_line(key, cost)}\n".encode())
+            if known == before and costs is self._read[where]:
+                _READ[path] = _version(path), costs
 
 
 def _path(where: str) -> Path:
@@ -98,7 +102,29 @@ def _line(key: str, cost: OpCost) -> str:
     return json.dumps({"signature": key, **dataclasses.asdict(cost)})
 
 
+_READ: dict[Path, tuple[str, dict[str, OpCost]]] = {}
+"""By file: its version, and the costs in it, to which stores add theirs."""
+
+
+def _version(path: Path) -> str:
+    """Returns a text that changes when a file changes; empty if there is no such file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ""
+    return f"{found.st_ino} {found.st_size} {found.st_mtime_ns}"
+
+
 def _load(path: Path) -> dict[str, OpCost]:
+    version = _version(path)  # before the file is read: a later change is another version
+    known, costs = _READ.get(path, ("", {}))
+    if not version or known != version:
+        costs = _parsed_file(path)
+        _READ[path] = version, costs
+    return costs
+
+
+def _parsed_file(path: Path) -> dict[str, OpCost]:
     try:
         lines = path.read_bytes().decode(errors="replace").splitlines()
     except OSError:

@@ -203,7 +203,7 @@ class Graph:
         return self._overwriting(lambda node: node.accumulates)
 
     def _overwriting(self, allowed: Callable[[Node], tuple[int, ...]]) -> Graph:
-        """Returns the graph in which only these values are overwritten where the user's program does not overwrite."""
+        """Returns the graph in which nodes overwrite these values only, except where the user's program is in place."""
         nodes = [
             n if n.in_place or n.overwrites == allowed(n) else dataclasses.replace(n, overwrites=allowed(n))
             for n in self.nodes

@@ -112,6 +112,25 @@ def test_two_processes_write_at_once() -> None:
         assert all(store.get("here", f"{name}.op{i}") == OpCost(1.0 + i, i, 2 * i) for i in range(300))
 
 
+def test_a_file_is_read_again_only_after_another_process_has_changed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fckpt.cost import store
+
+    read, parse = list[Path](), store._parsed_file
+    monkeypatch.setattr(store, "_parsed_file", lambda path: (read.append(path), parse(path))[1])
+    cost = OpCost(1.0, 2, 3)
+    store.Store().get("here", "first")
+    store.Store().put("here", "unread", cost)  # a store that has not read the file
+    for number in range(3):
+        one, other = store.Store(), store.Store()
+        assert one.get("here", "unread") == other.get("here", "unread") == cost
+        one.put("here", f"op{number}", cost)
+        assert other.get("here", f"op{number}") == store.Store().get("here", f"op{number}") == cost
+    assert len(read) == 2
+    subprocess.run([sys.executable, "-c", WRITER, "second"], check=True)
+    assert store.Store().get("here", "second.op7") == OpCost(8.0, 7, 14)
+    assert store.Store().get("here", "op2") == cost and len(read) == 3
+
+
 def test_signature_text() -> None:
     x = torch.rand(4, 6)
     call, specs = call_of(aten.add.Tensor, x, x.t().contiguous().t(), alpha=2)
