@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -55,16 +56,27 @@ FusedStep = Compute | Free | FusedBlock
 AnyStep = TypeVar("AnyStep", bound=FusedStep)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """The steps of a forward pass and of its backward pass. A node may be computed any number of times."""
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
 
+    @functools.cached_property
+    def numbers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The steps of both passes as numbers: +n computes node n, -(v + 1) frees value v."""
+        return tuple(map(_number, self.forward)), tuple(map(_number, self.backward))
+
+    def __eq__(self, other: object) -> bool:  # a step alone equals one of the other kind: both are tuples of a number
+        return isinstance(other, Schedule) and self.numbers == other.numbers
+
+    def __hash__(self) -> int:
+        return hash(self.numbers)
+
     def to_json(self) -> dict[str, Any]:
-        """Returns the schedule as plain data: +n computes node n, -(v + 1) frees value v."""
-        return {"forward": [_number(s) for s in self.forward], "backward": [_number(s) for s in self.backward]}
+        """Returns the schedule as plain data: the `numbers` of its steps."""
+        return {"forward": [*self.numbers[0]], "backward": [*self.numbers[1]]}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Schedule:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import fckpt
 from fckpt import Plan, policies
 from fckpt._planned.plan import checksum
-from fckpt.graph import Graph
+from fckpt.graph import Compute, Free, Graph, Schedule
 from fckpt.graph.identity import fingerprint
 
 
@@ -61,6 +61,12 @@ def test_a_plan_can_be_read_from_plain_data_and_from_text(saved: Any) -> None:
     assert Plan.from_json(data) == Plan.from_json(json.dumps(data)) == Plan.from_json(json.dumps(data).encode()) == plan
     with pytest.raises(fckpt.PlanError, match="damaged"):
         Plan.from_json({**data, "budget_bytes": 1})
+
+
+def test_schedules_with_other_kinds_of_steps_are_different() -> None:
+    computed, freed = Schedule((Compute(0), Compute(0)), ()), Schedule((Compute(0), Free(0)), ())
+    assert computed != freed and len({computed, freed}) == 2
+    assert freed == Schedule.from_json(freed.to_json()) and len({freed, Schedule.from_json(freed.to_json())}) == 1
 
 
 def test_a_plan_is_refused_by_another_function_and_other_shapes(saved: Any) -> None:
