@@ -1,9 +1,9 @@
 """Sweeps that are too long for every run: the part whose turn it is today.
 
 `FCKPT_DAY=all` runs all of them, and so does `FCKPT_PROFILE=slow`. `FCKPT_DAY=739944` runs again what was run that day:
-the head of pytest's output names the day. A test function with four cases or more is a sweep of two parts: half of its
-cases run each day. `@pytest.mark.sweep(4)` makes four parts, and `sweep(1)` runs all cases. Tests of pages and names
-(`tests/house`) are never left out. A case that is asked for by name runs on any day.
+the head of pytest's output names the day. Of each file, half of the cases run each day. `@pytest.mark.sweep(4)` makes
+four parts of the cases of a function, and `sweep(1)` runs all. Tests of pages and names (`tests/house`) and those of
+small files are never left out. A case that is asked for by name runs on any day.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _DAY = os.environ.setdefault("FCKPT_DAY", str(date.today().toordinal()))
 WHOLE = SLOW or _DAY == "all"
 DAY = 0 if _DAY == "all" else int(_DAY)
 
-MANY = 4
-"""The number of cases from which a test function is a sweep of two parts, unless it is marked otherwise."""
+MANY = 6
+"""The number of cases of a file from which half of them run each day."""
 
 T = TypeVar("T")
 
@@ -46,14 +46,18 @@ def left_for_other_days(items: list[pytest.Item]) -> set[pytest.Item]:
     one of them, and each parameter meets the others in another way every day. Functions with the same parameters that
     are marked with other shifts, `sweep(2)` and `sweep(2, 1)`, run different ones of their cases.
     """
-    sweeps: dict[str, list[pytest.Item]] = {}
+    sweeps: dict[tuple[str, int, int], list[pytest.Item]] = {}
     for item in items:
-        if not WHOLE and "tests/house/" not in item.nodeid:
-            sweeps.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if WHOLE or "tests/house/" in item.nodeid or not item.nodeid.startswith("tests/"):
+            continue
+        marker = item.get_closest_marker("sweep")
+        parts, shift = (*marker.args, 0)[:2] if marker else (2, 0)
+        name = item.nodeid.partition("[" if marker else "::")[0]
+        sweeps.setdefault((name, parts, shift), []).append(item)
     left: set[pytest.Item] = set()
-    for cases in sweeps.values():
-        marker = cases[0].get_closest_marker("sweep")
-        parts, *shift = marker.args if marker else (2 if len(cases) >= MANY else 1,)
-        cases.sort(key=lambda item: crc32(item.nodeid.partition("[")[2].encode()))
-        left |= {*cases} - {*todays(cases, min(parts, len(cases)), *shift)}
+    for (name, parts, shift), cases in sweeps.items():
+        if "::" not in name and len(cases) < MANY:
+            continue
+        cases.sort(key=lambda item: crc32(item.nodeid.partition("[" if "::" in name else "::")[2].encode()))
+        left |= {*cases} - {*todays(cases, min(parts, len(cases)), shift)}
     return left

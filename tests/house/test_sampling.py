@@ -37,8 +37,8 @@ def test_every_item_has_its_turn_once_in_as_many_days_as_there_are_parts(day: An
 
 @pytest.mark.parametrize("count", [1, 2, 20])
 def test_every_case_of_a_sweep_has_its_turn_and_other_tests_always_run(day: Any, count: int) -> None:
-    cases: list[Any] = [Case(f"test_a.py::test_sweep[{i}-{i % 3}]", 3) for i in range(count)]
-    plain: Any = Case("test_a.py::test_plain[0]")
+    cases: list[Any] = [Case(f"tests/bits/test_a.py::test_sweep[{i}-{i % 3}]", 3) for i in range(count)]
+    plain: Any = Case("tests/bits/test_a.py::test_plain[0]")
     ran: list[Any] = []
     for number in range(3):
         day(number)
@@ -49,26 +49,31 @@ def test_every_case_of_a_sweep_has_its_turn_and_other_tests_always_run(day: Any,
     assert count < 3 or len(ran) == count
 
 
-@pytest.mark.parametrize(("count", "marked", "run"), [(3, (), 3), (8, (), 4), (8, (1,), 8), (8, (4,), 2)])
-def test_functions_with_many_cases_are_sweeps_of_two_parts_unless_marked(
-    day: Any, count: int, marked: tuple[int, ...], run: int
-) -> None:
-    day(0)
-    cases: list[Any] = [Case(f"tests/bits/test_a.py::test_one[{i}]", *marked) for i in range(count)]
-    pages: list[Any] = [Case(f"tests/house/test_a.py::test_one[{i}]") for i in range(count)]
-    left = left_for_other_days([*cases, *pages])
-    assert len(left) == count - run and left <= {*cases}
+@pytest.mark.parametrize(("count", "run"), [(5, 5), (6, 3), (11, 5)])
+def test_half_of_the_cases_of_a_file_run_each_day(day: Any, count: int, run: int) -> None:
+    cases: list[Any] = [Case(f"tests/bits/test_a.py::test_{i % 4}[{i}]") for i in range(count)]
+    always: list[Any] = [Case(f"tests/house/test_a.py::test_{i}") for i in range(count)]
+    always += [Case(f"tests/bits/test_a.py::test_all[{i}]", 1) for i in range(count)]
+    always += [Case(f"fckpt/a.py::fckpt.a.f{i}") for i in range(count)]
+    ran: list[Any] = []
+    for number in range(2):
+        day(number)
+        left = left_for_other_days([*cases, *always])
+        assert left <= {*cases}
+        ran += [case for case in cases if case not in left]
+        assert number or len(ran) in (run, count - run)
+    assert {*ran} == {*cases}
 
 
 def test_shifted_sweeps_over_the_same_parameters_run_different_cases(day: Any) -> None:
     day(1)
-    one: list[Any] = [Case(f"test_a.py::test_one[{i}]", 2) for i in range(10)]
-    two: list[Any] = [Case(f"test_a.py::test_two[{i}]", 2, 1) for i in range(10)]
+    one: list[Any] = [Case(f"tests/bits/test_a.py::test_one[{i}]", 2) for i in range(10)]
+    two: list[Any] = [Case(f"tests/bits/test_a.py::test_two[{i}]", 2, 1) for i in range(10)]
     left = left_for_other_days([*one, *two])
     assert [case in left for case in one] == [case not in left for case in two]
 
 
 def test_all_cases_run_if_all_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "WHOLE", True)
-    cases: list[Any] = [Case(f"test_a.py::test_sweep[{i}]", 3) for i in range(9)]
+    cases: list[Any] = [Case(f"tests/bits/test_a.py::test_sweep[{i}]", 3) for i in range(9)]
     assert left_for_other_days(cases) == set() and todays(range(9), 3) == [*range(9)]

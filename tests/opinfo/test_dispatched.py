@@ -77,6 +77,7 @@ def _is_dense(leaf: Any) -> bool:
     return not isinstance(leaf, Tensor) or leaf.layout == torch.strided
 
 
+@pytest.mark.sweep(1)  # takes turns inside
 def test_every_op_dispatches_by_a_plan_what_it_dispatches_itself() -> None:
     compared, found = differing()
     assert compared >= (700 if WHOLE else 430)
