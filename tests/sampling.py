@@ -1,9 +1,9 @@
-"""Sweeps that are too long for every run: the part whose turn it is today.
+"""Tests take turns: the part of them that runs today.
 
-`FCKPT_DAY=all` runs all of them, and so does `FCKPT_PROFILE=slow`. `FCKPT_DAY=739944` runs again what was run that day:
-the head of pytest's output names the day. Of each file, half of the cases run each day. `@pytest.mark.sweep(4)` makes
-four parts of the cases of a function, and `sweep(1)` runs all. Tests of pages and names (`tests/house`) and those of
-small files are never left out. A case that is asked for by name runs on any day.
+Of each file, a third of the cases run each day. `@pytest.mark.sweep(4)` makes four parts of the cases of a function, and
+`sweep(1)` runs all. Tests of pages and names (`tests/house`) and those of small files always run, and so does a case
+that is asked for by name. The head of pytest's output names the day: `FCKPT_DAY=739944` runs again what was run that
+day. `FCKPT_DAY=all` runs everything, and so does `FCKPT_PROFILE=slow`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ WHOLE = SLOW or _DAY == "all"
 DAY = 0 if _DAY == "all" else int(_DAY)
 
 MANY = 6
-"""The number of cases of a file from which half of them run each day."""
+"""The number of cases of a file from which a third of them run each day."""
+PARTS = 3
+"""The number of days in which all cases of a file have their turn."""
 
 T = TypeVar("T")
 
@@ -51,7 +53,7 @@ def left_for_other_days(items: list[pytest.Item]) -> set[pytest.Item]:
         if WHOLE or "tests/house/" in item.nodeid or not item.nodeid.startswith("tests/"):
             continue
         marker = item.get_closest_marker("sweep")
-        parts, shift = (*marker.args, 0)[:2] if marker else (2, 0)
+        parts, shift = (*marker.args, 0)[:2] if marker else (PARTS, 0)
         name = item.nodeid.partition("[" if marker else "::")[0]
         sweeps.setdefault((name, parts, shift), []).append(item)
     left: set[pytest.Item] = set()
