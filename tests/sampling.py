@@ -1,9 +1,9 @@
 """Tests take turns: the part of them that runs today.
 
-Of each file, a third of the cases run each day. `@pytest.mark.sweep(4)` makes four parts of the cases of a function, and
-`sweep(1)` runs all. Tests of pages and names (`tests/house`) and those of small files always run, and so does a case
-that is asked for by name. The head of pytest's output names the day: `FCKPT_DAY=739944` runs again what was run that
-day. `FCKPT_DAY=all` runs everything, and so does `FCKPT_PROFILE=slow`.
+Of each file, a third of the cases run each day. `@pytest.mark.sweep(4)` makes four parts of the cases of a function,
+and `sweep(1)` runs all. Tests of pages and names (`tests/house`) and those of small files always run, and so does a
+case that is asked for by name. The head of pytest's output names the day: `FCKPT_DAY=739944` runs again what was run
+that day. `FCKPT_DAY=all` runs everything, and so does `FCKPT_PROFILE=slow`.
 """
 
 from __future__ import annotations
