@@ -1,9 +1,9 @@
 """Tests take turns: the part of them that runs today.
 
 Of each file, a third of the cases run each day. `@pytest.mark.sweep(4)` makes four parts of the cases of a function,
-and `sweep(1)` runs all. Tests of pages and names (`tests/house`) and those of small files always run, and so does a
-case that is asked for by name. The head of pytest's output names the day: `FCKPT_DAY=739944` runs again what was run
-that day. `FCKPT_DAY=all` runs everything, and so does `FCKPT_PROFILE=slow`.
+and `sweep(1)` runs all. Always run: tests of pages and names (`tests/house`), files with few cases, and cases that are
+asked for by name. The head of pytest's output names the day: `FCKPT_DAY=739944` runs again what was run that day.
+`FCKPT_DAY=all` runs everything, and so does `FCKPT_PROFILE=slow`.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def left_for_other_days(items: list[pytest.Item]) -> set[pytest.Item]:
     one of them, and each parameter meets the others in another way every day. Functions with the same parameters that
     are marked with other shifts, `sweep(2)` and `sweep(2, 1)`, run different ones of their cases.
     """
-    sweeps: dict[tuple[str, int, int], list[pytest.Item]] = {}
+    sweeps: dict[tuple[str, str, int, int], list[pytest.Item]] = {}
     for item in items:
         if WHOLE or "tests/house/" in item.nodeid or not item.nodeid.startswith("tests/"):
             continue
         marker = item.get_closest_marker("sweep")
         parts, shift = (*marker.args, 0)[:2] if marker else (PARTS, 0)
-        name = item.nodeid.partition("[" if marker else "::")[0]
-        sweeps.setdefault((name, parts, shift), []).append(item)
+        split = "[" if marker else "::"  # a marked function takes turns by itself, all others of a file together
+        sweeps.setdefault((item.nodeid.partition(split)[0], split, parts, shift), []).append(item)
     left: set[pytest.Item] = set()
-    for (name, parts, shift), cases in sweeps.items():
-        if "::" not in name and len(cases) < MANY:
+    for (_, split, parts, shift), cases in sweeps.items():
+        if split == "::" and len(cases) < MANY:
             continue
-        cases.sort(key=lambda item: crc32(item.nodeid.partition("[" if "::" in name else "::")[2].encode()))
+        cases.sort(key=lambda item, split=split: crc32(item.nodeid.partition(split)[2].encode()))
         left |= {*cases} - {*todays(cases, min(parts, len(cases)), shift)}
     return left

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NoReturn
 
 from fckpt.errors import ScheduleError
 from fckpt.graph.graph import Graph
@@ -127,7 +128,7 @@ class _Run:
         self.made.update(new)
         self.count(index, backward)
 
-    def refuse(self, index: int, missing: list[int]) -> None:
+    def refuse(self, index: int, missing: list[int]) -> NoReturn:
         """Raises the error of a node that cannot run, because values are missing or the backward pass is to come."""
         at = f"step {len(self.profile)} computes node {index} ({self.graph.nodes[index].op})"
         if missing and missing[0] in self.gone:

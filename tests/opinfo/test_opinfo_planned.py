@@ -96,6 +96,7 @@ def test_every_op_by_a_plan_is_bitwise_the_op_or_is_refused() -> None:
     assert not found.wrong, "\n".join(found.wrong[:10])
     assert len(OPS) >= 450
     assert found.equal >= (1800 if WHOLE else 190)
+    # The bounds of a day leave room, because ops are not alike.
     # torch.masked among them, for what an OpInfo holds behind the op
     assert found.refused["TraceError"] <= (136 if WHOLE else 30)
     assert found.refused["MutationError"] <= (20 if WHOLE else 8)
