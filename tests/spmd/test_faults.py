@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ import fckpt
 from fckpt import P
 from fckpt.errors import RankFailure
 from fckpt.spmd.guard import Guard
+from fckpt.spmd.mesh import current_mesh, transport_of
+from fckpt.spmd.threads import Thread
 
 TIMEOUT = 4.0
 """After which a rank that waits gives up. It has some seconds more to find out whose fault it is."""
@@ -97,27 +100,39 @@ def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
             wait()
 
 
-def stuck() -> Any:
-    if int(fckpt.axis_index("data")) == 1:
-        time.sleep(0.5)
+def stall(others_run: threading.Event) -> None:
+    """Rank 1 sleeps, and does so when another rank has run until it waits."""
+    if int(fckpt.axis_index("data")) != 1:
+        others_run.set()
+        return
+    rank = transport_of(current_mesh("stall").key)
+    assert isinstance(rank, Thread)
+    with rank.idle():
+        others_run.wait()
+    time.sleep(1.0)
+
+
+def stuck(others_run: threading.Event) -> Any:
+    stall(others_run)
     return fckpt.psum(torch.ones(1), "data")
 
 
-def stuck_before_a_mapped_function() -> Any:
+def stuck_before_a_mapped_function(others_run: threading.Event) -> Any:
     mapped = fckpt.shard_map(
         lambda x: fckpt.psum(x, "data"), fckpt.init_mesh({"data": 3}), in_specs=P("data"), out_specs=P()
     )
-    if int(fckpt.axis_index("data")) == 1:
-        time.sleep(0.5)
+    stall(others_run)
     return mapped(torch.ones(1))
 
 
 @pytest.mark.parametrize("program", [stuck, stuck_before_a_mapped_function])
-def test_a_simulated_rank_that_lives_and_does_not_come_is_named(program: Callable[[], Any]):
+def test_a_simulated_rank_that_lives_and_does_not_come_is_named(
+    program: Callable[[threading.Event], Any],
+):
     with pytest.raises(
         RankFailure, match=r"rank 1 did not arrive within 0.2 s, .* Rank 1 is at test_faults.py:\d+"
     ) as caught:
-        fckpt.sim({"data": 3}, timeout_seconds=0.2).run(program)
+        fckpt.sim({"data": 3}, timeout_seconds=0.2).run(program, threading.Event())
     assert caught.value.rank == 1
 
 
