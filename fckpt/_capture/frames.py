@@ -45,7 +45,8 @@ class Frames:
             variables: the variables, as Dynamo represents them.
             output: Dynamo's object that holds the graph made so far.
         """
-        last = next(reversed(output.graph.nodes), None)
+        # torch 2.11's reversed nodes are iterable, but no iterator
+        last = next(iter(reversed(output.graph.nodes)), None)
         if last is None:
             return
         if not self._calls or self._calls[-1] is not last:

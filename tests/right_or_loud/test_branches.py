@@ -268,6 +268,8 @@ def by_helper_of_a_library(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("fn", [by_variable, by_lock, by_helper, ByMethod(), by_helper_of_a_library])
 def test_code_of_the_user_does_what_it_does_where_it_is_not_compiled(fn: Callable[[Tensor], Tensor]) -> None:
     """Dynamo captures none of these, except as compiled code, which computes something else."""
+    if fn is by_helper_of_a_library:
+        pytest.importorskip("transformers")
     planned, x = fckpt.remat(fn, budget=1.0), leaf(torch.randn(8))
     for factor in (2, 5, 2):
         FACTOR.set(factor)
