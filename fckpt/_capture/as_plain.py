@@ -8,7 +8,9 @@ because Dynamo cannot call a `ContextVar`, and half a capture would be made in v
 
 Only installed libraries get the other answer: they compute the same either way. The user's own code may compute
 something else, so it is always told that it is not compiled; if it then cannot be captured, it is traced by running it,
-or refused. The code of torch and of fckpt, which asks in order to be captured, is always told that it is compiled.
+or refused. That includes code to which a library passes the answer on. So a place gets the other answer only if the
+capture fails within the same call of a library, and no function of the user runs between that call and the failure. The
+code of torch and of fckpt, which asks in order to be captured, is always told that it is compiled.
 
 Seen on torch 2.11 and 2.13: `TorchInGraphFunctionVariable._get_handlers`.
 """
@@ -17,11 +19,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -44,9 +49,10 @@ can be captured (`branches.py`).
 """
 
 
-_MOST_CONCESSIONS = 8
-"""The most places that get the other answer before all of them do."""
+_MOST_CONCESSIONS = 16
+"""The most places that get the other answer."""
 _Place = tuple[tuple[str, int | None], ...]
+"""A file and line that ask, then the files and lines of the calls that lead there."""
 
 
 class Answers:
@@ -55,20 +61,26 @@ class Answers:
     def __init__(self) -> None:
         self._conceded: set[_Place] = set()
         """The places that are told that they are compiled."""
-        self._all = False
-        self._last: _Place | None = None
+        self._asked: list[tuple[list[Any], _Place]] = []
+        """For each question of a library in the last capture: the frames, the innermost first, and their place then."""
+        self._failure: tuple[BaseException | None, list[Any]] = None, []
+        """The error that ended the last capture, and the frames in which it occurred, the innermost first."""
 
     def concede(self) -> bool:
-        """After a capture that failed, changes the answer at the place that asked last.
+        """After a capture that failed, changes the answer at the last place where that may make a difference.
 
         Returns:
-            Whether any answer has changed, so that another capture may succeed.
+            Whether an answer has changed, so that another capture may succeed.
         """
-        if self._last is None or self._all:
-            return False
-        self._all = self._last in self._conceded or len(self._conceded) >= _MOST_CONCESSIONS
-        self._conceded.add(self._last)
-        return True
+        asked, failed = self._asked, self._failure[1]
+        self._asked, self._failure = [], (None, [])
+        if len(self._conceded) < _MOST_CONCESSIONS:
+            for frames, lines in reversed(asked):
+                place = lines[: _shared(frames, failed)]
+                if place and place not in self._conceded:
+                    self._conceded.add(place)
+                    return True
+        return False
 
     @contextlib.contextmanager
     def given(self) -> Iterator[None]:
@@ -76,11 +88,12 @@ class Answers:
         handlers = TorchInGraphFunctionVariable._get_handlers()
         before = {question: handlers[question] for question in _QUESTIONS if question in handlers}
         handlers.update({question: self._answering(handler) for question, handler in before.items()})
-        self._last = None
+        self._asked, self._failure = [], (None, [])
         try:
             with (
                 patched(TorchInGraphFunctionVariable, "call_function", _knowing_streams),
                 patched(SkipFunctionVariable, "call_function", _knowing_streams),
+                patched(InstructionTranslatorBase, "run", self._noting_failures),
             ):
                 yield
         finally:
@@ -88,16 +101,36 @@ class Answers:
 
     def _answering(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def answer(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-            if str(tx.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "fckpt"):
+            if _package(tx) in ("torch", "fckpt"):
                 return original(variable, tx, *args, **kwargs)
-            asking = _asking(tx)
-            if not _is_of_library(asking):
+            if not _is_of_library(tx):
                 return ConstantVariable.create(False)
-            self._last = tuple((tx.f_code.co_filename, tx.lineno) for tx in asking)
-            compiled = self._all or self._last in self._conceded or any(map(_uses_context_variable, asking))
+            frames = _outwards(tx)
+            place = tuple([(frame.f_code.co_filename, frame.lineno) for frame in frames])
+            self._asked.append((frames, place))
+            conceded = any(place[: len(known)] == known for known in self._conceded)
+            compiled = conceded or any(map(_uses_context_variable, _of_asking_file(frames)))
             return original(variable, tx, *args, **kwargs) if compiled else ConstantVariable.create(False)
 
         return answer
+
+    def _noting_failures(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(tx: Any) -> None:
+            try:
+                original(tx)
+            except BaseException as error:
+                if not _is_from(error, self._failure[0]):  # not an error of an inner frame
+                    self._failure = error, _outwards(tx)
+                raise
+
+        return run
+
+
+def _is_from(error: BaseException | None, other: BaseException | None) -> bool:
+    """Whether an error is `other`, or was raised while `other` was handled."""
+    while error is not None and error is not other:
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _knowing_streams(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,22 +143,61 @@ def _knowing_streams(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _asking(tx: Any) -> list[Any]:
-    """Returns the frames that lead to a question, up to the first outside of the file that asks.
-
-    Libraries have helper functions that ask.
-    """
+def _outwards(tx: Any) -> list[Any]:
+    """Returns a frame and the frames that called it, the innermost first."""
     found = [tx]
-    while tx.parent is not None and found[-1].f_code.co_filename == found[0].f_code.co_filename:
+    while tx.parent is not None:
         tx = tx.parent
         found.append(tx)
     return found
 
 
-def _is_of_library(asking: list[Any]) -> bool:
-    """Whether the code that decides by the answer is installed. Functions named `is_...` only pass the answer on."""
-    deciding = next((tx for tx in asking if not tx.f_code.co_name.startswith("is_")), asking[-1])
-    return "-packages" in deciding.f_code.co_filename
+def _shared(asking: list[Any], failed: list[Any]) -> int:
+    """Returns the number of frames from a question to the innermost frame in which a failure occurred as well.
+
+    Returns:
+        The number; 0 if a function of the user may have decided by the answer: there is no such frame, or not all
+        frames from there on, up to the question and up to the failure, are those of libraries.
+    """
+    for depth, tx in enumerate(asking):
+        if not _is_of_library(tx):
+            return 0
+        inside = next((i for i, other in enumerate(failed) if other is tx), None)
+        if inside is not None:
+            return depth + 1 if all(map(_is_of_library, failed[:inside])) else 0
+    return 0
+
+
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def _is_of_library(tx: Any) -> bool:
+    """Whether a frame runs code that is installed, or belongs to Python, torch or fckpt."""
+    path = tx.f_code.co_filename
+    return _package(tx) in ("torch", "fckpt") or _is_installed(path)
+
+
+@functools.lru_cache(1024)
+def _is_installed(path: str) -> bool:
+    file = Path(path)
+    return not {*_INSTALLED}.isdisjoint(file.parts) or file.is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def _package(tx: Any) -> str:
+    return str(tx.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _of_asking_file(frames: list[Any]) -> Iterator[Any]:
+    """Yields the frames of libraries that lead to a question, up to the first outside of the file that asks.
+
+    Libraries have helper functions that ask.
+    """
+    for tx in frames:
+        if not _is_of_library(tx):
+            return
+        yield tx
+        if tx.f_code.co_filename != frames[0].f_code.co_filename:
+            return
 
 
 def _uses_context_variable(tx: Any) -> bool:

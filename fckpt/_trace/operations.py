@@ -381,8 +381,8 @@ def arguments_of(call: Call, specs: Sequence[TensorSpec], cotangents: Collection
     for name, value in given.items():
         if isinstance(value, (torch.device, torch.Generator)):
             continue
-        number = type(value) in (int, float, complex) and (free or name in _POSITIONS)
-        number |= type(value) in (float, complex) and name not in _NORMS_OF
+        number = isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+        number = number and (free or name in _POSITIONS or (name not in _NORMS_OF and not isinstance(value, int)))
         texts.append(
             f"{name}={'a number' if number else text_of(value, specs, seen, devices=False, cotangents=cotangents)}"
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from fckpt._capture.symbols import symbol
 from fckpt._trace.operations import Call, General, Layout, Ref, TensorSpec, Trace, arguments_of, plain_cotangents
-from fckpt.graph.graph import Value
+from fckpt.graph.graph import Value, changed
 
 __all__ = ["SizedTrace", "Symbols", "Unsized", "same_trace", "sizes_of"]
 
@@ -108,28 +109,77 @@ class SizedTrace:
         }
         conditions = _conditions(env, symbols)
         made = ", ".join(f"{name!r}: {text}" for name, text in fields.items())
-        arguments = ", ".join(symbols.names)
-        source = f"def made({arguments}):\n{writer.assignments()}    return {{{made}}}\n"
+        arguments, numbers = ", ".join(symbols.names), ", ".join(writer.numbers)
+        found = ", ".join(f"{name}={name}" for name in writer.numbers)
+        source = f"def numbers({arguments}):\n{writer.assignments()}    return dict({found})\n"
+        source += f"def made({numbers}):\n    return {{{made}}}\n"
         source += f"def holds({arguments}):\n    return {' and '.join(conditions)}\n"
         scope = writer.scope
         exec(compile(source, "<fckpt sizes>", "exec"), scope)
+        self._numbers: Callable[..., dict[str, Any]] = scope["numbers"]
         self._made: Callable[..., dict[str, Any]] = scope["made"]
         self._holds: Callable[..., bool] = scope["holds"]
+        named = self._made(**{name: _named(name, value) for name, value in writer.numbers.items()})
+        self.calls: tuple[Call, ...] = named["calls"]
+        """The calls, for texts only: numbers that depend on sizes are written as names."""
+        self.tensors: tuple[TensorSpec, ...] = named["tensors"]
+        """The tensors of these calls, for texts only."""
+        self._templates: dict[frozenset[int], str] = {}
+        """By the cotangents whose strides are omitted: the texts of `_texts`, with names of numbers to fill in."""
 
     def at(self, sizes: Sequence[int]) -> Trace | None:
         """Returns the trace for these values of the symbols; None if it is not valid for them."""
         try:
             if not self._holds(*sizes):
                 return None
-            made = self._made(*sizes)
+            numbers = self._numbers(*sizes)
         except (ArithmeticError, ValueError):  # a division by 0, or the root of a negative number
             return None
-        values, graph = made.pop("values"), self._trace.graph
-        plain = plain_cotangents(made["tensors"], self._trace.outputs, self._trace.cotangents)
-        texts = {text: arguments_of(made["calls"][i], made["tensors"], plain) for text, i in self._texts.items()}
-        nodes = tuple([dataclasses.replace(node, arguments=texts[node.arguments]) for node in graph.nodes])
+        made, graph = self._made(**numbers), self._trace.graph
+        values = made.pop("values")
+        texts = self._arguments(made["tensors"], numbers)
+        nodes = tuple([changed(node, arguments=texts[node.arguments]) for node in graph.nodes])
         graph = dataclasses.replace(graph, nodes=nodes, values=values)
         return dataclasses.replace(self._trace, graph=graph, general=General(self, made["calls"]), **made)
+
+    def _arguments(self, tensors: Sequence[TensorSpec], numbers: dict[str, Any]) -> dict[str, str]:
+        """Returns the arguments of nodes at some sizes, by their texts with symbols."""
+        plain = frozenset(plain_cotangents(tensors, self._trace.outputs, self._trace.cotangents))
+        if plain not in self._templates:
+            texts = _SEPARATOR.join([arguments_of(self.calls[i], self.tensors, plain) for i in self._texts.values()])
+            self._templates[plain] = re.sub(f"{_MARK}(.*?){_MARK}", r"%(\1)s", texts.replace("%", "%%"))
+        return dict(zip(self._texts, (self._templates[plain] % numbers).split(_SEPARATOR), strict=True))
+
+
+_MARK, _SEPARATOR = "\0", "\1"
+"""Characters that texts do not contain: strings are written with escapes."""
+
+
+class _Named:
+    """Something that is written as a name."""
+
+    name = ""
+
+    def __repr__(self) -> str:
+        return f"{_MARK}{self.name}{_MARK}"
+
+    __str__ = __repr__
+
+
+class _NamedInt(_Named, int):
+    pass
+
+
+class _NamedFloat(_Named, float):
+    pass
+
+
+def _named(name: str, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> _Named:
+    """Returns a number of the type of `value` that is written as a name."""
+    found = _NamedInt() if isinstance(value, torch.SymInt) else _NamedFloat()
+    found = _Named() if isinstance(value, torch.SymBool) else found
+    found.name = name
+    return found
 
 
 def same_trace(one: Trace, other: Trace, computed: Collection[int] = ()) -> bool:
@@ -170,12 +220,14 @@ class _Writer:
     def __init__(self) -> None:
         self.scope: dict[str, Any] = {"math": math, "torch": torch}
         self._constants: dict[int, str] = {}  # by id of an object, which the scope keeps alive: its name
-        self._numbers: dict[Any, str] = {}  # by expression: the variable with its value
+        self._names: dict[Any, str] = {}  # by expression: the variable with its value
+        self.numbers: dict[str, torch.SymInt | torch.SymFloat | torch.SymBool] = {}
+        """The numbers by the name of their variable."""
         self._printer = PythonPrinter()
 
     def assignments(self) -> str:
         """Returns the lines that compute the numbers."""
-        return "".join(f"    {name} = {self._printer.doprint(e)}\n" for e, name in self._numbers.items())
+        return "".join(f"    {name} = {self._printer.doprint(e)}\n" for e, name in self._names.items())
 
     def text(self, value: Any) -> str:
         """Returns an expression for a value."""
@@ -223,9 +275,10 @@ class _Writer:
         if expression.is_number:
             raise Unsized
         _check_exact(expression)
-        if expression not in self._numbers:
-            self._numbers[expression] = f"n{len(self._numbers)}"
-        return self._numbers[expression]
+        if expression not in self._names:
+            self._names[expression] = name = f"n{len(self._names)}"
+            self.numbers[name] = value
+        return self._names[expression]
 
 
 def _conditions(env: ShapeEnv, symbols: Symbols) -> list[str]:

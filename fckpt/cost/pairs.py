@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fckpt._trace.operations import Call, Ref, TensorSpec, Trace
+from fckpt._trace.operations import Call, Ref, TensorSpec
 from fckpt.cost.calls import named, signature
 
 __all__ = ["code_of", "makers_of", "opaque_operands", "paired_signature", "workspace_maker"]
@@ -32,9 +32,9 @@ def opaque_operands(call: Call) -> list[int]:
     return [given[name].tensor for name in sorted(_OPAQUE.intersection(given)) if isinstance(given[name], Ref)]
 
 
-def makers_of(trace: Trace) -> dict[int, Call]:
-    """Returns, by tensor of a trace, the call that computes it. Views are not included."""
-    return {t: call for call in trace.calls if call.node is not None for t in call.outputs if t is not None}
+def makers_of(calls: Sequence[Call]) -> dict[int, Call]:
+    """Returns, by tensor, the call that computes it. Views are not included."""
+    return {t: call for call in calls if call.node is not None for t in call.outputs if t is not None}
 
 
 def workspace_maker(call: Call, makers: Mapping[int, Call]) -> Call | None:

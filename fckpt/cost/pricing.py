@@ -6,11 +6,13 @@ import dataclasses
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from fckpt._call.levels import is_wrapped
-from fckpt._trace.operations import Call, Trace, is_random, is_tagged_random
+from fckpt._trace.operations import Call, TensorSpec, Trace, is_random, is_tagged_random
 from fckpt.cost.analytic import Analytic
 from fckpt.cost.by_size import CostsBySize
 from fckpt.cost.calls import CostSource, OpCost, registered
@@ -18,7 +20,7 @@ from fckpt.cost.measured import Measured
 from fckpt.cost.pairs import makers_of, paired_signature, workspace_maker
 from fckpt.cost.store import environment
 from fckpt.errors import users_stacklevel
-from fckpt.graph.graph import Graph, Node, Value
+from fckpt.graph.graph import Graph, Node, Value, changed
 from fckpt.report.progress import Line
 
 __all__ = ["price"]
@@ -42,11 +44,9 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
         UserWarning: some operations were estimated, because `Measured` could not run them, or because they are custom.
     """
     calls = [call for call in trace.calls if call.node is not None]
-    makers = makers_of(trace)
-    paired = [workspace_maker(call, makers) for call in calls]
-    keys = [paired_signature(call, trace.tensors, maker) for call, maker in zip(calls, paired, strict=True)]
+    keys = _keys(trace)
     distinct = {key: position for position, key in enumerate(keys)}
-    costs = _costs(trace, source, calls, distinct, makers, progress)
+    costs = _costs(trace, source, calls, distinct, makers_of(trace.calls), progress)
     total: dict[int, OpCost] = {}
     for key, call in zip(keys, calls, strict=True):
         assert call.node is not None
@@ -54,12 +54,34 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
     nodes = list(trace.graph.nodes)
     for i, cost in total.items():
         spent = {"seconds": cost.seconds, "flops": cost.flops, "temporary_nbytes": cost.temporary_nbytes}
-        nodes[i] = dataclasses.replace(nodes[i], **spent)
+        nodes[i] = changed(nodes[i], **spent)
     values = _measured_sizes(trace, calls, [costs[key].storages for key in keys])
     if isinstance(source, Analytic) and source.profile.allocation_granularity > 1:
         values = _rounded(trace, values, source.profile.allocation_granularity)
     nodes = [_overwriting_equals(node, values) for node in nodes]
     return dataclasses.replace(trace.graph, nodes=_with_states(trace, calls, nodes), values=tuple(values))
+
+
+_SIZED_KEYS: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+"""The keys of traces with symbols."""
+
+
+def _keys(trace: Trace) -> list[str]:
+    """Returns the signatures of the calls that belong to nodes. Calls with equal texts have equal costs.
+
+    For a trace that was made from a trace with symbols, these are the texts with symbols, the same at all sizes.
+    """
+    general = trace.general
+    if general is None or general.calls is not trace.calls:
+        return _signatures(trace.calls, trace.tensors)
+    if general.trace not in _SIZED_KEYS:
+        _SIZED_KEYS[general.trace] = _signatures(general.trace.calls, general.trace.tensors)
+    return _SIZED_KEYS[general.trace]
+
+
+def _signatures(calls: Sequence[Call], specs: Sequence[TensorSpec]) -> list[str]:
+    makers = makers_of(calls)
+    return [paired_signature(call, specs, workspace_maker(call, makers)) for call in calls if call.node is not None]
 
 
 def _costs(
@@ -122,7 +144,7 @@ def _with_states(trace: Trace, calls: Sequence[Call], nodes: Sequence[Node]) -> 
         early = node.id not in late and threading.active_count() == 1
         made = sum(trace.graph.values[v].nbytes for v in node.outputs) if early else 0
         least = torch.default_generator.get_state().nbytes - made
-        found[node.id] = dataclasses.replace(node, temporary_nbytes=max(node.temporary_nbytes, least))
+        found[node.id] = changed(node, temporary_nbytes=max(node.temporary_nbytes, least))
     return tuple(found)
 
 
@@ -224,7 +246,7 @@ def _overwriting_equals(node: Node, values: Sequence[Value]) -> Node:
     overwrites, accumulates = fit(node.overwrites), fit(node.accumulates)
     if (overwrites, accumulates) == (node.overwrites, node.accumulates):
         return node
-    return dataclasses.replace(node, overwrites=overwrites, accumulates=accumulates)
+    return changed(node, overwrites=overwrites, accumulates=accumulates)
 
 
 def _made(call: Call) -> list[bool]:

@@ -15,13 +15,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fckpt.errors import ArgumentValueError
 
-__all__ = ["DECISIONS", "Graph", "Node", "Value", "checked"]
+__all__ = ["DECISIONS", "Graph", "Node", "Value", "changed", "checked"]
 
 FORMAT = 3
 FORMATS = (2, 3)
@@ -104,6 +105,18 @@ class Node:
     def overwritten(self, freed: Collection[int]) -> int | None:
         """Returns the input over which the node writes its output, given the values freed directly after the node."""
         return next((v for v in self.overwrites if v in freed), None)
+
+
+_FIELDS = {field.name: position for position, field in enumerate(dataclasses.fields(Node))}
+_fields_of = operator.attrgetter(*_FIELDS)
+
+
+def changed(node: Node, **fields: Any) -> Node:
+    """Returns the node with other fields, like `dataclasses.replace` in half of its time."""
+    found = [*_fields_of(node)]
+    for name, value in fields.items():
+        found[_FIELDS[name]] = value
+    return Node(*found)
 
 
 @dataclass(frozen=True)
@@ -205,8 +218,7 @@ class Graph:
     def _overwriting(self, allowed: Callable[[Node], tuple[int, ...]]) -> Graph:
         """Returns the graph in which nodes overwrite these values only, except where the user's program is in place."""
         nodes = [
-            n if n.in_place or n.overwrites == allowed(n) else dataclasses.replace(n, overwrites=allowed(n))
-            for n in self.nodes
+            n if n.in_place or n.overwrites == allowed(n) else changed(n, overwrites=allowed(n)) for n in self.nodes
         ]
         return dataclasses.replace(self, nodes=tuple(nodes))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,28 @@ class Collector:
 COLLECTOR = Collector()
 
 
+class Asked:
+    @property
+    def value(self):
+        return is_compiled()
+
+
+def now():
+    return torch.compiler.is_compiling()
+
+
+def telling(fn):
+    return lambda x: fn(x, now())
+
+
+def choosing(x, compiled, plain):
+    return compiled(x) if now() else plain(x)
+
+
+def total(x, always=False):
+    return x.sum().item() if always or not now() else x.sum()
+
+
 def collecting(x, mask):
     COLLECTOR.set(3)
     if not torch.compiler.is_compiling() and mask.all():
@@ -276,6 +299,67 @@ def test_code_of_the_user_does_what_it_does_where_it_is_not_compiled(fn: Callabl
         (expected,) = torch.autograd.grad(fn(x), [x])
         with contextlib.suppress(fckpt.FckptError):
             assert torch.equal(torch.autograd.grad(planned(x), [x])[0], expected)
+
+
+def plain(x: Tensor) -> Tensor:
+    return x.sin().sum() if x.sum().item() < 1e9 else x.sum()
+
+
+def compiled(x: Tensor) -> Tensor:
+    return x.cos().sum()
+
+
+class Switch:
+    def __init__(self, now: Callable[[], bool]) -> None:
+        self.now, self.factor = now, FACTOR
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return compiled(x) if self.now() else (x * self.factor.get()).sin().sum()
+
+
+def deciding(library: Any) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Functions of the user that decide by an answer that a library gets."""
+    asked = library.Asked()
+
+    def later(x: Tensor) -> Tensor:
+        is_compiled = library.now()
+        return compiled(x) if is_compiled else (x.sin() * library.total(x, True)).sum()
+
+    return {
+        "a function": lambda x: compiled(x) if library.now() else plain(x),
+        "a property": lambda x: compiled(x) if asked.value else plain(x),
+        "a decorator": library.telling(lambda x, is_compiled: compiled(x) if is_compiled else plain(x)),
+        "two functions of the user": lambda x: library.choosing(x, compiled, plain),
+        "a failure in the library": later,
+        "a context variable": Switch(library.now),
+    }
+
+
+@pytest.mark.parametrize("how", [*deciding(types.SimpleNamespace(Asked=int, telling=id, now=id))])
+def test_code_of_the_user_is_not_told_by_a_library_that_it_is_compiled(library: Any, how: str) -> None:
+    fn, x = deciding(library)[how], leaf(torch.randn(8))
+    (expected,) = torch.autograd.grad(fn(x), [x])
+    with contextlib.suppress(fckpt.FckptError):
+        assert torch.equal(torch.autograd.grad(fckpt.remat(fn, budget=1.0)(x), [x])[0], expected)
+
+
+USER = """
+import torch
+
+
+def fn(x):
+    if not torch.compiler.is_compiling():
+        return x.sin().sum() if x.sum().item() < 1e9 else x.sum()
+    return x.cos().sum()
+"""
+
+
+def test_a_folder_with_packages_of_the_user_is_no_library(tmp_path: Path) -> None:
+    path = tmp_path / "my-packages" / "user.py"
+    path.parent.mkdir()
+    path.write_text(USER)
+    with fresh(path) as module, pytest.raises(fckpt.TraceError, match="looks at the data"):
+        fckpt.remat(module.fn, budget=1.0)(leaf(torch.randn(8)))
 
 
 def test_operations_on_symbolic_sizes_that_are_remembered_give_the_same_graph_and_guards(
