@@ -5,8 +5,8 @@ when nothing refers to it any more: a local variable refers to it until its fram
 call of a module refers to its arguments until it returns. Dynamo evaluates each frame, so these points can be recorded.
 
 Left out: results that the function never uses, which Dynamo leaves out too; frames within `torch.utils.checkpoint`, an
-`autograd.Function` and other operators that call functions; variables of functions defined inside; attributes and items
-that are overwritten while their object lives.
+`autograd.Function` and other operators that call functions; attributes, items and variables shared with functions
+defined inside that are overwritten while something refers to them.
 
 In torch 2.11 and 2.13, frames keep their variables in `symbolic_locals`.
 """
@@ -25,6 +25,9 @@ from fckpt._capture.patching import patched
 
 __all__ = ["Frames"]
 
+_PARTS = ("items", "_base_vt", "func", "args", "keywords", "obj", "iterable", "closure", "defaults", "kwdefaults")
+"""The fields in which Dynamo's variables have what they refer to: containers, `functools.partial`, bound methods,
+iterators, and functions defined inside."""
 _DEPTH = 4
 """How many levels of containers and objects are searched for tensors."""
 
@@ -118,7 +121,10 @@ def _tensors(variable: Any, attributes: dict[Any, dict[str, Any]], depth: int) -
         yield variable.proxy.node
     elif depth and isinstance(variable, VariableTracker):
         fields = vars(variable)  # not getattr: an argument that was not read yet would be read, and guarded
-        items = fields.get("items", ())
-        parts = [*(items.values() if isinstance(items, dict) else items if isinstance(items, list | tuple) else ())]
-        for part in [*parts, fields.get("_base_vt"), *attributes.get(variable, {}).values()]:
-            yield from _tensors(part, attributes, depth - 1)
+        parts = [fields.get(name) for name in _PARTS]
+        generator = fields.get("inline_tracer")
+        if generator is not None and not generator.generator_exhausted:
+            parts.append(generator.symbolic_locals)
+        for part in [*parts, attributes.get(variable)]:
+            for each in part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else [part]:
+                yield from _tensors(each, attributes, depth - 1)

@@ -10,10 +10,11 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,12 +86,15 @@ class Store:
         with contextlib.suppress(OSError):
             path = _path(where)
             path.parent.mkdir(parents=True, exist_ok=True)
-            before, (known, costs) = _version(path), _READ.get(path, ("", {}))
+            before, (known, costs) = _version(path), _READ.get(path, (_MISSING, {}))
+            # The first newline ends an incomplete line that another process may have left.
+            line = f"\n{_line(key, cost)}\n".encode()
             with open(path, "ab", buffering=0) as file:
-                # The first newline ends an incomplete line that another process may have left.
-                file.write(f"\n{_line(key, cost)}\n".encode())
-            if known == before and costs is self._read[where]:
-                _READ[path] = _version(path), costs
+                file.write(line)
+            after = _version(path)
+            alone = before.number in (after.number, 0) and after.nbytes == before.nbytes + len(line)
+            if alone and known == before and costs is self._read[where]:
+                _READ[path] = after, costs
 
 
 def _path(where: str) -> Path:
@@ -102,23 +106,31 @@ def _line(key: str, cost: OpCost) -> str:
     return json.dumps({"signature": key, **dataclasses.asdict(cost)})
 
 
-_READ: dict[Path, tuple[str, dict[str, OpCost]]] = {}
+class _Version(NamedTuple):
+    """Changes when a file changes."""
+
+    number: int
+    nbytes: int
+    changed: int
+
+
+_MISSING = _Version(0, 0, 0)
+_READ: dict[Path, tuple[_Version, dict[str, OpCost]]] = {}
 """By file: its version, and the costs in it, to which stores add theirs."""
 
 
-def _version(path: Path) -> str:
-    """Returns a text that changes when a file changes; empty if there is no such file."""
+def _version(path: Path) -> _Version:
     try:
         found = path.stat()
     except OSError:
-        return ""
-    return f"{found.st_ino} {found.st_size} {found.st_mtime_ns}"
+        return _MISSING
+    return _Version(found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def _load(path: Path) -> dict[str, OpCost]:
     version = _version(path)  # before the file is read: a later change is another version
-    known, costs = _READ.get(path, ("", {}))
-    if not version or known != version:
+    known, costs = _READ.get(path, (_MISSING, {}))
+    if version == _MISSING or known != version:
         costs = _parsed_file(path)
         _READ[path] = version, costs
     return costs
@@ -156,4 +168,5 @@ def _rewrite(path: Path, costs: dict[str, OpCost]) -> None:
         text = "".join(f"{_line(key, cost)}\n" for key, cost in costs.items())
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             file.write(text)
+        shutil.copymode(path, file.name)  # other users may share the folder
         os.replace(file.name, path)

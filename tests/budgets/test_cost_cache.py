@@ -131,6 +131,34 @@ def test_a_file_is_read_again_only_after_another_process_has_changed_it(monkeypa
     assert store.Store().get("here", "op2") == cost and len(read) == 3
 
 
+def test_a_line_that_another_process_appends_at_the_same_time_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fckpt.cost import store
+
+    cost, write, mine = OpCost(1.0, 2, 3), store._line, store.Store()
+    mine.get("here", "first")
+    mine.put("here", "first", cost)
+
+    def meanwhile(key: str, written: OpCost) -> str:
+        with open(store._path("here"), "a") as file:
+            file.write(write("other", cost) + "\n")
+        return write(key, written)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_line", meanwhile)
+        mine.put("here", "second", cost)
+    found = store.Store()
+    assert [found.get("here", key) for key in ("first", "second", "other")] == [cost] * 3
+
+
+def test_other_users_can_still_read_a_file_from_which_corrupt_lines_were_dropped(cost_folder: Path) -> None:
+    count(Measured())
+    (file,) = cost_folder.iterdir()
+    file.chmod(0o644)
+    file.write_bytes(file.read_bytes() + b"junk")
+    assert count(Measured()) == 0 and b"junk" not in file.read_bytes()
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
 def test_signature_text() -> None:
     x = torch.rand(4, 6)
     call, specs = call_of(aten.add.Tensor, x, x.t().contiguous().t(), alpha=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -104,6 +104,62 @@ def names_in_checkpoints(x: Tensor) -> Tensor:
     return out
 
 
+class Adding:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def add(self, other: Tensor) -> Tensor:
+        return other + self.x
+
+
+def in_callables(x: Tensor) -> Tensor:
+    """Arguments of a `partial`, the object of a method, defaults, and what a function inside of another refers to."""
+    given, method = partial(torch.add, x + 1), Adding(x + 2).add
+
+    def with_default(other: Tensor, default: Tensor = x + 3) -> Tensor:
+        return other + default
+
+    closure = adding(x + 4)
+    last = closure(with_default(method(given(x))))
+    return (last + 5).sum()
+
+
+def of_callables_that_are_gone(x: Tensor) -> Tensor:
+    add = adding(x + 1)
+    last = add(x + 2)
+    add = adding(last)
+    last = add(last + 3)
+    del add
+    more = last + 4
+    return (more + 5).sum()
+
+
+def parts_of(x: Tensor) -> Iterator[Tensor]:
+    first = x + 1
+    yield first + 2
+    second = first + 3
+    yield second + 4
+
+
+def of_suspended_generators(x: Tensor) -> Tensor:
+    parts = parts_of(x)
+    first = next(parts)
+    last = first + 5
+    last = last + next(parts)
+    more = last + 6
+    return (more + 7).sum()
+
+
+def of_exhausted_generators(x: Tensor) -> Tensor:
+    total = x
+    parts = parts_of(x)
+    for part in parts:
+        total = total + part
+    more = total + 5
+    more = more + 6
+    return (more + 7).sum()
+
+
 class Inner(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + 1
@@ -124,7 +180,7 @@ class Arguments(nn.Module):
 
 FUNCTIONS = [
     variables, assigned_again, deleted, of_inner_functions, in_containers, in_objects, saved, overwritten, Arguments(),
-    names_in_checkpoints,
+    names_in_checkpoints, in_callables, of_callables_that_are_gone, of_suspended_generators, of_exhausted_generators,
 ]  # fmt: skip
 
 
@@ -149,13 +205,18 @@ def test_a_plan_itself_holds_no_variables(options: dict[str, Any]) -> None:
 
 
 Step = tuple[str, int, int, int]
-STEPS = st.tuples(st.sampled_from(["add", "exp", "mul", "inner", "call", "list", "delete"]), *[st.integers(0, 3)] * 3)
+KINDS = ("add", "exp", "mul", "inner", "call", "list", "partial", "function", "delete")
+STEPS = st.tuples(st.sampled_from(KINDS), *[st.integers(0, 3)] * 3)
+
+
+def adding(held: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda other: other + held
 
 
 def program(steps: list[Step], x: Tensor) -> Tensor:
     """Runs steps on four variables."""
     a = b = c = d = x
-    total, kept = torch.zeros(()), []
+    total, kept = torch.zeros(()), list[Any]()
     for kind, source, other, target in steps:
         one, two = (a, b, c, d)[source], (a, b, c, d)[other]
         if kind == "add":
@@ -171,6 +232,12 @@ def program(steps: list[Step], x: Tensor) -> Tensor:
         elif kind == "list":
             new = one + 2
             kept.append(new)
+        elif kind == "partial":
+            kept.append(partial(torch.add, one))
+            new = kept[-1](two)
+        elif kind == "function":
+            kept.append(adding(one))
+            new = kept[-1](two)
         else:
             new = x
         del one, two
