@@ -123,7 +123,7 @@ class CacheWarning(UserWarning):
 
 
 class GradientWarning(UserWarning):
-    """Gradients are not bitwise equal to those of the plain function: the message says why, and what to do."""
+    """Gradients may differ from those of the plain function in the last bits: the message says why, and what to do."""
 
 
 class KernelWarning(UserWarning):

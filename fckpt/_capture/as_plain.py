@@ -66,6 +66,11 @@ class Answers:
         self._failure: tuple[BaseException | None, list[Any]] = None, []
         """The error that ended the last capture, and the frames in which it occurred, the innermost first."""
 
+    @property
+    def exceptions(self) -> tuple[str, ...]:
+        """The lines of libraries that are told that they are compiled, because a capture failed without."""
+        return tuple(sorted({f"{file}:{line}" for *_, (file, line) in self._conceded}))
+
     def concede(self) -> bool:
         """After a capture that failed, changes the answer at the last place where that may make a difference.
 
@@ -98,6 +103,7 @@ class Answers:
                 yield
         finally:
             handlers.update(before)
+            self._failure = None, self._failure[1]  # an error refers to the frames that raised it, and so to itself
 
     def _answering(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def answer(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:

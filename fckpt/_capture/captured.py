@@ -188,6 +188,8 @@ class Captured:
         """The built-in names that the function's code looked up."""
         self.keywords: tuple[str, ...] = ()
         """The names of the keyword arguments, in order: a function may read the order, and no guard checks it."""
+        self.told_compiled: tuple[str, ...] = ()
+        """The lines of libraries for which `torch.compiler.is_compiling()` is true, as captures failed without."""
         self.inputs: tuple[Input, ...] = ()
         self._substitute = _Substitute()
         self._call: Any = None
@@ -319,7 +321,9 @@ def capture(
         while True:
             attempt = _Attempt(taken, below, dynamic, answers, Branches(taken[0].__globals__, places))
             try:
-                return attempt.captured(entry, args, kwargs)
+                found = attempt.captured(entry, args, kwargs)
+                found.told_compiled = answers.exceptions
+                return found
             except CaptureError as error:
                 first = first or error
                 # A branch on data that depends on sizes is known if they are constants; then nothing is conceded.

@@ -193,6 +193,20 @@ class Ledger:
             stacklevel=users_stacklevel(),
         )
 
+    def told_compiled(self, lines: Sequence[str]) -> None:
+        """Warns, once, that lines of a library are told that they are compiled."""
+        if not lines or "told compiled" in self._warned:
+            return
+        self._warned.add("told compiled")
+        more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+        warnings.warn(
+            f"{self.name} can be captured only as compiled code: torch.compiler.is_compiling() is True for "
+            f"{lines[0]}{more}. A library may run other operations there than in a plain call, which may differ in the "
+            "last bits and in memory. fckpt.check compares a planned step with a plain one.",
+            GradientWarning,
+            stacklevel=users_stacklevel(),
+        )
+
     def captured_again(self, why: str) -> None:
         """Warns at the third capture in a row, which means that values that the function reads keep changing.
 

@@ -181,6 +181,7 @@ class Planner:
         if below:
             made.guard_wrapped(fn, args, kwargs)
         self.ledger.count("captures")
+        self.ledger.told_compiled(made.told_compiled)
         if "grad_mode" not in why:  # one capture each for training and for evaluation
             self.ledger.captured_again(why)
         programs = next((known for other, known in self.captures if other.same_graph(made)), {})

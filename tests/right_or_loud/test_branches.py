@@ -231,9 +231,13 @@ def library(tmp_path: Path) -> Iterator[Any]:
 
 def test_a_place_that_can_be_captured_only_as_compiled_code_is_told_that_it_is(library: Any) -> None:
     planned, x = fckpt.remat(library.only_compiled, budget=1.0), leaf(torch.randn(4, 8))
-    planned(x, ONES)
-    assert fckpt.stats(planned).captures == 1
-    assert "exp" in fckpt.plan(library.only_compiled, x, ONES).graph.nodes[1].op
+    text = r"only as compiled code: .* is True for \S+library.py:12\. "
+    with pytest.warns(fckpt.GradientWarning, match=text) as said:
+        planned(x, ONES)
+        planned(x, 0 * ONES)
+    assert len(said) == 1 and fckpt.stats(planned).captures == 2
+    with pytest.warns(fckpt.GradientWarning, match="only as compiled code"):
+        assert "exp" in fckpt.plan(library.only_compiled, x, ONES).graph.nodes[1].op
 
 
 def test_a_method_that_would_call_a_context_variable_is_told_at_once_that_it_is_compiled(

@@ -247,6 +247,7 @@ class Records(logging.Handler):
 
 
 @pytest.mark.filterwarnings("ignore:fckpt does not run custom operations:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*only as compiled code:fckpt.GradientWarning")
 def test_no_stacks_of_errors_are_printed_while_a_mixture_of_experts_is_captured() -> None:
     """Transformers tries a product of groups that PyTorch has in bf16 only, and takes another one where that fails."""
     logger, records = logging.getLogger("torch._subclasses.fake_tensor"), Records()
