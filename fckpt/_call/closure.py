@@ -13,6 +13,7 @@ import functools
 import itertools
 import logging
 import operator
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fckpt._call.facts import LARGE, Unguarded, attribute, fact, is_library, is_small, is_user_class
+from fckpt._call.facts import LARGE, VIEWS, Unguarded, attribute, fact, is_library, is_small, is_user_class
 from fckpt._call.places import (
     ABSENT,
     ARRAYS,
@@ -256,7 +257,7 @@ class _Walk:
             self.visit(None, value(), depth)
         elif isinstance(value, types.MappingProxyType):
             self.items(dict(value), depth - 1)
-        elif kind in _VIEWS:
+        elif kind in VIEWS:
             self.items(dict(value.mapping), depth - 1)
         elif not isinstance(value, (type, logging.Logger)):
             state = self.state
@@ -403,18 +404,19 @@ def check_scripted(module: torch.jit.ScriptModule) -> None:
 
 def imported(module: types.ModuleType, names: Iterable[str]) -> Iterator[Slot]:
     """Yields the attributes of an imported module with these names that are data; for a library, only plain values,
-    tensors and modules.
+    tensors and modules; for a module of Python, small lists and dicts too (`sys.path`, not `sys.modules`).
     """
     scope = vars(module)
     kinds = (torch.Tensor, nn.Module) if is_library(module.__name__) else _DATA
+    pythons = module.__name__.partition(".")[0] in sys.stdlib_module_names
     for name in names:
         held = scope.get(name)
         users = kinds is _DATA and not isinstance(held, type) and is_user_class(type(held))
+        users = users or (pythons and isinstance(held, (list, dict)) and len(held) <= LARGE)
         if held is not None and (users or type(held) in PLAIN or isinstance(held, kinds)):
             yield scope, name, held
 
 
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _DATA = (torch.Tensor, nn.Module, list, dict, tuple, set, collections.deque, types.FunctionType)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextvars
 import copyreg
 import decimal
 import enum
+import functools
 import io
+import logging
 import sys
+import threading
 import types
+import weakref
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -20,7 +25,18 @@ import torch
 from fckpt._call.places import ARRAYS, PLAIN
 from fckpt._tree import STRUCTURE
 
-__all__ = ["LARGE", "SCRIPT", "Unguarded", "attribute", "fact", "is_library", "is_small", "is_user_class"]
+__all__ = [
+    "LARGE",
+    "SCRIPT",
+    "VIEWS",
+    "Unguarded",
+    "attribute",
+    "fact",
+    "is_library",
+    "is_small",
+    "is_user_class",
+    "levels_of",
+]
 
 LARGE = 1000
 """The most entries of a container that counts as state; a larger container is data."""
@@ -77,6 +93,10 @@ def fact(value: Any) -> Any:
             return (kind, _converted(value, base))
     if isinstance(value, types.MappingProxyType):
         return _fact_of_container(dict(value), kind)
+    if isinstance(value, logging.Logger):
+        return (kind, value.name, *levels_of(value))
+    if "ctypes" in sys.modules and isinstance(value, sys.modules["ctypes"]._SimpleCData.__base__):
+        return Unguarded(f"a {kind.__name__} of ctypes, whose memory anything may change")
     if kind is memoryview:
         return (kind, value.tobytes()) if value.nbytes <= _BYTES else Unguarded(f"a memoryview of {value.nbytes} bytes")
     return _fact_of_pythons(value, kind)
@@ -85,8 +105,9 @@ def fact(value: Any) -> Any:
 def _fact_of_pythons(value: Any, kind: type) -> Any:
     """Returns a fact about an object: its class, and the data that pickle would write if the object's state is in C.
 
-    This covers all data of `datetime`, `Path`, `re.Pattern`, `bytearray` and similar types. An object that is not data
-    (a lock, a thread) cannot be pickled. The walk through the closure reads the contents of a `__dict__`.
+    This covers all data of `datetime`, `Path`, `re.Pattern`, `bytearray` and similar types. An object that cannot be
+    pickled is a lock or the like, or has contents that cannot be compared (a database, a queue, a mapped file). The
+    walk through the closure reads the contents of a `__dict__`.
     """
     if kind.__module__.partition(".")[0] not in sys.stdlib_module_names or type(attribute(value, "__dict__")) is dict:
         return kind
@@ -96,8 +117,27 @@ def _fact_of_pythons(value: Any, kind: type) -> Any:
         reduce = copyreg.dispatch_table.get(kind)
         parts = value.__reduce_ex__(4) if reduce is None else reduce(value)
     except Exception:
-        return kind
+        return kind if issubclass(kind, _STATELESS) else Unguarded(f"a {kind.__name__}, whose contents are hidden")
     return (kind, *map(_fact_within, parts)) if isinstance(parts, tuple) else kind
+
+
+_DICTS: tuple[Any, ...] = ({}, collections.OrderedDict())
+VIEWS = tuple(type(view) for held in _DICTS for view in (held.keys(), held.values(), held.items()))
+"""Types of views on a dict, whose contents the walk through the closure reads."""
+_STATELESS = (
+    type(threading.Lock()), type(threading.RLock()), types.ModuleType, types.CodeType, types.FrameType,
+    types.TracebackType, types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType,
+    types.MethodWrapperType, types.MethodDescriptorType, types.ClassMethodDescriptorType, types.CellType,
+    types.BuiltinFunctionType, types.MethodType, property, classmethod, staticmethod, weakref.ref,
+    functools._lru_cache_wrapper, functools.cached_property, threading.local, contextvars.Token, contextvars.Context,
+    type(vars(abc.ABC)["_abc_impl"]), *VIEWS,
+)  # fmt: skip
+"""Types of Python that have no contents, or whose contents are read elsewhere."""
+
+
+def levels_of(logger: logging.Logger) -> tuple[Any, ...]:
+    """Returns the settings on which it depends whether a logger is enabled."""
+    return logger.level, logger.getEffectiveLevel(), logger.manager.disable, logger.disabled
 
 
 def _fact_within(value: Any) -> Any:

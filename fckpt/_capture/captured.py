@@ -186,6 +186,7 @@ class Captured:
         self._classes = ClassFacts(classes, output.graph_capture_output.traced_code)
         self.builtins = BuiltinNames()
         """The built-in names that the function's code looked up."""
+        self._settings = _folded_settings()
         self.keywords: tuple[str, ...] = ()
         """The names of the keyword arguments, in order: a function may read the order, and no guard checks it."""
         self.told_compiled: tuple[str, ...] = ()
@@ -213,7 +214,7 @@ class Captured:
         scope = _scope(self._entry.taken(fn), args, kwargs)
         known = self.keywords == tuple(kwargs) and self._guards.check(scope) and self._classes.hold()
         known = known and self.builtins.hold() and (self._wrapped is None or self._wrapped.same(scope))
-        return known and self.branches.hold(scope)
+        return known and self._settings == _folded_settings() and self.branches.hold(scope)
 
     def guard_wrapped(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Adds guards on the layouts of the call's wrapped tensors, as the function sees them."""
@@ -228,6 +229,7 @@ class Captured:
             return f"the keyword arguments were {', '.join(self.keywords)}, and are {', '.join(kwargs)}"
         if found.result:
             known = self._classes.changed() or self.builtins.changed()
+            known = known or ("settings of Python or autocast" if self._settings != _folded_settings() else "")
             return known or self.branches.changed(scope) or "the layout of a tensor"
         failing = [part for part in found.verbose_code_parts if not _holds(part, scope)]
         return "; ".join(_explained(part) for part in failing or found.verbose_code_parts)
@@ -271,6 +273,14 @@ class Captured:
             return self._call(function, this, args, kwargs)
         finally:
             self._substitute.run = before
+
+
+def _folded_settings() -> tuple[Any, ...]:
+    """Returns the settings whose values Dynamo takes for constants, without a guard."""
+    return sys.getrecursionlimit(), *map(torch.get_autocast_dtype, _AUTOCAST)
+
+
+_AUTOCAST = ("cpu", "cuda")
 
 
 def _callable(output: Any, compiled: Callable[..., Any], scope: dict[str, Any]) -> Callable[..., Any]:

@@ -2,7 +2,8 @@
 
 During a trace, `Reads` records which code ran, and the classes of the objects that the code received. The guards cover
 all that this code can refer to besides its arguments: globals, attributes of imported modules and of classes, methods,
-defaults, cells, the contents of containers and objects found there, environment variables, and new entries in caches.
+defaults, cells, the contents of containers and objects found there, environment variables, levels of loggers, and new
+entries in caches.
 The guarded set is a superset of what was read: an irrelevant change may cause another trace, but no plan can be stale.
 Functions that Dynamo captures have narrower and faster guards (`captured.py`).
 """
@@ -10,14 +11,16 @@ Functions that Dynamo captures have narrower and faster guards (`captured.py`).
 from __future__ import annotations
 
 import builtins
+import decimal
 import functools
+import logging
 import os
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fckpt._call.closure import global_names
-from fckpt._call.facts import Unguarded, attribute, is_library, is_user_class
+from fckpt._call.facts import Unguarded, attribute, is_library, is_user_class, levels_of
 from fckpt._call.modules import facts_of
 from fckpt._capture.classes import ClassFacts
 
@@ -33,12 +36,16 @@ class Reads:
         self.classes: dict[int, type] = {}
         self.environment: dict[str, str | None] = {}
         """The environment variables that were read, and their values."""
+        self.loggers: dict[str | None, tuple[Any, ...]] = {}
+        """The loggers that were looked up, by name, and their settings."""
 
     def note(self, frame: types.FrameType) -> None:
         """Records the call of a function."""
         scope = frame.f_globals
         if frame.f_code is _LOOKUP and isinstance(key := frame.f_locals.get("key"), str):
             self.environment[key] = os.environ.get(key)
+        if frame.f_code is _LOGGER and isinstance(name := frame.f_locals.get("name"), str | None):
+            self.loggers[name] = levels_of(logging.getLogger(name))
         if is_library(str(scope.get("__name__", ""))):
             return
         self.codes[frame.f_code] = scope
@@ -65,6 +72,7 @@ class Reads:
 
 _BUILTINS = vars(builtins)
 _LOOKUP = type(os.environ).__getitem__.__code__
+_LOGGER = logging.getLogger.__code__
 
 
 def _globals(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[Any]:
@@ -87,6 +95,8 @@ class Guards:
 
     def __init__(self, reads: Reads):
         self._environment = reads.environment
+        self._loggers = reads.loggers
+        self._decimals = _decimals()
         self._scopes = list(reads.codes.items())
         self._called = list(_called(reads))
         self._attributes = list(_functions_of_modules(reads.codes))
@@ -115,11 +125,22 @@ class Guards:
         for key, then in self._environment.items():
             if os.environ.get(key) != then:
                 return f"the environment variable {key} has changed"
+        for name, settings in self._loggers.items():
+            if levels_of(logging.getLogger(name)) != settings:
+                return f"the level of the logger {name!r} has changed"
+        if _decimals() != self._decimals:
+            return "the context of decimal has changed"
         for cache, misses in self._caches:
             if cache.cache_info().misses != misses:
                 return f"the cache of {getattr(cache, '__name__', 'a function')} has a new entry"
         same = facts_of(self._called, self._scopes) == self._facts
         return "" if same else "a global variable, or its contents, have changed"
+
+
+def _decimals() -> tuple[Any, ...]:
+    """Returns the settings of decimal arithmetic."""
+    context = decimal.getcontext()
+    return context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp
 
 
 def _called(reads: Reads) -> Iterator[Any]:

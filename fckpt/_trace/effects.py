@@ -53,11 +53,6 @@ _IMPURE = {
 }
 
 _READS = {
-    os.getpid: "reads its process id",
-    os.getcwd: "reads the working directory",
-    os.listdir: "reads the file system",
-    os.scandir: "reads the file system",
-    os.stat: "reads the file system",
     builtins.globals: "reads its globals by name",
     datetime.datetime.now: "reads a clock",
     datetime.datetime.utcnow: "reads a clock",
@@ -65,10 +60,45 @@ _READS = {
     torch.get_num_threads: "reads the number of threads",
     torch.get_num_interop_threads: "reads the number of threads",
     threading.get_ident: "reads its thread id",
+    sys.getrefcount: "counts references",
+    sys.getrecursionlimit: "reads the recursion limit",
+    sys.getallocatedblocks: "counts allocated blocks",
+    sys.getswitchinterval: "reads the switch interval",
+    sys.gettrace: "asks for the trace function",
+    torch.is_anomaly_enabled: "asks for the detection of anomalies",
+    torch.is_anomaly_check_nan_enabled: "asks for the detection of anomalies",
 }
-"""Calls that are allowed in library code and refused in user code."""
+"""Calls that are allowed in libraries and refused in user code, also where user code makes them through Python's own
+modules."""
+_SYSTEM = {
+    "posix": "asks the operating system",
+    "nt": "asks the operating system",
+    "time": "reads a clock",
+    "gc": "asks the garbage collector",
+    "resource": "reads the use of resources",
+    "signal": "reads or sets signal handlers",
+    **dict.fromkeys(("_socket", "select", "fcntl", "syslog", "_posixsubprocess"), "asks the operating system"),
+    **dict.fromkeys(("_locale", "pwd", "grp"), "reads settings of the system"),
+}
+"""What functions in C of Python's own modules do, which are refused in the same way."""
+_CONSTANT = {os.fspath, os.cpu_count, os.uname, time.sleep, gc.collect}
+"""Functions of these modules whose results never change, or matter to nothing."""
+_UNSEEN = frozenset(
+    ("torch", "fckpt", "contextlib", "warnings", "linecache", "tokenize", "traceback", "logging", "importlib")
+    + ("dataclasses", "reprlib")
+)
+"""Modules whose calls do not matter to the result: messages, imports, and texts of objects."""
 
 
+_OF_TORCH = {
+    torch.is_warn_always_enabled.__code__: "asks for the settings of warnings",
+    torch.initial_seed.__code__: "reads the random seed",
+    **{
+        getattr(torch.cuda, name).__code__: "asks how much memory is taken"
+        for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "mem_get_info", "memory_stats")
+    },
+}
+"""Functions of torch that user code may not call, by their code."""
 _WRAPPERS = {DistributedDataParallel.forward.__code__: "DistributedDataParallel"}
 """Code that communicates beside its operations, from hooks on gradients."""
 
@@ -88,6 +118,8 @@ def impure_calls_refused(reads: Reads) -> Iterator[None]:
             if frame.f_code in _WRAPPERS and not found:
                 wrapper = _WRAPPERS[frame.f_code]
                 found.append(f"{current()}: the function calls a {wrapper} module here, which communicates by itself")
+            elif frame.f_code in _OF_TORCH and not found and _is_for_user(frame.f_back):
+                found.append(f"{current()}: the function {_OF_TORCH[frame.f_code]} here (`{frame.f_code.co_name}`)")
         elif event == "c_call" and not found and (does := _impure(argument, frame)):
             found.append(f"{current()}: the function {does} here (`{argument.__name__}`)")
 
@@ -124,18 +156,32 @@ def _impure(called: Any, frame: Any) -> str:
     """Returns what a call from a frame does that a plan would not repeat; empty if nothing."""
     try:
         does, asks = _IMPURE.get(called, ""), _READS.get(called, "")
+        module = str(getattr(called, "__module__", ""))
+        asks = asks or ("" if called in _CONSTANT else _SYSTEM.get(module, ""))
     except TypeError:  # not hashable
         return ""
-    if asks and is_library(str(frame.f_globals.get("__name__", ""))):
-        return ""
-    return (does or asks) if (does or asks) and _is_from_user(frame) else ""
+    if not asks and getattr(called, "__name__", "") == "locked":
+        asks = "asks whether a lock is taken"
+    return (does if _is_from_user(frame) else "") or (asks if asks and _is_for_user(frame) else "")
 
 
 def _is_from_user(frame: Any) -> bool:
     if any(getattr(callback, "__code__", None) is frame.f_code for callback in gc.callbacks):
         return False  # the garbage collector may run at any point, and calls these callbacks
-    name = frame.f_globals.get("__name__", "").partition(".")[0]
-    return name not in ("torch", "fckpt", "contextlib", "warnings", "linecache", "tokenize", "traceback", "logging")
+    return _package(frame) not in _UNSEEN
+
+
+def _is_for_user(frame: Any) -> bool:
+    """Whether a frame is of user code, or of a module of Python that user code called."""
+    while frame is not None and is_library(_package(frame)):
+        if not _is_from_user(frame) or _package(frame) not in sys.stdlib_module_names:
+            return False
+        frame = frame.f_back
+    return frame is not None
+
+
+def _package(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def refuse_leftover_tensors(recorder: Recorder) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-STEMS = ("attributes", "containers", "values", "code", "surroundings")
+STEMS = ("attributes", "containers", "values", "code", "surroundings", "process")
 FILES = {stem: Path(__file__).parent / f"{stem}.py" for stem in STEMS}
 """Each has a table `PLACES`, by name."""
 

@@ -30,7 +30,8 @@ MAY_REFUSE = {
     "NumPyArray", "ZeroDimensionalArray", "CachedProperty",
     "ContextVariable", "DecimalNumber", "FractionNumber", "ItemOfTensor", "MetaclassAttribute", "RegisteredClass",
     "ThreadLocal", "LruCached", "KeywordDefault", "ReplacedCode", "Complex", "UserDict", "ChainMap",
-    "EnvironmentByFunction", "GlobalByName",
+    "EnvironmentByFunction", "GlobalByName", "FileExists", "FileByPath", "FilesOfFolder", "FileMayBeRead", "Mask",
+    "RecursionLimit", "CollectorEnabled", "NameOfThread", "LockIsTaken", "MappedFile", "Queue", "Database", "OfC",
 }  # fmt: skip
 """Places that a plan may refuse to read, by an error."""
 
