@@ -228,6 +228,8 @@ class _Walk:
         elif isinstance(value, functools.partial):
             for item in (value.func, *value.args, *value.keywords.values()):
                 self.visit(slot, item, depth - 1)
+            if vars(value):
+                self.items(vars(value), depth - 1)
         elif id(value) not in self.seen:
             self.seen.add(id(value))
             if isinstance(value, torch.jit.ScriptModule):
@@ -380,6 +382,8 @@ class _Walk:
 
     def module(self, module: types.ModuleType, names: Sequence[str], depth: int, levels: int = 2) -> None:
         """Visits the data with these names in an imported module, and in the user's modules that it imports."""
+        if module is sys and "modules" in names and self.facts is not None:
+            self.facts.append(Unguarded("`sys.modules`"))
         for slot in imported(module, names):
             self.place(slot, depth)
         if is_library(module.__name__):
@@ -479,9 +483,12 @@ def is_data(value: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     names = set(code.co_names)
+    dynamic = not names.isdisjoint(("getattr", "hasattr", "attrgetter", "vars", "__dict__"))
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             names.update(global_names(const))
+        elif dynamic and isinstance(const, str) and const.isidentifier():  # getattr(settings, "scale")
+            names.add(const)
     return tuple(sorted(names))
 
 

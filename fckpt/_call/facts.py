@@ -93,6 +93,8 @@ def fact(value: Any) -> Any:
             return (kind, _converted(value, base))
     if isinstance(value, types.MappingProxyType):
         return _fact_of_container(dict(value), kind)
+    if isinstance(value, BaseException):
+        return (kind, fact(value.args))
     if isinstance(value, logging.Logger):
         return (kind, value.name, *levels_of(value))
     if "ctypes" in sys.modules and isinstance(value, sys.modules["ctypes"]._SimpleCData.__base__):

@@ -1,9 +1,10 @@
 """Guards for keys and attributes that a captured function looked up and did not find.
 
-Dynamo guards `key in mapping`, `mapping.get(key)` and `hasattr`. It does not guard the two lookups in which an
-exception reports the absence: `mapping[key]` raising `KeyError` (`os.environ.get` and `ChainMap` depend on it), and
-`thing.name` raising `AttributeError`. Without the guards added here, Dynamo's guards would still hold after the key or
-the attribute has appeared. Seen on torch 2.11 and 2.13.
+Dynamo guards `key in mapping`, `mapping.get(key)` and `hasattr(thing, name)` for objects and modules of torch. It does
+not guard `hasattr` of functions, dicts and imported modules, nor the two lookups in which an exception reports the
+absence: `mapping[key]` raising `KeyError` (`os.environ.get` and `ChainMap` depend on it), and `thing.name` raising
+`AttributeError`. Without the guards added here, Dynamo's guards would still hold after the key or the attribute has
+appeared. Seen on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable
-from torch._dynamo.variables.misc import PythonModuleVariable
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._dynamo.variables.functions import FunctoolsPartialVariable
 
 from fckpt._capture.patching import patched
 
@@ -38,32 +39,68 @@ def _guarded_subscript(original: Callable[..., Any]) -> Callable[..., Any]:
     return subscript
 
 
-def _guarded_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def var_getattr(self: Any, tx: Any, name: str) -> Any:
-        try:
-            return original(self, tx, name)
-        except ObservedAttributeError:
-            if self.source:
-                install_guard(_absence(self.source, name))
-            raise
+class _Presences:
+    """Guards that objects still have, or still lack, attributes."""
 
-    return var_getattr
+    def __init__(self) -> None:
+        self._known: set[tuple[Any, str]] = set()
+
+    def add(self, variable: Any, name: str) -> None:
+        """Installs a guard for an attribute, unless the capture itself made the object.
+
+        Raises:
+            LookupError: Dynamo's guards do not notice such an attribute.
+        """
+        source = variable.source
+        if source and (source, name) not in self._known:
+            self._known.add((source, name))
+            value = getattr(variable, "value", None)
+            if isinstance(value, dict) and hasattr(value, "__dict__") and not hasattr(value, name):
+                raise LookupError(f"a {type(value).__name__} has no attribute {name}, which no guard would notice")
+            if isinstance(variable, FunctoolsPartialVariable) and name not in dir(functools.partial):
+                raise LookupError(f"whether a partial has an attribute {name} is not known")
+            if "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:
+                install_guard(source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name)))
+            else:  # torch 2.11
+                install_guard(AttrSource(source, name).make_guard(GuardBuilder.HASATTR))
+
+    def of_absent(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def var_getattr(variable: Any, tx: Any, name: str) -> Any:
+            try:
+                return original(variable, tx, name)
+            except ObservedAttributeError:
+                self.add(variable, name)
+                raise
+
+        return var_getattr
+
+    def of_asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call_obj_hasattr(variable: Any, tx: Any, name: str) -> Any:
+            self.add(variable, name)
+            return original(variable, tx, name)
+
+        return call_obj_hasattr
 
 
-def _absence(source: Any, name: str) -> Any:
-    """Returns a guard that the object at `source` has no attribute called `name`."""
-    if "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:
-        return source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name))
-    return AttrSource(source, name).make_guard(GuardBuilder.HASATTR)  # torch 2.11
+@functools.cache
+def _variables() -> list[type]:
+    """Returns the classes by which Dynamo represents values."""
+    found: list[type] = [VariableTracker]
+    for cls in found:  # grows meanwhile
+        found += [sub for sub in cls.__subclasses__() if sub not in found]
+    return found
 
 
 @contextlib.contextmanager
 def absences_guarded() -> Iterator[None]:
     """Makes Dynamo guard absent keys and attributes within the body."""
-    with (
-        patched(ConstDictVariable, _SUBSCRIPT, _guarded_subscript),
-        patched(UserDefinedObjectVariable, "var_getattr", _guarded_attribute),
-        patched(PythonModuleVariable, "var_getattr", _guarded_attribute),
-    ):
+    presences = _Presences()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(ConstDictVariable, _SUBSCRIPT, _guarded_subscript))
+        for cls in _variables():
+            for name, guarded in (("var_getattr", presences.of_absent), ("call_obj_hasattr", presences.of_asked)):
+                if name in vars(cls):
+                    stack.enter_context(patched(cls, name, guarded))
         yield

@@ -233,3 +233,33 @@ class OfC(Place):
 
     def write(self, number: int) -> None:
         self.number.value = number
+
+
+class ByNameInSystemModules(Place):
+    def read(self) -> Any:
+        return getattr(sys.modules[__name__], "number", 2)
+
+    def write(self, number: int) -> None:
+        globals()["number"] = number
+
+
+class ByNameInImportedModule(Place):
+    def read(self) -> Any:
+        return getattr(sys, "fckpt_number", 2)
+
+    def write(self, number: int) -> None:
+        sys.fckpt_number = number  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        vars(sys).pop("fckpt_number", None)
+
+
+class ErrorArguments(Place):
+    def __init__(self) -> None:
+        self.error = ValueError(2)
+
+    def read(self) -> Any:
+        return self.error.args[0]
+
+    def write(self, number: int) -> None:
+        self.error.args = (number,)

@@ -32,6 +32,7 @@ MAY_REFUSE = {
     "ThreadLocal", "LruCached", "KeywordDefault", "ReplacedCode", "Complex", "UserDict", "ChainMap",
     "EnvironmentByFunction", "GlobalByName", "FileExists", "FileByPath", "FilesOfFolder", "FileMayBeRead", "Mask",
     "RecursionLimit", "CollectorEnabled", "NameOfThread", "LockIsTaken", "MappedFile", "Queue", "Database", "OfC",
+    "ByNameInSystemModules",
 }  # fmt: skip
 """Places that a plan may refuse to read, by an error."""
 
