@@ -390,7 +390,8 @@ def test_tensors_without_data_are_planned_as_before(library: Any) -> None:
     with torch.device("meta"):
         x, mask = torch.randn(4, 8, requires_grad=True), torch.ones(4, 8)
     costs = fckpt.cost.Analytic(fckpt.cost.profiles["H100"])
-    assert fckpt.plan(library.unless_full, x, mask, costs=costs).peak_bytes > 0
+    with pytest.warns(fckpt.GradientWarning, match="only as compiled code"):  # whether the mask is full is not known
+        assert fckpt.plan(library.unless_full, x, mask, costs=costs).peak_bytes > 0
 
 
 # -- Hugging Face ----------------------------------------------------------------------------------------------
