@@ -382,8 +382,6 @@ class _Walk:
 
     def module(self, module: types.ModuleType, names: Sequence[str], depth: int, levels: int = 2) -> None:
         """Visits the data with these names in an imported module, and in the user's modules that it imports."""
-        if module is sys and "modules" in names and self.facts is not None:
-            self.facts.append(Unguarded("`sys.modules`"))
         for slot in imported(module, names):
             self.place(slot, depth)
         if is_library(module.__name__):
