@@ -162,8 +162,8 @@ def _shared(asking: list[Any], failed: list[Any]) -> int:
     """Returns the number of frames from a question to the innermost frame in which a failure occurred as well.
 
     Returns:
-        The number; 0 if a function of the user may have decided by the answer: there is no such frame, or not all
-        frames from there on, up to the question and up to the failure, are those of libraries.
+        The number; 0 if a function of the user may have decided by the answer. That is so if no such frame exists, or
+        if that frame, or any frame that it called on the way to the question or to the failure, runs the user's code.
     """
     for depth, tx in enumerate(asking):
         if not _is_of_library(tx):

@@ -89,12 +89,10 @@ def lower(trace: Trace, schedule: Schedule | FusedSchedule, graph: Graph) -> Low
 
 def _written(trace: Trace, schedule: Schedule | FusedSchedule, graph: Graph) -> _Written:
     """Returns the code for a schedule, which traces of other sizes may have used before."""
-    general = trace.general
-    if general is None or general.calls is not trace.calls:  # no other trace has these calls
+    sized = trace.sized
+    if sized is None or isinstance(schedule, FusedSchedule):  # fused kernels are compiled for one size
         return _Writer(trace, schedule, graph).write()
-    if isinstance(schedule, FusedSchedule):  # its kernels are compiled for one size
-        return _Writer(trace, schedule, graph).write()
-    known = _WRITTEN.setdefault(general.trace, {})
+    known = _WRITTEN.setdefault(sized, {})
     key = schedule, tuple([node.overwrites for node in graph.nodes])  # whether sizes are equal may depend on them
     written = known.pop(key, None) or _Writer(trace, schedule, graph).write()
     known[key] = written

@@ -205,6 +205,11 @@ class Trace:
     other_sizes: Any = None
     """The costs of calls with other sizes (`cost.by_size.CostsBySize`), if there may be any."""
 
+    @property
+    def sized(self) -> Any:
+        """The trace with symbols that made exactly these calls; None if there is none, or the calls were changed."""
+        return self.general.trace if self.general is not None and self.general.calls is self.calls else None
+
     def producers(self) -> dict[int, Call]:
         """Returns the call that makes each tensor."""
         made = {new: call for call in self.calls for _, new in call.replaced}

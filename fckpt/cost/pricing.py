@@ -71,12 +71,12 @@ def _keys(trace: Trace) -> list[str]:
 
     For a trace that was made from a trace with symbols, these are the texts with symbols, the same at all sizes.
     """
-    general = trace.general
-    if general is None or general.calls is not trace.calls:
+    sized = trace.sized
+    if sized is None:
         return _signatures(trace.calls, trace.tensors)
-    if general.trace not in _SIZED_KEYS:
-        _SIZED_KEYS[general.trace] = _signatures(general.trace.calls, general.trace.tensors)
-    return _SIZED_KEYS[general.trace]
+    if sized not in _SIZED_KEYS:
+        _SIZED_KEYS[sized] = _signatures(sized.calls, sized.tensors)
+    return _SIZED_KEYS[sized]
 
 
 def _signatures(calls: Sequence[Call], specs: Sequence[TensorSpec]) -> list[str]:

@@ -86,7 +86,7 @@ class WarningFilters(Place):
         warnings.filterwarnings("ignore", lineno=987_654)
 
     def close(self) -> None:
-        warnings.filters[:] = self.before  # type: ignore[index]
+        vars(warnings)["filters"][:] = self.before
 
 
 class FileExists(Place):
@@ -248,7 +248,7 @@ class ByNameInImportedModule(Place):
         return getattr(sys, "fckpt_number", 2)
 
     def write(self, number: int) -> None:
-        sys.fckpt_number = number  # type: ignore[attr-defined]
+        vars(sys)["fckpt_number"] = number
 
     def close(self) -> None:
         vars(sys).pop("fckpt_number", None)
