@@ -25,6 +25,7 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,11 +52,12 @@ from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patche
 from fckpt._capture.frames import Frames
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.graphs import FlatGraph
+from fckpt._capture.identities import Identities
 from fckpt._capture.numbers import options_constant
 from fckpt._capture.patching import patched
 from fckpt._capture.shadows import BuiltinNames, shadows_guarded
 from fckpt._capture.sources import Names
-from fckpt._capture.symbols import symbols_remembered
+from fckpt._capture.symbols import environments_released, symbols_remembered
 from fckpt._capture.undecomposed import undecomposed
 from fckpt._capture.wrapped import WrappedTensors, name_of, without_tensors
 from fckpt._memory import collector_paused
@@ -171,6 +173,8 @@ class Captured:
         """Whether the call was captured below levels of torch.func, where Dynamo's guards would reject the wrappers."""
         self.branches: Branches
         """The branches that the function took by the data of tensors."""
+        self.identities: Identities
+        """The objects that the guards recognise by their addresses."""
         self._names: list[str] = []
         self._wrapped: WrappedTensors | None = None
         self._entry = entry
@@ -213,7 +217,8 @@ class Captured:
         """Whether the capture is valid for a call: everything that it read is unchanged."""
         scope = _scope(self._entry.taken(fn), args, kwargs)
         known = self.keywords == tuple(kwargs) and self._guards.check(scope) and self._classes.hold()
-        known = known and self.builtins.hold() and (self._wrapped is None or self._wrapped.same(scope))
+        known = known and self.builtins.hold() and self.identities.hold()
+        known = known and (self._wrapped is None or self._wrapped.same(scope))
         return known and self._settings == _folded_settings() and self.branches.hold(scope)
 
     def guard_wrapped(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -228,7 +233,7 @@ class Captured:
         if self.keywords != tuple(kwargs):
             return f"the keyword arguments were {', '.join(self.keywords)}, and are {', '.join(kwargs)}"
         if found.result:
-            known = self._classes.changed() or self.builtins.changed()
+            known = self._classes.changed() or self.builtins.changed() or self.identities.changed()
             known = known or ("settings of Python or autocast" if self._settings != _folded_settings() else "")
             return known or self.branches.changed(scope) or "the layout of a tensor"
         failing = [part for part in found.verbose_code_parts if not _holds(part, scope)]
@@ -291,6 +296,8 @@ def _callable(output: Any, compiled: Callable[..., Any], scope: dict[str, Any]) 
     scope[output.backend_input.backend_id] = compiled
     made = types.FunctionType(captured.bytecode, scope, closure=captured.closure, argdefs=captured.argdefs)
     made.__kwdefaults__ = getattr(captured, "kwdefaults", None)
+    # Guards keep the globals in C++, where the garbage collector does not see them.
+    weakref.finalize(made, scope.pop, output.backend_input.backend_id, None)
     return made
 
 
@@ -357,11 +364,13 @@ class _Attempt:
         self.answers = answers
         self.branches = branches
         self.frames = Frames()
+        self.identities = Identities()
 
     def captured(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         output, guards, names, builtin_names = self._run(args, kwargs)
         captured = Captured(entry, self.taken, (args, kwargs), output, guards, self.below, self.frames)
         captured.keywords, captured.branches = tuple(kwargs), self.branches
+        captured.identities = self.identities
         captured._names, captured.builtins = names, builtin_names
         replaced = patched_methods(output.graph_capture_output.traced_code)
         if replaced:
@@ -385,7 +394,7 @@ class _Attempt:
                 output = convert_frame.fullgraph_capture(taken[0], (taken[1], taken[2], args, kwargs))
                 filtered = functools.partial(without_tensors, names=names)
                 hooks = Hooks(guard_filter_fn=filtered) if self.below else Hooks()
-                with _function_modes(modes):
+                with _function_modes(modes), self.identities.recorded():
                     guards = output.graph_capture_output.build_guards(taken[0].__code__, hooks=hooks).guard_manager
                     return output, guards, names, builtin_names
         except TorchDynamoException as error:
@@ -433,6 +442,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(certain_comparisons())
         stack.enter_context(undecomposed())
         stack.enter_context(options_constant())
+        stack.enter_context(environments_released())
         stack.enter_context(symbols_remembered())
         # The names of functions in Dynamo's log lines, for which it would split whole files into tokens.
         stack.enter_context(patched(symbolic_convert, "get_funcname", lambda _: lambda *_: None))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fckpt._capture.patching import patched
 
-__all__ = ["FloatArithmetic", "float_arithmetic_refused", "symbol", "symbols_remembered"]
+__all__ = ["FloatArithmetic", "environments_released", "float_arithmetic_refused", "symbol", "symbols_remembered"]
 
 _METHODS = ("_add", "_sub", "_mul", "_eq", "_ne", "_ge", "_gt", "_le", "_lt", "_and_", "_or_", "_sym_max", "_sym_min")
 _PLAIN = (int, bool)
@@ -57,6 +58,48 @@ def symbols_remembered() -> Iterator[None]:
             if name in vars(SymNode):
                 stack.enter_context(patched(SymNode, name, _remembering))
         yield
+
+
+@contextlib.contextmanager
+def environments_released() -> Iterator[None]:
+    """Releases the environments that are made within the body, which torch would keep until the program ends.
+
+    An environment keeps fake tensors, and these keep the environment through sizes that torch stores in C++, where the
+    garbage collector does not see them. The caches of its methods keep it too, some without a limit.
+    """
+    made: list[ShapeEnv] = []
+    thread = threading.get_ident()
+
+    def recorded(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(self: ShapeEnv, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if threading.get_ident() == thread:
+                made.append(self)
+
+        return init
+
+    try:
+        with patched(ShapeEnv, "__init__", recorded):
+            yield
+    finally:
+        for env in made:
+            env.tracked_fakes = None
+            env.fake_tensor_cache.clear()
+        for clear in _caches():
+            clear()
+
+
+@functools.cache
+def _caches() -> list[Callable[[], None]]:
+    """Returns the functions that clear the caches of the methods of environments."""
+    found = []
+    for method in vars(ShapeEnv).values():
+        while method is not None:
+            if hasattr(method, "cache_clear"):
+                found.append(method.cache_clear)
+            method = getattr(method, "__wrapped__", None)
+    return found
 
 
 def symbol(env: ShapeEnv, name: str, hint: int, is_size: bool) -> Any:
