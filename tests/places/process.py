@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import queue
+import shutil
 import sqlite3
 import sys
 import tempfile
@@ -91,8 +92,11 @@ class WarningFilters(Place):
 
 class FileExists(Place):
     def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        self.path = os.path.join(self.folder.name, "file")
+        # The name is the same in the plain and the rematerialised run, whose objects are compared.
+        self.folder = os.path.join(tempfile.gettempdir(), f"fckpt-{type(self).__name__}-{os.getpid()}")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.mkdir(self.folder)
+        self.path = os.path.join(self.folder, "file")
 
     def read(self) -> Any:
         return 2 + os.path.exists(self.path)
@@ -101,7 +105,7 @@ class FileExists(Place):
         Path(self.path).touch()
 
     def close(self) -> None:
-        self.folder.cleanup()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class FileByPath(FileExists):
@@ -111,7 +115,7 @@ class FileByPath(FileExists):
 
 class FilesOfFolder(FileExists):
     def read(self) -> Any:
-        return 2 + len(glob.glob(f"{self.folder.name}/*"))
+        return 2 + len(glob.glob(f"{self.folder}/*"))
 
 
 class FileMayBeRead(FileExists):

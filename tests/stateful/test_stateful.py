@@ -48,8 +48,10 @@ def test_nothing_is_silent(part: int) -> None:
     @PROFILE
     @given(recipes(5, 4) if part % 4 == 3 else recipes(3, 2))
     def check(recipe: Recipe) -> None:
-        gc.collect()
-        gc.freeze()  # the collections before each measured peak look only at what this example has made
+        if counts["examples"] % 25 == 0:  # the collections before measured peaks look only at what is new
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
         verdict = judged(recipe)
         event(verdict.outcome)
         tally(recipe, verdict.outcome, counts)
