@@ -36,18 +36,22 @@ __all__ = ["Branches"]
 _MOST_CALLS = 64
 """The most calls that a condition may consist of."""
 _MOST_CONDITIONS = 64
+_MOST_SIZES = 1024
+"""The most sizes for which the outcome of a condition is remembered."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class _Condition:
-    """A condition on the data of tensors, as a graph of torch calls, with its outcome in the captured call."""
+    """A condition on the data or sizes of tensors, as a graph of torch calls, with its outcome in the captured call."""
 
-    def __init__(self, graph: fx.Graph, names: list[str], scope: dict[str, Any], line: str):
+    def __init__(self, graph: fx.Graph, names: list[str], scope: dict[str, Any], line: str, of_sizes: bool):
         known = {**guards._get_closure_vars(), "G": scope}
         self._read = eval(f"lambda L: ({''.join(name + ', ' for name in names)})", known)
         self._compute = fx.GraphModule({}, graph)
         self.line = line
         self.outcome = False
+        self._by_sizes: dict[Any, bool] | None = {} if of_sizes else None
+        """The outcomes by the inputs' sizes, if the condition depends on nothing else."""
 
     def evaluated(self, places: dict[str, Any]) -> bool | None:
         """Returns the outcome for a call; None if it cannot be known.
@@ -67,6 +71,17 @@ class _Condition:
             if bottom.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
             tensors.append(bottom)
+        if self._by_sizes is None:
+            return self._computed(tensors)
+        sizes = tuple([t.shape if isinstance(t, torch.Tensor) else t for t in tensors])
+        outcome = self._by_sizes.get(sizes)
+        if outcome is None:
+            if len(self._by_sizes) >= _MOST_SIZES:
+                self._by_sizes.clear()
+            outcome = self._by_sizes[sizes] = self._computed(tensors)
+        return outcome
+
+    def _computed(self, tensors: list[Any]) -> bool:
         with out_of_reach(), without_modes(), torch.no_grad():
             return bool(self._compute(*tensors))
 
@@ -124,7 +139,9 @@ class Branches:
         names = [name_of(call.meta["grapharg"].source) for call in calls if call.op == "placeholder"]
         frame = tx.frame_summary()
         line = f"`{frame.line}` ({frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name})"
-        condition = _Condition(graph, names, self._scope, line)
+        read = {node, *(given for call in calls if call not in sizes for given in call.all_input_nodes)}
+        of_sizes = not any(n.op == "placeholder" and _example(n) is not None for n in read)
+        condition = _Condition(graph, names, self._scope, line, of_sizes)
         generators = RandomState.capture({example.device for example in map(_example, calls) if example is not None})
         try:
             outcome = condition.evaluated(self._places)

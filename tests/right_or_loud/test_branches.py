@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo import convert_frame
 
 import fckpt
+from fckpt._capture import branches
 from fckpt._capture.captured import Entry, capture
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is captured for the third time:fckpt.PlanWarning")
@@ -95,6 +96,29 @@ def test_a_mask_in_a_module_is_guarded() -> None:
     for value in (1, 0, 1):
         model.mask[0, 0] = value
         assert torch.equal(torch.autograd.grad(planned(x), x)[0], torch.autograd.grad(model(x), x)[0])
+
+
+def by_length(x: Tensor, mask: Tensor) -> Tensor:
+    """Reads the sizes of the mask, as Hugging Face's check for packed sequences does."""
+    positions = torch.arange(mask.shape[1]).expand(mask.shape[0], -1)
+    return x.sin().exp().sum() if (positions.sum() > 50).all() else x.cos().sum()
+
+
+def test_a_condition_on_sizes_is_computed_once_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[Any] = []
+    original = branches._Condition._computed
+    monkeypatch.setattr(
+        branches._Condition, "_computed", lambda self, *args: (computed.append(args), original(self, *args))[1]
+    )
+    planned, counts = fckpt.remat(by_length, budget=1.0), []
+    for turn in range(3):
+        for rows, columns in ((4, 8), (2, 8), (2, 16), (4, 16), (8, 4), (1, 8)):
+            x, mask = leaf(torch.randn(rows, columns)), torch.ones(rows, columns, dtype=torch.int64) + turn
+            gradients = [torch.autograd.grad(fn(x, mask), x)[0] for fn in (planned, by_length)]
+            assert torch.equal(*gradients)
+        counts.append(len(computed))
+    assert 0 < counts[1] == counts[2], "each capture has met each size"
+    assert not fckpt.stats(planned).fallbacks
 
 
 def test_the_reason_for_a_new_capture_names_the_branch() -> None:
