@@ -181,9 +181,10 @@ def _recording(recorder: Recorder, wrapped: bool, enabled: bool, target: NamedDe
             stack.enter_context(recorder.fake)  # torch would start CUDA for `device="cuda"` in another mode
         # Anomaly mode looks for NaN in gradients, which have no data here.
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        grad = torch.set_grad_enabled(enabled)
+        stack.enter_context(torch.inference_mode(False))  # switches grad mode on
+        stack.enter_context(torch.set_grad_enabled(enabled))
         reads = DataReadsRefused(recorder, wrapped)
-        with torch.inference_mode(False), below_all(), seeding_refused(), recorder, grad, reads, errors_located():
+        with below_all(), seeding_refused(), recorder, reads, errors_located():
             yield
 
 
