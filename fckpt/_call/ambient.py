@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = [
@@ -15,6 +17,8 @@ __all__ = [
     "autocast",
     "autocast_as",
     "capture",
+    "captured_modes_off",
+    "function_modes",
     "has_function_modes",
     "interfering_mode",
     "put_back",
@@ -38,6 +42,38 @@ def has_function_modes() -> bool:
 def _device_types() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None or accelerator.type == "cpu" else ("cpu", accelerator.type)
+
+
+@contextlib.contextmanager
+def function_modes(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    """Activates exactly these torch function modes within the body, the innermost last."""
+    before = _get_current_function_mode_stack()
+    _exchange(modes)
+    try:
+        yield
+    finally:
+        _exchange(before)
+
+
+def _exchange(modes: Sequence[TorchFunctionMode]) -> None:
+    for _ in range(torch._C._len_torch_function_stack()):
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+
+
+@contextlib.contextmanager
+def captured_modes_off() -> Iterator[None]:
+    """Disables, within the body, the torch function modes whose effect a captured graph contains: those of the user.
+
+    A default device is one of torch's modes, and a graph does not contain it.
+    """
+    if not has_function_modes():
+        yield
+        return
+    own = lambda mode: type(mode).__module__.partition(".")[0] == "fckpt"
+    with function_modes([m for m in _get_current_function_mode_stack() if isinstance(m, DeviceContext) or own(m)]):
+        yield
 
 
 def autocast() -> Ambient | None:

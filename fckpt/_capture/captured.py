@@ -35,12 +35,13 @@ from torch._dynamo import allow_in_graph, config, convert_frame, symbolic_conver
 from torch._dynamo import guards as dynamo_guards
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.hooks import Hooks
-from torch._dynamo.utils import dynamo_timed, get_metrics_context, set_torch_function_mode_stack
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch.fx.experimental import _config as shapes_config
 from torch.overrides import _get_current_function_mode_stack
 
 from fckpt import _tree as tree
+from fckpt._call.ambient import function_modes
 from fckpt._call.levels import below_all
 from fckpt._capture import marks
 from fckpt._capture.absences import absences_guarded
@@ -394,7 +395,7 @@ class _Attempt:
                 output = convert_frame.fullgraph_capture(taken[0], (taken[1], taken[2], args, kwargs))
                 filtered = functools.partial(without_tensors, names=names)
                 hooks = Hooks(guard_filter_fn=filtered) if self.below else Hooks()
-                with _function_modes(modes), self.identities.recorded():
+                with function_modes(modes), self.identities.recorded():
                     guards = output.graph_capture_output.build_guards(taken[0].__code__, hooks=hooks).guard_manager
                     return output, guards, names, builtin_names
         except TorchDynamoException as error:
@@ -409,17 +410,6 @@ def _check_inputs(captured: Captured) -> None:
         for node, source in zip(captured.graph.placeholders, captured.graph.sources, strict=True):
             if "random_value" in node or "Random" in type(source).__name__:
                 raise CaptureError("the function draws from a random.Random, and a graph would repeat the same numbers")
-
-
-@contextlib.contextmanager
-def _function_modes(modes: list[Any]) -> Iterator[None]:
-    """Activates exactly these function modes within the body."""
-    before = _get_current_function_mode_stack()
-    set_torch_function_mode_stack(modes)
-    try:
-        yield
-    finally:
-        set_torch_function_mode_stack(before)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch._C._functorch import get_dynamic_layer_stack_depth
 
+from fckpt._call.ambient import captured_modes_off
 from fckpt._capture import marks
 from fckpt._capture.sources import Names, running, source_of
 
@@ -63,10 +64,11 @@ class FlatGraph:
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the calls on `inputs`, which end with the constants."""
         traced = marks.answered() is not None
-        if traced or get_dynamic_layer_stack_depth():
-            result = _Walk(self.module, self._held if traced else {}).run(*inputs)
-        else:
-            result = self.module.forward(*inputs)
+        with captured_modes_off():
+            if traced or get_dynamic_layer_stack_depth():
+                result = _Walk(self.module, self._held if traced else {}).run(*inputs)
+            else:
+                result = self.module.forward(*inputs)
         return list(result)
 
     @property

@@ -21,8 +21,9 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     maybe_get_level,
 )
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from fckpt._call.ambient import function_modes
 from fckpt._call.levels import layers
 from fckpt.errors import ClosureError, region_name
 
@@ -165,17 +166,9 @@ class Watch(TorchFunctionMode):
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """Disables the modes above for the body: a capture of the function would capture them, too."""
-    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]
-    others = [mode for mode in modes if not isinstance(mode, (UseRecorder, Watch))]
-    try:
-        for mode in others:
-            _push_mode(mode)
+    modes = _get_current_function_mode_stack()
+    with function_modes([mode for mode in modes if not isinstance(mode, (UseRecorder, Watch))]):
         yield
-    finally:
-        for _ in others:
-            _pop_mode()
-        for mode in modes:
-            _push_mode(mode)
 
 
 def _closure_error(tensor: torch.Tensor, fn: Any) -> ClosureError:

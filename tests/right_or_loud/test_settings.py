@@ -79,7 +79,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "a device": lambda: torch.device("cpu"),
     "multithreading off": lambda: torch.autograd.set_multithreading_enabled(False),
 }
-MAY_REFUSE = {"a dispatch mode", "a function mode", "inference"}
+MAY_REFUSE = {"a dispatch mode", "inference"}
 
 
 @pytest.mark.sweep(2)
@@ -103,6 +103,45 @@ def test_a_setting_that_is_switched_between_calls(setting: str, first: str) -> N
     verdict = judge(scenario, budget=0.8)
     if setting not in MAY_REFUSE:
         assert verdict.outcome == "equal", verdict.error
+
+
+class Shifting(TorchFunctionMode):
+    """Has a number that may change."""
+
+    def __init__(self, shift: float = 1.0) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out + self.shift if func in (torch.tanh, torch.zeros) else out
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("backward", ["within", "outside"])
+def test_a_function_mode_applies_once(backward: str, device: bool) -> None:
+    """The captured graph contains what the mode did."""
+
+    def scenario(session: Session) -> None:
+        w, x = session.leaf(32, 32), session.leaf(48, 32)
+        f = session.region(lambda w, x: (torch.tanh(x @ w).sin() + torch.zeros(32)).exp().sum())
+
+        def run() -> Any:
+            with torch.device("cpu") if device else contextlib.nullcontext():
+                loss = f(w, x)
+                if backward == "within":
+                    loss.backward()
+            return loss.detach() if backward == "within" else loss
+
+        for mode in (Shifting(), None, Shifting(2.0), Shifting()):
+
+            def around(mode: Any = mode) -> Any:
+                with mode or contextlib.nullcontext():
+                    return run()
+
+            session.step(around, times=2, peak=False)
+
+    assert judge(scenario, budget=0.9).outcome == "equal"
 
 
 @pytest.mark.parametrize("forward", ["autocast", "plain"])
