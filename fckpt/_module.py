@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable
@@ -202,6 +203,11 @@ class _Rematerialised:
 
     def __hash__(self) -> int:
         return object.__hash__(_innermost(self))
+
+    def __copy__(self) -> Any:
+        made = remat_module(copy.copy(self._fckpt_inner), self._fckpt_make)
+        object.__setattr__(made, "_fckpt_replaced", self._fckpt_replaced)
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = remat_module, (self._fckpt_inner, self._fckpt_make)

@@ -50,6 +50,7 @@ class Observation:
         "slots",
         "state",
         "statics",
+        "unwritten",
         "versions",
     )
 
@@ -102,8 +103,18 @@ class Observation:
         devices = {device for device in {t.device for t in tensors} if device.type not in ("cpu", "meta")}
         self.buffer_writes = buffer_writes
         self.buffers = [] if self.lazy else [buffer for part in parts for buffer in part.buffers()]
+        self.unwritten = [] if self.lazy else self._versions_of_parameters()
         self.copies = [self._copy(key, tensor) for _, _, key, tensor, _ in self.buffers]
         self.random = RandomState.capture(devices, generators)
+
+    def _versions_of_parameters(self) -> list[tuple[str, torch.Tensor, int]]:
+        """Returns the parameters that the function must not write, with their names and versions.
+
+        An embedding with a largest norm scales its weight, which has no further effect in a recompute.
+        """
+        scaling = {id(m["_parameters"]) for m, _ in self.modules if m.get("max_norm") is not None}
+        installed = [(name, unwrapped(t)) for holder, name, t in self.installed if id(holder) not in scaling]
+        return [(name, tensor, version(tensor)) for name, tensor in installed]
 
     def _observe_open(self, closure: Closure, facts: list[Any] | None) -> None:
         """Records what attributes of modules refer to, which the cache of modules does not cover."""
@@ -183,6 +194,13 @@ class Observation:
                     f"{tensor.dtype}): its recompute would change it again. Return the new value, or register the "
                     "tensor as a buffer of a module."
                 )
+        for name, tensor, then in self.unwritten:
+            if version(tensor) != then:
+                raise MutationError(
+                    f"{region_name(self.fn[0])} changed the parameter `{name}` (shape {list(tensor.shape)}) in place: "
+                    "its recompute would change it again. Change it outside, register the tensor as a buffer, or give "
+                    "a budget: a plan changes it once."
+                )
         held = [t for _, _, value in slots for t in tensors_in(value)] + [tensor for _, _, tensor in self.installed]
         watched = [(t, version(t)) for t in map(unwrapped, held) if id(t) not in buffers]
         written: list[Written] = []
@@ -253,6 +271,9 @@ class Written(NamedTuple):
         return copy_of(self.before, self.tensor)
 
 
+Versions = dict[int, tuple[torch.Tensor, int]]
+
+
 class Again(NamedTuple):
     """The function that a recompute calls, with its static arguments."""
 
@@ -261,6 +282,8 @@ class Again(NamedTuple):
     """The static arguments, copied where they have to differ."""
     scratch: frozenset[int]
     """The ids of the copies of buffers that the function writes."""
+    versions: Versions
+    """By id of a copy of another captured tensor: the copy, and the version of the tensor. A copy begins at 0."""
 
 
 class Conditions:
@@ -326,7 +349,7 @@ class Conditions:
         """
         self.check()
         with unseen():
-            changes, scratch = self._changes(placing)
+            changes, scratch, versions = self._changes(placing)
             fn = next((value[0] for holder, _, value in changes if holder is self.root), self.fn)
             roots, left = [fn, *self.statics], []
             if changes:
@@ -340,10 +363,10 @@ class Conditions:
                 stack.enter_context(self.random.replay(completed))
             if left:
                 stack.enter_context(placed(left))
-            yield Again(roots[0], roots[1:], scratch)
+            yield Again(roots[0], roots[1:], scratch, versions)
 
-    def _changes(self, placing: Sequence[Slot]) -> tuple[list[Slot], frozenset[int]]:
-        """Returns the places whose values must differ for a recompute, and the ids of the buffer copies."""
+    def _changes(self, placing: Sequence[Slot]) -> tuple[list[Slot], frozenset[int], Versions]:
+        """Returns the places whose values must differ for a recompute, and what `Again` says about the copies."""
         # `functional_call` replaces the tensors of a module during a call that may be over by now; a loop variable may
         # have moved on; a flag may have been switched.
         changes = [slot for slot in self.slots if not present(slot)]
@@ -352,9 +375,12 @@ class Conditions:
         _check_dispatch(changes, self.fn)
         stand_ins = [(buffer, buffer.stand_in()) for buffer in self.written]
         new = {id(buffer.tensor): t for buffer, t in stand_ins}  # replaced in every other place, too
+        versions: Versions = {}
         if self.statistics and not transforms_active():
             # Within transforms, writing to a captured tensor is an error anyway.
-            new |= {id(t): copy_of(t, t) for t in self.statistics if id(t) not in new}
+            copies = [(t, copy_of(t, t)) for t in self.statistics if id(t) not in new]
+            new |= {id(t): copy for t, copy in copies}
+            versions = {id(copy): (copy, version(unwrapped(t))) for t, copy in copies}
         if new:
             for holder, key, value in self.slots:
                 other = replaced(value, new)
@@ -362,7 +388,7 @@ class Conditions:
                     changes.append((holder, key, other))
         changes += placing
         changes += [(buffer.buffers, buffer.name, t) for buffer, t in stand_ins]
-        return changes, frozenset(id(t) for _, t in stand_ins)
+        return changes, frozenset(id(t) for _, t in stand_ins), versions
 
 
 def _installed(parts: Sequence[ModuleParts]) -> list[Slot]:

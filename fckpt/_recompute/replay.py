@@ -18,7 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fckpt import _tree as tree
-from fckpt._call.conditions import Again, may_be_statistics, with_attributes
+from fckpt._call.conditions import Again, Versions, may_be_statistics, with_attributes
 from fckpt._call.levels import EXCLUDE_LEGACY_VMAP, below_all, is_wrapped, transforms_active
 from fckpt._call.modules import storage_of
 from fckpt._call.rng import SHARED
@@ -184,7 +184,7 @@ class Replay:
         "stopped",
         "threaded",
         "unfilled",
-        "words",
+        "versions",
     )
 
     def __init__(
@@ -214,6 +214,7 @@ class Replay:
         self.threaded = threaded
         self.may_stop = may_stop
         self.scratch: frozenset[int] = frozenset()
+        self.versions: Versions = {}
         self.inputs: Inputs
 
     def run(
@@ -228,7 +229,7 @@ class Replay:
                 tensors = [_as_dual(t, tangent) for t, tangent in zip(tensors, tangents, strict=True)]
             self.inputs = Inputs(tensors)
             self.fn = again.fn
-            self.scratch = again.scratch
+            self.scratch, self.versions = again.scratch, again.versions
             args, kwargs = arguments.rebuild(tensors, again.statics)
             push(self.pack, _identity)
             try:
@@ -252,19 +253,22 @@ class Replay:
         if number >= len(self.expected):
             return tensor
         saved = Saved.of(tensor, self.expected[number].words)
+        found = Found(tensor.detach(), saved.version)
+        if self.versions:
+            _, before = self.versions.get(id(_base(tensor)), (None, 0))
+            saved = saved._replace(version=saved.version + before)
         if saved != self.expected[number] and not self._is_excused(tensor, number, saved):
             if self.threaded:
                 raise RandomStateError(SHARED)
             difference = _difference(self.expected[number], saved)
             raise ImpureFunctionError(f"saved value {number} of {region_name(self.fn)} {difference}: {_NOT_PURE}")
-        value = tensor.detach()
-        self.found[number] = Found(value, saved.version)
+        self.found[number] = found
         # Autograd saves an operation's inputs before it computes, so the last operation need not run, unless it still
         # has to fill a tensor that it saved.
         if number == len(self.expected) - 1 and self.may_stop and tensor.requires_grad:
             self.stopped = True
             raise _Stop
-        return value
+        return found.tensor
 
     def _is_excused(self, tensor: torch.Tensor, number: int, now: Saved) -> bool:
         """Whether a difference is harmless: `tensor` is the copy of a buffer, still to be filled, or is never
@@ -276,8 +280,9 @@ class Replay:
         then = self.expected[number]
         if not (tensor.requires_grad or self.threaded) and now[:3] == then[:3]:
             return True
-        base = tensor if tensor._base is None else tensor._base
-        return now[:2] == then[:2] and (id(base) in self.scratch or (now[2] == then[2] and number in self.unfilled))
+        return now[:2] == then[:2] and (
+            id(_base(tensor)) in self.scratch or (now[2] == then[2] and number in self.unfilled)
+        )
 
     def _compare(self, results: LeafKinds, then: LeafKinds) -> None:
         if len(results) != len(then):
@@ -307,6 +312,10 @@ def _difference(then: Saved, now: Saved) -> str:
     with_version = then.version != now.version
     before, after = (saved.described(with_version=with_version) for saved in (then, now))
     return f"was {before} in forward and is {after} in its recompute"
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:

@@ -405,3 +405,23 @@ def test_jit_trace() -> None:
         warnings.simplefilter("ignore")  # deprecated, and in use
         traced = torch.jit.trace(fckpt.remat(module), leaf(X))
     assert_equal(gradients(module, traced), gradients(module))
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 1.0}])
+def test_a_shallow_copy_has_its_own_attributes_and_the_same_parameters(options: dict[str, Any]) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(4, 4), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return torch.tanh(self.linear(x)).sin()
+
+    module = fckpt.remat(Counting(), **options)
+    other = copy.copy(module)
+    other(torch.ones(2, 4)).sum().backward()
+    other.tag = "copy"
+    assert (module.calls, other.calls, hasattr(module, "tag")) == (0, 1, False)
+    assert other.linear is module.linear and other != module
+    assert type(other) is type(module)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import copy
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -537,3 +538,74 @@ def test_a_recompute_finds_the_attributes_of_tensors(where: str) -> None:
         f(x, *((scale,) if where == "argument" else ())).sum().backward()
         got.append(x.grad)
     assert_equal(got[1], got[0])
+
+
+class Momentum(nn.Module):
+    """Follows a network by a frozen copy, as MoCo and BYOL do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Linear(4, 4)
+        self.slow = copy.deepcopy(self.network).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.network.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+        return (torch.tanh(self.network(x)).sin() - self.slow(x)).square().sum()
+
+
+def test_a_parameter_that_the_forward_writes_is_written_once_or_refused() -> None:
+    x = torch.ones(2, 4)
+    with pytest.raises(fckpt.MutationError, match="changed the parameter `weight`"):
+        fckpt.remat(Momentum())(x)
+    slow = []
+    for options in (None, {"budget": 1.0}):
+        torch.manual_seed(0)
+        network = Momentum()
+        run = network if options is None else fckpt.remat(network, **options)
+        for _ in range(3):
+            run(x).backward()
+        slow.append([p.clone() for p in network.slow.parameters()])
+    assert all(map(torch.equal, *slow))
+
+
+def test_an_embedding_with_a_largest_norm_scales_its_weight() -> None:
+    rows, ids = [], torch.tensor([1, 3, 3])
+    for wrap in (lambda fn: fn, fckpt.remat):
+        torch.manual_seed(0)
+        table = nn.Embedding(5, 4, max_norm=0.5)
+        wrap(lambda: table(ids).sin().exp().sum())().backward()
+        rows.append((table.weight.detach().clone(), table.weight.grad))
+    assert all(map(torch.equal, *rows))
+
+
+class Holder(nn.Module):
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.mask = mask
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+@pytest.mark.parametrize("place", ["variable", "dict", "namespace", "attribute"])
+def test_a_captured_tensor_that_was_filled_in_place_before(place: str, shape: tuple[int, ...]) -> None:
+    """Its version is not 0, but that of the copy on which a recompute may write is."""
+    mask = torch.ones(shape)
+    mask[..., 0] = 0.5
+    mask.mul_(2)
+    named: dict[str, Any] = {"mask": mask}
+    space, holder = types.SimpleNamespace(mask=mask), Holder(mask)
+    reads = {
+        "variable": lambda: mask,
+        "dict": lambda: named["mask"],
+        "namespace": lambda: space.mask,
+        "attribute": lambda: holder.mask,
+    }
+    read, w = reads[place], torch.randn(4, 4, requires_grad=True)
+    fn = lambda x: (torch.sin(x @ w) * read()[..., None, :]).tanh().sum()
+    wrapped = fckpt.remat(fn)
+    for turn in range(3):
+        x = torch.randn(3, 4)
+        assert torch.equal(torch.autograd.grad(wrapped(x), w)[0], torch.autograd.grad(fn(x), w)[0])
+        if turn == 1:
+            mask.add_(1)
