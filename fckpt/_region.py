@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -305,14 +306,18 @@ class PlannedRegion(Region):
                 self.planner.ledger.shares_casts([program.origin(program.casts[i]) for i in again])
         result = run_planned(call, program.trace.flags, conditions, level)
         whose = weakref.ref(call)  # weak: in a cycle, residuals would outlive the results
-        execution.restored = lambda: _conditions(whose).restored(lambda: True)
+        execution.restored = lambda: _settings_restored(whose)
         return result
 
 
-def _conditions(call: weakref.ref[UserCall]) -> Conditions:
-    found = call()
-    assert found is not None
-    return found.conditions
+@contextlib.contextmanager
+def _settings_restored(whose: weakref.ref[UserCall]) -> Iterator[None]:
+    """Restores the settings and generators of a call, whose captured tensors must be unchanged."""
+    call = whose()
+    assert call is not None
+    call.conditions.check()
+    with call.conditions.settings_restored(lambda: True):
+        yield
 
 
 class _GraphConditions:

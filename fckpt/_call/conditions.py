@@ -337,6 +337,20 @@ class Conditions:
             )
 
     @contextlib.contextmanager
+    def settings_restored(self, completed: Callable[[], bool]) -> Iterator[None]:
+        """Restores ambient settings and generators of the forward for the body, and the present ones after it.
+
+        Args:
+            completed: called after the body; returns whether the forward was run again to its end.
+        """
+        with contextlib.ExitStack() as stack:
+            if self.ambient != ambient.capture():
+                stack.enter_context(ambient.restored(self.ambient))
+            if self.random.states:
+                stack.enter_context(self.random.replay(completed))
+            yield
+
+    @contextlib.contextmanager
     def restored(self, completed: Callable[[], bool], placing: Sequence[Slot] = ()) -> Iterator[Again]:
         """Restores the conditions of the forward for a recompute, and the present ones after it.
 
@@ -357,10 +371,7 @@ class Conditions:
                     roots, [(holder, key, value) for holder, key, value in changes if holder is not self.root]
                 )
         with contextlib.ExitStack() as stack:
-            if self.ambient != ambient.capture():
-                stack.enter_context(ambient.restored(self.ambient))
-            if self.random.states:
-                stack.enter_context(self.random.replay(completed))
+            stack.enter_context(self.settings_restored(completed))
             if left:
                 stack.enter_context(placed(left))
             yield Again(roots[0], roots[1:], scratch, versions)

@@ -55,12 +55,16 @@ class Programs:
         self._experience = experience
         self._last: Program | None = None
         self._made: dict[Backward, Program] = {}
-        self.certain = False
-        """Whether a backward pass has run."""
+        self._has_seen = self._varies = False
+
+    @property
+    def certain(self) -> bool:
+        """Whether a backward pass has run, and all backward passes after the first one were like it."""
+        return self._has_seen and not self._varies
 
     def seen(self) -> None:
         """Notes that a backward pass has run."""
-        self.certain = True
+        self._has_seen = True
 
     def likely(self) -> Program:
         """Returns the program for the latest backward pass or, before the first one, for the likely backward pass."""
@@ -86,6 +90,7 @@ class Programs:
                     while len(self._made) >= _MOST_BACKWARD:
                         del self._made[next(iter(self._made))]
                     self._made[backward] = self._make(backward)
+        self._varies = self._varies or self._has_seen
         self._last = self._made[backward]
         self._experience.add(self._last)
         return self._last

@@ -109,6 +109,65 @@ def test_a_generator_made_inside(kind: str) -> None:
     judge(scenario, budget=0.9)
 
 
+class Codebook(nn.Module):
+    """Returns its loss beside its result, and follows its inputs in a buffer that it has read before."""
+
+    codes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("codes", torch.randn(8, 32))
+
+    def forward(self, x: Tensor) -> Any:
+        z = torch.tanh(self.linear(x)).sin()
+        index = torch.cdist(z, self.codes).argmin(-1)
+        found = self.codes[index]
+        with torch.no_grad():
+            self.codes.mul_(0.9).add_(F.one_hot(index, 8).float().T @ z, alpha=0.1)
+        return z + (found - z).detach(), F.mse_loss(z, found.detach())
+
+
+BUFFERS: dict[str, Callable[[], nn.Module]] = {
+    "codebook": Codebook,
+    "spectral norm": lambda: nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.utils.spectral_norm(nn.Linear(32, 32))),
+    "batch norm": lambda: nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 32)),
+}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_a_buffer_that_decides_before_the_first_backward_shows_what_to_plan_for(kind: str) -> None:
+    """The forward runs again from copies, because a plan for other outputs needs other values."""
+
+    def scenario(session: Session) -> None:
+        net, x = BUFFERS[kind](), session.leaf(48, 32)
+        session.watch(net=net)
+        f = session.region(net)
+        session.step(lambda: f(x), lambda out: out[0].sum() if kind == "codebook" else out.square().sum())
+
+    assert judge(scenario, budget=2.0).outcome == "equal"
+
+
+def test_backward_passes_that_alternate_are_refused_once() -> None:
+    """A plan saves copies of the buffers from then on."""
+    x, errors, grads = torch.randn(48, 32), 0, []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        net = Codebook()
+        f = net if plain else fckpt.remat(net, budget="1MiB")
+        for turn in range(6):
+            try:
+                f(x)[turn % 2].sum().backward()
+            except fckpt.MutationError:
+                errors += 1
+                net.zero_grad()
+            if turn == 1:
+                net.zero_grad()
+        grads.append([net.codes, *(p.grad for p in net.parameters())])
+    assert errors == 1
+    assert all(map(torch.equal, *grads))
+
+
 class LayerDrop(nn.Module):
     """Drops layers as bart, whisper and wav2vec2 do."""
 
