@@ -1,11 +1,11 @@
 """Branches on the data of tensors that a call is given: a capture takes the branch of its call, and guards the outcome.
 
 Models look at their masks, for example: `if mask.all():` leaves out a mask of ones, so that a faster kernel runs. Such
-a condition can be computed before each call, because it depends only on the call's integer and boolean tensors. If the
-outcome differs, the capture is not valid for the call.
+a condition can be computed before each call, because it depends only on tensors that the call is given and does not
+differentiate. If the outcome differs, the capture is not valid for the call.
 
-A condition on floating point tensors (activations, parameters) changes during training, and computing it would take the
-model's operations, so such a branch cannot be captured.
+A condition that depends on parameters changes during training, and computing it would take the model's operations, so
+such a branch cannot be captured.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
 from fckpt._call.ambient import without_modes
-from fckpt._call.levels import layers, out_of_reach
+from fckpt._call.levels import layers, unseen
 from fckpt._call.rng import RandomState
 from fckpt._capture.patching import patched
 from fckpt._capture.wrapped import name_of
@@ -82,7 +83,8 @@ class _Condition:
         return outcome
 
     def _computed(self, tensors: list[Any]) -> bool:
-        with out_of_reach(), without_modes(), torch.no_grad():
+        # Under autocast, as in the call: guards compare its settings.
+        with torch._C._DisableFuncTorch(), unseen(), without_modes(), torch.no_grad():
             return bool(self._compute(*tensors))
 
 
@@ -241,38 +243,46 @@ def _computing(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, tuple[fx.Nod
 
     A size of an activation is read from the input that has the same size: by node, the input and its dimension.
 
-    None if there are too many, if one is not a torch function, if an input is neither a size nor an integer or boolean
-    tensor, or if the graph has written to one of the tensors.
+    None if there are too many, if one is not a torch function, if an input is not one that can be read before a call, or
+    if the graph has written to one of the inputs. Writes to other tensors are among the calls.
     """
     found, todo, sizes = {node}, [node], dict[fx.Node, tuple[fx.Node, int]]()
+    writes = [(call, {_storage(n) for n in _written(call)}) for call in node.graph.nodes]
     while todo:
-        read = todo.pop()
-        size = _size_of_input(read)
-        if size is not None:
-            sizes[read] = size
-        new = (set(read.all_input_nodes) if size is None else {size[0]}) - found
-        found |= new
-        todo += new
-        if len(found) > _MOST_CALLS:
-            return None
+        while todo:
+            read = todo.pop()
+            size = _size_of_input(read)
+            if size is not None:
+                sizes[read] = size
+            new = (set(read.all_input_nodes) if size is None else {size[0]}) - found
+            found |= new
+            todo += new
+            if len(found) > _MOST_CALLS:
+                return None
+        memory = {_storage(n) for n in found}
+        todo += [call for call, written in writes if call not in found and written & memory]
+        found.update(todo)
     inputs = [n for n in found if n.op == "placeholder"]
-    if not all(map(_is_integer_input, inputs)):
+    if not all(map(_is_read_before, inputs)):
         return None
     if not all(n.op in ("placeholder", "call_method") or n in sizes or _is_of_torch(n) for n in found):
         return None
-    memory = {_storage(n) for n in found}
-    if any(_storage(n) in memory for call in node.graph.nodes for n in _written(call)):
+    casts = any("autocast" in getattr(n.target, "__name__", "") for n in node.graph.nodes)
+    if casts and any(_is_float(n) for n in found if n.op != "placeholder"):  # the calls may be within its body
+        return None
+    given = {_storage(n) for n in node.graph.nodes if n.op == "placeholder"}
+    if any(call in found and written & given for call, written in writes):
         return None
     return [n for n in node.graph.nodes if n in found], sizes
 
 
 def _size_of_input(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """Returns an integer input, and a dimension in which its size is the number that `node` computes; None if none."""
+    """Returns an input, and a dimension in which its size is the number that `node` computes; None if none."""
     number = node.meta.get("example_value")
     if node.op == "placeholder" or not isinstance(number, torch.SymInt):
         return None
     for other in node.graph.nodes:
-        example = _example(other) if other.op == "placeholder" and _is_integer_input(other) else None
+        example = _example(other) if other.op == "placeholder" and _is_read_before(other) else None
         for dim, size in enumerate(() if example is None else example.shape):
             if isinstance(size, torch.SymInt) and size.node.expr == number.node.expr:
                 return other, dim
@@ -284,7 +294,8 @@ def _example(node: fx.Node) -> torch.Tensor | None:
     return example if isinstance(example, torch.Tensor) else None
 
 
-def _is_integer_input(node: fx.Node) -> bool:
+def _is_read_before(node: fx.Node) -> bool:
+    """Whether an input is a size, or a tensor whose data can be read before a call: no parameter or activation."""
     example, given = _example(node), node.meta.get("grapharg")
     if given is None or given.source is None or given.pass_arg_as_tensor:
         return False
@@ -292,7 +303,12 @@ def _is_integer_input(node: fx.Node) -> bool:
         return True
     if example is None:
         return False
-    return not (example.dtype.is_floating_point or example.dtype.is_complex)
+    return not _is_float(node) or not (example.requires_grad or isinstance(example, torch.nn.Parameter))
+
+
+def _is_float(node: fx.Node) -> bool:
+    example = _example(node)
+    return example is not None and (example.dtype.is_floating_point or example.dtype.is_complex)
 
 
 def _is_of_torch(node: fx.Node) -> bool:
@@ -318,14 +334,30 @@ def _written(node: fx.Node) -> list[fx.Node]:
     schema = getattr(target, "_schema", None)
     if node.op not in ("call_function", "call_method"):
         return []
+    if (schema is not None and schema.is_mutable) or _is_told_in_place(node):
+        return node.all_input_nodes
     if getattr(target, "__module__", "") == "_operator":  # which has `and_` too
         by_name = name in _IN_PLACE_OPERATORS
     else:
         by_name = name.strip("_") in _IN_PLACE_OPERATORS if name.endswith("__") else name.endswith("_")
-    if by_name or (schema is not None and schema.is_mutable):
-        return node.all_input_nodes
-    out = node.kwargs.get("out")
-    return [n for n in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(n, fx.Node)]
+    if by_name:
+        return _nodes(node.args[0]) if node.args else node.all_input_nodes
+    return _nodes(node.kwargs.get("out"))
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    return [n for n in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(n, fx.Node)]
+
+
+def _is_told_in_place(node: fx.Node) -> bool:
+    """Whether a call has an argument `inplace` that is true."""
+    if getattr(node.target, "__module__", "") != "torch.nn.functional" or isinstance(node.target, str):
+        return False
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):
+        return True
+    return bool(bound.arguments.get("inplace"))
 
 
 _IN_PLACE_OPERATORS = {

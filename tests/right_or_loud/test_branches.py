@@ -14,7 +14,7 @@ import pytest
 import torch
 import torchvision_shim  # noqa: F401  before transformers
 from helpers import leaf
-from judge import fresh
+from judge import Session, fresh, judge
 from torch import Tensor, nn
 from torch._dynamo import convert_frame
 
@@ -65,16 +65,31 @@ def of_made(x: Tensor, mask: Tensor) -> Tensor:
     return of_all(x, mask) if (made & (mask >= 0)).all() and made.all() else x.cos().sum()
 
 
-@pytest.mark.parametrize("fn", [of_made, of_all, of_not, of_bool, of_item, of_and, of_while])
+def of_written(x: Tensor, mask: Tensor) -> Tensor:
+    """Writes over what it has made before it looks at it."""
+    other = mask + 1
+    other.view(-1)[:3].mul_(2)
+    other[0] -= mask[0]
+    filled = torch.zeros_like(mask).masked_fill_(mask == 0, 7)
+    if (other > 0).all() and not filled.any():
+        return x.exp().sum()
+    return x.sin().sum()
+
+
+@pytest.mark.parametrize("fn", [of_made, of_all, of_not, of_bool, of_item, of_and, of_while, of_written])
 @pytest.mark.parametrize("transform", ["backward", "grad"])
-def test_each_mask_takes_the_branch_of_the_plain_call(fn: Callable[..., Tensor], transform: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_each_mask_takes_the_branch_of_the_plain_call(
+    fn: Callable[..., Tensor], transform: str, dtype: torch.dtype
+) -> None:
     planned, x = fckpt.remat(fn, budget=1.0), leaf(torch.randn(4, 8))
 
     def gradient(fn: Callable[..., Tensor], mask: Tensor) -> Tensor:
         return torch.func.grad(fn)(x, mask) if transform == "grad" else torch.autograd.grad(fn(x, mask), x)[0]
 
     for mask in (ONES, SOME, ONES, SOME.roll(1, 1)):
-        assert torch.equal(gradient(planned, mask), gradient(fn, mask))
+        given = mask.to(dtype)
+        assert torch.equal(gradient(planned, given), gradient(fn, given))
     seen = fckpt.stats(planned)
     assert seen.captures == 2, "one capture for each outcome"
     assert not seen.fallbacks
@@ -135,22 +150,65 @@ def activations(x: Tensor, mask: Tensor) -> Tensor:
     return x.exp().sum() if (x > 0).all() else x.sin().sum()
 
 
-def written(x: Tensor, mask: Tensor) -> Tensor:
-    other = mask + 1
-    other.view(-1)[:3].mul_(2)
-    return x.exp().sum() if other.all() else x.sin().sum()
+def cast(x: Tensor, mask: Tensor) -> Tensor:
+    """Autocast rounds the product, and a condition is computed without it."""
+    scores = mask.float() / 3
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        product = scores @ scores.T
+    return x.exp().sum() if (product > 0.9).all() else x.sin().sum()
 
 
 def drawn(x: Tensor, mask: Tensor) -> Tensor:
     return x.exp().sum() if torch.randint_like(mask, 2).all() else x.sin().sum()
 
 
-@pytest.mark.parametrize("fn", [activations, written, drawn])
+@pytest.mark.parametrize("fn", [activations, cast, drawn])
 def test_a_branch_on_what_a_guard_cannot_compute_is_refused(fn: Callable[..., Tensor]) -> None:
     x, state = leaf(torch.randn(4, 8)), torch.get_rng_state()
     with pytest.raises(fckpt.TraceError, match=rf"test_branches\.py:\d+, in {fn.__name__} .*looks at the data"):
         fckpt.remat(fn, budget=1.0)(x, ONES.clone())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).sum() if (self.scale > 0).all() else x.sum()
+
+
+def test_a_branch_on_a_parameter_is_refused() -> None:
+    with pytest.raises(fckpt.TraceError, match="looks at the data"):
+        fckpt.remat(Frozen(), budget=1.0)(leaf(torch.randn(4, 8)))
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2),
+    "decoder": lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 2, 32, batch_first=True), 2),
+    "both": lambda: nn.Transformer(16, 2, 1, 1, 32, batch_first=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*enable_nested_tensor", "ignore:.*mismatched")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_masks_of_torchs_transformers(kind: str, dtype: torch.dtype) -> None:
+    """They are compared with a causal mask, for which a faster kernel runs."""
+    causal = nn.Transformer.generate_square_subsequent_mask(6)
+    other = causal.roll(1, 0).fill_diagonal_(0)
+
+    def scenario(session: Session) -> None:
+        net, x, memory = LAYERS[kind](), session.leaf(2, 6, 16), session.leaf(2, 5, 16)
+        session.watch(net=net)
+        name = "mask" if kind == "encoder" else "tgt_mask"
+        given = {"encoder": (x,), "decoder": (x, memory), "both": (memory, x)}[kind]
+        f = session.region(lambda *args, mask: net(*args, **{name: mask}).square().sum())
+        for mask in (causal, other, causal):
+            session.step(lambda mask=mask: f(*given, mask=mask if dtype.is_floating_point else mask != 0))
+
+    assert judge(scenario, budget=2**20).outcome == "equal"
 
 
 def test_a_batch_of_masks_is_refused_as_by_vmap() -> None:
