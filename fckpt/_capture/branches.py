@@ -243,8 +243,8 @@ def _computing(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, tuple[fx.Nod
 
     A size of an activation is read from the input that has the same size: by node, the input and its dimension.
 
-    None if there are too many, if one is not a torch function, if an input is not one that can be read before a call, or
-    if the graph has written to one of the inputs. Writes to other tensors are among the calls.
+    None if there are too many, if one is not a torch function, if an input is not one that can be read before a call,
+    or if the graph has written to one of the inputs. Writes to other tensors are among the calls.
     """
     found, todo, sizes = {node}, [node], dict[fx.Node, tuple[fx.Node, int]]()
     writes = [(call, {_storage(n) for n in _written(call)}) for call in node.graph.nodes]
