@@ -6,6 +6,7 @@ import itertools
 import operator
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from fckpt._call.places import ABSENT, PLAIN, Slot
 from fckpt._call.rng import generator_types
 
 __all__ = [
+    "HOOKS",
     "INTERNAL",
     "BufferKey",
     "BufferWrites",
@@ -52,6 +54,7 @@ class ModuleParts:
     __slots__ = (
         "_buffers",
         "_children",
+        "_hooked",
         "_hooks",
         "_lazy",
         "_names",
@@ -96,10 +99,11 @@ class ModuleParts:
         # All other attributes hold plain values, such as a rate, a stride or an activation function. They are compared
         # by identity at every call, without Python code per attribute, because there are thousands of them.
         closed = [(m, k) for m, k, v in own if is_closed(v)]
-        closed += [(m, k) for m in modules for k in ("training", *_HOOKS)]
+        closed += [(m, k) for m in modules for k in ("training", *HOOKS)]
         self._owners = [m for m, _ in closed]
         self._names = [k for _, k in closed]
-        self._hooks = [m[k] for m in modules for k in (*_HOOKS, *_BACKWARD_HOOKS)]
+        self._hooked = [(m, k) for m in modules for k in HOOKS]
+        self._hooks = [m[k] for m in modules for k in (*HOOKS, *_BACKWARD_HOOKS)]
         self._children = [m["_modules"] for m in modules]
         self._sizes = [*modules, *self._children]
         self.sharded = any(c.__module__.startswith("torch.distributed.fsdp") for t in self.kinds for c in t.__mro__)
@@ -143,7 +147,11 @@ class ModuleParts:
 
     def state(self) -> ModuleState:
         """Returns the present values of the attributes that hold no tensors."""
-        return ModuleState(self, self._values, self._structure[0])
+        return ModuleState(self, self._values, self._structure[0], self.registered())
+
+    def registered(self) -> list[tuple[int, dict[int, Any]]]:
+        """Returns the forward hooks of each module that has some, by position in `_hooked`."""
+        return [(i, m[k].copy()) for i, (m, k) in enumerate(self._hooked) if m[k]]
 
     def settings(self) -> _Settings:
         """Returns everything but tensors that determines what the modules do: their classes, attributes and hooks."""
@@ -212,12 +220,15 @@ def _ways(root: nn.Module) -> Ways | None:
 class ModuleState:
     """The attributes of a module tree that hold no tensors, as they were at one time."""
 
-    __slots__ = ("parts", "sizes", "values")
+    __slots__ = ("hooks", "parts", "sizes", "values")
 
-    def __init__(self, parts: ModuleParts, values: list[Any], sizes: list[int]):
+    def __init__(
+        self, parts: ModuleParts, values: list[Any], sizes: list[int], hooks: list[tuple[int, dict[int, Any]]]
+    ):
         self.parts = parts
         self.values = values
         self.sizes = sizes
+        self.hooks = hooks
 
     def changes(self) -> list[Slot]:
         """Returns the attributes that have changed since, with their former values."""
@@ -227,6 +238,11 @@ class ModuleState:
         if not all(map(operator.is_, now, self.values)):
             rows = zip(parts._owners, parts._names, self.values, now, strict=True)
             changes = [(owner, name, then) for owner, name, then, value in rows if value is not then]
+        registered = parts.registered()
+        if registered != self.hooks:
+            before, after = dict(self.hooks), dict(registered)
+            changed = [i for i in {**before, **after} if before.get(i) != after.get(i)]
+            changes += [(*parts._hooked[i], before.get(i, OrderedDict())) for i in changed]
         if parts._structure != parts._read_structure():
             changes += [
                 (held, name, then.get(name, ABSENT))
@@ -260,7 +276,7 @@ class _Settings:
         return self is other or (isinstance(other, _Settings) and self.facts == other.facts)
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 

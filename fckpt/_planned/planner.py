@@ -18,6 +18,7 @@ from fckpt._call.closure import closure_of
 from fckpt._call.conditions import Observation
 from fckpt._call.facts import SCRIPT, Unguarded
 from fckpt._call.levels import transforms_active
+from fckpt._capture.output_hooks import output_hooks_registered
 from fckpt._capture.reads import Guards, Reads
 from fckpt._fuse.option import Kernels
 from fckpt._planned.agreement import agreed, mesh_of
@@ -160,7 +161,7 @@ class Planner:
     def _captured_now(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], below: bool
     ) -> tuple[Any, dict[Any, Programs]] | None:
-        from fckpt._capture.captured import CaptureError, Entry, capture  # imports Dynamo, which takes a second
+        from fckpt._capture.captured import CaptureError, Entry  # imports Dynamo, which takes a second
 
         if _has_lazy_modules(fn, (args, kwargs)):
             raise LazyModules(
@@ -173,8 +174,7 @@ class Planner:
         why = next((c.why(fn, args, kwargs) for c, _ in self.captures if c.below == below), "")
         with self.ledger.timed("capture"):
             try:
-                with below_levels(fn, args, kwargs) if below else contextlib.nullcontext((args, kwargs)) as (a, k):
-                    made = capture(self._entry, fn, a, k, below=below, data=(args, kwargs))
+                made = self._capture(fn, args, kwargs, below)
             except CaptureError as error:
                 self.refusals[below] = str(error)
                 return None
@@ -191,6 +191,18 @@ class Planner:
         return found
 
     _entry: Any = None
+
+    def _capture(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], below: bool) -> Any:
+        from fckpt._capture.captured import CaptureError, capture
+
+        with below_levels(fn, args, kwargs) if below else contextlib.nullcontext((args, kwargs)) as (a, k):
+            attempt = functools.partial(capture, self._entry, fn, a, k, below=below, data=(args, kwargs))
+            try:
+                return attempt()
+            except CaptureError as error:
+                if not output_hooks_registered(fn, str(error)):
+                    raise
+            return attempt()
 
     def share_captures(self, other: Planner) -> None:
         """Takes the captures of another planner of the same function, without the programs made from them."""

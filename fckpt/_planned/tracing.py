@@ -15,6 +15,7 @@ from fckpt._call.arguments import Arguments
 from fckpt._call.closure import Snapshot, Unguarded
 from fckpt._call.conditions import Observation
 from fckpt._call.levels import below_all, is_wrapped, unseen, unwrapped
+from fckpt._call.modules import HOOKS
 from fckpt._call.places import Slot, placed, replaced, tensors_in
 from fckpt._call.rng import RandomState
 from fckpt._capture.function import GraphFunction
@@ -80,7 +81,7 @@ class CapturedTensors:
             order.append(number)
         self.state = Snapshot()
         """The places that the function may assign to: attributes of modules, containers and objects in its closure."""
-        modules = [d for m, _ in observation.modules for d in (m, m["_parameters"], m["_buffers"])]
+        modules = [d for m, _ in observation.modules for d in (m, *[m[k] for k in ("_parameters", "_buffers", *HOOKS)])]
         self.state.dicts = [(d, d) for d in modules]
         for snapshot in observation.state:
             if isinstance(snapshot, Snapshot):

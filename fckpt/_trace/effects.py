@@ -37,7 +37,14 @@ from fckpt._trace.recorder import Recorder
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.errors import TraceError
 
-__all__ = ["check_assignments", "check_writes", "impure_calls_refused", "refuse_leftover_tensors", "seeding_refused"]
+__all__ = [
+    "check_assignments",
+    "check_writes",
+    "impure_calls_refused",
+    "refuse_leftover_tensors",
+    "seeding_refused",
+    "undone_on_error",
+]
 
 _CLOCKS = {
     getattr(time, name) for name in dir(time) if name.startswith(("time", "perf_counter", "monotonic", "process"))
@@ -252,6 +259,17 @@ def check_assignments(slots: Sequence[Slot], before: Snapshot, recorder: Recorde
             f"the function assigns {', '.join(sorted(set(names)))} while it runs. A plan runs its operations, not its "
             f"Python code, so it would assign nothing. Return the value instead. {WAY_OUT}"
         )
+
+
+@contextlib.contextmanager
+def undone_on_error(before: Snapshot) -> Iterator[None]:
+    """Restores the contents of captured places if the body raises an error: the caller may run the function plainly."""
+    try:
+        yield
+    except BaseException:
+        for change in before.changes():
+            put(*change)
+        raise
 
 
 def _named(holder: Any, key: Any) -> str:

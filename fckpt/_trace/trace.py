@@ -33,6 +33,7 @@ from fckpt._trace.effects import (
     impure_calls_refused,
     refuse_leftover_tensors,
     seeding_refused,
+    undone_on_error,
 )
 from fckpt._trace.named_device import DevicesMoved, NamedDevice, cuda_kernels
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
@@ -151,7 +152,8 @@ def _traced(
             before = state.again()
             carried = {} if backward.then is None else backward.then.begun(operands)
             moved = contextlib.nullcontext() if target is None else DevicesMoved(target, graph)
-            with contextlib.nullcontext() if graph else _python_code(reads, tensors, operands), moved:
+            python = contextlib.nullcontext() if graph else _python_code(reads, tensors, operands)
+            with undone_on_error(before), python, moved:
                 result = fn(*args, **kwargs)
             check_assignments(closed, before, recorder)
         if donated:

@@ -209,6 +209,26 @@ def test_a_loss_of_the_logits_beside(name: str) -> None:
     assert verdict.outcome == "equal", verdict.error
 
 
+@pytest.mark.parametrize("budget", [0.9, None])
+@pytest.mark.parametrize("name", [*TEXTS, *PICTURES] if SLOW else ["bert", "t5", "vit"])
+def test_hidden_states_from_the_first_call(name: str, budget: float | None) -> None:
+    """The model registers hooks in its first such call, under a lock."""
+
+    def scenario(session: Session) -> None:
+        torch.manual_seed(0)
+        model, batch = {**TEXTS, **PICTURES}[name]()
+        batch = batch if name in PICTURES else masked(batch, "ones")
+        session.watch(model=model)
+        f = session.region(model)
+        call = lambda: without_cache(f(**batch, output_hidden_states=True))
+        session.step(call, lambda out: out["loss"])
+        hooks = [len(module._forward_hooks) for module in model.modules()]
+        assert hooks and max(hooks) == 1
+
+    verdict = judge(scenario, budget=budget, fraction=True) if budget else judge(scenario, budget=None)
+    assert verdict.kept, (verdict.error, verdict.over)
+
+
 @pytest.mark.parametrize("name", TEXTS if SLOW else ["llama"])
 def test_masks_and_sizes_in_turn(name: str) -> None:
     """One model meets batches with and without padding, of two lengths, and is evaluated between."""
