@@ -1,7 +1,7 @@
 """Guards for keys and attributes that a captured function looked up and did not find.
 
 Dynamo guards `key in mapping`, `mapping.get(key)` and `hasattr(thing, name)` for objects and modules of torch. It does
-not guard `hasattr` of functions, dicts and imported modules, nor the two lookups in which an exception reports the
+not guard `hasattr` of functions and imported modules, nor the two lookups in which an exception reports the
 absence: `mapping[key]` raising `KeyError` (`os.environ.get` and `ChainMap` depend on it), and `thing.name` raising
 `AttributeError`. Without the guards added here, Dynamo's guards would still hold after the key or the attribute has
 appeared. Seen on torch 2.11 and 2.13.
@@ -22,9 +22,10 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import FunctoolsPartialVariable
 
+from fckpt._capture.dict_attributes import has_dict_attributes
 from fckpt._capture.patching import patched
 
-__all__ = ["absences_guarded"]
+__all__ = ["absences_guarded", "classes_of_variables"]
 
 _SUBSCRIPT = "getitem_const_raise_exception_if_absent"
 
@@ -54,9 +55,8 @@ class _Presences:
         source = variable.source
         if source and (source, name) not in self._known:
             self._known.add((source, name))
-            value = getattr(variable, "value", None)
-            if isinstance(value, dict) and hasattr(value, "__dict__") and not hasattr(value, name):
-                raise LookupError(f"a {type(value).__name__} has no attribute {name}, which no guard would notice")
+            if has_dict_attributes(getattr(variable, "value", None)):
+                return
             if isinstance(variable, FunctoolsPartialVariable) and name not in dir(functools.partial):
                 raise LookupError(f"whether a partial has an attribute {name} is not known")
             if "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:
@@ -85,7 +85,7 @@ class _Presences:
 
 
 @functools.cache
-def _variables() -> list[type]:
+def classes_of_variables() -> list[type]:
     """Returns the classes by which Dynamo represents values."""
     found: list[type] = [VariableTracker]
     for cls in found:  # grows meanwhile
@@ -99,7 +99,7 @@ def absences_guarded() -> Iterator[None]:
     presences = _Presences()
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(ConstDictVariable, _SUBSCRIPT, _guarded_subscript))
-        for cls in _variables():
+        for cls in classes_of_variables():
             for name, guarded in (("var_getattr", presences.of_absent), ("call_obj_hasattr", presences.of_asked)):
                 if name in vars(cls):
                     stack.enter_context(patched(cls, name, guarded))

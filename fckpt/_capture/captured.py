@@ -44,12 +44,13 @@ from fckpt import _tree as tree
 from fckpt._call.ambient import function_modes
 from fckpt._call.levels import below_all
 from fckpt._capture import marks
-from fckpt._capture.absences import absences_guarded
+from fckpt._capture.absences import absences_guarded, classes_of_variables
 from fckpt._capture.as_plain import Answers
 from fckpt._capture.branches import Branches
 from fckpt._capture.cached import cached_reader
 from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
+from fckpt._capture.dict_attributes import DictAttributes
 from fckpt._capture.frames import Frames
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.graphs import FlatGraph
@@ -174,6 +175,7 @@ class Captured:
         """Whether the call was captured below levels of torch.func, where Dynamo's guards would reject the wrappers."""
         self.branches: Branches
         """The branches that the function took by the data of tensors."""
+        self.attributes: DictAttributes
         self.identities: Identities
         """The objects that the guards recognise by their addresses."""
         self._names: list[str] = []
@@ -220,7 +222,8 @@ class Captured:
         known = self.keywords == tuple(kwargs) and self._guards.check(scope) and self._classes.hold()
         known = known and self.builtins.hold() and self.identities.hold()
         known = known and (self._wrapped is None or self._wrapped.same(scope))
-        return known and self._settings == _folded_settings() and self.branches.hold(scope)
+        known = known and self._settings == _folded_settings() and self.attributes.hold(scope)
+        return known and self.branches.hold(scope)
 
     def guard_wrapped(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Adds guards on the layouts of the call's wrapped tensors, as the function sees them."""
@@ -236,6 +239,7 @@ class Captured:
         if found.result:
             known = self._classes.changed() or self.builtins.changed() or self.identities.changed()
             known = known or ("settings of Python or autocast" if self._settings != _folded_settings() else "")
+            known = known or self.attributes.changed(scope)
             return known or self.branches.changed(scope) or "the layout of a tensor"
         failing = [part for part in found.verbose_code_parts if not _holds(part, scope)]
         return "; ".join(_explained(part) for part in failing or found.verbose_code_parts)
@@ -366,12 +370,13 @@ class _Attempt:
         self.branches = branches
         self.frames = Frames()
         self.identities = Identities()
+        self.attributes = DictAttributes(taken[0].__globals__)
 
     def captured(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         output, guards, names, builtin_names = self._run(args, kwargs)
         captured = Captured(entry, self.taken, (args, kwargs), output, guards, self.below, self.frames)
         captured.keywords, captured.branches = tuple(kwargs), self.branches
-        captured.identities = self.identities
+        captured.identities, captured.attributes = self.identities, self.attributes
         captured._names, captured.builtins = names, builtin_names
         replaced = patched_methods(output.graph_capture_output.traced_code)
         if replaced:
@@ -389,6 +394,7 @@ class _Attempt:
                 builtin_names = stack.enter_context(shadows_guarded())
                 modes = stack.enter_context(_settings(self.dynamic))
                 stack.enter_context(self.answers.given())
+                stack.enter_context(self.attributes.recorded(classes_of_variables()))
                 stack.enter_context(self.branches.decided())
                 stack.enter_context(marks.capturing())
                 stack.enter_context(self.frames.recorded())

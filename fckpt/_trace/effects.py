@@ -167,6 +167,8 @@ def _impure(called: Any, frame: Any) -> str:
         asks = asks or ("" if called in _CONSTANT else _SYSTEM.get(module, ""))
     except TypeError:  # not hashable
         return ""
+    if called is sys.getrecursionlimit and is_library(_package(frame)):
+        return ""  # `inspect.signature`, for example, protects itself from cycles
     if not asks and getattr(called, "__name__", "") == "locked":
         asks = "asks whether a lock is taken"
     return (does if _is_from_user(frame) else "") or (asks if asks and _is_for_user(frame) else "")

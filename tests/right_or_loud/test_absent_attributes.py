@@ -1,7 +1,8 @@
-"""Attributes that a function asks for and does not find: when they appear, the call is the plain one, or an error."""
+"""Attributes that a function asks for, present or not: when they change, the call is the plain one, or an error."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import types
@@ -32,6 +33,18 @@ class Entries(dict[str, Any]):
     pass
 
 
+class Ordered(collections.OrderedDict[str, Any]):
+    pass
+
+
+class Own(dict[str, Any]):
+    """Its attributes are its items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__ = self
+
+
 class Items(list[Any]):
     pass
 
@@ -40,8 +53,11 @@ def function() -> None:
     pass
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*is captured for the third time:fckpt.PlanWarning")
+
 MODULE = types.ModuleType("absent")
 THING, LINEAR, ENTRIES, ITEMS = Thing(), nn.Linear(1, 1), Entries(), Items()
+ORDERED, OWN = Ordered(), Own()
 PARTIAL, TENSOR, NAMESPACE = functools.partial(function), torch.ones(3), types.SimpleNamespace()
 
 HELD: dict[str, tuple[Callable[[], Any], Any]] = {
@@ -56,6 +72,8 @@ HELD: dict[str, tuple[Callable[[], Any], Any]] = {
     "the class of a module of torch": (lambda: LINEAR, nn.Linear),
     "a namespace": (lambda: NAMESPACE, NAMESPACE),
     "a dict": (lambda: ENTRIES, ENTRIES),
+    "an ordered dict": (lambda: ORDERED, ORDERED),
+    "a dict of attributes": (lambda: OWN, OWN),
     "a list": (lambda: ITEMS, ITEMS),
     "an imported module": (lambda: MODULE, MODULE),
 }
@@ -101,3 +119,56 @@ def test_an_attribute_that_appears_and_disappears(
     finally:
         with contextlib.suppress(AttributeError):
             del owner.number
+
+
+def directly(held: Callable[[], Any]) -> Callable[[Tensor], Tensor]:
+    return lambda x: (x * held().number).sin().sum()
+
+
+def of_an_object(held: Callable[[], Any]) -> Callable[[Tensor], Tensor]:
+    return lambda x: (x * held().thing.number).sin().sum()
+
+
+def of_a_list(held: Callable[[], Any]) -> Callable[[Tensor], Tensor]:
+    return lambda x: (x * held().numbers[0]).sin().sum()
+
+
+def of_a_dict(held: Callable[[], Any]) -> Callable[[Tensor], Tensor]:
+    return lambda x: (x * held().named["number"]).sin().sum()
+
+
+@pytest.mark.parametrize("way", [directly, of_an_object, of_a_list, of_a_dict, by_default])
+@pytest.mark.parametrize("what", HELD)
+def test_an_attribute_that_changes(what: str, way: Callable[[Callable[[], Any]], Callable[[Tensor], Tensor]]) -> None:
+    held, owner = HELD[what]
+    fn, x = way(held), leaf(torch.randn(8))
+    planned = fckpt.remat(fn, budget=1.0)
+    names = ("number", "thing", "numbers", "named")
+    try:
+        for number in (2.0, 5.0, 3.0, 2.0):
+            thing = types.SimpleNamespace(number=number)
+            for name, value in zip(names, (number, thing, [number], {"number": number}), strict=True):
+                setattr(owner, name, value)
+            (expected,) = torch.autograd.grad(fn(x), [x])
+            with contextlib.suppress(fckpt.FckptError):
+                assert torch.equal(torch.autograd.grad(planned(x), [x])[0], expected)
+    finally:
+        for name in names:
+            delattr(owner, name)
+
+
+def test_a_result_of_a_model_that_is_passed_on() -> None:
+    """A ModelOutput is a dict with attributes."""
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    fn = lambda x, before: (before.last_hidden_state * x).sin().sum() + (before[0] if before.attentions else x).sum()
+    planned, x = fckpt.remat(fn, budget=1.0), leaf(torch.randn(4))
+    for shape, dtype, attentions in (
+        ((3, 4), torch.float32, None),
+        ((2, 4), torch.float32, None),
+        ((2, 4), torch.float64, None),
+        ((2, 4), torch.float64, (1,)),
+    ):
+        hidden = torch.randn(shape, dtype=dtype)
+        before = outputs.BaseModelOutput(last_hidden_state=hidden, attentions=attentions)
+        (expected,) = torch.autograd.grad(fn(x, before), [x])
+        assert torch.equal(torch.autograd.grad(planned(x, before), [x])[0], expected)

@@ -1,0 +1,124 @@
+"""Guards for the attributes of dicts, such as configurations and results of Hugging Face's and diffusers' models.
+
+Dynamo's guards for an object of a subclass of `dict` compare its items. Guards on its attributes, and on everything
+that was read through them, are lost. So the attributes are compared here, as far as they can be; a function that reads
+others is not captured. Seen on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo import guards
+
+from fckpt._call.places import ABSENT
+from fckpt._capture.patching import patched
+from fckpt._capture.wrapped import name_of
+
+__all__ = ["DictAttributes", "has_dict_attributes"]
+
+_MOST = 1000
+"""The most items of a container that are compared."""
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType)
+
+
+def has_dict_attributes(value: Any) -> bool:
+    """Whether a value is a dict that may have attributes."""
+    return isinstance(value, dict) and hasattr(value, "__dict__")
+
+
+class DictAttributes:
+    """The attributes of dicts that a capture has read, or has asked for."""
+
+    def __init__(self, scope: dict[str, Any]) -> None:
+        """Begins with nothing. Dynamo's expressions for objects refer to the entry's globals `scope` as `G`."""
+        self._scope = {**guards._get_closure_vars(), "G": scope}
+        self._known: dict[tuple[str, str], tuple[Callable[[dict[str, Any]], Any], Any]] = {}
+        """By expression for a dict, and name of an attribute: how to read the dict, and a fact about the attribute."""
+
+    def hold(self, places: dict[str, Any]) -> bool:
+        """Whether the attributes are the same in a call with these arguments."""
+        return not self._known or not self.changed(places)
+
+    def changed(self, places: dict[str, Any]) -> str:
+        """Returns a description of an attribute that has changed; empty if there is none."""
+        for (_, name), (read, then) in self._known.items():
+            if _fact(_attributes(read(places)).get(name, ABSENT)) != then:
+                return f"the attribute {name} of a dict has changed"
+        return ""
+
+    def add(self, variable: Any, name: str) -> None:
+        """Notes that the capture reads an attribute of a dict, unless the capture itself made the dict.
+
+        Raises:
+            LookupError: no fact describes the attribute.
+        """
+        value = getattr(variable, "value", None)
+        if (
+            not variable.source
+            or not has_dict_attributes(value)
+            or (name not in _attributes(value) and name in dir(value))
+        ):
+            return
+        expression = name_of(variable.source)
+        if (expression, name) not in self._known:
+            fact = _fact(_attributes(value).get(name, ABSENT))
+            if name == "__dict__" or fact is None:
+                raise LookupError(f"the attribute {name} of a {type(value).__name__} cannot be guarded")
+            self._known[expression, name] = eval(f"lambda L: {expression}", self._scope), fact
+
+    @contextlib.contextmanager
+    def recorded(self, variables: list[type]) -> Iterator[None]:
+        """Records, within the body, what Dynamo reads by the classes `variables`, with which it represents values."""
+
+        def asking(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def ask(variable: Any, tx: Any, name: str) -> Any:
+                self.add(variable, name)
+                return original(variable, tx, name)
+
+            return ask
+
+        with contextlib.ExitStack() as stack:
+            for cls in variables:
+                for method in ("var_getattr", "call_obj_hasattr"):
+                    if method in vars(cls):
+                        stack.enter_context(patched(cls, method, asking))
+            yield
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+
+
+def _fact(value: Any) -> Any:
+    """Returns what is compared of an attribute; None if its changes could go unnoticed."""
+    if value is ABSENT or isinstance(value, _CODE):
+        return id(value), value
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return None
+        return type(value), value.dtype, value.device, value.shape, value.stride(), value.requires_grad
+    return (type(value), repr(value)) if _is_plain(value, [_MOST]) else None
+
+
+def _is_plain(value: Any, left: list[int]) -> bool:
+    """Whether a value consists of numbers, strings and the like, in at most `left` items."""
+    left[0] -= 1
+    if left[0] < 0:
+        return False
+    if isinstance(value, dict):
+        return all(_is_plain(key, left) and _is_plain(held, left) for key, held in value.items())
+    if type(value) in (list, tuple, set, frozenset):
+        return all(_is_plain(held, left) for held in value)
+    return isinstance(value, _PLAIN)
