@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,22 @@ def test_a_number_that_changes_and_is_read_by_traced_python(
     verdict = judge(lambda session: reading(session, place(), drawing), budget=0.8)
     if request.node.callspec.params["place"] not in MAY_REFUSE | PYTHON_MAY_REFUSE:
         assert verdict.outcome == "equal", verdict.error
+
+
+class Asking:
+    """Asks for the signature of a function, for which Python reads the recursion limit."""
+
+    def read(self) -> Any:
+        return len(inspect.signature(body).parameters)
+
+
+def test_a_signature_that_traced_python_asks_for() -> None:
+    def scenario(session: Session) -> None:
+        x, w = session.leaf(96, 32), session.leaf(32, 32)
+        f = session.region(drawing(Asking()))
+        session.step(lambda: f(x, w))
+
+    assert judge(scenario, budget=0.8).outcome == "equal"
 
 
 @pytest.mark.sweep(2)
