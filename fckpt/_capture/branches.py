@@ -45,10 +45,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 class _Condition:
     """A condition on the data or sizes of tensors, as a graph of torch calls, with its outcome in the captured call."""
 
-    def __init__(self, graph: fx.Graph, names: list[str], scope: dict[str, Any], line: str, of_sizes: bool):
+    def __init__(
+        self, graph: fx.Graph, names: list[str], written: set[int], scope: dict[str, Any], line: str, of_sizes: bool
+    ):
         known = {**guards._get_closure_vars(), "G": scope}
         self._read = eval(f"lambda L: ({''.join(name + ', ' for name in names)})", known)
         self._compute = fx.GraphModule({}, graph)
+        self._written = written
+        """The positions of the inputs that the graph writes: copies take their places."""
         self.line = line
         self.outcome = False
         self._by_sizes: dict[Any, bool] | None = {} if of_sizes else None
@@ -61,7 +65,7 @@ class _Condition:
         recorded, which allows no read of data.
         """
         tensors = []
-        for tensor in self._read(places):
+        for i, tensor in enumerate(self._read(places)):
             if not isinstance(tensor, torch.Tensor):  # a size
                 tensors.append(tensor)
                 continue
@@ -71,6 +75,10 @@ class _Condition:
                 return None
             if bottom.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
+            if i in self._written:
+                if bottom._is_view():  # the graph may write it through another tensor
+                    return None
+                bottom = bottom.detach().clone()
             tensors.append(bottom)
         if self._by_sizes is None:
             return self._computed(tensors)
@@ -128,7 +136,7 @@ class Branches:
         computing = _computing(node)
         if computing is None:
             return None
-        calls, sizes = computing
+        calls, sizes, written = computing
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for call in calls:
             if call in sizes:
@@ -138,12 +146,14 @@ class Branches:
             copies[call] = graph.node_copy(call, copies.__getitem__)
             copies[call].meta = {}  # it refers to the tensors of the capture
         graph.output(copies[node])
-        names = [name_of(call.meta["grapharg"].source) for call in calls if call.op == "placeholder"]
+        inputs = [call for call in calls if call.op == "placeholder"]
+        names = [name_of(call.meta["grapharg"].source) for call in inputs]
+        over = {i for i, call in enumerate(inputs) if _storage(call) in written}
         frame = tx.frame_summary()
         line = f"`{frame.line}` ({frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name})"
         read = {node, *(given for call in calls if call not in sizes for given in call.all_input_nodes)}
         of_sizes = not any(n.op == "placeholder" and _example(n) is not None for n in read)
-        condition = _Condition(graph, names, self._scope, line, of_sizes)
+        condition = _Condition(graph, names, over, self._scope, line, of_sizes)
         generators = RandomState.capture({example.device for example in map(_example, calls) if example is not None})
         try:
             outcome = condition.evaluated(self._places)
@@ -238,13 +248,13 @@ def _with_subclasses(owner: type) -> Iterator[type]:
         yield from _with_subclasses(subclass)
 
 
-def _computing(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, tuple[fx.Node, int]]] | None:
-    """Returns the inputs and calls from which a graph computes `node`, in order, and the sizes among them.
+def _computing(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, tuple[fx.Node, int]], set[int]] | None:
+    """Returns the inputs and calls from which a graph computes `node`, in order, the sizes among them, and the storages
+    that they write.
 
     A size of an activation is read from the input that has the same size: by node, the input and its dimension.
 
-    None if there are too many, if one is not a torch function, if an input is not one that can be read before a call,
-    or if the graph has written to one of the inputs. Writes to other tensors are among the calls.
+    None if there are too many, if one is not a torch function, or if an input cannot be read before a call.
     """
     found, todo, sizes = {node}, [node], dict[fx.Node, tuple[fx.Node, int]]()
     writes = [(call, {_storage(n) for n in _written(call)}) for call in node.graph.nodes]
@@ -270,10 +280,8 @@ def _computing(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, tuple[fx.Nod
     casts = any("autocast" in getattr(n.target, "__name__", "") for n in node.graph.nodes)
     if casts and any(_is_float(n) for n in found if n.op != "placeholder"):  # the calls may be within its body
         return None
-    given = {_storage(n) for n in node.graph.nodes if n.op == "placeholder"}
-    if any(call in found and written & given for call, written in writes):
-        return None
-    return [n for n in node.graph.nodes if n in found], sizes
+    written = {storage for call, storages in writes if call in found for storage in storages}
+    return [n for n in node.graph.nodes if n in found], sizes, written
 
 
 def _size_of_input(node: fx.Node) -> tuple[fx.Node, int] | None:

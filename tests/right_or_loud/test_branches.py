@@ -170,6 +170,31 @@ def test_a_branch_on_what_a_guard_cannot_compute_is_refused(fn: Callable[..., Te
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Counted(nn.Module):
+    """Counts its calls in a buffer, and looks at the number then."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = self.calls < 2
+        self.calls += 1
+        warm = self.calls > 2
+        return (x.sin() * (1 if warm else 2) if early else x.cos() * (3 if warm else 4)).exp().sum()
+
+
+def test_a_buffer_that_is_counted_before_a_branch() -> None:
+    results = []
+    for wrap in (lambda module: module, lambda module: fckpt.remat(module, budget=1.0)):
+        module, x = Counted(), leaf(torch.ones(4, 8))
+        run = wrap(module)
+        results.append([torch.autograd.grad(run(x), x)[0] for _ in range(5)] + [module.calls])
+    assert all(map(torch.equal, *results))
+
+
 class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
