@@ -274,7 +274,7 @@ class PlannedRegion(Region):
         if programs is None:
             return run_batched(fn, arguments, reached.tensors, reached.slots, batching, self.run_traced)
         program = programs.likely()
-        conditions = lambda: observation.conditions(program.draws)
+        conditions = lambda: observation.conditions(program.draws, NOT_AGAIN)
         return self._run_planned(call, programs, program, reached.tensors, conditions)
 
     def _run_planned(

@@ -103,8 +103,9 @@ class Observation:
         devices = {device for device in {t.device for t in tensors} if device.type not in ("cpu", "meta")}
         self.buffer_writes = buffer_writes
         self.buffers = [] if self.lazy else [buffer for part in parts for buffer in part.buffers()]
-        self.unwritten = [] if self.lazy else self._versions_of_parameters()
-        self.copies = [self._copy(key, tensor) for _, _, key, tensor, _ in self.buffers]
+        planned = facts is not None  # a plan writes once, and saves copies itself where it may need them
+        self.unwritten = [] if self.lazy or planned else self._versions_of_parameters()
+        self.copies = [None if planned else self._copy(key, tensor) for _, _, key, tensor, _ in self.buffers]
         self.random = RandomState.capture(devices, generators)
 
     def _versions_of_parameters(self) -> list[tuple[str, torch.Tensor, int]]:
@@ -175,16 +176,17 @@ class Observation:
         places = tuple(key for _, key, *_ in (*self.slots, *self.installed, *self.buffers))
         return (tuple(self.facts), tuple(part.settings() for part in self.parts), places)
 
-    def conditions(self, draws: bool | None = None) -> Conditions:
+    def conditions(self, draws: bool | None = None, lost: str = "") -> Conditions:
         """Returns the conditions of the run that has just ended, reduced to those that the run used.
 
         Args:
             draws: whether the run drew random numbers, if that is known.
+            lost: the message of the error that a recompute raises if it needs a buffer's value that was not copied.
         """
         with unseen():
-            return self._conditions(self.random.drawn() if draws is None else self.random.assumed(draws))
+            return self._conditions(self.random.drawn() if draws is None else self.random.assumed(draws), lost)
 
-    def _conditions(self, random: RandomState) -> Conditions:
+    def _conditions(self, random: RandomState, lost: str) -> Conditions:
         slots = [slot for slot in self.slots if present(slot)]
         buffers = {id(unwrapped(tensor)) for _, _, _, tensor, _ in self.buffers}
         for tensor, then in self.versions:
@@ -217,8 +219,8 @@ class Observation:
             unforeseen = changed and copy is None and not statistics
             self.buffer_writes[key] = changed
             if changed:
-                lost = _unforeseen(name, self.fn[0]) if unforeseen else ""
-                written.append(Written(holder, name, tensor, tensor if copy is None else copy, lost))
+                why = (lost or _unforeseen(name, self.fn[0])) if unforeseen else ""
+                written.append(Written(holder, name, tensor, tensor if copy is None else copy, why))
             else:
                 self.installed.append((holder, name, tensor))
                 watched.append((unwrapped(tensor), before))

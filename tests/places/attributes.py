@@ -343,6 +343,8 @@ class Picky:
         self.__dict__["held"] = {"number": 2}
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by copy.deepcopy
+            raise AttributeError(name)
         return self.__dict__["held"][name]
 
 
