@@ -53,7 +53,7 @@ PRIVATE = {
         "_compile/rehearsal.py",
     ),
     "torch.optim": ("_planned/optimizers.py",),
-    "torch.overrides": ("_recompute/closed_over.py", "_capture/"),
+    "torch.overrides": ("_call/ambient.py", "_recompute/closed_over.py", "_capture/"),
     "torch.ops.aten": ("_trace/", "_capture/", "_tile/", "_fuse/", "_planned/", "_compile/", "cost/synthetic.py"),
     "torch": ("_recompute/", "_trace/", "_capture/"),
 }
