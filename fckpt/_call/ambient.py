@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "autocast",
     "autocast_as",
     "capture",
-    "captured_modes_off",
     "function_modes",
     "has_function_modes",
     "interfering_mode",
@@ -60,20 +58,6 @@ def _exchange(modes: Sequence[TorchFunctionMode]) -> None:
         _pop_mode()
     for mode in modes:
         _push_mode(mode)
-
-
-@contextlib.contextmanager
-def captured_modes_off() -> Iterator[None]:
-    """Disables, within the body, the torch function modes whose effect a captured graph contains: those of the user.
-
-    A default device is one of torch's modes, and a graph does not contain it.
-    """
-    if not has_function_modes():
-        yield
-        return
-    own = lambda mode: type(mode).__module__.partition(".")[0] == "fckpt"
-    with function_modes([m for m in _get_current_function_mode_stack() if isinstance(m, DeviceContext) or own(m)]):
-        yield
 
 
 def autocast() -> Ambient | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._C._functorch import get_dynamic_layer_stack_depth
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-from fckpt._call.ambient import captured_modes_off
+from fckpt._call.ambient import function_modes, has_function_modes
 from fckpt._capture import marks
 from fckpt._capture.sources import Names, running, source_of
 
@@ -64,7 +67,7 @@ class FlatGraph:
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the calls on `inputs`, which end with the constants."""
         traced = marks.answered() is not None
-        with captured_modes_off():
+        with _captured_modes_off():
             if traced or get_dynamic_layer_stack_depth():
                 result = _Walk(self.module, self._held if traced else {}).run(*inputs)
             else:
@@ -99,6 +102,20 @@ class FlatGraph:
             )
             and self.module.code == other.module.code
         )
+
+
+@contextlib.contextmanager
+def _captured_modes_off() -> Iterator[None]:
+    """Disables, within the body, the torch function modes whose effect a captured graph contains: those of the user.
+
+    A default device is one of torch's modes, and a graph does not contain it.
+    """
+    if not has_function_modes():
+        yield
+        return
+    own = lambda mode: type(mode).__module__.partition(".")[0] == "fckpt"
+    with function_modes([m for m in _get_current_function_mode_stack() if isinstance(m, DeviceContext) or own(m)]):
+        yield
 
 
 class _Walk(fx.Interpreter):
