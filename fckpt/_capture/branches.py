@@ -29,6 +29,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from fckpt._call.ambient import without_modes
 from fckpt._call.levels import layers, unseen
 from fckpt._call.rng import RandomState
+from fckpt._capture.checks import checked
 from fckpt._capture.patching import patched
 from fckpt._capture.wrapped import name_of
 
@@ -149,8 +150,7 @@ class Branches:
         inputs = [call for call in calls if call.op == "placeholder"]
         names = [name_of(call.meta["grapharg"].source) for call in inputs]
         over = {i for i, call in enumerate(inputs) if _storage(call) in written}
-        frame = tx.frame_summary()
-        line = f"`{frame.line}` ({frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name})"
+        line = _place(tx)
         read = {node, *(given for call in calls if call not in sizes for given in call.all_input_nodes)}
         of_sizes = not any(n.op == "placeholder" and _example(n) is not None for n in read)
         condition = _Condition(graph, names, over, self._scope, line, of_sizes)
@@ -201,7 +201,9 @@ class Branches:
         """
 
         def jump(tx: Any, inst: Any) -> Any:
-            outcome = self.outcome(tx, tx.stack[-1])
+            outcome = checked(tx, inst, tx.stack[-1], wanted, _place)
+            if outcome is None:
+                outcome = self.outcome(tx, tx.stack[-1])
             if outcome is None:
                 return original(tx, inst)
             if not keeps or outcome != wanted:
@@ -240,6 +242,12 @@ class Branches:
 
 
 _constant = ConstantVariable.create
+
+
+def _place(tx: Any) -> str:
+    """Returns the line of the user's code that Dynamo evaluates, and where it is."""
+    frame = tx.frame_summary()
+    return f"`{frame.line}` ({frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name})"
 
 
 def _with_subclasses(owner: type) -> Iterator[type]:

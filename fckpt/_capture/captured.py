@@ -49,6 +49,7 @@ from fckpt._capture.as_plain import Answers
 from fckpt._capture.branches import Branches
 from fckpt._capture.cached import cached_reader
 from fckpt._capture.certain import certain_comparisons
+from fckpt._capture.checks import validation_captured
 from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
 from fckpt._capture.dict_attributes import DictAttributes
 from fckpt._capture.frames import Frames
@@ -436,6 +437,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(shapes_config.patch(use_duck_shape=False))  # sizes that are equal now may differ later
         stack.enter_context(absences_guarded())
         stack.enter_context(certain_comparisons())
+        stack.enter_context(validation_captured())
         stack.enter_context(undecomposed())
         stack.enter_context(options_constant())
         stack.enter_context(environments_released())

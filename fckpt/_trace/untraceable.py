@@ -88,7 +88,7 @@ def errors_located() -> Iterator[None]:
         hidden = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_DATA)
         if not hidden and not any(word in kind for word in ("DataDependent", "DynamicOutputShape", "UnsupportedFake")):
             raise
-        raise TraceError(f"{_line_of(error)}: {_looks(f'{kind}: {_first_line(error)}')}") from error
+        raise TraceError(f"{_line_of(error)}: {_looks(f'{kind}: {_first_line(error)}')}{_advice(error)}") from error
 
 
 def _refused_operator(line: Any, name: str) -> HigherOrderError:
@@ -121,6 +121,15 @@ def _looks(what: str) -> str:
         f"the function looks at the data of a tensor here ({what}), so its operations are not the same for all data "
         f"and cannot be planned ahead. {WAY_OUT}"
     )
+
+
+def _advice(error: Exception) -> str:
+    """Returns a way out for functions of torch that look at data only to validate it."""
+    if any("/distributions/" in f.filename for f in traceback.extract_tb(error.__traceback__)):
+        return (
+            " Or pass `validate_args=False` to the distribution, which looks at its parameters only to validate them."
+        )
+    return ""
 
 
 def _first_line(error: Exception) -> str:
