@@ -201,6 +201,8 @@ class Session:
             raise Silent(f"fake tensors stay in {fakes[:3]}")
         return {
             **{name: snapshot(thing, gradients=True) for name, thing in self.watched.items()},
+            "modes": [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")],
+            "modes of functions": torch._C._len_torch_function_stack(),
             "torch's generator": torch.get_rng_state(),
             "Python's generator": random.getstate(),
             "NumPy's generator": snapshot(np.random.get_state()),

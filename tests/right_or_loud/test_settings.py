@@ -18,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fckpt
+
 
 class Attention(nn.Module):
     def __init__(self) -> None:
@@ -103,6 +105,27 @@ def test_a_setting_that_is_switched_between_calls(setting: str, first: str) -> N
     verdict = judge(scenario, budget=0.8)
     if setting not in MAY_REFUSE:
         assert verdict.outcome == "equal", verdict.error
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("budget", [1.0, "1MiB"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_evaluation_leaves_the_modes_as_they_are(mode: Callable[[], Any], budget: Any, trained: bool) -> None:
+    """A fraction of the plain peak needs a trace, in which gradients are taken."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    f = fckpt.remat(lambda x: net(x).square().mean(), budget=budget)
+    if trained:
+        f(torch.randn(3, 6)).backward()
+    for size in (3, 4, 5, 3):
+        with mode():
+            x = torch.randn(size, 6)
+            loss = f(x)
+            assert torch.equal(loss, net(x).square().mean())
+            assert not loss.requires_grad
+            assert not torch.is_grad_enabled()
+            assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+        assert torch.is_grad_enabled()
+    f(torch.randn(3, 6)).backward()
 
 
 class Shifting(TorchFunctionMode):
