@@ -172,3 +172,22 @@ def test_a_result_of_a_model_that_is_passed_on() -> None:
         before = outputs.BaseModelOutput(last_hidden_state=hidden, attentions=attentions)
         (expected,) = torch.autograd.grad(fn(x, before), [x])
         assert torch.equal(torch.autograd.grad(planned(x, before), [x])[0], expected)
+
+
+SIZED: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "computed": lambda x, held: (held.h * x).sin().sum() / held.h.shape[0],
+    "branch": lambda x, held: (held.h * x).sin().sum() if held.h.shape[0] > 3 else (held.h * x).cos().sum(),
+    "equal": lambda x, held: ((held.h * x).sin() if held.h.shape[0] == held.h.shape[1] else (held.h * x).exp()).sum(),
+}
+
+
+@pytest.mark.parametrize("how", SIZED)
+def test_a_tensor_of_a_dict_of_other_sizes(how: str) -> None:
+    fn, x = SIZED[how], leaf(torch.randn(4))
+    planned = fckpt.remat(fn, budget=1.0)
+    tensors = [torch.randn(rows, 4) for rows in (3, 2, 5, 1, 4, 6, 3)]
+    for tensor in (*tensors, torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 3).t(), torch.randn(3, 1, 4)):
+        held = Ordered()
+        held.h = tensor
+        (expected,) = torch.autograd.grad(fn(x, held), [x])
+        assert torch.equal(torch.autograd.grad(planned(x, held), [x])[0], expected)
