@@ -1,10 +1,10 @@
 """Guards for keys and attributes that a captured function looked up and did not find.
 
 Dynamo guards `key in mapping`, `mapping.get(key)` and `hasattr(thing, name)` for objects and modules of torch. It does
-not guard `hasattr` of functions and imported modules, nor the two lookups in which an exception reports the
-absence: `mapping[key]` raising `KeyError` (`os.environ.get` and `ChainMap` depend on it), and `thing.name` raising
+not guard `hasattr` of functions and imported modules, nor the two lookups in which an exception reports the absence:
+`mapping[key]` raising `KeyError` (`os.environ.get` and `ChainMap` depend on it), and `thing.name` raising
 `AttributeError`. Without the guards added here, Dynamo's guards would still hold after the key or the attribute has
-appeared. Seen on torch 2.11 and 2.13.
+appeared. (For attributes of dicts, see `dict_attributes.py`.) Seen on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from typing import Any
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
-from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import FunctoolsPartialVariable
 
 from fckpt._capture.dict_attributes import has_dict_attributes
-from fckpt._capture.patching import patched
+from fckpt._capture.patching import lookups_patched, patched
 
-__all__ = ["absences_guarded", "classes_of_variables"]
+__all__ = ["absences_guarded"]
 
 _SUBSCRIPT = "getitem_const_raise_exception_if_absent"
 
@@ -84,23 +83,12 @@ class _Presences:
         return call_obj_hasattr
 
 
-@functools.cache
-def classes_of_variables() -> list[type]:
-    """Returns the classes by which Dynamo represents values."""
-    found: list[type] = [VariableTracker]
-    for cls in found:  # grows meanwhile
-        found += [sub for sub in cls.__subclasses__() if sub not in found]
-    return found
-
-
 @contextlib.contextmanager
 def absences_guarded() -> Iterator[None]:
     """Makes Dynamo guard absent keys and attributes within the body."""
     presences = _Presences()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(ConstDictVariable, _SUBSCRIPT, _guarded_subscript))
-        for cls in classes_of_variables():
-            for name, guarded in (("var_getattr", presences.of_absent), ("call_obj_hasattr", presences.of_asked)):
-                if name in vars(cls):
-                    stack.enter_context(patched(cls, name, guarded))
+    with (
+        patched(ConstDictVariable, _SUBSCRIPT, _guarded_subscript),
+        lookups_patched(presences.of_absent, presences.of_asked),
+    ):
         yield

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C._functorch import is_batchedtensor
-from torch._dynamo import guards
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import builtin
 from torch._dynamo.variables.constant import ConstantVariable
@@ -31,7 +30,7 @@ from fckpt._call.levels import layers, unseen
 from fckpt._call.rng import RandomState
 from fckpt._capture.checks import checked
 from fckpt._capture.patching import patched
-from fckpt._capture.wrapped import name_of
+from fckpt._capture.wrapped import name_of, reader
 
 __all__ = ["Branches"]
 
@@ -49,8 +48,7 @@ class _Condition:
     def __init__(
         self, graph: fx.Graph, names: list[str], written: set[int], scope: dict[str, Any], line: str, of_sizes: bool
     ):
-        known = {**guards._get_closure_vars(), "G": scope}
-        self._read = eval(f"lambda L: ({''.join(name + ', ' for name in names)})", known)
+        self._read = reader(names, scope)
         self._compute = fx.GraphModule({}, graph)
         self._written = written
         """The positions of the inputs that the graph writes: copies take their places."""

@@ -44,7 +44,7 @@ from fckpt import _tree as tree
 from fckpt._call.ambient import function_modes
 from fckpt._call.levels import below_all
 from fckpt._capture import marks
-from fckpt._capture.absences import absences_guarded, classes_of_variables
+from fckpt._capture.absences import absences_guarded
 from fckpt._capture.as_plain import Answers
 from fckpt._capture.branches import Branches
 from fckpt._capture.cached import cached_reader
@@ -177,6 +177,7 @@ class Captured:
         self.branches: Branches
         """The branches that the function took by the data of tensors."""
         self.attributes: DictAttributes
+        """The attributes of dicts that the function read."""
         self.identities: Identities
         """The objects that the guards recognise by their addresses."""
         self._names: list[str] = []
@@ -395,7 +396,7 @@ class _Attempt:
                 builtin_names = stack.enter_context(shadows_guarded())
                 modes = stack.enter_context(_settings(self.dynamic))
                 stack.enter_context(self.answers.given())
-                stack.enter_context(self.attributes.recorded(classes_of_variables()))
+                stack.enter_context(self.attributes.recorded())
                 stack.enter_context(self.branches.decided())
                 stack.enter_context(marks.capturing())
                 stack.enter_context(self.frames.recorded())

@@ -93,7 +93,7 @@ def _may_be_caught(tx: Any) -> bool:
 
 
 def _is_in_try(tx: Any) -> bool:
-    """Whether a handler that is not that of a `with` block covers the present instruction."""
+    """Whether the current instruction is inside a `try` block. (A `with` block has a handler, too.)"""
     entry = tx.current_instruction.exn_tab_entry
     while entry is not None:
         start = tx.indexof[entry.target]

@@ -11,15 +11,14 @@ import contextlib
 import enum
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo import guards
 
 from fckpt._call.places import ABSENT
-from fckpt._capture.patching import patched
-from fckpt._capture.wrapped import name_of
+from fckpt._capture.patching import lookups_patched
+from fckpt._capture.wrapped import layout_of, name_of, reader
 
 __all__ = ["DictAttributes", "has_dict_attributes"]
 
@@ -39,8 +38,8 @@ class DictAttributes:
 
     def __init__(self, scope: dict[str, Any]) -> None:
         """Begins with nothing. Dynamo's expressions for objects refer to the entry's globals `scope` as `G`."""
-        self._scope = {**guards._get_closure_vars(), "G": scope}
-        self._known: dict[tuple[str, str], tuple[Callable[[dict[str, Any]], Any], Any]] = {}
+        self._scope = scope
+        self._known: dict[tuple[str, str], tuple[Callable[[dict[str, Any]], tuple[Any, ...]], Any]] = {}
         """By expression for a dict, and name of an attribute: how to read the dict, and a fact about the attribute."""
 
     def hold(self, places: dict[str, Any]) -> bool:
@@ -50,7 +49,8 @@ class DictAttributes:
     def changed(self, places: dict[str, Any]) -> str:
         """Returns a description of an attribute that has changed; empty if there is none."""
         for (_, name), (read, then) in self._known.items():
-            if _fact(_attributes(read(places)).get(name, ABSENT)) != then:
+            (held,) = read(places)
+            if _fact(_attributes(held).get(name, ABSENT)) != then:
                 return f"the attribute {name} of a dict has changed"
         return ""
 
@@ -72,11 +72,10 @@ class DictAttributes:
             fact = _fact(_attributes(value).get(name, ABSENT))
             if name == "__dict__" or fact is None:
                 raise LookupError(f"the attribute {name} of a {type(value).__name__} cannot be guarded")
-            self._known[expression, name] = eval(f"lambda L: {expression}", self._scope), fact
+            self._known[expression, name] = reader([expression], self._scope), fact
 
-    @contextlib.contextmanager
-    def recorded(self, variables: list[type]) -> Iterator[None]:
-        """Records, within the body, what Dynamo reads by the classes `variables`, with which it represents values."""
+    def recorded(self) -> contextlib.AbstractContextManager[None]:
+        """Records, within the body, what Dynamo reads."""
 
         def asking(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
@@ -86,12 +85,7 @@ class DictAttributes:
 
             return ask
 
-        with contextlib.ExitStack() as stack:
-            for cls in variables:
-                for method in ("var_getattr", "call_obj_hasattr"):
-                    if method in vars(cls):
-                        stack.enter_context(patched(cls, method, asking))
-            yield
+        return lookups_patched(asking, asking)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -106,9 +100,7 @@ def _fact(value: Any) -> Any:
     if value is ABSENT or isinstance(value, _CODE):
         return id(value), value
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            return None
-        return type(value), value.dtype, value.device, value.shape, value.stride(), value.requires_grad
+        return (type(value), layout_of(value)) if value.layout is torch.strided else None
     return (type(value), repr(value)) if _is_plain(value, [_MOST]) else None
 
 

@@ -106,9 +106,9 @@ class FlatGraph:
 
 @contextlib.contextmanager
 def _captured_modes_off() -> Iterator[None]:
-    """Disables, within the body, the torch function modes whose effect a captured graph contains: those of the user.
+    """Disables the user's torch function modes within the body: a captured graph already contains their effect.
 
-    A default device is one of torch's modes, and a graph does not contain it.
+    A default device is one of torch's modes. It stays, because a graph does not contain it.
     """
     if not has_function_modes():
         yield

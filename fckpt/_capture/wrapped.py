@@ -5,13 +5,13 @@ Dynamo's guards on tensors also compare dispatch keys, and would reject a wrappe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._dynamo import guards, mark_static
 
-__all__ = ["WrappedTensors", "mark_static", "name_of", "without_tensors"]
+__all__ = ["WrappedTensors", "layout_of", "mark_static", "name_of", "reader", "without_tensors"]
 
 
 class WrappedTensors:
@@ -25,9 +25,8 @@ class WrappedTensors:
             scope: `G`, the globals.
             places: `L`, the arguments of the entry.
         """
-        known = {**guards._get_closure_vars(), "G": scope}
-        self._read = eval(f"lambda L: ({''.join(name + ', ' for name in names)})", known)
-        self._layouts = list(map(_layout, self._read(places)))
+        self._read = reader(names, scope)
+        self._layouts = list(map(layout_of, self._read(places)))
 
     def same(self, places: dict[str, Any]) -> bool:
         """Whether all layouts are unchanged."""
@@ -35,10 +34,11 @@ class WrappedTensors:
             found = self._read(places)
         except (AttributeError, LookupError, TypeError):
             return False
-        return list(map(_layout, found)) == self._layouts
+        return list(map(layout_of, found)) == self._layouts
 
 
-def _layout(value: Any) -> Any:
+def layout_of(value: Any) -> Any:
+    """Returns what guards compare of a tensor; None for another value."""
     if not isinstance(value, torch.Tensor):
         return None
     stride = value.stride() if value.layout is torch.strided else ()
@@ -50,6 +50,17 @@ def without_tensors(entries: Sequence[Any], names: list[str]) -> list[bool]:
     keep = [entry.guard_type != "TENSOR_MATCH" for entry in entries]
     names += [name_of(e.orig_guard.originating_source) for e, kept in zip(entries, keep, strict=True) if not kept]
     return keep
+
+
+def reader(names: Sequence[str], scope: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Returns a function of the entry's arguments that reads objects.
+
+    Args:
+        names: Dynamo's expressions for the objects, see `name_of`. They refer to the arguments as `L`.
+        scope: the globals of the entry, to which they refer as `G`.
+    """
+    known = {**guards._get_closure_vars(), "G": scope}
+    return eval(f"lambda L: ({''.join(name + ', ' for name in names)})", known)
 
 
 def name_of(source: Any) -> str:

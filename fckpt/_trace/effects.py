@@ -240,7 +240,7 @@ def _removed(value: Any, ours: list[torch.Tensor], depth: int = 3) -> str:
 
 
 def check_assignments(slots: Sequence[Slot], before: Snapshot, recorder: Recorder) -> None:
-    """Raises `TraceError` if the function assigned to captured places, after restoring the previous contents."""
+    """Raises `TraceError` if the function assigned to captured places."""
 
     def owned(value: Any) -> bool:
         if type(value) in weakref.ProxyTypes:  # the referent is held elsewhere, or is dead
@@ -252,10 +252,7 @@ def check_assignments(slots: Sequence[Slot], before: Snapshot, recorder: Recorde
         return isinstance(value, torch.Tensor) and recorder.owns(unwrapped(value))
 
     names = [_named(holder, key) for holder, key, _ in moved(slots) if owned(content(holder, key))]
-    changes = before.changes()
-    for change in changes:
-        put(*change)
-    names += [_named(holder, key) for holder, key, _ in changes]
+    names += [_named(holder, key) for holder, key, _ in before.changes()]
     if names:
         raise TraceError(
             f"the function assigns {', '.join(sorted(set(names)))} while it runs. A plan runs its operations, not its "

@@ -153,9 +153,10 @@ def _traced(
             carried = {} if backward.then is None else backward.then.begun(operands)
             moved = contextlib.nullcontext() if target is None else DevicesMoved(target, graph)
             python = contextlib.nullcontext() if graph else _python_code(reads, tensors, operands)
-            with undone_on_error(before), python, moved:
-                result = fn(*args, **kwargs)
-            check_assignments(closed, before, recorder)
+            with undone_on_error(before):
+                with python, moved:
+                    result = fn(*args, **kwargs)
+                check_assignments(closed, before, recorder)
         if donated:
             kept = fn.returned_operands(result) if isinstance(fn, GraphFunction) else set()
             result = written_over_donated(result, operands, [n for n in donated if n not in kept], recorder)
