@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import array
 import collections
-import copy
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -538,130 +537,6 @@ def test_a_recompute_finds_the_attributes_of_tensors(where: str) -> None:
         f(x, *((scale,) if where == "argument" else ())).sum().backward()
         got.append(x.grad)
     assert_equal(got[1], got[0])
-
-
-class Always:
-    """Stands for a mask of ones that has no data."""
-
-    def all(self) -> bool:
-        return True
-
-
-class Initialised(nn.Module):
-    """Registers a hook at its first call, under a lock."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.lock, self.ready = nn.Linear(4, 4), threading.Lock(), False
-
-    def forward(self, x: Tensor, mask: Tensor | Always) -> Tensor:
-        if not self.ready:
-            with self.lock:
-                self.linear.register_forward_hook(lambda module, args, out: out * 2)
-                self.ready = True
-        return torch.tanh(self.linear(x)).sin() if mask.all() else self.linear(x)
-
-
-def test_a_hook_that_the_first_call_registers_is_registered_once() -> None:
-    grads, x, mask = [], torch.ones(2, 4), torch.ones(3, dtype=torch.bool)
-    for wrap in (lambda module: module, fckpt.remat):
-        torch.manual_seed(0)
-        module = Initialised()
-        run = wrap(module)
-        for _ in range(3):
-            run(x, mask).sum().backward()
-        grads.append(module.linear.weight.grad)
-        assert len(module.linear._forward_hooks) == 1
-    assert torch.equal(*grads)
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_a_call_that_is_refused_has_changed_nothing(early: bool) -> None:
-    """The caller may run the function plainly after the error, whether it came early or late."""
-
-    class Counting(Initialised):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls, self.seen = 0, list[int]()
-
-        def forward(self, x: Tensor, mask: Tensor | Always) -> Tensor:
-            self.calls += 1
-            self.seen.append(self.calls)
-            if early:
-                super().forward(x, mask)
-            return super().forward(x, Always())
-
-    module = Counting()
-    run = fckpt.remat(module, budget=1.0)
-    with pytest.raises(fckpt.TraceError):
-        run(torch.ones(2, 4), torch.ones(3, dtype=torch.bool))
-    assert (module.calls, module.seen, module.ready, len(module.linear._forward_hooks)) == (0, [], False, 0)
-
-
-@pytest.mark.parametrize("pre", [False, True])
-def test_hooks_that_come_and_go_between_forward_and_backward(pre: bool) -> None:
-    def double(module: nn.Module, given: Any, out: Any = None) -> Any:
-        return given[0] * 2 if out is None else out * 2
-
-    def register(module: nn.Module) -> Any:
-        return module.register_forward_pre_hook(double) if pre else module.register_forward_hook(double)
-
-    grads = []
-    for wrap in (lambda module: module, fckpt.remat):
-        torch.manual_seed(0)
-        inner = nn.Linear(4, 4)
-        module = wrap(nn.Sequential(inner, nn.Tanh(), nn.Linear(4, 4)))
-        handle = None
-        for turn in range(3):
-            out = module(torch.ones(2, 4)).exp().sum()
-            if turn == 1 and handle is not None:
-                handle.remove()
-            else:
-                handle = register(inner)
-            out.backward()
-        grads.append(inner.weight.grad)
-        assert len(inner._forward_hooks) + len(inner._forward_pre_hooks) == 1
-    assert torch.equal(*grads)
-
-
-class Momentum(nn.Module):
-    """Follows a network by a frozen copy, as MoCo and BYOL do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = nn.Linear(4, 4)
-        self.slow = copy.deepcopy(self.network).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            for slow, fast in zip(self.slow.parameters(), self.network.parameters(), strict=True):
-                slow.lerp_(fast, 0.1)
-        return (torch.tanh(self.network(x)).sin() - self.slow(x)).square().sum()
-
-
-def test_a_parameter_that_the_forward_writes_is_written_once_or_refused() -> None:
-    x = torch.ones(2, 4)
-    with pytest.raises(fckpt.MutationError, match="changed the parameter `weight`"):
-        fckpt.remat(Momentum())(x)
-    slow = []
-    for options in (None, {"budget": 1.0}):
-        torch.manual_seed(0)
-        network = Momentum()
-        run = network if options is None else fckpt.remat(network, **options)
-        for _ in range(3):
-            run(x).backward()
-        slow.append([p.clone() for p in network.slow.parameters()])
-    assert all(map(torch.equal, *slow))
-
-
-def test_an_embedding_with_a_largest_norm_scales_its_weight() -> None:
-    rows, ids = [], torch.tensor([1, 3, 3])
-    for wrap in (lambda fn: fn, fckpt.remat):
-        torch.manual_seed(0)
-        table = nn.Embedding(5, 4, max_norm=0.5)
-        wrap(lambda: table(ids).sin().exp().sum())().backward()
-        rows.append((table.weight.detach().clone(), table.weight.grad))
-    assert all(map(torch.equal, *rows))
 
 
 class Holder(nn.Module):
