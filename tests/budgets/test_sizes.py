@@ -27,6 +27,7 @@ from fckpt.graph.identity import structure
 from fckpt.graph.schedule import Schedule
 from fckpt.graph.simulation import simulate
 from fckpt.solve._adapt import adapt
+from fckpt.solve._greedy import fit
 
 
 class Messages(nn.Module):
@@ -243,6 +244,18 @@ def test_adapted_schedules_are_nearly_as_fast_as_solved_ones() -> None:
             adapted, solved = simulate(graph, found), simulate(graph, fckpt.solve.auto(graph, budget))
             assert adapted.peak_nbytes <= budget
             assert adapted.seconds <= solved.seconds + 0.02 * graph.seconds
+
+
+def test_a_schedule_that_fills_the_budget_is_not_searched_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graphs(640)
+    schedule = fckpt.solve.auto(graph, peak(graph) * 6 // 10)
+    taken = simulate(graph, schedule).peak_nbytes
+    plain = fckpt.solve.save_all(graph)
+    searched: list[int] = []
+    monkeypatch.setattr("fckpt.solve._adapt.fit", lambda *args, **options: searched.append(1) or fit(*args, **options))
+    assert adapt(graph, taken * 100 // 99, [schedule]) == schedule
+    assert adapt(graph, peak(graph), [schedule]) == plain and not searched  # what recomputes nothing comes first
+    assert adapt(graph, taken * 100 // 90, [schedule]) != schedule and searched
 
 
 def test_nothing_is_adapted_below_the_least_budget_or_from_other_graphs() -> None:
