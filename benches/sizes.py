@@ -269,7 +269,7 @@ def show(rows: Sequence[Run], console: Console) -> None:
     for row in rows:
         times = [row.plain_seconds, row.checkpointed, row.compiled, row.planned]
         counts = [row.kept, row.equal, row.refused, row.solved]
-        new = f"{row.new_size_seconds:.2f} s"
+        new = f"{1000 * row.new_size_seconds:.0f} ms"
         table.add_row(row.network, str(row.steps), *map(number, times), *map(str, counts), new)
     console.print(table)
 
@@ -284,5 +284,5 @@ def main(arguments: list[str]) -> int:
     console, document = opening("sizes", arguments, device)
     document["size"] = size = "tiny" if parsed.tiny else device.type
     run = lambda name, advance: examine(name, size, not parsed.no_compile, device)
-    note = "Times: of whole runs, relative to the plain run. New: seconds of a new size beyond those of a plain step."
+    note = "Times: of whole runs, relative to the plain run. New: time of a new size beyond a plain step."
     return report_each(parsed, (console, document), "rows", parsed.networks, run, show, note=note)

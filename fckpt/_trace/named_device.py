@@ -7,13 +7,14 @@ functions that choose are replaced by what torch runs on CUDA. Functions whose o
 device, such as cuDNN's recurrent networks with their packed weights, raise a `TraceError`.
 
 Source: `aten/src/ATen/native` of torch: `Dropout.cpp`, `Normalization.cpp`, `layer_norm.cpp`, `SoftMax.cpp`,
-`transformers/attention.cpp`. Seen on torch 2.13: a kernel for `AutogradMeta` comes before the composite one;
-`torch.library._scoped_library`.
+`WeightNorm.cpp`, `RNN.cpp`, `GridSampler.cpp`, `transformers/attention.cpp`. Seen on torch 2.13: a kernel for
+`AutogradMeta` comes before the composite one; `torch.library._scoped_library`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from fckpt._trace.attention_backends import Attention, backend_of
 from fckpt._trace.stand_ins import WAY_OUT, StandIn
-from fckpt.errors import ArgumentValueError, TraceError
+from fckpt.errors import ArgumentValueError, FckptError, TraceError
 
 __all__ = ["DevicesMoved", "NamedDevice", "cuda_kernels", "device_named", "fakes_on_cpu", "named_device"]
 
@@ -104,6 +105,16 @@ def cuda_kernels(target: NamedDevice) -> Iterator[None]:
                     "would not have its casts. Convert the model and its inputs (model.to(torch.bfloat16)), or make "
                     f"the plan on the device. {WAY_OUT}"
                 ) from warning
+            except RuntimeError as error:
+                if isinstance(error, FckptError) or not all(
+                    re.search(rf"\b{d}\b", str(error)) for d in ("cpu", "meta")
+                ):
+                    raise
+                raise TraceError(
+                    "the function makes a tensor on the CPU and uses it together with tensors on "
+                    f"{target.device.type}, which would fail on the device too: make it on the device of the others "
+                    f"(device=x.device). Torch says, with meta for {target.device.type}: {str(error).splitlines()[0]}"
+                ) from error
 
 
 _NO_AUTOCAST = "CUDA is not available or torch_xla is imported. Disabling autocast."
@@ -293,6 +304,27 @@ def _half_to_float(name: str) -> Callable[..., Any]:
     return kernel
 
 
+def _weight_norm(target: NamedDevice, v: Any, g: Any, dim: int = 0) -> Any:
+    if dim in (0, v.dim() - 1):
+        return aten._weight_norm_interface(v.contiguous(), g.contiguous(), dim)[0]
+    return NotImplemented
+
+
+def _lstm_cell(
+    target: NamedDevice, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
+) -> Any:
+    gates = [torch.matmul(input, w_ih.t()), torch.matmul(hx[0], w_hh.t())]
+    return aten._thnn_fused_lstm_cell(*gates, hx[1], b_ih, b_hh)[:2]
+
+
+def _grid_sampler(target: NamedDevice, input: Any, grid: Any, mode: int, padding: int, align_corners: bool) -> Any:
+    if input.dim() == 4 and mode == padding == 0 and align_corners:
+        return _refused("calls of grid_sample with bilinear interpolation, padding of zeros and align_corners=True")(
+            target
+        )
+    return NotImplemented
+
+
 def _refused(what: str) -> Callable[..., Any]:
     def kernel(target: NamedDevice, *args: Any, **kwargs: Any) -> Any:
         raise TraceError(
@@ -303,7 +335,7 @@ def _refused(what: str) -> Callable[..., Any]:
     return kernel
 
 
-_RECURRENT = _refused("recurrent networks (nn.LSTM, nn.GRU, nn.RNN and their cells)")
+_RECURRENT = _refused("recurrent networks (nn.LSTM, nn.GRU, nn.RNN, and nn.GRUCell)")
 _CHOSEN: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "batch_norm": _batch_norm,
@@ -314,13 +346,13 @@ _CHOSEN: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         [
             *(f"{kind}.{how}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for how in ("input", "data")),
-            "lstm_cell",
             "gru_cell",
         ],
         _RECURRENT,
     ),
     **dict.fromkeys(["ctc_loss.IntList", "ctc_loss.Tensor"], _refused("CTC losses")),
-    "grid_sampler": _refused("grid_sample"),
-    "_weight_norm": _refused("weight normalisations (torch.nn.utils.weight_norm)"),
+    "grid_sampler": _grid_sampler,
+    "lstm_cell": _lstm_cell,
+    "_weight_norm": _weight_norm,
 }
 """The functions that choose by device, with their choice on CUDA. NotImplemented stands for the choice of others."""

@@ -151,6 +151,28 @@ def test_layers_run_the_kernels_of_cuda() -> None:
     assert "_to_copy" not in on_cuda(lambda x: x.softmax(-1, dtype=torch.float32).sum(), half)
 
 
+@pytest.mark.parametrize(("dim", "fused"), [(0, True), (2, True), (1, False)])
+def test_weight_normalisations_are_one_kernel_where_cuda_has_one(dim, fused) -> None:
+    net = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3), dim=dim)
+    found = on_cuda(lambda x: net(x).square().sum(), torch.randn(2, 4, 8))
+    for name in ("_weight_norm_interface", "_weight_norm_interface_backward"):
+        assert (name in found) is fused
+
+
+def test_cells_of_lstms_run_the_kernel_of_cuda() -> None:
+    cell = nn.LSTMCell(8, 4)
+    plan = fckpt.plan(lambda x: sum(cell(x)).sum(), torch.randn(2, 8), device="cuda", costs="A100")
+    assert {"_thnn_fused_lstm_cell", "_thnn_fused_lstm_cell_backward_impl"} <= {*ops(plan)}
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 8), (2, 3, 8, 8, 8)])
+def test_grid_samples_run_the_kernels_of_cuda(shape) -> None:
+    dims = len(shape) - 2
+    grid = torch.rand(2, *[4] * dims, dims)
+    found = on_cuda(lambda x: F.grid_sample(x, grid, align_corners=False).sum(), torch.randn(shape, requires_grad=True))
+    assert {f"grid_sampler_{dims}d", f"grid_sampler_{dims}d_backward"} <= {*found}
+
+
 def test_code_that_asks_for_the_device_gets_the_named_one() -> None:
     def fn(x):
         assert (x.device, x.is_cuda, x.get_device(), x.is_meta) == (torch.device("cuda", 0), True, 0, False)
@@ -209,7 +231,23 @@ def test_the_operations_of_the_call_are_those_of_torch_where_nothing_chooses_by_
     assert torch.equal(x.grad, torch.autograd.grad(fn(x), x)[0])
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: (x + torch.arange(4)).sum(),
+        lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.long)),
+        lambda x: torch.zeros(4, 4).index_put((torch.tensor([0]),), x[0]).sum(),
+    ],
+)
+def test_tensors_of_two_devices_are_an_error_as_on_the_device(fn) -> None:
+    with pytest.raises(fckpt.TraceError, match=r"makes a tensor on the CPU .*\(device=x\.device\)"):
+        on_cuda(fn, torch.randn(4, 4, requires_grad=True))
+
+
 def test_what_cannot_be_told_without_the_device_is_refused() -> None:
+    grid = torch.rand(2, 4, 4, 2)
+    with pytest.raises(fckpt.TraceError, match="calls of grid_sample with bilinear"):
+        on_cuda(lambda x: F.grid_sample(x, grid, align_corners=True).sum(), torch.randn(2, 3, 8, 8, requires_grad=True))
     lstm = nn.LSTM(4, 4)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="PyTorch was compiled without cuDNN")
