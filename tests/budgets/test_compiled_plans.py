@@ -272,7 +272,7 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_region_with_a_budget_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fckpt._compile.backend as backend
+    import fckpt._compile.compilation as backend
 
     parts: list[Any] = []
     monkeypatch.setattr(backend, "compile_fx", lambda module, *_, **__: (parts.append(module), module.forward)[1])

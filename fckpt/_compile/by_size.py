@@ -1,0 +1,76 @@
+"""A function that was compiled for symbolic sizes, under a budget that is checked whenever the sizes grow.
+
+When torch meets a second size, it compiles the function once for all sizes, and does not ask its backend again. The
+peak that was measured for the sizes of that call says nothing about larger ones. So the function is measured again at
+the first call with sizes that exceed those measured before. If it exceeds the budget there, it is compiled for these
+sizes alone. Smaller sizes take less memory, because the same kernels run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fckpt._compile.compilation import Compilation
+from fckpt._compile.joint import size_of
+
+__all__ = ["CompiledBySize", "has_symbolic_sizes"]
+
+MOST = 8
+"""The most sizes for which a function is compiled again, as many as torch's own `recompile_limit`."""
+_WHY = (
+    f"and has been compiled for {MOST} other sizes before. Name a larger budget, pad the inputs to fewer sizes, or use "
+    "fckpt.remat without torch.compile, where a budget holds for all sizes."
+)
+
+
+def has_symbolic_sizes(inputs: Sequence[Any]) -> bool:
+    """Whether a graph is compiled for more sizes than those of its example inputs."""
+    return any(isinstance(value, torch.SymInt) for value in inputs)
+
+
+class CompiledBySize:
+    """The functions that were compiled from one graph: one for all sizes, and others for sizes that need them."""
+
+    def __init__(self, compilation: Compilation, function: Callable[..., Any]) -> None:
+        """Begins with the function for all sizes, which was measured with the compilation's inputs."""
+        first = tuple([size_of(value) for value in compilation.inputs if isinstance(value, torch.SymInt)])
+        self._compilation = compilation.at(())  # without the example inputs, which may be freed
+        self._function = function
+        self._within = [first] if compilation.is_kept else []
+        """The largest sizes at which the function for all sizes keeps the budget."""
+        self._own = {} if compilation.is_kept else {first: function}
+        """The functions for sizes at which the function for all sizes exceeds the budget."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the function for the sizes among the arguments."""
+        sizes = tuple([value for value in args if type(value) is int])
+        function = self._own.get(sizes)
+        if function is None:
+            kept = any(_is_within(sizes, known) for known in self._within)
+            function = self._function if kept else self._made(sizes, args)
+        return function(*args)
+
+    def _made(self, sizes: tuple[int, ...], args: Sequence[Any]) -> Callable[..., Any]:
+        """Returns the function for sizes that exceed those measured before."""
+        here = self._compilation.at(args)
+        measured = here.peak_and_limit(self._function)
+        if measured is None:
+            return self._function
+        peak, limit = measured
+        if peak <= limit:
+            self._within = [*(known for known in self._within if not _is_within(known, sizes)), sizes]
+            return self._function
+        if len(self._own) < MOST:
+            function = here.fixed().compiled()
+            self._own[sizes] = lambda *args: function(*[value for value in args if type(value) is not int])
+        else:
+            here.warn(peak, limit, _WHY)
+            self._own[sizes] = self._function
+        return self._own[sizes]
+
+
+def _is_within(sizes: Sequence[int], known: Sequence[int]) -> bool:
+    return all(a <= b for a, b in zip(sizes, known, strict=True))

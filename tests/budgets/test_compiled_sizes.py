@@ -1,0 +1,115 @@
+"""Budgets of functions that torch.compile compiles for symbolic sizes: each size keeps the budget, or is a warning."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fckpt
+from fckpt._compile import by_size
+
+
+class Blocks(nn.Module):
+    """Blocks with a batch norm, whose statistics must change once in each call."""
+
+    def __init__(self, layers: int = 6, width: int = 32):
+        super().__init__()
+        block = lambda: (nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Softmax(-1))
+        self.body = nn.Sequential(nn.BatchNorm1d(width), *[m for _ in range(layers) for m in block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).square().sum()
+
+
+@pytest.fixture(autouse=True)
+def reset() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Blocks()
+
+
+def rows(count: int) -> torch.Tensor:
+    torch.manual_seed(count)
+    return torch.randn(count, 32)
+
+
+def step(run: Callable[..., torch.Tensor], model: nn.Module, x: torch.Tensor) -> list[Any]:
+    model.zero_grad()
+    loss = run(x)
+    loss.backward()
+    return [loss.detach(), [p.grad.clone() for p in model.parameters()], [b.clone() for b in model.buffers()]]
+
+
+def peak(run: Callable[..., torch.Tensor], x: torch.Tensor) -> int:
+    return fckpt.measure_peak(lambda: run(x).backward()).peak_bytes
+
+
+def warned(run: Callable[[], Any]) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", fckpt.BudgetWarning)
+        result = run()
+    return result, [str(w.message) for w in caught if w.category is fckpt.BudgetWarning]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("budget", ["2MiB", 0.7])
+def test_the_budget_holds_as_the_sizes_grow(model: nn.Module, dynamic: bool | None, budget: Any) -> None:
+    plain = copy.deepcopy(model)
+    run = torch.compile(model, backend="fckpt", dynamic=dynamic, options={"budget": budget})
+    sizes = [192, 256, 224, 800, 64, 800]
+    for count in sizes:
+        x = rows(count)
+        found, messages = warned(lambda x=x: step(run, model, x))
+        torch.testing.assert_close(found, step(plain, plain, x))  # Inductor's kernels round differently
+        most = max(peak(copy.deepcopy(plain), rows(c)) for c in sizes[: sizes.index(count) + 1])
+        limit = budget * most if isinstance(budget, float) else 2 * 2**20
+        before = copy.deepcopy(model.state_dict())
+        assert messages or peak(run, x) <= limit, count
+        assert not messages, messages
+        model.load_state_dict(before)
+
+
+@pytest.mark.slow
+def test_sizes_beyond_the_most_that_are_compiled_are_a_warning(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_size, "MOST", 1)
+    run = torch.compile(model, backend="fckpt", dynamic=True, options={"budget": "2MiB"})
+    sizes = (192, 800, 900, 1000, 1000, 900, 64)
+    train = lambda x: run(x).backward()
+    found = [warned(functools.partial(train, rows(count)))[1] for count in sizes]
+    first, *again = [messages for messages in found if messages]  # PyTorch may have compiled again at a size
+    assert not any(found[:2]) and not any(found[4:]) and len(again) < 2
+    assert "with the budget 2.00 MiB holds" in first[0] and "compiled for 8 other sizes" in first[0]
+
+
+def test_a_size_that_no_plan_fits_is_a_warning_at_that_size(model: nn.Module) -> None:
+    run = torch.compile(model, backend="fckpt", dynamic=True, options={"budget": "200KiB"})
+    with torch.no_grad():
+        found = [warned(functools.partial(run, rows(count)))[1] for count in (64, 4000, 64, 4000)]
+    assert [len(messages) for messages in found] == [0, 1, 0, 0]
+    assert "no backward pass" in found[1][0]
+
+
+def test_example_inputs_are_freed(model: nn.Module) -> None:
+    import weakref
+
+    run = torch.compile(model, backend="fckpt", dynamic=True, options={"budget": 1.0})
+    x = rows(64)
+    with torch.no_grad():
+        run(x)
+    known = weakref.ref(x)
+    del x
+    assert known() is None
