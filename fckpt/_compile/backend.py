@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from fckpt._compile.by_size import CompiledBySize, has_symbolic_sizes
+from fckpt._compile.by_size import CompiledBySize
 from fckpt._compile.compilation import Compilation
 
 __all__ = ["fckpt"]
@@ -52,6 +52,4 @@ def fckpt(
     """
     compilation = Compilation(module, inputs, dict(options or {}), mode)
     function = compilation.compiled()
-    if compilation.budget is None or not has_symbolic_sizes(inputs):
-        return function
-    return CompiledBySize(compilation, function)
+    return CompiledBySize(compilation, function) if compilation.is_for_more_sizes() else function

@@ -16,7 +16,7 @@ import torch
 from fckpt._compile.compilation import Compilation
 from fckpt._compile.joint import size_of
 
-__all__ = ["CompiledBySize", "has_symbolic_sizes"]
+__all__ = ["CompiledBySize"]
 
 MOST = 8
 """The most sizes for which a function is compiled again, as many as torch's own `recompile_limit`."""
@@ -24,11 +24,6 @@ _WHY = (
     f"and has been compiled for {MOST} other sizes before. Name a larger budget, pad the inputs to fewer sizes, or use "
     "fckpt.remat without torch.compile, where a budget holds for all sizes."
 )
-
-
-def has_symbolic_sizes(inputs: Sequence[Any]) -> bool:
-    """Whether a graph is compiled for more sizes than those of its example inputs."""
-    return any(isinstance(value, torch.SymInt) for value in inputs)
 
 
 class CompiledBySize:

@@ -74,6 +74,11 @@ class Compilation:
         self.is_kept = True
         """Whether the budget is kept, as far as it was measured."""
 
+    def is_for_more_sizes(self) -> bool:
+        """Whether the graph has symbolic sizes, at each of which a budget must hold."""
+        has_symbols = any(isinstance(value, torch.SymInt) for value in self.inputs)
+        return has_symbols and (self._may_train() if isinstance(self.budget, float) else self.budget is not None)
+
     def at(self, inputs: Sequence[Any]) -> Compilation:
         """Returns the compilations of the graph for other inputs, whose sizes are numbers."""
         other = copy.copy(self)
@@ -100,15 +105,6 @@ class Compilation:
             other.module.graph.erase_node(node)
         other.module.recompile()
         return other
-
-    def excess(self, function: Callable[..., Any]) -> tuple[int, int] | None:
-        """Returns the measured peak of a function that was compiled before, and the budget in bytes.
-
-        None if the budget is kept, or nothing can be measured.
-        """
-        peak = self._measured(function)
-        limit = self._limit(self.budget) if self.budget is not None and peak is not None else None
-        return None if peak is None or limit is None or peak <= limit else (peak, limit)
 
     def compiled(self) -> Callable[..., Any]:
         """Returns the compiled function, within the budget if any attempt is."""

@@ -101,6 +101,10 @@ def test_a_size_that_no_plan_fits_is_a_warning_at_that_size(model: nn.Module) ->
         found = [warned(functools.partial(run, rows(count)))[1] for count in (64, 4000, 64, 4000)]
     assert [len(messages) for messages in found] == [0, 1, 0, 0]
     assert "no backward pass" in found[1][0]
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="fckpt", dynamic=True, options={"budget": 0.1})
+    with torch.no_grad():  # a fraction is one of the peak with a backward pass
+        assert not any(warned(functools.partial(run, rows(count)))[1] for count in (64, 4000))
 
 
 def test_example_inputs_are_freed(model: nn.Module) -> None:
