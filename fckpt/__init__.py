@@ -43,6 +43,7 @@ from fckpt.errors import FckptError as FckptError
 from fckpt.errors import GradientWarning as GradientWarning
 from fckpt.errors import ImpureFunctionError as ImpureFunctionError
 from fckpt.errors import KernelWarning as KernelWarning
+from fckpt.errors import MeasurementError as MeasurementError
 from fckpt.errors import MeshWarning as MeshWarning
 from fckpt.errors import MutationError as MutationError
 from fckpt.errors import OpaqueOutputError as OpaqueOutputError
@@ -106,6 +107,7 @@ __all__ = [
     "ImpureFunctionError",
     "KernelWarning",
     "Link",
+    "MeasurementError",
     "Mesh",
     "MeshWarning",
     "MutationError",

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import gc
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["PeakMemory", "collector_paused", "measure_peak"]
+from fckpt.errors import MeasurementError
+
+__all__ = ["PeakMemory", "collector_paused", "measure_operation", "measure_peak", "undisturbed"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,9 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = "cpu") -> P
 
     Returns:
         Peak and remaining bytes, above what was held at the call.
+
+    Raises:
+        MeasurementError: this thread is recording already: `torch.profiler` is running, or another `measure_peak`.
 
     Example:
         >>> import torch
@@ -86,6 +95,11 @@ def _measure_cpu(fn: Callable[[], Any]) -> PeakMemory:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
 
+    if torch.autograd._profiler_enabled():
+        raise MeasurementError(
+            "memory on the CPU is measured by torch.profiler, which is recording already (a profiler, or an outer "
+            "measure_peak) and would lose what it has recorded. Measure outside of it."
+        )
     with _recording, profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recording:
         result = fn()
     held = peak = 0
@@ -96,3 +110,39 @@ def _measure_cpu(fn: Callable[[], Any]) -> PeakMemory:
             peak = max(peak, held)
     del result
     return PeakMemory(peak, held)
+
+
+_Result = TypeVar("_Result")
+
+
+def undisturbed(fn: Callable[[], _Result]) -> _Result:
+    """Returns `fn()`. If a profiler is recording in this thread, `fn` runs in another one, where it may measure."""
+    if not torch.autograd._profiler_enabled():
+        return fn()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(contextvars.copy_context().run, fn).result()
+
+
+def measure_operation(fn: Callable[[], Any]) -> PeakMemory:
+    """Returns the memory of a short call on the CPU, as `measure_peak` does in five times the time.
+
+    The profiler of older versions of torch records each thread by itself, so other threads may record meanwhile.
+    """
+    torch.autograd._enable_profiler_legacy(_config())
+    try:
+        result = fn()
+    finally:
+        records = torch.autograd._disable_profiler_legacy()
+    held = peak = 0
+    for event in [event for thread in records for event in thread if event.kind() == "memory_alloc"]:
+        held += event.cpu_memory_usage()
+        peak = max(peak, held)
+    del result
+    return PeakMemory(peak, held)
+
+
+@functools.cache
+def _config() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the class is deprecated
+        return torch.autograd.profiler_legacy.profile(profile_memory=True).config()

@@ -354,14 +354,17 @@ class TrainingStep:
     # -- one microbatch
 
     def _scaled(self, count: int) -> Callable[[nn.Module, Any], torch.Tensor]:
-        """Returns the loss function of one of `count` microbatches."""
-        if count == 1:
-            return self.loss_fn
+        """Returns the loss function of one of `count` microbatches, which checks its result before anything runs."""
         if count not in self._losses:
             loss_fn = self.loss_fn
 
             def scaled(model: nn.Module, batch: Any) -> torch.Tensor:
-                return loss_fn(model, batch) / count
+                loss = loss_fn(model, batch)
+                if not isinstance(loss, torch.Tensor):
+                    raise ArgumentTypeError(
+                        f"loss_fn must return the loss alone, a tensor, not a {type(loss).__name__}."
+                    )
+                return loss if count == 1 else loss / count
 
             self._losses[count] = scaled
         return self._losses[count]

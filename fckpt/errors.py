@@ -18,6 +18,7 @@ __all__ = [
     "GradientWarning",
     "ImpureFunctionError",
     "KernelWarning",
+    "MeasurementError",
     "MeshWarning",
     "MutationError",
     "OpaqueOutputError",
@@ -92,6 +93,10 @@ class ImpureFunctionError(FckptError, RuntimeError):
 
 class MutationError(FckptError, RuntimeError):
     """A tensor that the recompute needs was changed in place."""
+
+
+class MeasurementError(FckptError, RuntimeError):
+    """Memory cannot be measured now, because a profiler is recording."""
 
 
 class RandomStateError(FckptError, RuntimeError):

@@ -35,6 +35,7 @@ from fckpt._call.places import (
     content,
     entries,
     present,
+    referent,
     same_place,
 )
 from fckpt._call.rng import generator_types
@@ -199,10 +200,7 @@ class _Walk:
         """Visits `value`, which is in the place `slot`, directly or inside an immutable value."""
         kind = type(value)
         if kind in weakref.ProxyTypes:  # Lightning's modules and trainers refer to each other by proxies
-            try:
-                value = value.__dir__.__self__  # the object itself: the proxy has no hash and no weak references
-            except (ReferenceError, AttributeError):
-                return
+            value = referent(value)
             kind = type(value)
         if self.facts is not None:
             self.facts.append(fact(value))

@@ -330,6 +330,8 @@ def is_closed(value: Any) -> bool:
         return len(value) < 20 and all(map(is_closed, value))
     if type(value) is types.FunctionType:
         return not value.__closure__
+    if type(value) in weakref.ProxyTypes:
+        return False
     return type(value) in PLAIN or isinstance(value, (torch.dtype, torch.device, type, types.BuiltinFunctionType))
 
 

@@ -34,10 +34,20 @@ __all__ = [
     "placed",
     "present",
     "put",
+    "referent",
     "replaced",
     "same_place",
     "tensors_in",
 ]
+
+
+def referent(proxy: Any) -> Any:
+    """Returns the object of a `weakref.proxy`, which has no hash and no weak references itself; None if it is gone."""
+    try:
+        return proxy.__dir__.__self__
+    except (ReferenceError, AttributeError):
+        return None
+
 
 Slot = tuple[Any, Any, Any]
 """A place and its value, as (holder, key, value): (cell, None, content), (dict, key, value), (object, attribute name,

@@ -14,6 +14,7 @@ import collections
 import copy
 import functools
 import types
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,7 +25,7 @@ from fckpt._call.closure import DEPTH, RECORDS, global_names, imported, is_compi
 from fckpt._call.closure import method_globals as globals_of_methods
 from fckpt._call.facts import attribute, is_user_class
 from fckpt._call.modules import INTERNAL, is_closed, known_parts
-from fckpt._call.places import ABSENT, ARRAYS, BUILTIN, INERT, Slot, content, entries, put
+from fckpt._call.places import ABSENT, ARRAYS, BUILTIN, INERT, Slot, content, entries, put, referent
 
 __all__ = ["shadow"]
 
@@ -84,7 +85,9 @@ class _Graph:
     def edge(self, parent: Any, child: Any, depth: int) -> None:
         """Records a reference from `parent` to `child`, which is searched `depth` levels deep."""
         kind = type(child)
-        if kind in INERT or depth < 0 or isinstance(child, (torch.Tensor, type)):
+        if kind in INERT or depth < 0:
+            return
+        if kind not in weakref.ProxyTypes and isinstance(child, (torch.Tensor, type)):
             return
         key = id(child)
         if parent is not None:
@@ -97,7 +100,9 @@ class _Graph:
 
     def visit(self, node: Any, depth: int) -> None:
         kind = type(node)
-        if kind is types.FunctionType:
+        if kind in weakref.ProxyTypes:
+            self.edge(node, referent(node), depth)
+        elif kind is types.FunctionType:
             self.function(node, depth)
         elif kind is types.CellType:
             self.edge(node, self.content(node), depth)
@@ -302,6 +307,8 @@ class _Graph:
         if key in self.made:
             return self.made[key]
         kind = type(node)
+        if kind in weakref.ProxyTypes:  # the copy may have no other reference
+            return self.copied(referent(node))
         if kind is types.FunctionType:
             return self.function_copy(node)
         if kind is types.CellType:

@@ -7,7 +7,6 @@ their bases, for all names that occur in the evaluated code.
 
 from __future__ import annotations
 
-import abc
 import operator
 import types
 from collections.abc import Iterable
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as nn_module
+
+from fckpt._late import registrations
 
 __all__ = ["ClassFacts", "classes_of", "guards_script", "patched_methods"]
 
@@ -40,7 +41,7 @@ class ClassFacts:
         self._sizes = [(vars(cls), len(vars(cls))) for cls in mutable]
         self._hooks = [tuple(hooks.values()) for hooks in _HOOKS]
         # `ABC.register` changes the result of `isinstance` without changing the class itself.
-        self._abstract = abc.get_cache_token() if {"isinstance", "issubclass"}.intersection(names) else None
+        self._abstract = registrations() if {"isinstance", "issubclass"}.intersection(names) else None
 
     def _read(self) -> list[Any]:
         return [held.get(name, _ABSENT) for held, name in zip(self._dicts, self._names, strict=True)]
@@ -52,7 +53,7 @@ class ClassFacts:
             all(map(operator.is_, values, self._values))
             and all(len(held) == size for held, size in self._sizes)
             and all(tuple(hooks.values()) == then for hooks, then in zip(_HOOKS, self._hooks, strict=True))
-            and self._abstract in (None, abc.get_cache_token())
+            and self._abstract in (None, registrations())
         )
 
     def changed(self) -> str:
@@ -63,7 +64,7 @@ class ClassFacts:
             return f"a class has another {names[0]!r}"
         if any(len(held) != size for held, size in self._sizes):
             return "a class has gained or lost an attribute"
-        if self._abstract not in (None, abc.get_cache_token()):
+        if self._abstract not in (None, registrations()):
             return "a class was registered with an abstract base class"
         return "" if self.hold() else "global module hooks have changed"
 

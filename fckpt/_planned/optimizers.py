@@ -19,6 +19,7 @@ from torch import optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fckpt._call.levels import below_autograd
+from fckpt._memory import undisturbed
 from fckpt._trace.allocations import Allocations, rounded
 from fckpt._trace.operations import Call, TensorSpec
 from fckpt._trace.updates import runs
@@ -283,11 +284,11 @@ class Updates:
         """Returns the result of `_measured` from disk; if it is not there, measures and stores it."""
         kind, where = type(self.optimizer), environment(self.parameters[number].device)
         if not kind.__module__.startswith("torch.optim."):  # the class may be edited without a change of its name
-            return self._measured(number)
+            return undisturbed(lambda: self._measured(number))
         keys = [f"{when} update of {kind.__name__}: {self._signatures[number]}" for when in ("later", "first")]
         later, first = [self._store.get(where, key) for key in keys]
         if later is None or first is None:
-            later, nbytes = self._measured(number)
+            later, nbytes = undisturbed(lambda: self._measured(number))
             self._store.put(where, keys[0], later)
             self._store.put(where, keys[1], first := OpCost(0.0, 0, nbytes))
         return later, first.temporary_nbytes

@@ -14,7 +14,7 @@ import torch
 from fckpt._call.ambient import without_modes
 from fckpt._call.levels import below_autograd, out_of_reach
 from fckpt._call.rng import RandomState
-from fckpt._memory import _measure_cpu, collector_paused
+from fckpt._memory import collector_paused, measure_operation, undisturbed
 from fckpt._trace.operations import Call, TensorSpec, statistics_of
 from fckpt.cost.analytic import Analytic, flops_of
 from fckpt.cost.calls import OpCost, is_custom, is_pure, packet, refs, registered
@@ -99,7 +99,8 @@ class Measured:
             return self._estimated(call, specs, _device(call, specs))
         maker = workspace_maker(call, makers or {})
         if is_custom(call.op):  # not stored: the kernel may be edited without a change of its name
-            return self._measure(call, specs, maker, held or {}) or self._estimated(call, specs, _device(call, specs))
+            cost = undisturbed(lambda: self._measure(call, specs, maker, held or {}))
+            return cost or self._estimated(call, specs, _device(call, specs))
         return self._remembered(call, specs, maker, held or {}, seconds)
 
     def _remembered(
@@ -114,7 +115,7 @@ class Measured:
         where, key = environment(device), paired_signature(call, specs, maker) + code_of(call.op)
         cost = self._known.get((where, key)) or (self._store.get(where, key) if self._store else None)
         if cost is None:
-            cost = self._measure(call, specs, maker, held, seconds)
+            cost = undisturbed(lambda: self._measure(call, specs, maker, held, seconds))
             if cost is None:
                 cost = self._estimated(call, specs, device)
             elif self._store and seconds is None:
@@ -302,9 +303,7 @@ def _temporaries(run: Callable[[], Any], device: torch.device) -> tuple[int, tup
         return result
 
     if device.type == "cpu":
-        if torch.autograd._profiler_enabled():
-            raise RuntimeError("the memory of an operation cannot be measured while torch.profiler records")
-        found = _measure_cpu(sized)
+        found = measure_operation(sized)
         return found.peak_bytes - found.retained_bytes, tuple(sizes)
     module = torch.get_device_module(device)
     module.reset_peak_memory_stats(device)

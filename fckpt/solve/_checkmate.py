@@ -33,10 +33,10 @@ ties, and other orders of first runs.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
+from fckpt._late import late
 from fckpt.errors import ArgumentValueError
 from fckpt.graph.graph import Graph, Node
 from fckpt.graph.schedule import Schedule, schedule_of
@@ -225,10 +225,7 @@ class _IntegerProgram:
 
     def _solved(self, budget: float | None, *, whole: bool) -> np.ndarray | None:
         """Returns the columns with the least time within `budget` bytes, or with the least peak; None if none."""
-        import scipy.optimize  # imported late: takes 0.4 s
-        from scipy.sparse import csr_array
-
-        optimize: Any = scipy.optimize  # its annotations want floats where it accepts arrays
+        optimize, csr_array = late("scipy.optimize"), late("scipy.sparse").csr_array
         count = len(self.cost)
         rows, columns, coefficients = self.entries
         matrix = csr_array((coefficients, (rows, columns)), shape=(len(self.low), count))

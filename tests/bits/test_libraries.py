@@ -64,6 +64,41 @@ def test_functions_that_reach_weak_proxies(options: dict[str, Any], through: str
     assert_equal(gradients(fckpt.remat(plain, **options), holder), gradients(plain, holder))
 
 
+class Child(nn.Module):
+    """A part of a module that reads its parent's counter by a proxy, as a module of Lightning reads its trainer."""
+
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__()
+        self.net = network().eval()
+        object.__setattr__(self, "parent", weakref.proxy(parent))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x).tanh() * self.parent.count
+
+
+class Parent(nn.Module):
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.count, self.counts = 2.0, counts
+        self.child = Child(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.count += 1
+        return self.child(x).sin().square().mean()
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_recomputes_read_what_changes_behind_a_proxy(counts: bool) -> None:
+    plain, held = Parent(counts), Parent(counts)
+    held.load_state_dict(plain.state_dict())
+    run = fckpt.remat(lambda x: held(x))
+    for _ in range(2):
+        expected = gradients(plain, plain)
+        assert_equal(gradients(run, held), expected)
+    assert held.count == plain.count
+
+
 def gradients(fn: Any, module: nn.Module) -> list[torch.Tensor | None]:
     module.zero_grad()
     torch.manual_seed(1)

@@ -530,6 +530,14 @@ def test_losses_and_batches_that_a_step_cannot_use() -> None:
     sgd = optim.SGD(model.parameters(), lr=0.1)
     assert "one number" in refused(model, sgd, lambda m, b: m(b[0]))
     assert "does not require grad" in refused(model, sgd, lambda m, b: squares(m, b).detach())
+    before = [p.detach().clone() for p in model.parameters()]
+    for wrapped in (
+        lambda m, b: (squares(m, b), b),
+        lambda m, b: {"loss": squares(m, b)},
+        lambda m, b: [squares(m, b)],
+    ):
+        assert "must return the loss alone" in refused(model, sgd, wrapped)
+    assert_equal([*model.parameters()], before)
     assert "requires grad" in refused(model, sgd, batch=(torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)))
     assert "first dimension" in refused(model, sgd, batch=(torch.randn(4, 8), torch.randn(8)), accumulate=2)
     outside = torch.ones(8, requires_grad=True) * 2

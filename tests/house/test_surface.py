@@ -17,8 +17,8 @@ PACKAGE = Path(fckpt.__file__).parent
 PUBLIC = sorted(name for name in vars(fckpt) if not name.startswith("_") and not inspect.ismodule(vars(fckpt)[name]))
 
 ROOMS = [
-    "errors", "_units", "_tree", "_memory", "_repeats", "graph", "report", "solve", "_call", "_module", "_autodiff",
-    "_capture", "_recompute", "policies", "_trace", "cost", "_tile", "_fuse", "spmd", "_planned", "_compile",
+    "errors", "_units", "_late", "_tree", "_memory", "_repeats", "graph", "report", "solve", "_call", "_module",
+    "_autodiff", "_capture", "_recompute", "policies", "_trace", "cost", "_tile", "_fuse", "spmd", "_planned", "_compile",
     "_region", "_remat", "_blocks", "_inspect", "_pareto", "_largest", "_estimate", "_check", "_sequential", "_step",
 ]  # fmt: skip
 """The folders and files of the package. Each may import from those before it, and from itself."""
@@ -49,7 +49,7 @@ PRIVATE = {
         "_recompute/",
         "_trace/",
         "_fuse/trial.py",
-        "cost/measured.py",
+        "_memory.py",
         "_compile/rehearsal.py",
     ),
     "torch.optim": ("_planned/optimizers.py",),

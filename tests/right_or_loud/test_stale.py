@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from judge import Session, fresh, judge
 from torch import Tensor, nn
 
 import fckpt
+from fckpt._late import late
 
 
 def _files() -> dict[str, Path]:
@@ -221,3 +223,23 @@ def test_traced_python_that_reads_what_changes_at_every_call_is_said() -> None:
         for _ in range(4):
             SCALE["now"] += 1
             region(x).sum().backward()
+
+
+def test_what_fckpt_imports_does_not_invalidate_captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SciPy, which the first solved plan imports, registers classes with abstract base classes."""
+    for name in ("late_library", "users_library"):
+        code = "import collections.abc\nclass Sized(dict): pass\ncollections.abc.Sequence.register(Sized)\n"
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def fn(x: torch.Tensor, kinds: list[int]) -> torch.Tensor:
+        return x.sin().exp().sum() if isinstance(kinds, Sequence) else x.sum()
+
+    planned, x = fckpt.remat(fn, budget=1.0), torch.randn(8, requires_grad=True)
+    planned(x, [1])
+    late("late_library")
+    planned(x, [1])
+    assert fckpt.stats(planned).captures == 1
+    importlib.import_module("users_library")
+    planned(x, [1])
+    assert fckpt.stats(planned).captures == 2

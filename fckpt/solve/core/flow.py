@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fckpt._late import late
+
 __all__ = ["FlowNetwork", "MinimumCut"]
 
 WHOLE = 2**30 - 1
@@ -40,8 +42,7 @@ class FlowNetwork:
             tails: by arc, the vertex at which it begins; int.
             heads: by arc, the vertex at which it ends; int. No two arcs have both vertices in common.
         """
-        from scipy.sparse import csr_array  # imported late: scipy takes 0.4 s, and not every plan needs it
-
+        csr_array = late("scipy.sparse").csr_array  # imported late: scipy takes 0.4 s, and not every plan needs it
         self.count = count
         numbers = np.arange(1, len(tails) + 1, dtype=np.int32)
         self.matrix: Any = csr_array((numbers, (tails, heads)), shape=(count + 2, count + 2))
@@ -54,14 +55,13 @@ class FlowNetwork:
             prices: by arc; infinite if the arc may not be cut.
             known: an upper bound on the price of the minimum cut, above 0.
         """
-        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-
+        graphs = late("scipy.sparse.csgraph")
         scale = WHOLE / known
         rounded = np.floor(np.minimum(prices * scale, WHOLE + 1.0)).astype(np.int32)
         self.matrix.data = rounded[self.place]
-        found = maximum_flow(self.matrix, self.count, self.count + 1)
+        found = graphs.maximum_flow(self.matrix, self.count, self.count + 1)
         left = self.matrix - found.flow
         left.eliminate_zeros()
         near = np.zeros(self.count + 2, dtype=bool)
-        near[breadth_first_order(left, self.count, return_predecessors=False)] = True
+        near[graphs.breadth_first_order(left, self.count, return_predecessors=False)] = True
         return MinimumCut(found.flow_value / scale, near)

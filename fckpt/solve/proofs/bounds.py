@@ -48,6 +48,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fckpt._late import late
 from fckpt.graph.graph import Graph, Node
 from fckpt.solve.core.flow import FlowNetwork
 from fckpt.solve.core.rules import Order, Rules, ancestors, profile_of
@@ -256,8 +257,7 @@ class _Certain:
     """
 
     def __init__(self, rules: Rules, order: Order | None):
-        from scipy.sparse import csr_array  # imported late: scipy takes 0.4 s, and only bounds and cuts need it
-
+        csr_array = late("scipy.sparse").csr_array  # imported late: scipy takes 0.4 s, and only bounds and cuts need it
         graph = rules.graph
         self.begins = len(graph.nodes)
         forward = ancestors(graph, rules.forward_roots)
@@ -283,8 +283,7 @@ class _Certain:
         return self._nodes_along(self.earlier, node)
 
     def _nodes_along(self, arcs: Any, node: int) -> np.ndarray:
-        from scipy.sparse.csgraph import breadth_first_order
-
+        breadth_first_order = late("scipy.sparse.csgraph").breadth_first_order
         found = _mask(self.begins + 1, breadth_first_order(arcs, node, return_predecessors=False))
         found[node] = False
         return found
@@ -494,10 +493,7 @@ def _priced(problem: Problem, moment: Moment, budget: int, best: MomentBound | N
 
 def _by_program(problem: Problem, moment: Moment, budget: int) -> float:
     """Returns the bound that the integer program of a moment proves on the seconds of recomputations."""
-    import scipy.optimize
-    from scipy.sparse import csr_array
-
-    optimize: Any = scipy.optimize  # its annotations want floats where it accepts arrays
+    optimize, csr_array = late("scipy.optimize"), late("scipy.sparse").csr_array
     values, nodes = np.flatnonzero(moment.choice), np.flatnonzero(moment.runs)
     state, run = np.full(len(problem.producer), -1), np.full(len(problem.pinned), -1)
     state[values], run[nodes] = np.arange(len(values)), len(values) + np.arange(len(nodes))

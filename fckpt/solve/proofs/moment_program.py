@@ -43,6 +43,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fckpt._late import late
 from fckpt.solve.proofs.bounds import UNIT, Moment, Problem
 
 __all__ = ["CuttingPlane", "MomentProgram"]
@@ -210,10 +211,7 @@ class MomentProgram:
         return np.inf if answer.fun is None else round(answer.fun, -1)
 
     def _answer(self, *, whole: bool, options: dict[str, float]) -> Any:
-        import scipy.optimize
-        from scipy.sparse import csr_array
-
-        optimize: Any = scipy.optimize  # its annotations want floats where it accepts arrays
+        optimize, csr_array = late("scipy.optimize"), late("scipy.sparse").csr_array
         row, column, entry = (np.concatenate(parts) for parts in zip(*self.entries, strict=True))
         matrix = csr_array((entry, (row, column)), shape=(self.rows, self.columns))
         return optimize.milp(
