@@ -18,8 +18,9 @@ PUBLIC = sorted(name for name in vars(fckpt) if not name.startswith("_") and not
 
 ROOMS = [
     "errors", "_units", "_late", "_tree", "_memory", "_repeats", "graph", "report", "solve", "_call", "_module",
-    "_autodiff", "_capture", "_recompute", "policies", "_trace", "cost", "_tile", "_fuse", "spmd", "_planned", "_compile",
-    "_region", "_remat", "_blocks", "_inspect", "_pareto", "_largest", "_estimate", "_check", "_sequential", "_step",
+    "_autodiff", "_capture", "_recompute", "policies", "_trace", "cost", "_tile", "_fuse", "spmd", "_planned",
+    "_compile", "_region", "_remat", "_blocks", "_inspect", "_pareto", "_largest", "_estimate", "_check", "_sequential",
+    "_step",
 ]  # fmt: skip
 """The folders and files of the package. Each may import from those before it, and from itself."""
 
