@@ -5,7 +5,7 @@ a condition can be computed before each call, because it depends only on tensors
 differentiate. If the outcome differs, the capture is not valid for the call.
 
 A condition that depends on parameters changes during training, and computing it would take the model's operations, so
-such a branch cannot be captured.
+such a branch cannot be captured. Nor can one that takes more memory than the largest tensor.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -260,7 +261,8 @@ def _computing(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, tuple[fx.Nod
 
     A size of an activation is read from the input that has the same size: by node, the input and its dimension.
 
-    None if there are too many, if one is not a torch function, or if an input cannot be read before a call.
+    None if there are too many, if one is not a torch function, if an input cannot be read before a call, or if the
+    calls make more floating point numbers than the largest tensor of the function has.
     """
     found, todo, sizes = {node}, [node], dict[fx.Node, tuple[fx.Node, int]]()
     writes = [(call, {_storage(n) for n in _written(call)}) for call in node.graph.nodes]
@@ -285,6 +287,12 @@ def _computing(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, tuple[fx.Nod
         return None
     casts = any("autocast" in getattr(n.target, "__name__", "") for n in node.graph.nodes)
     if casts and any(_is_float(n) for n in found if n.op != "placeholder"):  # the calls may be within its body
+        return None
+    # Guards are computed before a call: what they hold must not exceed what the least plan holds, about one activation.
+    read = {_storage(n) for n in inputs}
+    held = {_storage(n): _nbytes(n) for n in found if n.op != "placeholder" and _is_float(n)}
+    data = [n for n in node.graph.nodes if not isinstance(_example(n), torch.nn.Parameter)]
+    if sum(held[storage] for storage in held.keys() - read) > max(map(_nbytes, data)):
         return None
     written = {storage for call, storages in writes if call in found for storage in storages}
     return [n for n in node.graph.nodes if n in found], sizes, written
@@ -332,6 +340,15 @@ def _is_of_torch(node: fx.Node) -> bool:
     if type(node.target).__module__ == "torch._ops":
         return str(node.target).startswith("aten.")
     return str(getattr(node.target, "__module__", "")).partition(".")[0] in ("torch", "_operator", "builtins", "math")
+
+
+def _nbytes(node: fx.Node) -> int:
+    """Returns the bytes of a tensor at the sizes of the captured call; 0 for a number."""
+    example = _example(node)
+    if example is None:
+        return 0
+    sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in example.shape]
+    return math.prod(sizes) * example.element_size()
 
 
 def _storage(node: fx.Node) -> int:

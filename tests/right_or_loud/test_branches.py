@@ -82,7 +82,7 @@ def of_written(x: Tensor, mask: Tensor) -> Tensor:
 def test_each_mask_takes_the_branch_of_the_plain_call(
     fn: Callable[..., Tensor], transform: str, dtype: torch.dtype
 ) -> None:
-    planned, x = fckpt.remat(fn, budget=1.0), leaf(torch.randn(4, 8))
+    planned, x = fckpt.remat(fn, budget=1.0), leaf(torch.randn(3, 4, 8))
 
     def gradient(fn: Callable[..., Tensor], mask: Tensor) -> Tensor:
         return torch.func.grad(fn)(x, mask) if transform == "grad" else torch.autograd.grad(fn(x, mask), x)[0]
@@ -544,3 +544,19 @@ def test_a_model_without_dropout_drops_a_mask_of_ones_as_plain_does(make: Callab
         print(f"plain {peak}, baseline {baseline}")
         assert abs(baseline - peak) <= 0.015 * peak
     assert fckpt.stats(planned).captures == 2
+
+
+def test_conditions_that_take_as_much_memory_as_the_function_are_refused() -> None:
+    """A guard is computed beside the budget."""
+
+    def deciding(x: Tensor, w: Tensor) -> Tensor:
+        h = (x.tanh() * 2).sin()
+        return (h * w).exp().sum() if h.sum() > 0 else (h * w).sum()
+
+    x, w = torch.randn(64, 64), leaf(torch.randn(64))
+    with pytest.raises(fckpt.TraceError, match="looks at the data"):
+        fckpt.remat(deciding, budget=0.9)(x, w)
+    direct = fckpt.remat(lambda x, w: (x * w).exp().sum() if x.sum() > 0 else (x * w).sum(), budget=1.0)
+    direct(x.abs(), w).backward()
+    direct(-x.abs(), w).backward()
+    assert fckpt.stats(direct).captures == 2
