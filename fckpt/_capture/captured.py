@@ -50,7 +50,7 @@ from fckpt._capture.branches import Branches
 from fckpt._capture.cached import cached_reader
 from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.checks import validation_captured
-from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
+from fckpt._capture.classes import ClassFacts, classes_of, drop_lazy_properties, guards_script, patched_methods
 from fckpt._capture.dict_attributes import DictAttributes
 from fckpt._capture.frames import Frames
 from fckpt._capture.function import GraphFunction
@@ -401,10 +401,12 @@ class _Attempt:
                 stack.enter_context(marks.capturing())
                 stack.enter_context(self.frames.recorded())
                 output = convert_frame.fullgraph_capture(taken[0], (taken[1], taken[2], args, kwargs))
+                made = output.graph_capture_output
+                drop_lazy_properties(made.output_graph.guards, taken[0].__globals__, _scope(taken, args, kwargs))
                 filtered = functools.partial(without_tensors, names=names)
                 hooks = Hooks(guard_filter_fn=filtered) if self.below else Hooks()
                 with function_modes(modes), self.identities.recorded():
-                    guards = output.graph_capture_output.build_guards(taken[0].__code__, hooks=hooks).guard_manager
+                    guards = made.build_guards(taken[0].__code__, hooks=hooks).guard_manager
                     return output, guards, names, builtin_names
         except TorchDynamoException as error:
             raise CaptureError(_reason(error)) from error

@@ -98,3 +98,23 @@ def test_distributions_validate_their_parameters() -> None:
     ).sum()
     with pytest.raises(fckpt.TraceError, match="validate_args=False"):
         fckpt.remat(kl, budget=1.0)(torch.randn(3, 6))
+
+
+def ppo(net: nn.Module, x: Tensor, chosen: Tensor) -> Tensor:
+    """The loss of a policy gradient, with an entropy bonus."""
+    policy = torch.distributions.Categorical(logits=net(x))
+    return -(policy.log_prob(chosen) + 0.01 * policy.entropy()).mean()
+
+
+def of_bernoulli(net: nn.Module, x: Tensor, chosen: Tensor) -> Tensor:
+    return torch.distributions.Bernoulli(logits=net(x)).entropy().mean() + chosen.sum()
+
+
+@pytest.mark.parametrize("fn", [ppo, of_bernoulli])
+def test_distributions_with_lazy_properties(fn: Callable[..., Tensor]) -> None:
+    net, chosen = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randint(0, 4, (64,))
+    planned, x = fckpt.remat(fn, budget=1.0), torch.randn(64, 8)
+    for _ in range(2):
+        found = torch.autograd.grad(planned(net, x, chosen), [*net.parameters()])
+        assert all(map(torch.equal, found, torch.autograd.grad(fn(net, x, chosen), [*net.parameters()])))
+    assert fckpt.stats(planned).captures == 1
