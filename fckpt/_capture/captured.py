@@ -50,12 +50,13 @@ from fckpt._capture.branches import Branches
 from fckpt._capture.cached import cached_reader
 from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.checks import validation_captured
-from fckpt._capture.classes import ClassFacts, classes_of, drop_lazy_properties, guards_script, patched_methods
+from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
 from fckpt._capture.dict_attributes import DictAttributes
 from fckpt._capture.frames import Frames
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.graphs import FlatGraph
 from fckpt._capture.identities import Identities
+from fckpt._capture.lazy_properties import drop_lazy_properties
 from fckpt._capture.numbers import options_constant
 from fckpt._capture.patching import patched
 from fckpt._capture.shadows import BuiltinNames, shadows_guarded

@@ -7,9 +7,6 @@ their bases, for all names that occur in the evaluated code.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import operator
 import types
 from collections.abc import Iterable
@@ -18,10 +15,9 @@ from typing import Any
 import torch
 from torch.nn.modules import module as nn_module
 
-from fckpt._capture.wrapped import name_of, reader
 from fckpt._late import registrations
 
-__all__ = ["ClassFacts", "classes_of", "drop_lazy_properties", "guards_script", "patched_methods"]
+__all__ = ["ClassFacts", "classes_of", "guards_script", "patched_methods"]
 
 _ABSENT = object()
 _HOOKS = [value for name, value in vars(nn_module).items() if name.startswith("_global_") and isinstance(value, dict)]
@@ -96,40 +92,6 @@ def classes_of(guard: Any) -> list[type]:
         elif attribute == "obj_weakref" and value is not None and not isinstance(value, types.ModuleType):
             found.append(type(value))
     return found
-
-
-def drop_lazy_properties(guards: Any, scope: dict[str, Any], places: dict[str, Any]) -> None:
-    """Drops Dynamo's guards on the lazy properties of `torch.distributions`, which never hold.
-
-    Dynamo reads such a property through the class, which gives another object than the entry of the class. `ClassFacts`
-    compares the entry.
-
-    Args:
-        guards: the guards of a capture.
-        scope: see `reader`.
-        places: the arguments of the entry.
-    """
-
-    def is_lazy(source: Any) -> bool:
-        with contextlib.suppress(AttributeError, LookupError):
-            (holder,) = reader([name_of(source.base)], scope)(places)
-            kind = type(inspect.getattr_static(holder, source.member)) if isinstance(holder, type) else None
-            return kind is not None and (kind.__module__, kind.__name__) == (
-                "torch.distributions.utils",
-                "lazy_property",
-            )
-        return False
-
-    def reads_lazy(source: Any) -> bool:
-        while source is not None and not (hasattr(source, "member") and is_lazy(source)):
-            source = getattr(source, "base", None)
-        return source is not None
-
-    for guard in list(guards):
-        create = guard.create_fn
-        compared = [*create.args, *create.keywords.values()] if isinstance(create, functools.partial) else []
-        if any(map(reads_lazy, [guard.originating_source, *compared])):
-            guards.inner.discard(guard)
 
 
 def guards_script(guard: Any) -> bool:

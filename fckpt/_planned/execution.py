@@ -29,6 +29,7 @@ from fckpt._planned.lower import Lowered, lower
 from fckpt._planned.plan import Plan
 from fckpt._trace.formulas import FormulaError
 from fckpt._trace.operations import Backward, Ref, Trace, indices_of, is_expanded, statistics_of, strides_of
+from fckpt.cost.calls import refs
 from fckpt.errors import MutationError
 from fckpt.graph.schedule import Compute, FusedSchedule, Schedule, Step
 from fckpt.graph.simulation import Timeline, simulate
@@ -96,6 +97,12 @@ class Program:
         self.complex = [i for i, t in enumerate(trace.operands) if trace.tensors[t].dtype.is_complex]
 
     @functools.cached_property
+    def dependents(self) -> dict[int, tuple[int, ...]]:
+        """By output that requires grad: the other such outputs that are computed from it; only those with any."""
+        outputs = [i for i, flag in enumerate(self.trace.flags) if flag]
+        return _dependents(self.trace, outputs) if len(outputs) > 1 else {}
+
+    @functools.cached_property
     def functional(self) -> Lowered:
         """The lowered functions without overwriting: a residual is too small for a batch of results."""
         return lower(self.trace, self.schedule, self.graph.plain)
@@ -149,6 +156,23 @@ class Program:
     def closed_over(self, closure: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the captured tensors that are used but not written."""
         return [closure[i - self.count] for i in self.read_only]
+
+
+def _dependents(trace: Trace, outputs: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    makers = {t: call for call in trace.calls for t in call.outputs if t is not None}
+    found: dict[int, list[int]] = {i: [] for i in outputs}
+    for i in outputs:
+        seen, todo = set[int](), [trace.outputs[i]]
+        while todo:
+            tensor = todo.pop()
+            call = makers.get(tensor)
+            if call is not None and tensor not in seen and call.op is not torch.ops.aten.detach.default:
+                seen.add(tensor)
+                todo += [ref.tensor for ref in refs((call.args, call.kwargs))]
+        for j in outputs:
+            if trace.outputs[j] != trace.outputs[i] and trace.outputs[j] in seen:
+                found[j].append(i)
+    return {j: tuple(others) for j, others in found.items() if others}
 
 
 def _read(trace: Trace) -> list[int]:

@@ -17,7 +17,7 @@ functorch's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from fckpt._call.casts import remembers_casts_of
 from fckpt._call.conditions import BufferWrites, Conditions
 from fckpt._call.levels import unseen
 from fckpt._call.results import Flat
+from fckpt._recompute.dependent_outputs import check_dependents, watch
 from fckpt._recompute.hooks_without_gradient import skip_hooks
 from fckpt._recompute.primitives import Batched, Dual, Primitive, Pullback, UserCall
 from fckpt.errors import MutationError, region_name
@@ -80,7 +81,13 @@ def run_nodes(
     return result
 
 
-def run_planned(call: UserCall, flags: Sequence[bool], conditions: Callable[[], Conditions], floor: int = 0) -> Any:
+def run_planned(
+    call: UserCall,
+    flags: Sequence[bool],
+    conditions: Callable[[], Conditions],
+    floor: int = 0,
+    dependents: Mapping[int, Sequence[int]] | None = None,
+) -> Any:
     """Evaluates a planned call below all levels, which must be reverse-mode levels, and attaches its outputs.
 
     Args:
@@ -88,6 +95,7 @@ def run_planned(call: UserCall, flags: Sequence[bool], conditions: Callable[[], 
         flags: whether each output requires grad.
         conditions: returns the conditions of the forward, after it has run.
         floor: the level of the `vmap` under which the call is evaluated; 0 to evaluate it below all levels.
+        dependents: by output, the outputs that are computed from it.
     """
     with unseen():
         operands = [unwrap_if_dead(x) for x in (*call.inputs, *call.closed_over)]
@@ -95,6 +103,7 @@ def run_planned(call: UserCall, flags: Sequence[bool], conditions: Callable[[], 
         attached = _descend(call, operands, None, floor)
         call.settle(conditions())
         attached = [x if flag else x.detach() for x, flag in zip(attached, flags, strict=True)]
+        watch(attached, dependents or {}, call.fn[0])
     result = call.assemble(attached, call.arguments.tensors)
     call.inputs = []
     call.arguments.release()
@@ -293,6 +302,7 @@ class _Recompute(_SingleLevelFunction):
         saved = _saved_tensors(ctx)
         needs = ctx.needs_input_grad[5:]
         given = [i for i, ct in enumerate(cotangents) if ct is not None]
+        check_dependents(ctx, cotangents, _user_function(ctx.primitive))
         grads: Flat = [None] * len(saved)
         if given:
             level = ctx.level

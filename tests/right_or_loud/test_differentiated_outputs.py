@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_equal
-from torch import Tensor
+from torch import Tensor, nn
 
 import fckpt
 
@@ -194,3 +195,76 @@ def test_a_hook_that_was_removed_stays_removed() -> None:
     handle.remove()
     fn(torch.ones(4, 64))[1].sum().backward()
     assert not seen and not second._backward_hooks
+
+
+# -- outputs that other outputs are computed from -------------------------------------------------------------
+
+
+class Hidden(nn.Module):
+    """Returns a loss, the hidden state from which it is computed, and another state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.other = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.first(x).tanh()
+        return self.second(hidden).sin().sum(), hidden, self.other(x).cos()
+
+
+def doubled(loss: Tensor, hidden: Tensor) -> Tensor:
+    hidden.register_hook(lambda grad: 2 * grad)
+    return loss
+
+
+def retained(loss: Tensor, hidden: Tensor) -> Tensor:
+    hidden.retain_grad()
+    return loss + hidden.square().sum()
+
+
+def all_hooked(loss: Tensor, hidden: Tensor) -> Tensor:
+    torch.autograd.graph.register_multi_grad_hook([hidden], lambda grads: None)
+    return loss
+
+
+@pytest.mark.filterwarnings("ignore::fckpt.BudgetWarning")
+@pytest.mark.parametrize("use", [doubled, retained, all_hooked])
+def test_hooks_of_outputs_that_others_are_computed_from_are_refused(use: Any) -> None:
+    torch.manual_seed(0)
+    net, x = Hidden(), torch.randn(4, 8)
+    loss, hidden, _ = fckpt.remat(net, budget=1.0)(x)
+    loss = use(loss, hidden)
+    with pytest.raises(fckpt.PlanError, match=r"on output 1 of .* from which other outputs are computed"):
+        loss.backward()
+    net.zero_grad()
+    found = []
+    for run in (net, fckpt.remat(net)):
+        loss, hidden, _ = run(x)
+        use(loss, hidden).backward()
+        found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+        net.zero_grad()
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.filterwarnings("ignore::fckpt.BudgetWarning")
+def test_hooks_of_outputs_that_are_differentiated_alone() -> None:
+    torch.manual_seed(0)
+    net, x = Hidden(), torch.randn(4, 8)
+    planned = fckpt.remat(net, budget=1.0)
+    seen: list[Tensor] = []
+    for run in (net, planned):
+        _, hidden, other = run(x)
+        hidden.register_hook(lambda grad: seen.append(grad.clone()))
+        (other.sum() + hidden.square().sum()).backward()
+        net.zero_grad()
+        loss, hidden, _ = run(x)
+        hidden.register_hook(seen.append).remove()
+        loss.backward()
+        net.zero_grad()
+    assert len(seen) == 2 and torch.equal(*seen)
+    loss, hidden, _ = planned(x)
+    with pytest.raises(fckpt.PlanError, match="retain_grad"):
+        torch.autograd.backward(loss, inputs=[hidden])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(hidden, io.BytesIO())
