@@ -25,6 +25,8 @@ __all__ = ["largest"]
 _GROWTH = 16
 """The largest factor between a size that fits and the next size to try."""
 _UNBOUNDED = 2**40
+_EQUAL = 5
+"""If the peaks of so many of the largest sizes are equal, they do not grow, see `_GROWTH`."""
 
 
 def largest(
@@ -106,7 +108,7 @@ def _search(sizes: _Sizes, least: int, most: int | None, line: Line) -> int:
             line.say(f"size {size}: looking for a plan within {format_bytes(sizes.nbytes)}")
             if not sizes.fit(size):
                 fails = size
-            elif size < _UNBOUNDED:
+            elif size < _UNBOUNDED and not (fails is None and sizes.stay_equal()):
                 fits = size
             else:
                 raise ArgumentValueError("the peak does not grow with the size, so no size is the largest: pass most=.")
@@ -165,6 +167,11 @@ class _Sizes:
             self._needed[size] = error.least_bytes
             return False
         return True
+
+    def stay_equal(self) -> bool:
+        """Whether the bounds of the largest sizes are equal, each of which is at least as large as all before it."""
+        bounds = [bound for _, bound in sorted(self._bounds.items())][-_EQUAL:]
+        return len(bounds) == _EQUAL and len({*bounds}) == 1
 
     def _plan(self, graph: Graph) -> Plan:
         return make_plan(graph, self.nbytes, self.solver, str(torch.__version__))

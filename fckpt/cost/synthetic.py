@@ -88,17 +88,17 @@ def arguments(
         args and kwargs, with new generators.
     """
     tensors = made_up(call, specs, fill, given)
+    return tuple([_substituted(value, tensors) for value in call.args]), _substituted(call.kwargs, tensors)
 
-    def substituted(value: Any) -> Any:
-        if isinstance(value, Ref):
-            return tensors[value.tensor]
-        if isinstance(value, (list, tuple)):
-            return [substituted(item) for item in value]
-        if isinstance(value, dict):
-            return {k: substituted(v) for k, v in value.items()}
-        return torch.Generator(value.device) if isinstance(value, torch.Generator) else value
 
-    return tuple(map(substituted, call.args)), substituted(call.kwargs)
+def _substituted(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
+    if isinstance(value, Ref):
+        return tensors[value.tensor]
+    if isinstance(value, (list, tuple)):
+        return [_substituted(item, tensors) for item in value]
+    if isinstance(value, dict):
+        return {k: _substituted(v, tensors) for k, v in value.items()}
+    return torch.Generator(value.device) if isinstance(value, torch.Generator) else value
 
 
 def _fitting(call: Call, specs: Sequence[TensorSpec], fill: str) -> dict[int, torch.Tensor]:

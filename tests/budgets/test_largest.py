@@ -83,3 +83,16 @@ def test_a_peak_that_does_not_grow_has_no_largest_size() -> None:
 def test_what_is_no_search_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(fckpt.FckptError, match=said):
         fckpt.largest(loss, lambda n: torch.empty(n, 32), costs=H100, **given)
+
+
+def test_a_peak_that_stops_growing_is_an_error_before_the_arguments_are_too_large() -> None:
+    w = torch.randn(64, 64, requires_grad=True)
+    most: list[int] = []
+
+    def make_args(size: int) -> tuple[torch.Tensor]:
+        most[:] = [max(size, *most)] if most else [size]
+        return (torch.empty(size, 64),)
+
+    with pytest.raises(fckpt.ArgumentValueError, match="pass most="):
+        fckpt.largest(lambda x: (x[:10] @ w).tanh().sum(), make_args, budget="4MiB")
+    assert most[0] <= 2**20
