@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -243,6 +244,11 @@ def remat(
 def _check_function(fn: Any) -> None:
     if isinstance(fn, type) and issubclass(fn, nn.Module):
         raise ArgumentTypeError(f"remat got the class {fn.__name__}; it takes an instance: remat({fn.__name__}(...)).")
+    if inspect.iscoroutinefunction(fn):
+        raise ArgumentTypeError(
+            f"{name_of(fn)} is an async function, whose body runs after the call has returned. Make a function of the "
+            "tensor operations in it, and rematerialise that."
+        )
     if not callable(fn):
         hint = ""
         if isinstance(fn, torch.Tensor):

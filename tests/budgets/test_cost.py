@@ -226,9 +226,9 @@ def test_an_outer_profiler_is_left_alone() -> None:
     x = torch.rand(4)
     call, specs = call_of(aten.exp.default, x)
     with profile(activities=[ProfilerActivity.CPU]) as recording:
-        source(call, specs)
+        assert source(call, specs).temporary_nbytes == 0
         x.sin()
-    assert "torch.profiler" in source.failures["aten.exp.default"]
+    assert not source.failures
     assert any(event.key == "aten::sin" for event in recording.key_averages())
 
 

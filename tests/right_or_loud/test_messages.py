@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
 from typing import Any
@@ -31,6 +32,7 @@ def raises(kind: type[Exception], match: str) -> Any:
         (X, r"remat\(fn\)\(x\), not remat\(fn\(x\)\)"),
         (nn.Linear, r"got the class Linear; it takes an instance: remat\(Linear\(...\)\)"),
         ("sin", "not str"),
+        (asyncio.sleep, "sleep is an async function"),
     ],
 )
 def test_wrong_types_of_fn(fn: Any, match: str) -> None:
