@@ -22,6 +22,7 @@ __all__ = [
     "put_back",
     "restored",
     "unobserved",
+    "users_function_modes",
     "without_modes",
 ]
 
@@ -34,6 +35,12 @@ without_modes = _disable_current_modes
 def has_function_modes() -> bool:
     """Whether any torch function mode is active."""
     return torch._C._len_torch_function_stack() > 0
+
+
+def users_function_modes() -> list[TorchFunctionMode]:
+    """Returns the active torch function modes that are neither torch's nor fckpt's."""
+    modes = _get_current_function_mode_stack() if has_function_modes() else []
+    return [mode for mode in modes if type(mode).__module__.partition(".")[0] not in ("torch", "fckpt")]
 
 
 @lru_cache(maxsize=1)

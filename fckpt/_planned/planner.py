@@ -18,6 +18,7 @@ from fckpt._call.closure import closure_of
 from fckpt._call.conditions import Observation
 from fckpt._call.facts import SCRIPT, Unguarded
 from fckpt._call.levels import transforms_active
+from fckpt._call.places import PLAIN
 from fckpt._capture.output_hooks import output_hooks_registered
 from fckpt._capture.reads import Guards, Reads
 from fckpt._fuse.option import Kernels
@@ -292,9 +293,14 @@ class Planner:
         unguarded = next((fact for fact in observation.facts if isinstance(fact, Unguarded)), None)
         if any(part.scripted for part in observation.parts):
             unguarded = Unguarded(SCRIPT)
+        modes = ambient.users_function_modes()
+        states = [(type(mode), name, value) for mode in modes for name, value in vars(mode).items()]
+        hidden = next((kind for kind, _, value in states if type(value) not in PLAIN), None)
+        if hidden is not None:
+            unguarded = Unguarded(f"the state of the torch function mode {hidden.__name__}, which is active")
         if unguarded is not None:
             raise unguarded_error(unguarded)
-        ambient_now = (observation.ambient, torch.is_grad_enabled())
+        ambient_now = (observation.ambient, torch.is_grad_enabled(), tuple(map(type, modes)), tuple(states))
         key = (
             arguments.signature(), tuple(layouts), captured.order, donated, ambient_now, observation.settings(),
         )  # fmt: skip

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fckpt
+from fckpt._capture import captured
 
 
 class Attention(nn.Module):
@@ -165,6 +166,38 @@ def test_a_function_mode_applies_once(backward: str, device: bool) -> None:
             session.step(around, times=2, peak=False)
 
     assert judge(scenario, budget=0.9).outcome == "equal"
+
+
+class Hidden(Shifting):
+    """Holds its state where no fact describes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = object()
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_function_modes_around_code_that_is_traced_by_running_it(device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise captured.CaptureError("not now")
+
+    monkeypatch.setattr(captured, "capture", refuse)
+
+    def scenario(session: Session) -> None:
+        w, x = session.leaf(32, 32), session.leaf(48, 32)
+        f = session.region(lambda w, x: (torch.tanh(x @ w).sin() + torch.zeros(32)).exp().sum())
+
+        for mode in (Shifting(), None, Shifting(2.0), Shifting()):
+
+            def around(mode: Any = mode) -> Any:
+                with torch.device("cpu") if device else contextlib.nullcontext(), mode or contextlib.nullcontext():
+                    return f(w, x)
+
+            session.step(around, times=2, peak=False)
+
+    assert judge(scenario, budget=1.0).outcome == "equal"
+    with Hidden(), pytest.raises(fckpt.TraceError, match="state of the torch function mode Hidden"):
+        fckpt.remat(lambda x: x.tanh().sum(), budget=1.0)(torch.ones(4, requires_grad=True))
 
 
 @pytest.mark.parametrize("forward", ["autocast", "plain"])
