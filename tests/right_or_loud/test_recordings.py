@@ -43,7 +43,7 @@ def test_a_first_call_during_a_recording_is_planned_with_measurements(recording:
     planned = fckpt.remat(loss, budget=limit)
     first = lambda: planned(x).backward()
     if recording == "profiler":
-        with profile(activities=[ProfilerActivity.CPU]):
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True):
             first()
     else:
         fckpt.measure_peak(first)
@@ -58,7 +58,7 @@ def test_a_first_step_during_a_recording() -> None:
     optimizer = torch.optim.AdamW(plain.parameters())
     step = fckpt.step(net, torch.optim.AdamW(net.parameters()), lambda model, x: model(x).square().mean(), budget=1.0)
     x = torch.randn(100, 64)
-    with profile(activities=[ProfilerActivity.CPU]):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
         step(x)
     plain(x).square().mean().backward()
     optimizer.step()
@@ -69,7 +69,7 @@ def test_a_measurement_within_a_recording_is_an_error() -> None:
     x = torch.randn(8, 8)
     with pytest.raises(fckpt.MeasurementError, match="recording already"):
         fckpt.measure_peak(lambda: fckpt.measure_peak(lambda: x @ x))
-    with profile(activities=[ProfilerActivity.CPU]) as recording:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recording:
         x.sin()
         with pytest.raises(fckpt.MeasurementError, match="recording already"):
             fckpt.measure_peak(lambda: x @ x)
