@@ -20,23 +20,29 @@ __all__ = ["checked", "validation_captured"]
 
 _MOST = 200
 """The most instructions that lead to the error."""
+_VALIDATING = (torch.distributions.constraints.is_dependent, torch.nn.functional.gaussian_nll_loss)
 _LEAVES = ("JUMP", "RETURN", "YIELD", "FOR_ITER", "SEND", "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_DEREF")
 """Parts of the names of instructions that make a branch more than an error."""
 
 
 @contextlib.contextmanager
 def validation_captured() -> Iterator[None]:
-    """Lets Dynamo evaluate, within the body, the validation in `torch.distributions`, at which it would give up."""
-    rules, asked = trace_rules.get_torch_obj_rule_map(), torch.distributions.constraints.is_dependent
-    before = rules.get(asked)
-    rules[asked] = UserFunctionVariable
+    """Lets Dynamo evaluate, within the body, torch's functions that validate data in Python.
+
+    It would give up at `is_dependent`, which the validation in `torch.distributions` calls, and it would take
+    `gaussian_nll_loss` for one operation, whose branch on data would then be met without its way out.
+    """
+    rules = trace_rules.get_torch_obj_rule_map()
+    before = {function: rules.get(function) for function in _VALIDATING}
+    rules.update(dict.fromkeys(_VALIDATING, UserFunctionVariable))
     try:
         yield
     finally:
-        if before is not None:
-            rules[asked] = before
-        else:
-            del rules[asked]
+        for function, rule in before.items():
+            if rule is not None:
+                rules[function] = rule
+            else:
+                del rules[function]
 
 
 def checked(tx: Any, inst: Any, variable: Any, wanted: bool, place: Callable[[Any], str]) -> bool | None:

@@ -118,3 +118,15 @@ def test_distributions_with_lazy_properties(fn: Callable[..., Tensor]) -> None:
         found = torch.autograd.grad(planned(net, x, chosen), [*net.parameters()])
         assert all(map(torch.equal, found, torch.autograd.grad(fn(net, x, chosen), [*net.parameters()])))
     assert fckpt.stats(planned).captures == 1
+
+
+def likelihood(x: Tensor) -> Tensor:
+    return nn.functional.gaussian_nll_loss(torch.tanh(x), torch.ones(8), x)
+
+
+def test_a_check_in_a_loss_of_torch() -> None:
+    planned = fckpt.remat(likelihood, budget=1.0)
+    x = leaf(torch.linspace(0.5, 1, 8))
+    assert torch.equal(torch.autograd.grad(planned(x), x)[0], torch.autograd.grad(likelihood(x), x)[0])
+    with pytest.raises(RuntimeError, match="a check failed"):
+        planned(leaf(torch.linspace(-1, 1, 8)))

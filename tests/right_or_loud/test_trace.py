@@ -112,6 +112,36 @@ def test_the_way_out_is_one(fn: Callable[[Tensor], Tensor]) -> None:
     assert_equal(x.grad, y.grad)
 
 
+def covariance(x: Tensor) -> Tensor:
+    return torch.cov(x.sin())
+
+
+def signal(x: Tensor) -> Tensor:
+    return torch.istft(torch.complex(x, x), 6, window=torch.hann_window(6))
+
+
+@pytest.mark.parametrize("fn", [covariance, signal], ids=lambda fn: fn.__name__)
+def test_torch_may_look_at_data_computed_from_numbers(fn: Callable[[Tensor], Tensor]) -> None:
+    region = fckpt.remat(fn, budget=1.0)
+    for length in (8, 20, 7, 31, 9):
+        x = leaf(torch.randn(4, length))
+        assert_equal(torch.autograd.grad(region(x).sum(), x), torch.autograd.grad(fn(x).sum(), x))
+
+
+def of_a_random_one(x: Tensor) -> Tensor:
+    return x.sin() if torch.equal(torch.rand(3), torch.ones(3)) else x.cos()
+
+
+def of_a_written_one(x: Tensor) -> Tensor:
+    return x.sin() if torch.equal(torch.zeros(3).add_(1), torch.ones(3)) else x.cos()
+
+
+@pytest.mark.parametrize("fn", [of_a_random_one, of_a_written_one], ids=lambda fn: fn.__name__)
+def test_data_that_a_trace_does_not_know_are_refused(fn: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(fckpt.TraceError, match="looks at the data"):
+        fckpt.remat(fn, budget=1.0)(leaf(X))
+
+
 def test_the_line_is_that_of_a_module_deep_inside() -> None:
     class Router(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
