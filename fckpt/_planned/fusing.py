@@ -80,7 +80,7 @@ def _with_block_prices(graph: Graph, schedule: FusedSchedule) -> Graph:
         share = min(1.0, block.kernel.seconds / alone) if alone else 1.0
         factors.update(dict.fromkeys(block.nodes, share))
     nodes = [dataclasses.replace(n, seconds=n.seconds * factors.get(n.id, 1.0)) for n in graph.nodes]
-    return dataclasses.replace(graph, nodes=tuple(nodes))
+    return graph.with_costs(nodes, graph.values)
 
 
 def _seconds(graph: Graph, schedule: FusedSchedule) -> float:

@@ -138,8 +138,8 @@ class SizedTrace:
         made, graph = self._made(**numbers), self._trace.graph
         values = made.pop("values")
         texts = self._arguments(made["tensors"], numbers)
-        nodes = tuple([changed(node, arguments=texts[node.arguments]) for node in graph.nodes])
-        graph = dataclasses.replace(graph, nodes=nodes, values=values)
+        nodes = [changed(node, arguments=texts[node.arguments]) for node in graph.nodes]
+        graph = graph.with_costs(nodes, values)
         return dataclasses.replace(self._trace, graph=graph, general=General(self, made["calls"]), **made)
 
     def _arguments(self, tensors: Sequence[TensorSpec], numbers: dict[str, Any]) -> dict[str, str]:

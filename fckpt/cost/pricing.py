@@ -47,19 +47,20 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
     keys = _keys(trace)
     distinct = {key: position for position, key in enumerate(keys)}
     costs = _costs(trace, source, calls, distinct, makers_of(trace.calls), progress)
+    made = [_sizes_of(trace, call, costs[key].storages) for key, call in zip(keys, calls, strict=True)]
     total: dict[int, OpCost] = {}
-    for key, call in zip(keys, calls, strict=True):
+    for key, call, sizes in zip(keys, calls, made, strict=True):
         assert call.node is not None
-        total[call.node] = _joined(total.get(call.node), _with_dropped(trace, call, costs[key]))
+        total[call.node] = _joined(total.get(call.node), _with_dropped(call, costs[key], sizes))
     nodes = list(trace.graph.nodes)
     for i, cost in total.items():
         spent = {"seconds": cost.seconds, "flops": cost.flops, "temporary_nbytes": cost.temporary_nbytes}
         nodes[i] = changed(nodes[i], **spent)
-    values = _measured_sizes(trace, calls, [costs[key].storages for key in keys])
+    values = _measured_sizes(trace, calls, made)
     if isinstance(source, Analytic) and source.profile.allocation_granularity > 1:
         values = _rounded(trace, values, source.profile.allocation_granularity)
     nodes = [_overwriting_equals(node, values) for node in nodes]
-    return dataclasses.replace(trace.graph, nodes=_with_states(trace, calls, nodes), values=tuple(values))
+    return trace.graph.with_costs(_with_states(trace, calls, nodes), values)
 
 
 _SIZED_KEYS: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
@@ -193,18 +194,21 @@ def _is_real(tensor: torch.Tensor) -> bool:
     return plain and not tensor.is_conj() and not tensor.is_neg() and tensor.is_floating_point()
 
 
-def _measured_sizes(trace: Trace, calls: Sequence[Call], storages: Sequence[Sequence[int]]) -> list[Value]:
-    """Returns the values of the graph with their measured sizes."""
+def _measured_sizes(trace: Trace, calls: Sequence[Call], made: Sequence[dict[int, int]]) -> list[Value]:
+    """Returns the values of the graph with the sizes measured as each call made them."""
     sizes: dict[int, int] = {}
-    for call, seen in zip(calls, storages, strict=True):
-        for value, nbytes in _sizes_of(trace, call, seen).items():
+    for call, seen in zip(calls, made, strict=True):
+        for value, nbytes in seen.items():
             sizes[value] = max(nbytes, sizes.get(value, 0))
         for old, new in call.replaced:  # both versions have the same memory
             before, after = (trace.tensors[t].value for t in (old, new))
             if before in sizes and after >= 0 and trace.graph.values[after].nbytes:
                 sizes[after] = sizes[before]
-    known = lambda value: sizes.get(value.id, value.nbytes) == value.nbytes
-    return [v if known(v) else dataclasses.replace(v, nbytes=sizes[v.id]) for v in trace.graph.values]
+    values = list(trace.graph.values)
+    for value, nbytes in sizes.items():
+        if values[value].nbytes != nbytes:
+            values[value] = dataclasses.replace(values[value], nbytes=nbytes)
+    return values
 
 
 def _rounded(trace: Trace, values: Sequence[Value], grain: int) -> list[Value]:
@@ -228,10 +232,10 @@ def _sizes_of(trace: Trace, call: Call, storages: Sequence[int]) -> dict[int, in
     return sizes
 
 
-def _with_dropped(trace: Trace, call: Call, cost: OpCost) -> OpCost:
-    """Returns the cost with results that are not values of the graph counted as temporaries."""
-    made = sum(nbytes for t, nbytes in zip(call.outputs, cost.storages, strict=False) if t is not None)
-    dropped = made - sum(_sizes_of(trace, call, cost.storages).values())
+def _with_dropped(call: Call, cost: OpCost, sizes: dict[int, int]) -> OpCost:
+    """Returns the cost with results that are not among `sizes`, the values of the graph, counted as temporaries."""
+    made = sum([nbytes for t, nbytes in zip(call.outputs, cost.storages, strict=False) if t is not None])
+    dropped = made - sum(sizes.values())
     if dropped <= 0:
         return cost
     return dataclasses.replace(cost, temporary_nbytes=cost.temporary_nbytes + dropped)

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import json
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,7 +220,19 @@ class Graph:
         nodes = [
             n if n.in_place or n.overwrites == allowed(n) else changed(n, overwrites=allowed(n)) for n in self.nodes
         ]
-        return dataclasses.replace(self, nodes=tuple(nodes))
+        return self.with_costs(nodes, self.values)
+
+    def with_costs(self, nodes: Iterable[Node], values: Iterable[Value]) -> Graph:
+        """Returns a graph of the same structure, unchecked, because a check takes as long as a simulation.
+
+        Args:
+            nodes: the same nodes with other times, bytes or texts, or which overwrite fewer values.
+            values: the same values in other sizes.
+        """
+        found = object.__new__(Graph)
+        vars(found).update({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+        vars(found).update(nodes=tuple(nodes), values=tuple(values))
+        return found
 
     @functools.cached_property
     def seconds(self) -> float:

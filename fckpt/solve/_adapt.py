@@ -14,14 +14,11 @@ Left out: a guarantee. That no schedule is returned does not mean that none fits
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
-from fckpt.errors import FckptError
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Compute, Schedule, schedule_of
-from fckpt.graph.simulation import simulate
 from fckpt.solve._greedy import fit
 from fckpt.solve.core.rules import Order, Rules, seconds_of
 from fckpt.solve.core.starts import Start, measured, save_everything_orders
@@ -49,25 +46,24 @@ def adapt(graph: Graph, budget: int, known: Iterable[Schedule]) -> Schedule | No
     Args:
         graph: one training step.
         budget: bytes.
-        known: schedules of graphs that differ from `graph` in sizes only. Schedules that are not valid for `graph` are
-            left out.
+        known: schedules of graphs that differ from `graph` in sizes only, so that they are valid for `graph` as well.
     """
     rules = Rules(graph)
-    starts = [*_known_starts(rules, known)]
+    starts = measured(rules, map(_order, known))
     once = next((s for s in starts if s.peak_nbytes <= budget and _recomputes_nothing(s.order)), None)
-    if once is not None and _is_valid(graph, once.order):
+    if once is not None:
         return schedule_of(graph, *once.order)
-    plain = measured(rules, save_everything_orders(rules))
-    if plain[0].peak_nbytes <= budget:
+    plain = measured(rules, save_everything_orders(rules)) if _read_nbytes(rules) <= budget else []
+    if plain and plain[0].peak_nbytes <= budget:
         return schedule_of(graph, *plain[0].order)
     full = _fastest_within(starts, budget)
-    if full is not None and full.peak_nbytes >= FULL * budget and _is_valid(graph, full.order):
+    if full is not None and full.peak_nbytes >= FULL * budget:
         return schedule_of(graph, *full.order)
-    starts = sorted([*starts, *plain])
+    starts = sorted([*starts, *(plain or measured(rules, save_everything_orders(rules)))])
     near = _near(rules, starts, budget)
     if near is not None:
         return schedule_of(graph, *near)
-    found = sorted(fitted(rules, (s for s in starts if _is_valid(graph, s.order)), budget, MOVES), key=_seconds)
+    found = sorted(fitted(rules, starts, budget, MOVES), key=_seconds)
     if not found:
         return None
     search = Search(rules, [start.order for start in found[:MOST]], budget)
@@ -75,14 +71,16 @@ def adapt(graph: Graph, budget: int, known: Iterable[Schedule]) -> Schedule | No
     return schedule_of(graph, *min(search.found, key=lambda order: seconds_of(rules, order)))
 
 
-def _known_starts(rules: Rules, known: Iterable[Schedule]) -> Iterator[Start]:
-    """Yields known schedules with their peaks and seconds; both mean nothing for a schedule of another graph."""
-    for schedule in known:
-        order = Order(
-            *[[s.node for s in half if isinstance(s, Compute)] for half in (schedule.forward, schedule.backward)]
-        )
-        with contextlib.suppress(LookupError):  # a schedule of another graph
-            yield from measured(rules, [order])
+def _order(schedule: Schedule) -> Order:
+    return Order(*[[s.node for s in half if isinstance(s, Compute)] for half in (schedule.forward, schedule.backward)])
+
+
+def _read_nbytes(rules: Rules) -> int:
+    """Returns the bytes that the backward pass reads from the forward pass: no order that saves them takes less."""
+    graph = rules.graph
+    read = {v for i in rules.backward if graph.nodes[i].backward for v in graph.nodes[i].inputs} - rules.unsaved
+    makers = [(v, graph.values[v].producer) for v in read]
+    return sum([graph.values[v].nbytes for v, made_by in makers if made_by is not None and made_by < graph.boundary])
 
 
 def _recomputes_nothing(order: Order) -> bool:
@@ -98,28 +96,16 @@ def _near(rules: Rules, starts: Sequence[Start], budget: int) -> Order | None:
 
     Args:
         rules: the rules of the graph.
-        starts: schedules by ascending peak, which may be invalid.
+        starts: schedules by ascending peak.
         budget: bytes.
     """
     best = _fastest_within(starts, budget)
     outside = next((s for s in starts if s.peak_nbytes > budget), None)
     if best is None or outside is None:
         return None
-    order = None
-    with contextlib.suppress(LookupError):  # a schedule of another graph
-        order, _ = fit(rules, best.order, budget, effort=MOVES)
+    order, _ = fit(rules, best.order, budget, effort=MOVES)
     close = outside.seconds + CLOSE * rules.graph.seconds
-    if order is None or seconds_of(rules, order) > close or not _is_valid(rules.graph, order):
-        return None
-    return order
-
-
-def _is_valid(graph: Graph, order: Order) -> bool:
-    try:
-        simulate(graph, schedule_of(graph, *order))
-    except (FckptError, LookupError):  # a schedule of another graph
-        return False
-    return True
+    return None if order is None or seconds_of(rules, order) > close else order
 
 
 def fitted(rules: Rules, starts: Iterable[Start], budget: int, moves: int) -> Iterator[Start]:
