@@ -9,7 +9,18 @@ import optree
 import torch
 from torch.utils import _pytree as torch_pytree
 
-__all__ = ["STRUCTURE", "TreeSpec", "describe", "flatten", "leaves", "map_leaves", "selected", "spread", "unflatten"]
+__all__ = [
+    "STRUCTURE",
+    "TreeSpec",
+    "describe",
+    "flatten",
+    "key_orders",
+    "leaves",
+    "map_leaves",
+    "selected",
+    "spread",
+    "unflatten",
+]
 
 STRUCTURE = optree.PyTreeSpec
 """The type of optree's descriptions of structures: immutable, comparable and hashable."""
@@ -71,6 +82,19 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
         flat += sub
         inner.append((len(sub), subspec))
     return flat, TreeSpec(spec, tuple(inner))
+
+
+def key_orders(tree: Any) -> tuple[tuple[Any, ...], ...]:
+    """Returns the keys of all dicts in `tree`, each in its order, which a `TreeSpec` does not tell."""
+    found: list[tuple[Any, ...]] = []
+
+    def note(node: Any) -> bool:
+        if isinstance(node, dict):
+            found.append(tuple(node))
+        return False
+
+    optree.tree_leaves(tree, is_leaf=note)
+    return tuple(found)
 
 
 def unflatten(spec: TreeSpec, flat: Sequence[Any]) -> Any:

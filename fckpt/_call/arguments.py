@@ -214,8 +214,8 @@ class Arguments:
         return [leaf for leaf in self._rest if leaf is not None] + static
 
     def signature(self) -> Any:
-        """Returns what a trace of the call depends on, apart from the layouts of its tensors: structure, repeated
-        tensors and static leaves.
+        """Returns what a trace of the call depends on, apart from the layouts of its tensors: structure, orders of
+        keys, repeated tensors and static leaves.
 
         The result is hashable. An object that is equal only to itself, such as a module, is held by a weak reference;
         see `outlived`.
@@ -237,7 +237,7 @@ class Arguments:
             for name, value in named.items():
                 _check_hashable(value, lambda name=name: name)
             static = tuple((name, _key(value)) for name, value in named.items())
-        return (self._spec, tuple(self._where), rest, static)
+        return (self._spec, tree.key_orders(self.given), tuple(self._where), rest, static)
 
     def rebuild(
         self, tensors: Sequence[Any], statics: Sequence[Any] | None = None

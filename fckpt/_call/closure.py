@@ -124,6 +124,7 @@ def closure_of(
         walk.visit((held, name, value), value, DEPTH)
     for code, scope in scopes:
         walk.globals_of(scope, global_names(code), DEPTH)
+    walk.contents_of_imported()
     return walk.found
 
 
@@ -187,10 +188,14 @@ def _same_entries(held: dict[Any, Any], then: dict[Any, Any]) -> bool:
 
 
 class _Walk:
-    __slots__ = ("facts", "found", "generators", "seen", "state")
+    __slots__ = ("facts", "found", "generators", "imported", "names", "seen", "state")
 
     def __init__(self, facts: list[Any] | None) -> None:
         self.facts = facts
+        self.imported: list[types.ModuleType] = []
+        """The user's imported modules that cells, attributes and containers hold."""
+        self.names: set[str] = set()
+        """The names to which the code that is found refers."""
         self.found = Closure()
         self.state: Snapshot | None = self.found.own
         self.generators = generator_types()
@@ -205,6 +210,8 @@ class _Walk:
         if self.facts is not None:
             self.facts.append(fact(value))
         if kind in INERT:
+            if kind is types.ModuleType and self.facts is not None:
+                self.imported.append(value)
             return
         if depth < 0 or len(self.seen) > _MOST:
             self.skip(value)
@@ -369,6 +376,7 @@ class _Walk:
 
     def globals_of(self, scope: dict[str, Any], names: Sequence[str], depth: int) -> None:
         """Visits the globals with these names, and the attributes with these names of modules imported there."""
+        self.names.update(names)
         for name in names:
             held = scope.get(name)
             if type(held) is types.ModuleType:
@@ -377,6 +385,14 @@ class _Walk:
                 self.constants(held)
             else:
                 self.place((scope, name, held), depth)
+
+    def contents_of_imported(self) -> None:
+        """Visits the data in imported modules that are held elsewhere than in globals, by all names in the code."""
+        known: set[int] = set()
+        for module in self.imported:  # grows meanwhile
+            if id(module) not in known and not is_library(module.__name__):
+                known.add(id(module))
+                self.module(module, sorted(self.names), DEPTH)
 
     def module(self, module: types.ModuleType, names: Sequence[str], depth: int, levels: int = 2) -> None:
         """Visits the data with these names in an imported module, and in the user's modules that it imports."""
@@ -433,14 +449,18 @@ RECORDS = (
 
 @functools.lru_cache(maxsize=4096)
 def class_attributes(kind: type) -> tuple[tuple[type, str], ...]:
-    """Returns (class, name) of the attributes with plain values that a user's class defines or inherits."""
+    """Returns (class, name) of the attributes that hold data and that a user's class defines or inherits."""
     return tuple(
         (base, name)
         for base in kind.__mro__
         if is_user_class(base)
         for name, value in vars(base).items()
-        if not name.startswith("__") and (type(value) in PLAIN or type(value) in (tuple, list, dict))
+        if not name.startswith("__") and (type(value) in PLAIN or isinstance(value, _HELD_BY_CLASSES))
     )
+
+
+_HELD_BY_CLASSES = (tuple, list, dict, set, frozenset, collections.deque, functools.partial, *ARRAYS, *RECORDS)
+"""Types of class attributes that are data, besides plain values, and not methods or descriptors."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -36,6 +36,7 @@ __all__ = [
     "is_small",
     "is_user_class",
     "levels_of",
+    "see_caches",
 ]
 
 LARGE = 1000
@@ -78,6 +79,8 @@ def fact(value: Any) -> Any:
         return _fact_of_container(value, kind)
     if isinstance(value, (torch.Generator, types.BuiltinFunctionType)):
         return (kind, id(value))
+    if isinstance(value, functools._lru_cache_wrapper):
+        return (kind, *_entries_of(value))
     if isinstance(value, contextvars.ContextVar):
         return (kind, fact(value.get(None)))
     if isinstance(value, (Iterator, io.IOBase)) and not is_user_class(kind):
@@ -102,6 +105,26 @@ def fact(value: Any) -> Any:
     if kind is memoryview:
         return (kind, value.tobytes()) if value.nbytes <= _BYTES else Unguarded(f"a memoryview of {value.nbytes} bytes")
     return _fact_of_pythons(value, kind)
+
+
+def _entries_of(cache: Any) -> tuple[int, int]:
+    """Returns how often a cache was seen to have been cleared, and how many entries it has been given since."""
+    now = cache.cache_info()
+    cleared, hits, misses = _SEEN.get(cache, (0, 0, 0))
+    if now.hits < hits or now.misses < misses:
+        cleared += 1
+    _SEEN[cache] = cleared, now.hits, now.misses
+    return cleared, now.misses
+
+
+def see_caches() -> None:
+    """Notes that calls have been made to functions with a cache, so that a later clearing is noticed."""
+    for cache in list(_SEEN):
+        _entries_of(cache)
+
+
+_SEEN: weakref.WeakKeyDictionary[Any, tuple[int, int, int]] = weakref.WeakKeyDictionary()
+"""By function with a cache: how often the cache was cleared, and its hits and misses when it was last seen."""
 
 
 def _fact_of_pythons(value: Any, kind: type) -> Any:
@@ -131,7 +154,7 @@ _STATELESS = (
     types.TracebackType, types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType,
     types.MethodWrapperType, types.MethodDescriptorType, types.ClassMethodDescriptorType, types.CellType,
     types.BuiltinFunctionType, types.MethodType, property, classmethod, staticmethod, weakref.ref,
-    functools._lru_cache_wrapper, functools.cached_property, threading.local, contextvars.Token, contextvars.Context,
+    functools.cached_property, threading.local, contextvars.Token, contextvars.Context,
     type(vars(abc.ABC)["_abc_impl"]), *VIEWS,
 )  # fmt: skip
 """Types of Python that have no contents, or whose contents are read elsewhere."""

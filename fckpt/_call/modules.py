@@ -54,11 +54,13 @@ class ModuleParts:
     __slots__ = (
         "_buffers",
         "_children",
+        "_edges",
         "_hooked",
         "_hooks",
         "_lazy",
         "_names",
         "_owners",
+        "_root",
         "_settings",
         "_sizes",
         "_structure",
@@ -84,6 +86,7 @@ class ModuleParts:
         modules = self.modules = [vars(m) for m in tree]
         self.kinds = tuple(map(type, tree))
         """The class of each module."""
+        self._root = weakref.ref(module)
         self._buffers = [(m, m._buffers) for m in tree if m._buffers]
         self.parameters = [m["_parameters"] for m in modules if m["_parameters"]]
         self.generators = [v for m in modules for v in m.values() if isinstance(v, kinds)]
@@ -105,6 +108,9 @@ class ModuleParts:
         self._hooked = [(m, k) for m in modules for k in HOOKS]
         self._hooks = [m[k] for m in modules for k in (*HOOKS, *_BACKWARD_HOOKS)]
         self._children = [m["_modules"] for m in modules]
+        places = {id(m): i for i, m in enumerate(tree)}
+        self._edges = tuple([tuple([(k, places.get(id(c))) for k, c in held.items()]) for held in self._children])
+        """By module: the names of its submodules, and their positions in the tree."""
         self._sizes = [*modules, *self._children]
         self.sharded = any(c.__module__.startswith("torch.distributed.fsdp") for t in self.kinds for c in t.__mro__)
         """Whether FSDP installs the parameters into the modules before each call and removes them after it."""
@@ -132,9 +138,15 @@ class ModuleParts:
     def _read(self) -> list[Any]:
         return list(map(dict.get, self._owners, self._names))
 
-    def _read_structure(self) -> tuple[list[int], list[Any], list[str]]:
-        children = itertools.chain.from_iterable(map(dict.values, self._children))
-        return list(map(len, self._sizes)), list(children), [k for _, buffers in self._buffers for k in buffers]
+    def _read_structure(self) -> tuple[list[int], list[Any], list[type], list[int], list[str]]:
+        """Returns sizes, submodules, their classes, the addresses of the dicts that hold tensors and modules, and the
+        names in these dicts.
+        """
+        chained = itertools.chain.from_iterable
+        children = list(chained(map(dict.values, self._children)))
+        dicts = list(chained(map(_DICTS, self.modules)))
+        kinds = [type(self._root()), *map(type, children)]
+        return list(map(len, self._sizes)), children, kinds, list(map(id, dicts)), list(chained(dicts))
 
     def unchanged(self) -> bool:
         """Whether the tree still has the same modules."""
@@ -154,9 +166,10 @@ class ModuleParts:
         return [(i, m[k].copy()) for i, (m, k) in enumerate(self._hooked) if m[k]]
 
     def settings(self) -> _Settings:
-        """Returns everything but tensors that determines what the modules do: their classes, attributes and hooks."""
+        """Returns everything but tensors that determines what the modules do: classes, names, attributes and hooks."""
         if self._settings is None:
-            self._settings = _Settings((self.kinds, tuple(self._names), tuple(map(fact, self._values))))
+            names = tuple(self._names), tuple(self._structure[-1])
+            self._settings = _Settings((self.kinds, self._edges, names, tuple(map(fact, self._values))))
         if not any(self._hooks):
             return self._settings
         return _Settings((self._settings, *((i, *d) for i, d in enumerate(self._hooks) if d)))
@@ -276,6 +289,7 @@ class _Settings:
         return self is other or (isinstance(other, _Settings) and self.facts == other.facts)
 
 
+_DICTS = operator.itemgetter("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 

@@ -3,8 +3,9 @@
 Dynamo guards `key in mapping`, `mapping.get(key)` and `hasattr(thing, name)` for objects and modules of torch. It does
 not guard `hasattr` of functions and imported modules, nor the two lookups in which an exception reports the absence:
 `mapping[key]` raising `KeyError` (`os.environ.get` and `ChainMap` depend on it), and `thing.name` raising
-`AttributeError`. Without the guards added here, Dynamo's guards would still hold after the key or the attribute has
-appeared. (For attributes of dicts, see `dict_attributes.py`.) Seen on torch 2.11 and 2.13.
+`AttributeError`. Nor does it guard that an object lacks an attribute for which the class's `__getattr__` answers.
+Without the guards added here, Dynamo's guards would still hold after the key or the attribute has appeared. (For
+attributes of dicts, see `dict_attributes.py`.) Seen on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
@@ -67,10 +69,14 @@ class _Presences:
         @functools.wraps(original)
         def var_getattr(variable: Any, tx: Any, name: str) -> Any:
             try:
-                return original(variable, tx, name)
+                found = original(variable, tx, name)
             except ObservedAttributeError:
                 self.add(variable, name)
                 raise
+            if variable.source and _is_answered(getattr(variable, "value", None), name):
+                absent = functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)
+                install_guard(variable.source.make_guard(absent))
+            return found
 
         return var_getattr
 
@@ -81,6 +87,14 @@ class _Presences:
             return original(variable, tx, name)
 
         return call_obj_hasattr
+
+
+def _is_answered(value: Any, name: str) -> bool:
+    """Whether a `__getattr__` of the user answers for an attribute that an object lacks."""
+    answering = inspect.getattr_static(type(value), "__getattr__", None)
+    if answering in (None, torch.nn.Module.__getattr__) or isinstance(value, type) or not hasattr(value, "__dict__"):
+        return False
+    return name not in vars(value) and inspect.getattr_static(type(value), name, None) is None
 
 
 @contextlib.contextmanager

@@ -300,7 +300,10 @@ def _callable(output: Any, compiled: Callable[..., Any], scope: dict[str, Any]) 
     """Returns Dynamo's bytecode as a function with the same globals object that the guards check."""
     captured = output.graph_capture_output
     for alias, module in captured.import_sources.items():
-        scope[alias] = importlib.import_module(module)
+        try:
+            scope[alias] = importlib.import_module(module)
+        except ImportError as error:  # it was made from a file, and is not in `sys.modules`
+            raise CaptureError(f"the module {module!r}, which the function uses, cannot be imported") from error
     scope[output.backend_input.backend_id] = compiled
     made = types.FunctionType(captured.bytecode, scope, closure=captured.closure, argdefs=captured.argdefs)
     made.__kwdefaults__ = getattr(captured, "kwdefaults", None)

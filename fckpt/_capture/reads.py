@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fckpt._call.closure import global_names
-from fckpt._call.facts import Unguarded, attribute, is_library, is_user_class, levels_of
+from fckpt._call.facts import Unguarded, attribute, fact, is_library, is_user_class, levels_of, see_caches
 from fckpt._call.modules import facts_of
 from fckpt._capture.classes import ClassFacts
 
@@ -34,6 +34,8 @@ class Reads:
         self.codes: dict[types.CodeType, dict[str, Any]] = {}
         """By code object that ran: the globals of its function."""
         self.classes: dict[int, type] = {}
+        self.caches: dict[int, Any] = {}
+        """The functions with a cache that local variables held."""
         self.environment: dict[str, str | None] = {}
         """The environment variables that were read, and their values."""
         self.loggers: dict[str | None, tuple[Any, ...]] = {}
@@ -50,6 +52,8 @@ class Reads:
             return
         self.codes[frame.f_code] = scope
         for value in frame.f_locals.values():
+            if isinstance(value, functools._lru_cache_wrapper):
+                self.caches[id(value)] = value
             self._add(value if isinstance(value, type) else type(value))
 
     def _add(self, cls: type) -> None:
@@ -64,6 +68,7 @@ class Reads:
         Args:
             facts: what the walk of the closure found, including the classes of objects and modules.
         """
+        see_caches()
         for value in (*_globals(self.codes), *facts):
             if isinstance(value, type):
                 self._add(value)
@@ -101,11 +106,11 @@ class Guards:
         self._called = list(_called(reads))
         self._attributes = list(_functions_of_modules(reads.codes))
         self._bases = [(cls, cls.__mro__) for cls in reads.classes.values()]
-        self._caches = [(c, c.cache_info().misses) for c in _caches(reads)]
+        self._caches = [(c, fact(c)) for c in _caches(reads)]
         self._facts = facts_of(self._called, self._scopes)
-        self.unguarded = next((fact for fact in self._facts if isinstance(fact, Unguarded)), None)
+        self.unguarded = next((found for found in self._facts if isinstance(found, Unguarded)), None)
         """A fact that cannot be guarded, or None."""
-        classes = [fact for fact in self._facts if isinstance(fact, type)]
+        classes = [found for found in self._facts if isinstance(found, type)]
         self._classes = ClassFacts([*reads.classes.values(), *classes], reads.codes)
 
     def hold(self) -> bool:
@@ -130,9 +135,9 @@ class Guards:
                 return f"the level of the logger {name!r} has changed"
         if _decimals() != self._decimals:
             return "the context of decimal has changed"
-        for cache, misses in self._caches:
-            if cache.cache_info().misses != misses:
-                return f"the cache of {getattr(cache, '__name__', 'a function')} has a new entry"
+        for cache, then in self._caches:
+            if fact(cache) != then:
+                return f"the cache of {getattr(cache, '__name__', 'a function')} has a new entry, or was cleared"
         same = facts_of(self._called, self._scopes) == self._facts
         return "" if same else "a global variable, or its contents, have changed"
 
@@ -170,4 +175,5 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
 def _caches(reads: Reads) -> Iterator[Any]:
     """Yields the functions with a cache that code refers to. A cache hit makes no call, so its reads are not seen."""
     held = [*_globals(reads.codes), *(v for cls in reads.classes.values() for v in list(vars(cls).values()))]
-    return (value for value in held if isinstance(value, functools._lru_cache_wrapper))
+    yield from (value for value in held if isinstance(value, functools._lru_cache_wrapper))
+    yield from reads.caches.values()

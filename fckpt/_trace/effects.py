@@ -12,6 +12,7 @@ import cProfile
 import datetime
 import functools
 import gc
+import operator
 import os
 import sys
 import threading
@@ -26,6 +27,7 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.parallel import DistributedDataParallel
 
+from fckpt import _tree as tree
 from fckpt._call.closure import Snapshot
 from fckpt._call.facts import is_library
 from fckpt._call.levels import unwrapped
@@ -269,6 +271,25 @@ def undone_on_error(before: Snapshot) -> Iterator[None]:
         for change in before.changes():
             put(*change)
         raise
+
+
+@contextlib.contextmanager
+def arguments_unchanged(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Raises `TraceError` if the body changes a list or another container among the arguments of a call."""
+    given = {
+        **{f"args[{i}]": value for i, value in enumerate(args)},
+        **{f"kwargs[{k!r}]": v for k, v in kwargs.items()},
+    }
+    before = {path: (*tree.flatten(value), tree.key_orders(value)) for path, value in given.items()}
+    yield
+    for path, (leaves, spec, orders) in before.items():
+        now, structure = tree.flatten(given[path])
+        same = structure == spec and tree.key_orders(given[path]) == orders
+        if not same or not all(map(operator.is_, now, leaves)):
+            raise TraceError(
+                f"the function changes {path}, or a container in it, while it runs. A plan runs its operations, not "
+                f"its Python code, so it would change nothing. Return the new value instead. {WAY_OUT}"
+            )
 
 
 def _named(holder: Any, key: Any) -> str:

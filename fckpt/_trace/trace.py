@@ -28,6 +28,7 @@ from fckpt._memory import collector_paused
 from fckpt._trace.assemble import Assembly
 from fckpt._trace.donation import written_over_donated
 from fckpt._trace.effects import (
+    arguments_unchanged,
     check_assignments,
     check_writes,
     impure_calls_refused,
@@ -154,7 +155,7 @@ def _traced(
             moved = contextlib.nullcontext() if target is None else DevicesMoved(target, graph)
             python = contextlib.nullcontext() if graph else _python_code(reads, tensors, operands)
             with undone_on_error(before):
-                with python, moved:
+                with python, moved, contextlib.nullcontext() if graph else arguments_unchanged(args, kwargs):
                     result = fn(*args, **kwargs)
                 check_assignments(closed, before, recorder)
         if donated:

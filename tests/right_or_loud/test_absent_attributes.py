@@ -191,3 +191,52 @@ def test_a_tensor_of_a_dict_of_other_sizes(how: str) -> None:
         held.h = tensor
         (expected,) = torch.autograd.grad(fn(x, held), [x])
         assert torch.equal(torch.autograd.grad(planned(x, held), [x])[0], expected)
+
+
+class OverADict:
+    """Looks attributes up in a dict."""
+
+    def __init__(self) -> None:
+        self.entries = {"factor": 2.0}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["entries"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Delegating:
+    """A wrapper, as libraries of environments have them."""
+
+    def __init__(self) -> None:
+        self.inner = OverADict()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class DelegatingModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.inner.factor = 2.0
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+@pytest.mark.parametrize("make", [OverADict, Delegating, DelegatingModule])
+def test_an_attribute_appears_for_which_getattr_has_answered(make: Callable[[], Any]) -> None:
+    held, x = make(), torch.ones(3, requires_grad=True)
+    plain = lambda x: (x.sin() * held.factor).exp().sum()
+    planned = fckpt.remat(plain, budget=1.0)
+    assert torch.equal(planned(x), plain(x))
+    held.factor = 9.0
+    assert torch.equal(planned(x), plain(x))
+    del held.factor
+    assert torch.equal(planned(x), plain(x))
+    assert fckpt.stats(planned).captures == 2

@@ -1,0 +1,254 @@
+"""Functions that are traced by running their Python code: what they read changes between calls, or they write to it.
+
+A generator that is drawn from is what Dynamo cannot capture in all of these functions.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import leaf
+from torch import Tensor, nn
+
+import fckpt
+
+GENERATOR = torch.Generator()
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is captured for the third time:fckpt.PlanWarning")
+
+
+def drawn(y: Tensor) -> Tensor:
+    return (y * torch.rand((), generator=GENERATOR)).sum()
+
+
+def assert_same(planned: Callable[..., Tensor], plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> None:
+    """Compares results and gradients. The planned call comes first, so that it finds caches as they are."""
+    found = []
+    for fn in (planned, plain):
+        GENERATOR.manual_seed(0)
+        x = leaf(X)
+        y = fn(x, *args, **kwargs)
+        found.append((y, *torch.autograd.grad(y, x)))
+    assert all(map(torch.equal, *found))
+
+
+CONTENTS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "set": ({1}, len, lambda held: held.add(2)),
+    "deque": (collections.deque([1.0]), lambda held: held[0], lambda held: held.append(held.popleft() + 1)),
+    "array": (np.ones(2), lambda held: float(held[0]), lambda held: held.fill(3.0)),
+    "namespace": (types.SimpleNamespace(b=1.0), lambda held: held.b, lambda held: setattr(held, "b", 4.0)),
+    "OrderedDict": (collections.OrderedDict(a=1.0), lambda held: held["a"], lambda held: held.update(a=2.0)),
+    "Counter": (collections.Counter("a"), lambda held: held["a"], lambda held: held.update("a")),
+    "defaultdict": (collections.defaultdict(float, a=1.0), lambda held: held["a"], lambda held: held.update(a=3.0)),
+    "partial": (functools.partial(lambda k: k, k=2.0), lambda held: held(), lambda held: held.keywords.update(k=5.0)),
+    "list": ([types.SimpleNamespace(b=1.0)], lambda held: held[0].b, lambda held: setattr(held[0], "b", 4.0)),
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_contents_of_class_attributes(name: str) -> None:
+    held, read, change = CONTENTS[name]
+
+    class Settings:
+        value = copy.deepcopy(held)
+
+    plain = lambda x: drawn(torch.tanh(x) * read(Settings.value))
+    planned = fckpt.remat(plain, budget=1.0)
+    assert_same(planned, plain)
+    change(Settings.value)
+    assert_same(planned, plain)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Iterator[types.ModuleType]:
+    """A module of the user."""
+    path = tmp_path / "settings_of_a_user.py"
+    path.write_text(
+        "factor = 2.0\ndef scaled(x): return x * factor\nclass Scale:\n    by = 1.0\n"
+        "    def __call__(self, x): return x * self.by\nscale = Scale()\n"
+    )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[path.stem] = module
+    yield module
+    del sys.modules[path.stem]
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "number": lambda held: setattr(held, "factor", 3.0),
+    "function": lambda held: setattr(held, "scaled", lambda x: x * 11),
+    "attribute": lambda held: setattr(held.scale, "by", 9.0),
+    "object": lambda held: setattr(held, "scale", held.scaled),
+}
+
+
+@pytest.mark.parametrize("where", ["cell", "attribute", "container"])
+@pytest.mark.parametrize("what", CHANGES)
+def test_an_imported_module_in_a_variable(settings: Any, what: str, where: str) -> None:
+    if where == "cell":
+        plain = lambda x: drawn(settings.scale(settings.scaled(torch.tanh(x))))
+    elif where == "attribute":
+        holder = types.SimpleNamespace(held=settings)
+        plain = lambda x: drawn(holder.held.scale(holder.held.scaled(torch.tanh(x))))
+    else:
+        held = [settings]
+        plain = lambda x: drawn(held[0].scale(held[0].scaled(torch.tanh(x))))
+    planned = fckpt.remat(plain, budget=1.0)
+    assert_same(planned, plain)
+    CHANGES[what](settings)
+    assert_same(planned, plain)
+
+
+def test_a_module_that_python_cannot_import(settings: Any) -> None:
+    """It was made from a file. Dynamo would import it."""
+    name = settings.__name__
+    del sys.modules[name]
+    plain = lambda x: settings.scaled(torch.tanh(x)).sum()
+    planned = fckpt.remat(plain, budget=1.0)
+    assert_same(planned, plain)
+    settings.factor = 3.0
+    assert_same(planned, plain)
+    sys.modules[name] = settings
+
+
+@pytest.mark.parametrize("where", ["cell", "attribute", "container"])
+def test_a_cache_that_is_cleared(where: str) -> None:
+    factors = [2.0]
+
+    @functools.lru_cache
+    def cached(n: int) -> float:
+        return factors[0] * n
+
+    holder, held = types.SimpleNamespace(cached=cached), [cached]
+    plain = {
+        "cell": lambda x: (torch.tanh(x) * cached(3)).sum(),
+        "attribute": lambda x: (torch.tanh(x) * holder.cached(3)).sum(),
+        "container": lambda x: (torch.tanh(x) * held[0](3)).sum(),
+    }[where]
+    planned = fckpt.remat(plain, budget=1.0)
+    for factor, clears, fills in ((2.0, False, False), (5.0, False, False), (5.0, True, False), (7.0, False, False),
+                                  (7.0, True, True), (8.0, False, False), (8.0, True, False)):  # fmt: skip
+        factors[0] = factor
+        if clears:
+            cached.cache_clear()
+        if fills:
+            cached(3)
+        assert_same(planned, plain)
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid())
+
+
+class WithAll(nn.Module):
+    """Reads all parameters and buffers there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for tensor in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
+            x = x * tensor
+        return x
+
+
+def reversed_modules(net: nn.Module) -> None:
+    net._modules = dict(reversed(net._modules.items()))
+
+
+TREES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
+    "append a module of the tree": (blocks, lambda net: net.append(net[0])),
+    "insert a module of the tree": (blocks, lambda net: net.insert(1, net[2])),
+    "replace by a module of the tree": (blocks, lambda net: net.__setitem__(1, net[3])),
+    "reverse": (blocks, reversed_modules),
+    "pop": (blocks, lambda net: net.pop(3)),
+    "class": (blocks, lambda net: setattr(net[1], "__class__", nn.Sigmoid)),
+    "parameter": (WithAll, lambda net: net.register_parameter("new", nn.Parameter(torch.full((8,), 2.0)))),
+    "buffer": (WithAll, lambda net: net.register_buffer("new", torch.full((8,), 2.0))),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_module_tree_that_changes(name: str) -> None:
+    make, change = TREES[name]
+    net = make()
+    plain = lambda x: drawn(net(x))
+    planned = fckpt.remat(plain, budget=1.0)
+    assert_same(planned, plain)
+    change(net)
+    assert_same(planned, plain)
+
+
+def weighted(x: Tensor, tensors: Any) -> Tensor:
+    return drawn(sum(torch.sin(x * t) * i for i, t in enumerate(tensors)))
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        lambda x, one, two: weighted(x, {**one, **two}.values()),
+        lambda x, given, **_: weighted(x, given["in"].values()),
+        lambda x, **given: weighted(x, given.values()),
+    ],
+    ids=["positional", "nested", "keywords"],
+)
+def test_the_order_of_keys(plain: Callable[..., Tensor], request: pytest.FixtureRequest) -> None:
+    planned = fckpt.remat(plain, budget=1.0)
+    a, b = torch.randn(8), torch.randn(8)
+    for held in ({"b": b, "a": a}, {"a": a, "b": b}, {"b": b, "a": a}):
+        if request.node.callspec.id == "positional":
+            assert_same(planned, plain, held, {})
+        elif request.node.callspec.id == "nested":
+            assert_same(planned, plain, {"in": held})
+        else:
+            assert_same(planned, plain, **held)
+
+
+def test_keys_of_a_default_dict_in_another_order() -> None:
+    plain = lambda x, held: weighted(x, held.values())
+    planned = fckpt.remat(plain, budget=1.0)
+    a, b = torch.randn(8), torch.randn(8)
+    for pairs in ([("b", b), ("a", a)], [("a", a), ("b", b)]):
+        assert_same(planned, plain, collections.defaultdict(list, pairs))
+
+
+WRITES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "append": (list, lambda held: held.append(1)),
+    "pop": (lambda: [1, 2], lambda held: held.pop()),
+    "entry": (lambda: {"n": 1}, lambda held: held.update(n=held["n"] + 1)),
+    "number": (lambda: [1], lambda held: held.__setitem__(0, held[0] + 1)),
+    "deque": (collections.deque, lambda held: held.append(1)),
+    "nested": (lambda: {"list": []}, lambda held: held["list"].append(1)),
+    "order": (lambda: {"a": 1, "b": 2}, lambda held: held.update(a=held.pop("a"))),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_to_a_container_among_the_arguments_are_refused(name: str) -> None:
+    make, write = WRITES[name]
+
+    def plain(x: Tensor, held: Any) -> Tensor:
+        write(held)
+        return drawn(torch.tanh(x))
+
+    held = make()
+    with pytest.raises(fckpt.TraceError, match=r"changes args\[1\]"):
+        fckpt.remat(plain, budget=1.0)(leaf(X), held)
+    assert held == make()
