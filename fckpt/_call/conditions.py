@@ -103,6 +103,9 @@ class Observation:
         devices = {device for device in {t.device for t in tensors} if device.type not in ("cpu", "meta")}
         self.buffer_writes = buffer_writes
         self.buffers = [] if self.lazy else [buffer for part in parts for buffer in part.buffers()]
+        if facts is not None:
+            own = [vars(t) for t in (*tensors, *[tensor for _, _, _, tensor, _ in self.buffers])]
+            closure_of([], attributes=[(held, name) for held in own for name in held], facts=facts)
         planned = facts is not None  # a plan writes once, and saves copies itself where it may need them
         self.unwritten = [] if self.lazy or planned else self._versions_of_parameters()
         self.copies = [None if planned else self._copy(key, tensor) for _, _, key, tensor, _ in self.buffers]

@@ -1,11 +1,14 @@
-"""Guards for keys and attributes that a captured function looked up and did not find.
+"""Guards for keys and attributes that a captured function looked up and did not find, and for the orders of keys.
 
 Dynamo guards `key in mapping`, `mapping.get(key)` and `hasattr(thing, name)` for objects and modules of torch. It does
 not guard `hasattr` of functions and imported modules, nor the two lookups in which an exception reports the absence:
 `mapping[key]` raising `KeyError` (`os.environ.get` and `ChainMap` depend on it), and `thing.name` raising
 `AttributeError`. Nor does it guard that an object lacks an attribute for which the class's `__getattr__` answers.
 Without the guards added here, Dynamo's guards would still hold after the key or the attribute has appeared. (For
-attributes of dicts, see `dict_attributes.py`.) Seen on torch 2.11 and 2.13.
+attributes of dicts, see `dict_attributes.py`.)
+
+Dynamo guards the order of the keys of a dict that is iterated, but not if it is copied: `d.copy()`, `{**d}`, `f(**d)`.
+Seen on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -39,6 +42,18 @@ def _guarded_subscript(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, tx, key)
 
     return subscript
+
+
+def _ordered_copies(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name in ("copy", "update"):
+            for held in (self, *args):
+                if held.source and isinstance(held.realize(), ConstDictVariable):
+                    tx.output.guard_on_key_order.add(held.source)
+        return original(self, tx, name, args, kwargs)
+
+    return call_method
 
 
 class _Presences:
@@ -99,10 +114,11 @@ def _is_answered(value: Any, name: str) -> bool:
 
 @contextlib.contextmanager
 def absences_guarded() -> Iterator[None]:
-    """Makes Dynamo guard absent keys and attributes within the body."""
+    """Makes Dynamo guard absent keys and attributes, and orders of keys, within the body."""
     presences = _Presences()
     with (
         patched(ConstDictVariable, _SUBSCRIPT, _guarded_subscript),
+        patched(ConstDictVariable, "call_method", _ordered_copies),
         lookups_patched(presences.of_absent, presences.of_asked),
     ):
         yield

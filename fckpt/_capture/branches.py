@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C._functorch import is_batchedtensor
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import builtin
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -30,7 +29,7 @@ from fckpt._call.ambient import without_modes
 from fckpt._call.levels import layers, unseen
 from fckpt._call.rng import RandomState
 from fckpt._capture.checks import checked
-from fckpt._capture.patching import patched
+from fckpt._capture.patching import instructions_patched, patched
 from fckpt._capture.wrapped import name_of, reader
 
 __all__ = ["Branches"]
@@ -170,9 +169,10 @@ class Branches:
     @contextlib.contextmanager
     def decided(self) -> Iterator[None]:
         """Makes Dynamo take, within the body, the branches whose conditions can be computed before a call."""
+        jumps = [name for name in dis.opmap if "JUMP" in name and ("IF_TRUE" in name or "IF_FALSE" in name)]
+        wrapped = {name: functools.partial(self._jumping, name=name) for name in jumps}
         with contextlib.ExitStack() as stack:
-            for owner in _with_subclasses(InstructionTranslatorBase):
-                stack.enter_context(self._jumps(owner))
+            stack.enter_context(instructions_patched({**wrapped, "UNARY_NOT": self._negating}))
             if "generic_bool" in vars(builtin):  # not a method of `BuiltinVariable`: it caches its methods
                 stack.enter_context(patched(builtin, "generic_bool", self._converting))
             stack.enter_context(patched(TensorVariable, "method_item", self._reading))
@@ -181,23 +181,12 @@ class Branches:
         self._places = {}
         self._conditions = dict(enumerate(self._conditions.values()))
 
-    @contextlib.contextmanager
-    def _jumps(self, owner: Any) -> Iterator[None]:
-        table = owner.dispatch_table
-        before = list(table)
-        for name, code in dis.opmap.items():
-            if "JUMP" in name and ("IF_TRUE" in name or "IF_FALSE" in name):
-                table[code] = self._jumping(before[code], "IF_TRUE" in name, name.endswith("OR_POP"))
-        table[dis.opmap["UNARY_NOT"]] = self._negating(before[dis.opmap["UNARY_NOT"]])
-        try:
-            yield
-        finally:
-            table[:] = before
-
-    def _jumping(self, original: Callable[..., Any], wanted: bool, keeps: bool) -> Callable[..., Any]:
-        """Wraps the handler of an instruction that jumps if the top of the stack is `wanted`. If it `keeps` the top,
-        it removes the top only if it does not jump.
-        """
+    def _jumping(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Wraps the handler of an instruction that jumps if the top of the stack is true, or if it is false."""
+        wanted, keeps = (
+            "IF_TRUE" in name,
+            name.endswith("OR_POP"),
+        )  # the latter removes the top only if it does not jump
 
         def jump(tx: Any, inst: Any) -> Any:
             outcome = checked(tx, inst, tx.stack[-1], wanted, _place)
@@ -247,12 +236,6 @@ def _place(tx: Any) -> str:
     """Returns the line of the user's code that Dynamo evaluates, and where it is."""
     frame = tx.frame_summary()
     return f"`{frame.line}` ({frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name})"
-
-
-def _with_subclasses(owner: type) -> Iterator[type]:
-    yield owner
-    for subclass in owner.__subclasses__():
-        yield from _with_subclasses(subclass)
 
 
 def _computing(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, tuple[fx.Node, int]], set[int]] | None:

@@ -51,7 +51,8 @@ from fckpt._capture.cached import cached_reader
 from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.checks import validation_captured
 from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
-from fckpt._capture.dict_attributes import DictAttributes
+from fckpt._capture.dict_attributes import DictAttributes, check_factories
+from fckpt._capture.distinct import Distinct
 from fckpt._capture.frames import Frames
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.graphs import FlatGraph
@@ -179,6 +180,8 @@ class Captured:
         """The branches that the function took by the data of tensors."""
         self.attributes: DictAttributes
         """The attributes of dicts that the function read."""
+        self.distinct: Distinct
+        """The pairs of objects that the function compared, and that were distinct."""
         self.identities: Identities
         """The objects that the guards recognise by their addresses."""
         self._names: list[str] = []
@@ -226,6 +229,7 @@ class Captured:
         known = known and self.builtins.hold() and self.identities.hold()
         known = known and (self._wrapped is None or self._wrapped.same(scope))
         known = known and self._settings == _folded_settings() and self.attributes.hold(scope)
+        known = known and self.distinct.hold(scope)
         return known and self.branches.hold(scope)
 
     def guard_wrapped(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -242,7 +246,7 @@ class Captured:
         if found.result:
             known = self._classes.changed() or self.builtins.changed() or self.identities.changed()
             known = known or ("settings of Python or autocast" if self._settings != _folded_settings() else "")
-            known = known or self.attributes.changed(scope)
+            known = known or self.attributes.changed(scope) or self.distinct.changed(scope)
             return known or self.branches.changed(scope) or "the layout of a tensor"
         failing = [part for part in found.verbose_code_parts if not _holds(part, scope)]
         return "; ".join(_explained(part) for part in failing or found.verbose_code_parts)
@@ -347,7 +351,7 @@ def capture(
     # Sizes and numbers that are inputs of the graph: some code does not allow that.
     for dynamic in (True, False):
         while True:
-            attempt = _Attempt(taken, below, dynamic, answers, Branches(taken[0].__globals__, places))
+            attempt = _Attempt(taken, below, dynamic, answers, places)
             try:
                 found = attempt.captured(entry, args, kwargs)
                 found.told_compiled = answers.exceptions
@@ -368,21 +372,24 @@ def _scope(taken: tuple[Any, Any, Any], args: tuple[Any, ...], kwargs: dict[str,
 class _Attempt:
     """One way to capture a call."""
 
-    def __init__(self, taken: tuple[Any, Any, Any], below: bool, dynamic: bool, answers: Answers, branches: Branches):
+    def __init__(
+        self, taken: tuple[Any, Any, Any], below: bool, dynamic: bool, answers: Answers, places: dict[str, Any]
+    ):
         self.taken = taken
         self.below = below
         self.dynamic = dynamic
         self.answers = answers
-        self.branches = branches
+        self.branches = Branches(taken[0].__globals__, places)
         self.frames = Frames()
         self.identities = Identities()
         self.attributes = DictAttributes(taken[0].__globals__)
+        self.distinct = Distinct(taken[0].__globals__, places)
 
     def captured(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         output, guards, names, builtin_names = self._run(args, kwargs)
         captured = Captured(entry, self.taken, (args, kwargs), output, guards, self.below, self.frames)
         captured.keywords, captured.branches = tuple(kwargs), self.branches
-        captured.identities, captured.attributes = self.identities, self.attributes
+        captured.identities, captured.attributes, captured.distinct = self.identities, self.attributes, self.distinct
         captured._names, captured.builtins = names, builtin_names
         replaced = patched_methods(output.graph_capture_output.traced_code)
         if replaced:
@@ -401,12 +408,15 @@ class _Attempt:
                 modes = stack.enter_context(_settings(self.dynamic))
                 stack.enter_context(self.answers.given())
                 stack.enter_context(self.attributes.recorded())
+                stack.enter_context(self.distinct.recorded())
                 stack.enter_context(self.branches.decided())
                 stack.enter_context(marks.capturing())
                 stack.enter_context(self.frames.recorded())
                 output = convert_frame.fullgraph_capture(taken[0], (taken[1], taken[2], args, kwargs))
                 made = output.graph_capture_output
-                drop_lazy_properties(made.output_graph.guards, taken[0].__globals__, _scope(taken, args, kwargs))
+                where = taken[0].__globals__, _scope(taken, args, kwargs)
+                drop_lazy_properties(made.output_graph.guards, *where)
+                check_factories(made.output_graph.guard_on_key_order, *where)
                 filtered = functools.partial(without_tensors, names=names)
                 hooks = Hooks(guard_filter_fn=filtered) if self.below else Hooks()
                 with function_modes(modes), self.identities.recorded():

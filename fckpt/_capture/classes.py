@@ -34,8 +34,9 @@ class ClassFacts:
         for cls in guarded:
             classes.update((id(base), base) for base in cls.__mro__ if base is not object)
         mutable = [cls for cls in classes.values() if cls.__flags__ & _HEAPTYPE]
-        self._dicts = [vars(cls) for cls in mutable for name in names if name in vars(cls)]
-        self._names = [name for cls in mutable for name in names if name in vars(cls)]
+        read = [(vars(cls), name) for cls in mutable for name in vars(cls) if _is_read(name, names)]
+        self._dicts = [held for held, _ in read]
+        self._names = [name for _, name in read]
         self._values = self._read()
         # An absent name can only appear as a new entry, which makes the dict grow.
         self._sizes = [(vars(cls), len(vars(cls))) for cls in mutable]
@@ -74,7 +75,7 @@ _METHODS = dict(vars(torch.Tensor))
 
 def patched_methods(codes: Iterable[types.CodeType]) -> list[str]:
     """Returns the replaced methods of `torch.Tensor` that code mentions. Dynamo would use torch's original methods."""
-    known = [name for name in _names_in(codes) if name in _METHODS or hasattr(torch._C.TensorBase, name)]
+    known = [name for name in sorted(_names_in(codes)) if name in _METHODS or hasattr(torch._C.TensorBase, name)]
     return [name for name in known if vars(torch.Tensor).get(name, _ABSENT) is not _METHODS.get(name, _ABSENT)]
 
 
@@ -100,7 +101,15 @@ def guards_script(guard: Any) -> bool:
     return callable(reference) and isinstance(reference(), torch.jit.ScriptFunction)
 
 
-def _names_in(codes: Iterable[types.CodeType]) -> list[str]:
+def _is_read(name: str, names: set[str]) -> bool:
+    """Whether code with these names may read an entry of a class: Python calls special methods without a name."""
+    return name in names or (name.startswith("__") and name not in _INERT)
+
+
+_INERT = {"__annotations__", "__dict__", "__doc__", "__module__", "__qualname__", "__weakref__"}
+
+
+def _names_in(codes: Iterable[types.CodeType]) -> set[str]:
     names: set[str] = set()
     todo = list(codes)
     while todo:
@@ -111,5 +120,5 @@ def _names_in(codes: Iterable[types.CodeType]) -> list[str]:
                 names.add(constant)
             elif isinstance(constant, types.CodeType):
                 todo.append(constant)
-    names |= {"forward", "__call__", "__getattr__", "__getattribute__", "__init__", "__new__"}
-    return sorted(names)
+    names.add("forward")
+    return names

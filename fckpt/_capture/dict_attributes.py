@@ -7,11 +7,12 @@ others is not captured. Seen on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import enum
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fckpt._call.places import ABSENT
 from fckpt._capture.patching import lookups_patched
 from fckpt._capture.wrapped import layout_of, name_of, reader
 
-__all__ = ["DictAttributes", "has_dict_attributes"]
+__all__ = ["DictAttributes", "check_factories", "has_dict_attributes"]
 
 _MOST = 1000
 """The most items of a container that are compared."""
@@ -61,11 +62,7 @@ class DictAttributes:
             LookupError: no fact describes the attribute.
         """
         value = getattr(variable, "value", None)
-        if (
-            not variable.source
-            or not has_dict_attributes(value)
-            or (name not in _attributes(value) and name in dir(value))
-        ):
+        if not variable.source or not has_dict_attributes(value):
             return
         expression = name_of(variable.source)
         if (expression, name) not in self._known:
@@ -86,6 +83,28 @@ class DictAttributes:
             return ask
 
         return lookups_patched(asking, asking)
+
+
+def check_factories(ordered: Iterable[Any], scope: dict[str, Any], places: dict[str, Any]) -> None:
+    """Checks that no guards are lost on what the factory of a `defaultdict` reads.
+
+    Args:
+        ordered: Dynamo's sources of the dicts whose keys are guarded in their order.
+        scope: the globals of the entry, to which its expressions refer as `G`.
+        places: the arguments of the entry, to which they refer as `L`.
+
+    Raises:
+        LookupError: guards are lost.
+    """
+    for source in ordered:
+        with contextlib.suppress(AttributeError, LookupError, NameError, TypeError):  # not a place outside of the call
+            (held,) = reader([name_of(source)], scope)(places)
+            factory = getattr(held, "default_factory", None)
+            if isinstance(held, collections.defaultdict) and not isinstance(factory, (type, type(None))):
+                break
+    else:
+        return
+    raise LookupError("what the factory of a defaultdict reads cannot be guarded")
 
 
 def _attributes(value: Any) -> dict[str, Any]:

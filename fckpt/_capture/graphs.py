@@ -45,6 +45,9 @@ class FlatGraph:
         """The positions of the inputs that are Python numbers."""
         self.differentiates = any("_grad_increment_nesting" in str(n.target) for n in module.graph.nodes)
         """Whether the graph takes gradients with torch.func."""
+        for node in module.graph.nodes:
+            if getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
+                node.target = marks.checkpoint
         self.constants = _constants_as_inputs(module)
         """Tensors that the graph holds, which become additional inputs."""
         (output,) = (node for node in module.graph.nodes if node.op == "output")

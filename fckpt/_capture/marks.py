@@ -1,4 +1,4 @@
-"""Marks in a captured graph: calls that name values, and calls that begin and end rematerialised regions.
+"""Marks in a captured graph: calls that name values, that begin and end rematerialised regions, or that checkpoint.
 
 Dynamo does not support context variables, and it evaluates Python code without running it. So each region and each
 `checkpoint_name` in a captured function becomes a call of one of the functions below. The code that runs the graph
@@ -12,17 +12,19 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.utils import checkpoint as torch_checkpoint
 
 __all__ = [
     "Marks",
     "answered",
     "begin",
     "capturing",
+    "checkpoint",
     "end",
     "is_capturing",
     "key_of",
@@ -43,6 +45,9 @@ class Marks(Protocol):
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Handles a `checkpoint_name` of a tensor."""
+
+    def checkpointing(self) -> AbstractContextManager[None]:
+        """Handles a call of `torch.utils.checkpoint`, which is the body."""
 
 
 class _State(threading.local):
@@ -126,3 +131,20 @@ def name(tensor: torch.Tensor, text: str) -> torch.Tensor:
     if _state.marks is not None:
         _state.marks.name(tensor, text)
     return tensor
+
+
+def checkpoint(function: Any, *args: Any, preserve_rng_state: bool = True, **_: Any) -> Any:
+    """Calls `torch.utils.checkpoint`, as the function in the graph does.
+
+    Dynamo represents such a call by an operator that leaves the random numbers of the recompute to a compiler.
+    """
+    options = {"context_fn": function.meta[_CONTEXT]} if _CONTEXT in function.meta else {}
+    call = functools.partial(torch_checkpoint.checkpoint, function, *args, use_reentrant=False, **options)
+    with torch_checkpoint.set_checkpoint_early_stop(False):  # the end of a recompute may close a level of torch.func
+        if _state.marks is None:
+            return call(preserve_rng_state=preserve_rng_state)
+        with _state.marks.checkpointing():
+            return call(preserve_rng_state=False)
+
+
+_CONTEXT = "_checkpoint_context_fn"

@@ -1,15 +1,18 @@
-"""Temporary replacement of methods of Dynamo's classes during a capture."""
+"""Temporary replacement of parts of Dynamo during a capture: methods of its classes, and handlers of instructions."""
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.base import VariableTracker
 
-__all__ = ["lookups_patched", "patched"]
+__all__ = ["instructions_patched", "lookups_patched", "patched"]
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -29,17 +32,28 @@ def patched(owner: Any, name: str, wrapped: Wrapper) -> Iterator[None]:
 def lookups_patched(reading: Wrapper, asking: Wrapper) -> Iterator[None]:
     """Wraps, within the body, how Dynamo reads attributes (`var_getattr`) and how it asks for them (`hasattr`)."""
     with contextlib.ExitStack() as stack:
-        for cls in _variables():
+        for cls in _with_subclasses(VariableTracker):
             for name, wrapped in (("var_getattr", reading), ("call_obj_hasattr", asking)):
                 if name in vars(cls):
                     stack.enter_context(patched(cls, name, wrapped))
         yield
 
 
+@contextlib.contextmanager
+def instructions_patched(wrapped: Mapping[str, Wrapper]) -> Iterator[None]:
+    """Wraps, within the body, how Dynamo evaluates the bytecode instructions with these names."""
+    with contextlib.ExitStack() as stack:
+        for owner in _with_subclasses(InstructionTranslatorBase):
+            table = owner.dispatch_table
+            stack.callback(operator.setitem, table, slice(None), list(table))
+            for name, wrap in wrapped.items():
+                table[dis.opmap[name]] = wrap(table[dis.opmap[name]])
+        yield
+
+
 @functools.cache
-def _variables() -> list[type]:
-    """Returns the classes by which Dynamo represents values."""
-    found: list[type] = [VariableTracker]
+def _with_subclasses(owner: type) -> list[Any]:
+    found = [owner]
     for cls in found:  # grows meanwhile
         found += [sub for sub in cls.__subclasses__() if sub not in found]
     return found

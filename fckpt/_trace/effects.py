@@ -35,7 +35,7 @@ from fckpt._call.modules import storage_of
 from fckpt._call.places import Slot, content, moved, put
 from fckpt._capture.reads import Reads
 from fckpt._capture.sources import current
-from fckpt._trace.recorder import Recorder
+from fckpt._trace.recorder import CHECKPOINT_INSIDE, Recorder
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.errors import TraceError
 
@@ -334,9 +334,7 @@ class _UnseedableGenerator:
                 inside, frame = frame.f_code.co_filename == torch.utils.checkpoint.__file__, frame.f_back
             if inside:
                 raise TraceError(
-                    "the function uses torch.utils.checkpoint inside, which makes decisions about recomputation that a "
-                    "plan does not know. Remove it (a plan decides for the whole function), replace it by fckpt.remat, "
-                    f"or pass preserve_rng_state=False if nothing in it is random. {WAY_OUT}"
+                    f"{CHECKPOINT_INSIDE} If nothing in it is random, preserve_rng_state=False will do. {WAY_OUT}"
                 )
             raise TraceError(
                 f"{current()}: the function sets the random generator (`{name}`), which a plan cannot repeat. Set "

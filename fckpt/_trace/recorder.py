@@ -27,15 +27,21 @@ from fckpt._call.results import View
 from fckpt._capture.sources import Source, current
 from fckpt._trace.constant_data import LOOKING, UnknownData, looked_at
 from fckpt._trace.lifetimes import Lifetimes, Sums
-from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, statistics_of
+from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, is_random, statistics_of
 from fckpt._trace.repeated import RepeatedCalls
 from fckpt._trace.sizes import hashable, run_in, storage_of_size, viewing_symbolically
 from fckpt._trace.stand_ins import WAY_OUT, StandIn, as_computed, check_dense, storage_without_memory, viewing
 from fckpt.errors import TraceError
 
-__all__ = ["Recorder"]
+__all__ = ["CHECKPOINT_INSIDE", "Recorder"]
 
 aten = torch.ops.aten
+
+CHECKPOINT_INSIDE = (
+    "the function uses torch.utils.checkpoint inside and draws random numbers there (dropout), which the recompute "
+    "would have to draw again. Remove it (`model.gradient_checkpointing_disable()` for Hugging Face): a plan decides "
+    "about recomputation for the whole function. Or replace it by fckpt.remat."
+)
 
 
 class _Block:
@@ -184,6 +190,18 @@ class Recorder(TorchDispatchMode):
         if policy is not None and self.boundary is None:
             returned = {self.version(unwrapped(t)) for t in outputs}
             self.regions.append((range(first, len(self.calls)), returned, policy))
+
+    @contextlib.contextmanager
+    def checkpointing(self) -> Iterator[None]:
+        """Handles a call of `torch.utils.checkpoint`.
+
+        Raises:
+            TraceError: random numbers are drawn in the call, which its recompute would have to repeat.
+        """
+        first = len(self.calls)
+        yield
+        if any(is_random(call.op) for call in self.calls[first:]):
+            raise TraceError(f"{CHECKPOINT_INSIDE} {WAY_OUT}")
 
     def start_backward(self) -> None:
         """Notes the end of the forward pass."""

@@ -1,0 +1,88 @@
+"""Guards for comparisons of two objects that were not the same: `a is b`, `a == b` and `a in items`.
+
+Dynamo decides such a comparison by the objects of the captured call. It guards that two objects are the same, but not
+that they are distinct. (For tensors it guards both.) Seen on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.variables.lists import BaseListVariable
+
+from fckpt._call.places import PLAIN
+from fckpt._capture.patching import instructions_patched
+from fckpt._capture.wrapped import name_of, reader
+
+__all__ = ["Distinct"]
+
+_MOST = 64
+"""The most items of a container with which an object is compared."""
+_ITSELF = (torch.Tensor, type, *PLAIN)
+"""Types of values for which Dynamo has guards of its own."""
+
+
+class Distinct:
+    """Pairs of objects that a capture has compared, and that were distinct."""
+
+    def __init__(self, scope: dict[str, Any], places: dict[str, Any]) -> None:
+        """Begins with nothing.
+
+        Args:
+            scope: the globals of the entry, to which Dynamo's expressions for objects refer as `G`.
+            places: the arguments of the entry in the captured call, to which they refer as `L`.
+        """
+        self._scope = scope
+        self._places = places
+        self._pairs: dict[tuple[str, str], Callable[[dict[str, Any]], tuple[Any, ...]]] = {}
+
+    def hold(self, places: dict[str, Any]) -> bool:
+        """Whether the objects are distinct in a call with these arguments."""
+        return not self._pairs or not self.changed(places)
+
+    def changed(self, places: dict[str, Any]) -> str:
+        """Returns a description of two objects that are the same now; empty if there are none."""
+        for read in self._pairs.values():
+            first, second = read(places)
+            if first is second:
+                return f"two objects of {type(first).__name__}, which are compared, have become one"
+        return ""
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Records, within the body, what Dynamo compares."""
+        names = ("IS_OP", "COMPARE_OP", "CONTAINS_OP")
+        with instructions_patched({name: functools.partial(self._comparing, name=name) for name in names}):
+            yield
+        self._places = {}  # arguments of the call must not stay alive
+
+    def _comparing(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def compare(tx: Any, inst: Any) -> Any:
+            left, right = tx.stack[-2:]
+            result = original(tx, inst)
+            if left.source is not None:
+                right = right.realize()
+                many = name == "CONTAINS_OP" and isinstance(right, BaseListVariable)
+                for other in right.items[:_MOST] if many else [right]:
+                    self._add(left, other)
+            return result
+
+        return compare
+
+    def _add(self, left: Any, right: Any) -> None:
+        if right.source is None:
+            return
+        pair = name_of(left.source), name_of(right.source)
+        if pair[0] == pair[1] or pair in self._pairs:
+            return
+        read = reader(pair, self._scope)
+        try:
+            first, second = read(self._places)
+        except Exception:  # an expression that only Dynamo's own guards can evaluate
+            return
+        if first is not second and not isinstance(first, _ITSELF) and not isinstance(second, _ITSELF):
+            self._pairs[pair] = read
