@@ -230,6 +230,9 @@ class _Walk:
             if len(value) <= LARGE:
                 for item in value:
                     self.visit(slot, item, depth - 1)
+            if kind is not tuple and self.facts is not None:
+                self.items(getattr(value, "__dict__", {}), depth - 1)
+                self.constants(kind)
         elif isinstance(value, functools.partial):
             for item in (value.func, *value.args, *value.keywords.values()):
                 self.visit(slot, item, depth - 1)

@@ -25,9 +25,10 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import FunctoolsPartialVariable
+from torch._dynamo.variables.user_defined import UserDefinedDictVariable
 
 from fckpt._capture.dict_attributes import has_dict_attributes
-from fckpt._capture.patching import lookups_patched, patched
+from fckpt._capture.patching import lookups_patched, patched, with_subclasses
 
 __all__ = ["absences_guarded"]
 
@@ -47,13 +48,16 @@ def _guarded_subscript(original: Callable[..., Any]) -> Callable[..., Any]:
 def _ordered_copies(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name in ("copy", "update"):
+        if name in ("copy", "update", "__or__", "__ror__", "__ior__"):
             for held in (self, *args):
-                if held.source and isinstance(held.realize(), ConstDictVariable):
+                if held.source and isinstance(held.realize(), _DICTS):
                     tx.output.guard_on_key_order.add(held.source)
         return original(self, tx, name, args, kwargs)
 
     return call_method
+
+
+_DICTS = (ConstDictVariable, UserDefinedDictVariable)
 
 
 class _Presences:
@@ -116,9 +120,10 @@ def _is_answered(value: Any, name: str) -> bool:
 def absences_guarded() -> Iterator[None]:
     """Makes Dynamo guard absent keys and attributes, and orders of keys, within the body."""
     presences = _Presences()
-    with (
-        patched(ConstDictVariable, _SUBSCRIPT, _guarded_subscript),
-        patched(ConstDictVariable, "call_method", _ordered_copies),
-        lookups_patched(presences.of_absent, presences.of_asked),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(ConstDictVariable, _SUBSCRIPT, _guarded_subscript))
+        for cls in with_subclasses(_DICTS):
+            if "call_method" in vars(cls):
+                stack.enter_context(patched(cls, "call_method", _ordered_copies))
+        stack.enter_context(lookups_patched(presences.of_absent, presences.of_asked))
         yield

@@ -393,7 +393,7 @@ class _Attempt:
         captured._names, captured.builtins = names, builtin_names
         replaced = patched_methods(output.graph_capture_output.traced_code)
         if replaced:
-            raise CaptureError(f"Tensor.{replaced[0]} was replaced by another function")
+            raise CaptureError(f"Tensor.{replaced[0]} is not the method of torch")
         _check_inputs(captured)
         return captured
 
@@ -421,7 +421,8 @@ class _Attempt:
                 hooks = Hooks(guard_filter_fn=filtered) if self.below else Hooks()
                 with function_modes(modes), self.identities.recorded():
                     guards = made.build_guards(taken[0].__code__, hooks=hooks).guard_manager
-                    return output, guards, names, builtin_names
+                self.attributes.add_orders(made.output_graph.guards, where[1])
+                return output, guards, names, builtin_names
         except TorchDynamoException as error:
             raise CaptureError(_reason(error)) from error
         except Exception as error:

@@ -74,9 +74,12 @@ _METHODS = dict(vars(torch.Tensor))
 
 
 def patched_methods(codes: Iterable[types.CodeType]) -> list[str]:
-    """Returns the replaced methods of `torch.Tensor` that code mentions. Dynamo would use torch's original methods."""
-    known = [name for name in sorted(_names_in(codes)) if name in _METHODS or hasattr(torch._C.TensorBase, name)]
-    return [name for name in known if vars(torch.Tensor).get(name, _ABSENT) is not _METHODS.get(name, _ABSENT)]
+    """Returns the methods of `torch.Tensor` that code mentions and that were replaced or added.
+
+    Dynamo would use torch's original methods, and refer to new ones by their names only.
+    """
+    now = vars(torch.Tensor)
+    return [name for name in sorted(_names_in(codes)) if now.get(name, _ABSENT) is not _METHODS.get(name, _ABSENT)]
 
 
 _HEAPTYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was created by Python code, so its dict can change

@@ -1,8 +1,10 @@
-"""Guards for the attributes of dicts, such as configurations and results of Hugging Face's and diffusers' models.
+"""Guards for the attributes of dicts, such as configurations and results of Hugging Face's and diffusers' models, and
+for the orders of `OrderedDict`s and `defaultdict`s.
 
 Dynamo's guards for an object of a subclass of `dict` compare its items. Guards on its attributes, and on everything
 that was read through them, are lost. So the attributes are compared here, as far as they can be; a function that reads
-others is not captured. Seen on torch 2.11 and 2.13.
+others is not captured. Nor does Dynamo guard the order of an `OrderedDict` or a `defaultdict` that is copied or
+compared. (Whether the keys are there is guarded.) Seen on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from fckpt._call.places import ABSENT
+from fckpt._capture.classes import classes_of
 from fckpt._capture.patching import lookups_patched
 from fckpt._capture.wrapped import layout_of, name_of, reader
 
@@ -26,6 +29,7 @@ __all__ = ["DictAttributes", "check_factories", "has_dict_attributes"]
 _MOST = 1000
 """The most items of a container that are compared."""
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
+_ORDERED = (collections.OrderedDict, collections.defaultdict)
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
@@ -42,10 +46,12 @@ class DictAttributes:
         self._scope = scope
         self._known: dict[tuple[str, str], tuple[Callable[[dict[str, Any]], tuple[Any, ...]], Any]] = {}
         """By expression for a dict, and name of an attribute: how to read the dict, and a fact about the attribute."""
+        self._orders: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[Any, None]]] = []
+        """For each such dict: how to read it, and its keys."""
 
     def hold(self, places: dict[str, Any]) -> bool:
         """Whether the attributes are the same in a call with these arguments."""
-        return not self._known or not self.changed(places)
+        return not (self._known or self._orders) or not self.changed(places)
 
     def changed(self, places: dict[str, Any]) -> str:
         """Returns a description of an attribute that has changed; empty if there is none."""
@@ -53,7 +59,21 @@ class DictAttributes:
             (held,) = read(places)
             if _fact(_attributes(held).get(name, ABSENT)) != then:
                 return f"the attribute {name} of a dict has changed"
+        for read, keys in self._orders:
+            (held,) = read(places)
+            if [key for key in held if key in keys] != [key for key in keys if key in held]:
+                return f"the order of the keys of a {type(held).__name__} has changed"
         return ""
+
+    def add_orders(self, guards: Iterable[Any], places: dict[str, Any]) -> None:
+        """Notes the orders of all `OrderedDict`s and `defaultdict`s to which Dynamo's guards refer."""
+        ordered = [guard for guard in guards if any(issubclass(cls, _ORDERED) for cls in classes_of(guard))]
+        for expression in {name_of(guard) for guard in ordered}:
+            with contextlib.suppress(Exception):  # only Dynamo's own guards can evaluate it
+                read = reader([expression], self._scope)
+                (held,) = read(places)
+                if isinstance(held, _ORDERED):
+                    self._orders.append((read, dict.fromkeys(held)))
 
     def add(self, variable: Any, name: str) -> None:
         """Notes that the capture reads an attribute of a dict, unless the capture itself made the dict.

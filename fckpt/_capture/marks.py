@@ -48,6 +48,7 @@ class Marks(Protocol):
 
     def checkpointing(self) -> AbstractContextManager[None]:
         """Handles a call of `torch.utils.checkpoint`, which is the body."""
+        ...
 
 
 class _State(threading.local):

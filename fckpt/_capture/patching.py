@@ -12,7 +12,7 @@ from typing import Any
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.base import VariableTracker
 
-__all__ = ["instructions_patched", "lookups_patched", "patched"]
+__all__ = ["instructions_patched", "lookups_patched", "patched", "with_subclasses"]
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -32,7 +32,7 @@ def patched(owner: Any, name: str, wrapped: Wrapper) -> Iterator[None]:
 def lookups_patched(reading: Wrapper, asking: Wrapper) -> Iterator[None]:
     """Wraps, within the body, how Dynamo reads attributes (`var_getattr`) and how it asks for them (`hasattr`)."""
     with contextlib.ExitStack() as stack:
-        for cls in _with_subclasses(VariableTracker):
+        for cls in with_subclasses((VariableTracker,)):
             for name, wrapped in (("var_getattr", reading), ("call_obj_hasattr", asking)):
                 if name in vars(cls):
                     stack.enter_context(patched(cls, name, wrapped))
@@ -43,7 +43,7 @@ def lookups_patched(reading: Wrapper, asking: Wrapper) -> Iterator[None]:
 def instructions_patched(wrapped: Mapping[str, Wrapper]) -> Iterator[None]:
     """Wraps, within the body, how Dynamo evaluates the bytecode instructions with these names."""
     with contextlib.ExitStack() as stack:
-        for owner in _with_subclasses(InstructionTranslatorBase):
+        for owner in with_subclasses((InstructionTranslatorBase,)):
             table = owner.dispatch_table
             stack.callback(operator.setitem, table, slice(None), list(table))
             for name, wrap in wrapped.items():
@@ -52,8 +52,9 @@ def instructions_patched(wrapped: Mapping[str, Wrapper]) -> Iterator[None]:
 
 
 @functools.cache
-def _with_subclasses(owner: type) -> list[Any]:
-    found = [owner]
+def with_subclasses(owners: tuple[type, ...]) -> list[Any]:
+    """Returns classes, and all classes that inherit from them."""
+    found = list(owners)
     for cls in found:  # grows meanwhile
         found += [sub for sub in cls.__subclasses__() if sub not in found]
     return found

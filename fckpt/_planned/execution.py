@@ -137,6 +137,11 @@ class Program:
         first, kept = (sum(graph.values[v].nbytes for v in values) for values in (results, results & read))
         return max(max(live[:count], default=0) + first, max(live[count:], default=0) + kept)
 
+    def has_room_for(self, nbytes: int) -> bool:
+        """Whether so many bytes beside the plan are within the budget."""
+        budget = self.plan.budget_bytes
+        return budget is None or self.timeline.peak_nbytes + nbytes <= budget
+
     def takes(self, strides: Sequence[tuple[int, ...]]) -> bool:
         """Whether the plan is valid for cotangents with these strides: only their first readers see the difference.
 
@@ -271,8 +276,8 @@ _CONVERT = torch.ops.aten._to_copy.default
 
 NOT_AGAIN = (
     "the forward pass of a planned function would have to run again (for a second backward pass, a second derivative, "
-    "or a backward pass of other outputs than before), but it changed a buffer that its results depend on, and plans "
-    "save no copies of buffers. Call the function again before this backward pass, or return the new value of the "
+    "or a backward pass of other outputs than before), but it changed a buffer that its results depend on, and the "
+    "plan saved no copy of it. Call the function again before this backward pass, or return the new value of the "
     "buffer instead of changing it."
 )
 
@@ -304,7 +309,7 @@ class Execution:
             replan: returns the planned program for a backward pass.
             ledger: counts the backward passes that cannot run by a plan or exceed it, and warns of them.
             certain: whether a backward pass like the planned one has been observed. Until then the forward pass may
-                have to run again, so buffers that it changes are copied first.
+                have to run again, so buffers that it changes are copied first, if the budget has room for the copies.
             seen: called when a backward pass has run.
             level: the level of the `vmap` under which the program was traced; 0 if there was none.
             retraceable: whether `replan` can trace the function again.
@@ -319,7 +324,8 @@ class Execution:
         self.statistics = [(i, self._batch(closure[i - program.count])[0]) for i in program.statistics]
         """The written captured tensors: operands of the trace, but not operands of the call for autograd."""
         known = dict(self.statistics)
-        self.before = {i: None if certain else known[i].detach().clone() for i in program.remembered}
+        copies = not certain and program.has_room_for(sum([known[i].nbytes for i in program.remembered]))
+        self.before = {i: known[i].detach().clone() if copies else None for i in program.remembered}
         """By written captured tensor whose previous value matters: a copy of that value, or None if not copied."""
         self.residuals: list[Any] | None = None
         self.shared: list[tuple[torch.Tensor, int]] = []

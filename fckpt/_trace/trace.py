@@ -216,6 +216,8 @@ def _python_code(reads: Reads, tensors: Sequence[torch.Tensor], operands: Sequen
     """
     for tensor, operand in zip(tensors, operands, strict=True):
         vars(operand).update(vars(tensor))
+        if isinstance(tensor, torch.nn.Parameter):
+            vars(operand)["_is_param"] = True  # what `isinstance` looks for
     # Compiled functions inside run uncompiled: torch would cache the failure of compiling them here.
     with torch.compiler.set_stance("force_eager"), impure_calls_refused(reads):
         yield

@@ -252,3 +252,47 @@ def test_writes_to_a_container_among_the_arguments_are_refused(name: str) -> Non
     with pytest.raises(fckpt.TraceError, match=r"changes args\[1\]"):
         fckpt.remat(plain, budget=1.0)(leaf(X), held)
     assert held == make()
+
+
+class Pair(tuple[float, ...]):
+    factor = 1.0
+
+
+def test_attributes_of_tuples_and_tensors() -> None:
+    pair, net = Pair((1.0, 2.0)), nn.Linear(8, 8)
+    net.register_buffer("buffer", torch.ones(8))
+    net.weight.scale = net.buffer.scale = 1.0  # type: ignore[attr-defined]
+
+    def plain(x: Any) -> Tensor:
+        return drawn(net(x) * pair[0] * pair.factor * net.weight.scale * net.buffer.scale * x.scale)
+
+    def given(scale: float) -> Tensor:
+        x = leaf(X)
+        x.scale = scale  # type: ignore[attr-defined]
+        return x
+
+    planned = fckpt.remat(plain, budget=1.0)
+    changes: list[tuple[float, Callable[[], Any]]] = [
+        (1.0, lambda: None),
+        (1.0, lambda: setattr(Pair, "factor", 3.0)),
+        (1.0, lambda: setattr(pair, "factor", 5.0)),
+        (1.0, lambda: setattr(net.weight, "scale", 7.0)),
+        (1.0, lambda: setattr(net.buffer, "scale", 9.0)),
+        (2.0, lambda: None),
+    ]
+    for scale, change in changes:
+        change()
+        found = []
+        for fn in (planned, plain):
+            GENERATOR.manual_seed(0)
+            found.append(fn(given(scale)))
+        assert torch.equal(*found)
+
+
+def test_a_parameter_is_one() -> None:
+    held = {"weight": torch.ones(8)}
+    plain = lambda x: drawn(x * held["weight"] * (2.0 if isinstance(held["weight"], nn.Parameter) else 3.0))
+    planned = fckpt.remat(plain, budget=1.0)
+    assert_same(planned, plain)
+    held["weight"] = nn.Parameter(torch.ones(8), requires_grad=False)
+    assert_same(planned, plain)

@@ -1,0 +1,199 @@
+"""What Dynamo reads without a guard: orders of keys, distinct objects, special methods, methods added to tensors."""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import leaf
+from torch import Tensor, nn
+
+import fckpt
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is captured for the third time:fckpt.PlanWarning")
+
+
+def assert_same(planned: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor]) -> None:
+    assert torch.equal(planned(leaf(X)), plain(leaf(X)))
+
+
+def first(**given: float) -> float:
+    return next(iter(given.values()))
+
+
+COPIES: dict[str, Callable[[Any], float]] = {
+    "keywords": lambda held: first(**held),
+    "spread": lambda held: next(iter({**held}.values())),
+    "copy": lambda held: next(iter(held.copy().values())),
+    "dict": lambda held: next(iter(dict(held).values())),
+    "update": lambda held: next(iter((new := {}, new.update(held), new)[2].values())),
+    "or": lambda held: next(iter((held | {"c": 3.0}).values())),
+}
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, lambda held: collections.defaultdict(float, held)])
+@pytest.mark.parametrize("name", COPIES)
+def test_the_order_of_keys_of_a_copied_dict(kind: Callable[[Any], Any], name: str) -> None:
+    held = kind({"a": 1.0, "b": 2.0})
+    plain = lambda x: (x.sin() * COPIES[name](held)).sum()
+    planned = fckpt.remat(plain, budget=1.0)
+    for _ in range(2):
+        assert_same(planned, plain)
+        held["a"] = held.pop("a")
+    assert_same(planned, plain)
+
+
+def test_equality_of_ordered_dicts() -> None:
+    one, two = (collections.OrderedDict(a=1.0, b=2.0) for _ in range(2))
+    plain = lambda x: (x.sin() if one == two else x.cos()).sum()
+    planned = fckpt.remat(plain, budget=1.0)
+    assert_same(planned, plain)
+    one.move_to_end("a")
+    assert_same(planned, plain)
+
+
+def test_what_the_factory_of_a_default_dict_reads() -> None:
+    factor = [1.0]
+    held = collections.defaultdict(lambda: factor[0], a=2.0)
+    fn = lambda x: (x.sin() * held["new"]).sum()
+    planned = fckpt.remat(fn, budget=1.0)
+    for factor[0] in (1.0, 3.0):
+        held.pop("new", None)
+        assert torch.equal(planned(leaf(X)), (X.sin() * factor[0]).sum())
+        assert held["new"] == factor[0]
+
+
+class Missing(dict[str, float]):
+    default = 1.0
+
+    def __missing__(self, key: str) -> float:
+        return self.default
+
+
+def test_an_attribute_of_a_dict_that_covers_one_of_its_class() -> None:
+    held = Missing()
+    plain = lambda x: (x.sin() * held["key"]).sum()
+    planned = fckpt.remat(plain, budget=1.0)
+    assert_same(planned, plain)
+    held.default = 4.0
+    assert_same(planned, plain)
+
+
+class Thing:
+    pass
+
+
+COMPARED: dict[str, Callable[[Any], bool]] = {
+    "is": lambda held: held.a is held.b,
+    "is not": lambda held: held.a is not held.b,
+    "equal": lambda held: held.a == held.b,
+    "in": lambda held: held.a in [held.c, held.b],
+}
+
+
+@pytest.mark.parametrize("make", [Thing, lambda: nn.Linear(2, 2), list, dict])
+@pytest.mark.parametrize("name", COMPARED)
+def test_two_objects_become_one(make: Callable[[], Any], name: str) -> None:
+    held = types.SimpleNamespace(a=make(), b=make(), c=make())
+    plain = lambda x: (x.sin() if COMPARED[name](held) else x.cos()).sum()
+    planned = fckpt.remat(plain, budget=1.0)
+    assert_same(planned, plain)
+    kept, held.b = held.b, held.a
+    assert_same(planned, plain)
+    held.b = kept
+    assert_same(planned, plain)
+
+
+class Special:
+    """An object on which Python calls methods that no code names."""
+
+    def __getitem__(self, index: int) -> float:
+        return 1.0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __enter__(self) -> float:
+        return 1.0
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def __iter__(self) -> Any:
+        return iter([1.0])
+
+    def __contains__(self, key: Any) -> bool:
+        return False
+
+    def __add__(self, other: float) -> float:
+        return other + 1.0
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __float__(self) -> float:
+        return 1.0
+
+    def __index__(self) -> int:
+        return 1
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def entered(held: Any) -> float:
+    with held as found:
+        return float(found)
+
+
+SPECIAL: dict[str, tuple[Callable[[Any], float], Callable[..., Any]]] = {
+    "__getitem__": (lambda held: held[0], lambda self, index: 9.0),
+    "__len__": (len, lambda self: 9),
+    "__enter__": (entered, lambda self: 9.0),
+    "__iter__": (sum, lambda self: iter([9.0])),
+    "__contains__": (lambda held: 2.0 if 1 in held else 1.0, lambda self, key: True),
+    "__add__": (lambda held: held + 1.0, lambda self, other: 9.0),
+    "__eq__": (lambda held: 2.0 if held == 1 else 1.0, lambda self, other: True),
+    "__bool__": (lambda held: 2.0 if held else 1.0, lambda self: True),
+    "__float__": (float, lambda self: 9.0),
+    "__index__": (lambda held: [1.0, 2.0, 3.0][held], lambda self: 2),
+}
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["captured", "traced"])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_a_special_method_that_is_replaced(name: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator that is drawn from cannot be captured."""
+    read, new = SPECIAL[name]
+    held, generator = Special(), torch.Generator()
+
+    if drawn:
+        plain = lambda x: (x.sin() * read(held) * torch.rand((), generator=generator)).sum()
+    else:
+        plain = lambda x: (x.sin() * read(held)).sum()
+    planned = fckpt.remat(plain, budget=1.0)
+    for _ in range(2):
+        found = []
+        for fn in (planned, plain):
+            generator.manual_seed(0)
+            found.append(fn(leaf(X)))
+        assert torch.equal(*found)
+        monkeypatch.setattr(Special, name, new)
+
+
+def test_a_method_that_was_added_to_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph would refer to it by its name."""
+    monkeypatch.setattr(torch.Tensor, "twice", lambda self: self * 2, raising=False)
+    plain = lambda x: x.sin().twice().sum()
+    planned = fckpt.remat(plain, budget=1.0)
+    assert_same(planned, plain)
+    monkeypatch.setattr(torch.Tensor, "twice", lambda self: self * 7)
+    assert_same(planned, plain)
