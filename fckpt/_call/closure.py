@@ -298,6 +298,8 @@ class _Walk:
         elif len(value) <= self.most:
             if isinstance(value, set) and self.state is not None:
                 self.state.values.append((value, content(value, None)))
+            if any(isinstance(item, torch.Tensor) for item in value):
+                self.refuse_lookups(kind)
             for item in value if len(value) <= LARGE else ():
                 self.visit(None, item, depth)
         if kind not in BUILTIN:
@@ -327,9 +329,16 @@ class _Walk:
             for item in held:
                 self.visit(slot, item, depth)
 
+    def refuse_lookups(self, kind: type) -> None:
+        """Notes a set or a dict in which the tensors of a trace would not be found."""
+        if self.facts is not None:
+            self.facts.append(Unguarded(f"a {kind.__name__} of tensors, in which those of a trace would not be found"))
+
     def items(self, holder: dict[Any, Any], depth: int) -> None:
         if len(holder) > self.most:
             return
+        if isinstance(next(iter(holder), None), torch.Tensor) and type(holder) is dict:  # not an optimizer's state
+            self.refuse_lookups(dict)
         held = entries(holder)
         if self.state is not None:
             self.state.dicts.append((holder, held))

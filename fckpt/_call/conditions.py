@@ -190,7 +190,8 @@ class Observation:
             return self._conditions(self.random.drawn() if draws is None else self.random.assumed(draws), lost)
 
     def _conditions(self, random: RandomState, lost: str) -> Conditions:
-        slots = [slot for slot in self.slots if present(slot)]
+        # The recompute finds tensors where the forward found them. What else the function changes, it changes again.
+        slots = [slot for slot in self.slots if present(slot) or tensors_in(slot[2])]
         buffers = {id(unwrapped(tensor)) for _, _, _, tensor, _ in self.buffers}
         for tensor, then in self.versions:
             if version(tensor) != then and id(tensor) not in buffers:

@@ -8,6 +8,7 @@ Without the guards added here, Dynamo's guards would still hold after the key or
 attributes of dicts, see `dict_attributes.py`.)
 
 Dynamo guards the order of the keys of a dict that is iterated, but not if it is copied: `d.copy()`, `{**d}`, `f(**d)`.
+It guards no keys at all of a dict that it passes to a built-in function: `max(d, key=d.get)`.
 Seen on torch 2.11 and 2.13.
 """
 
@@ -23,6 +24,7 @@ import torch
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import FunctoolsPartialVariable
 from torch._dynamo.variables.user_defined import UserDefinedDictVariable
@@ -55,6 +57,17 @@ def _ordered_copies(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, tx, name, args, kwargs)
 
     return call_method
+
+
+def _guarded_constant(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def as_python_constant(self: Any) -> Any:
+        if self.source:
+            self.install_dict_keys_match_guard()
+            InstructionTranslator.current_tx().output.guard_on_key_order.add(self.source)
+        return original(self)
+
+    return as_python_constant
 
 
 _DICTS = (ConstDictVariable, UserDefinedDictVariable)
@@ -122,6 +135,7 @@ def absences_guarded() -> Iterator[None]:
     presences = _Presences()
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(ConstDictVariable, _SUBSCRIPT, _guarded_subscript))
+        stack.enter_context(patched(ConstDictVariable, "as_python_constant", _guarded_constant))
         for cls in with_subclasses(_DICTS):
             if "call_method" in vars(cls):
                 stack.enter_context(patched(cls, "call_method", _ordered_copies))

@@ -7,7 +7,9 @@ function must not be captured.
 
 from __future__ import annotations
 
+import dis
 import functools
+import itertools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -34,18 +36,30 @@ def cached_reader(guards: Any, scope: dict[str, Any], local: dict[str, Any]) -> 
             found = eval(name, {"L": local, "G": scope})
         except Exception:  # a source that only Dynamo's own guards can evaluate
             continue
+        found = getattr(found, "__func__", found)  # of a method
         if isinstance(found, functools._lru_cache_wrapper) and _reads_state(found.__wrapped__):
             return str(getattr(found, "__name__", name))
     return ""
 
 
 def _reads_state(fn: Any) -> bool:
-    """Whether a function of the user reads variables that hold neither functions, nor classes, nor modules."""
+    """Whether a function of the user reads variables that hold neither functions, nor classes, nor modules, or reads
+    attributes of its arguments, as a method does.
+    """
     if not isinstance(fn, types.FunctionType) or not is_users(fn.__code__.co_filename):
         return False
     if "-packages" in fn.__code__.co_filename:
         return False
+    if any(a.startswith("LOAD_FAST") and b in _ATTRIBUTE for a, b in itertools.pairwise(_instructions(fn))):
+        return True
     return not all(isinstance(value, _CODE) for value in _read(fn))
+
+
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+
+
+def _instructions(fn: types.FunctionType) -> list[str]:
+    return [instruction.opname for instruction in dis.get_instructions(fn)]
 
 
 def _read(fn: types.FunctionType) -> Iterator[Any]:

@@ -51,7 +51,7 @@ from fckpt._capture.cached import cached_reader
 from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.checks import validation_captured
 from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
-from fckpt._capture.dict_attributes import DictAttributes, check_factories
+from fckpt._capture.dict_attributes import DictAttributes, keep_factories
 from fckpt._capture.distinct import Distinct
 from fckpt._capture.frames import Frames
 from fckpt._capture.function import GraphFunction
@@ -416,7 +416,7 @@ class _Attempt:
                 made = output.graph_capture_output
                 where = taken[0].__globals__, _scope(taken, args, kwargs)
                 drop_lazy_properties(made.output_graph.guards, *where)
-                check_factories(made.output_graph.guard_on_key_order, *where)
+                keep_factories(made.output_graph.guard_on_key_order, *where)
                 filtered = functools.partial(without_tensors, names=names)
                 hooks = Hooks(guard_filter_fn=filtered) if self.below else Hooks()
                 with function_modes(modes), self.identities.recorded():

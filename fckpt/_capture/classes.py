@@ -123,5 +123,4 @@ def _names_in(codes: Iterable[types.CodeType]) -> set[str]:
                 names.add(constant)
             elif isinstance(constant, types.CodeType):
                 todo.append(constant)
-    names.add("forward")
-    return names
+    return names | {"forward", "backward", "setup_context"}

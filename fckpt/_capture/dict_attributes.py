@@ -24,7 +24,7 @@ from fckpt._capture.classes import classes_of
 from fckpt._capture.patching import lookups_patched
 from fckpt._capture.wrapped import layout_of, name_of, reader
 
-__all__ = ["DictAttributes", "check_factories", "has_dict_attributes"]
+__all__ = ["DictAttributes", "has_dict_attributes", "keep_factories"]
 
 _MOST = 1000
 """The most items of a container that are compared."""
@@ -105,26 +105,21 @@ class DictAttributes:
         return lookups_patched(asking, asking)
 
 
-def check_factories(ordered: Iterable[Any], scope: dict[str, Any], places: dict[str, Any]) -> None:
-    """Checks that no guards are lost on what the factory of a `defaultdict` reads.
+def keep_factories(ordered: set[Any], scope: dict[str, Any], places: dict[str, Any]) -> None:
+    """Takes the `defaultdict`s out of the dicts whose keys Dynamo guards in their order: see `add_orders`.
+
+    With these guards, those on what a factory reads would be lost.
 
     Args:
-        ordered: Dynamo's sources of the dicts whose keys are guarded in their order.
+        ordered: Dynamo's sources of the dicts.
         scope: the globals of the entry, to which its expressions refer as `G`.
         places: the arguments of the entry, to which they refer as `L`.
-
-    Raises:
-        LookupError: guards are lost.
     """
-    for source in ordered:
-        with contextlib.suppress(AttributeError, LookupError, NameError, TypeError):  # not a place outside of the call
+    for source in list(ordered):
+        with contextlib.suppress(Exception):  # only Dynamo's own guards can evaluate it
             (held,) = reader([name_of(source)], scope)(places)
-            factory = getattr(held, "default_factory", None)
-            if isinstance(held, collections.defaultdict) and not isinstance(factory, (type, type(None))):
-                break
-    else:
-        return
-    raise LookupError("what the factory of a defaultdict reads cannot be guarded")
+            if isinstance(held, collections.defaultdict):
+                ordered.discard(source)
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -1,18 +1,20 @@
 """Guards for comparisons of two objects that were not the same: `a is b`, `a == b` and `a in items`.
 
 Dynamo decides such a comparison by the objects of the captured call. It guards that two objects are the same, but not
-that they are distinct. (For tensors it guards both.) Seen on torch 2.11 and 2.13.
+that they are distinct. (For tensors it guards both.) Of a tensor it does not know whether it is in a set. Seen on torch
+2.11 and 2.13.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, KeysView
 from typing import Any
 
 import torch
 from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.tensor import TensorVariable
 
 from fckpt._call.places import PLAIN
 from fckpt._capture.patching import instructions_patched
@@ -63,6 +65,8 @@ class Distinct:
     def _comparing(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         def compare(tx: Any, inst: Any) -> Any:
             left, right = tx.stack[-2:]
+            if name == "CONTAINS_OP" and isinstance(left.realize(), TensorVariable) and _is_hashed(right.realize()):
+                raise LookupError("whether a tensor is in a set or a dict is not known")
             result = original(tx, inst)
             if left.source is not None:
                 right = right.realize()
@@ -86,3 +90,11 @@ class Distinct:
             return
         if first is not second and not isinstance(first, _ITSELF) and not isinstance(second, _ITSELF):
             self._pairs[pair] = read
+
+
+def _is_hashed(variable: Any) -> bool:
+    """Whether a variable stands for a set, a dict, or the keys of one."""
+    try:
+        return issubclass(variable.python_type(), (set, frozenset, dict, KeysView))
+    except NotImplementedError:
+        return False

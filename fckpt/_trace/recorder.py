@@ -38,9 +38,9 @@ __all__ = ["CHECKPOINT_INSIDE", "Recorder"]
 aten = torch.ops.aten
 
 CHECKPOINT_INSIDE = (
-    "the function uses torch.utils.checkpoint inside and draws random numbers there (dropout), which the recompute "
-    "would have to draw again. Remove it (`model.gradient_checkpointing_disable()` for Hugging Face): a plan decides "
-    "about recomputation for the whole function. Or replace it by fckpt.remat."
+    "the function uses torch.utils.checkpoint inside, and draws random numbers there (dropout) or writes buffers "
+    "(batch normalisation), which the recompute would do again. Remove it (`model.gradient_checkpointing_disable()` "
+    "for Hugging Face): a plan decides about recomputation for the whole function. Or replace it by fckpt.remat."
 )
 
 
@@ -196,11 +196,12 @@ class Recorder(TorchDispatchMode):
         """Handles a call of `torch.utils.checkpoint`.
 
         Raises:
-            TraceError: random numbers are drawn in the call, which its recompute would have to repeat.
+            TraceError: random numbers are drawn in the call, which its recompute would have to repeat, or buffers are
+                written, which it would write again.
         """
-        first = len(self.calls)
+        first, written = len(self.calls), len(self.written)
         yield
-        if any(is_random(call.op) for call in self.calls[first:]):
+        if len(self.written) > written or any(is_random(call.op) for call in self.calls[first:]):
             raise TraceError(f"{CHECKPOINT_INSIDE} {WAY_OUT}")
 
     def start_backward(self) -> None:

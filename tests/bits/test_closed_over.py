@@ -310,3 +310,61 @@ def test_closure_of_a_closure_under_a_budget() -> None:
     wanted = torch.autograd.grad(found.step(x).sum(), [a, x])
     got = torch.autograd.grad(fckpt.remat(found.step, budget=1.0)(x).sum(), [a, x])
     assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
+
+
+def in_a_list() -> tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]:
+    held = [torch.ones_like(X)]
+
+    def fn(x: Tensor) -> Tensor:
+        held[0] = held[0] + x.detach()
+        return (x.tanh() * held[0]).sum()
+
+    return fn, lambda: held[0]
+
+
+def in_a_dict() -> tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]:
+    held = {"state": torch.ones_like(X)}
+
+    def fn(x: Tensor) -> Tensor:
+        held["state"] = x.tanh().detach() + held["state"]
+        return (x.tanh() * held["state"]).sum()
+
+    return fn, lambda: held["state"]
+
+
+def in_an_object() -> tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]:
+    class Held:
+        state = torch.ones_like(X)
+
+    held = Held()
+    held.state = torch.ones_like(X)
+
+    def fn(x: Tensor) -> Tensor:
+        held.state = held.state * 2
+        return (x.tanh() * held.state).sum()
+
+    return fn, lambda: held.state
+
+
+def in_a_variable() -> tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]:
+    state = torch.ones_like(X)
+
+    def fn(x: Tensor) -> Tensor:
+        nonlocal state
+        state = state + x.tanh().detach()
+        return (x.tanh() * state).sum()
+
+    return fn, lambda: state
+
+
+@pytest.mark.parametrize("budget", [None, 1.0])
+@pytest.mark.parametrize("make", [in_a_list, in_a_dict, in_an_object, in_a_variable])
+def test_a_tensor_that_the_function_replaces_is_replaced_once(make: Callable[[], Any], budget: float | None) -> None:
+    found = []
+    for wrapped in (False, True):
+        fn, state = make()
+        run = fckpt.remat(fn, budget=budget) if wrapped else fn
+        x = X.clone().requires_grad_()
+        steps = [(run(x), *torch.autograd.grad(run(x), x), state()) for _ in range(2)]
+        found.append([tensor for step in steps for tensor in step])
+    assert all(map(torch.equal, *found))

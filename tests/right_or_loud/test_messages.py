@@ -196,3 +196,13 @@ def test_errors_go_from_one_process_to_another(copied: Any) -> None:
         other = copied(error)
         assert type(other) is kind and str(other) == "too much"
         assert vars(other) == vars(error) and vars(error)["__notes__"]
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(4)])
+def test_a_checkpoint_inside_that_draws_or_writes_is_refused(layer: nn.Module) -> None:
+    """Dynamo's operator for it leaves that to a compiler."""
+    net = nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh())
+    fn = lambda x: checkpoint(net, x, use_reentrant=False).square().sum()
+    for options in ({"budget": 1.0}, {"policy": fckpt.policies.dots_saveable}):
+        with pytest.raises(fckpt.TraceError, match=r"torch.utils.checkpoint inside.*gradient_checkpointing_disable"):
+            fckpt.remat(fn, **options)(torch.randn(6, 4))

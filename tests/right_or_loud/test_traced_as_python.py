@@ -296,3 +296,20 @@ def test_a_parameter_is_one() -> None:
     assert_same(planned, plain)
     held["weight"] = nn.Parameter(torch.ones(8), requires_grad=False)
     assert_same(planned, plain)
+
+
+def test_the_backward_pass_of_a_function_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2
+
+    plain = lambda x: drawn(Scaled.apply(torch.tanh(x)))
+    planned = fckpt.remat(plain, budget=1.0)
+    assert_same(planned, plain)
+    monkeypatch.setattr(Scaled, "backward", staticmethod(lambda ctx, grad: grad * 5))
+    assert_same(planned, plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -197,3 +198,39 @@ def test_a_method_that_was_added_to_tensors(monkeypatch: pytest.MonkeyPatch) -> 
     assert_same(planned, plain)
     monkeypatch.setattr(torch.Tensor, "twice", lambda self: self * 7)
     assert_same(planned, plain)
+
+
+def test_a_dict_that_is_passed_to_a_built_in_function() -> None:
+    held = {"b": 1.0, "a": 2.0}
+    plain = lambda x: (x.sin() * held[max(held, key=held.get)]).sum()  # type: ignore[arg-type]
+    planned = fckpt.remat(plain, budget=1.0)
+    assert_same(planned, plain)
+    held["z"] = 9.0
+    assert_same(planned, plain)
+
+
+def test_a_method_with_a_cache() -> None:
+    class Held:
+        factor = 1.0
+
+        @functools.lru_cache  # noqa: B019
+        def read(self) -> float:
+            return self.factor
+
+    held = Held()
+    plain = lambda x: (x.sin() * held.read()).sum()
+    planned = fckpt.remat(plain, budget=1.0)
+    assert_same(planned, plain)
+    held.factor = 3.0
+    assert_same(planned, plain)
+    Held.read.cache_clear()
+    assert_same(planned, plain)
+
+
+@pytest.mark.parametrize("kind", [set, dict.fromkeys])
+def test_tensors_in_a_set_are_refused(kind: Callable[[Any], Any]) -> None:
+    """Neither Dynamo's tensors nor those of a trace are in it."""
+    net = nn.Linear(8, 8)
+    decaying = kind([net.weight])
+    with pytest.raises(fckpt.TraceError):
+        fckpt.remat(lambda x: net(x).sum() * (2.0 if net.weight in decaying else 1.0), budget=1.0)(leaf(X))
