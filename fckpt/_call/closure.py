@@ -199,7 +199,8 @@ class _Walk:
         self.found = Closure()
         self.state: Snapshot | None = self.found.own
         self.generators = generator_types()
-        self.seen: set[int] = set()
+        self.seen: dict[int, int] = {}
+        """The objects that have been visited, by address, each with its number."""
 
     def visit(self, slot: Slot | None, value: Any, depth: int) -> None:
         """Visits `value`, which is in the place `slot`, directly or inside an immutable value."""
@@ -238,8 +239,11 @@ class _Walk:
                 self.visit(slot, item, depth - 1)
             if vars(value):
                 self.items(vars(value), depth - 1)
-        elif id(value) not in self.seen:
-            self.seen.add(id(value))
+        elif id(value) in self.seen:
+            if self.facts is not None:  # it is the same object again
+                self.facts.append(self.seen[id(value)])
+        else:
+            self.seen[id(value)] = len(self.seen)
             if isinstance(value, torch.jit.ScriptModule):
                 check_scripted(value)
             elif isinstance(value, nn.Module):

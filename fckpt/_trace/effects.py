@@ -20,7 +20,7 @@ import time
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from fckpt._call.closure import Snapshot
 from fckpt._call.facts import is_library
 from fckpt._call.levels import unwrapped
 from fckpt._call.modules import storage_of
-from fckpt._call.places import Slot, content, moved, put
+from fckpt._call.places import ABSENT, Slot, content, moved, put
 from fckpt._capture.reads import Reads
 from fckpt._capture.sources import current
 from fckpt._trace.recorder import CHECKPOINT_INSIDE, Recorder
@@ -256,10 +256,36 @@ def check_assignments(slots: Sequence[Slot], before: Snapshot, recorder: Recorde
     names = [_named(holder, key) for holder, key, _ in moved(slots) if owned(content(holder, key))]
     names += [_named(holder, key) for holder, key, _ in before.changes()]
     if names:
-        raise TraceError(
-            f"the function assigns {', '.join(sorted(set(names)))} while it runs. A plan runs its operations, not its "
-            f"Python code, so it would assign nothing. Return the value instead. {WAY_OUT}"
-        )
+        raise _assigns(names)
+
+
+def _assigns(names: Iterable[str]) -> TraceError:
+    return TraceError(
+        f"the function assigns {', '.join(sorted(set(names)))} while it runs. A plan runs its operations, not its "
+        f"Python code, so it would assign nothing. Return the value instead. {WAY_OUT}"
+    )
+
+
+@contextlib.contextmanager
+def with_attributes_of(tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Gives operands the Python attributes of the tensors for which they stand.
+
+    Raises:
+        TraceError: the body assigns such an attribute.
+    """
+    given = []
+    for tensor, operand in zip(tensors, operands, strict=True):
+        vars(operand).update(vars(tensor))
+        if isinstance(tensor, torch.nn.Parameter):
+            vars(operand)["_is_param"] = True  # what `isinstance` looks for
+        given.append(vars(operand).copy())
+    yield
+    names: set[str] = set()
+    for operand, then in zip(operands, given, strict=True):
+        now = vars(operand)
+        names.update(name for name in {**then, **now} if then.get(name, ABSENT) is not now.get(name, ABSENT))
+    if names:
+        raise _assigns(names)
 
 
 @contextlib.contextmanager

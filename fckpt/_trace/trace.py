@@ -35,6 +35,7 @@ from fckpt._trace.effects import (
     refuse_leftover_tensors,
     seeding_refused,
     undone_on_error,
+    with_attributes_of,
 )
 from fckpt._trace.named_device import DevicesMoved, NamedDevice, cuda_kernels
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
@@ -210,16 +211,9 @@ def _protect(
 
 @contextlib.contextmanager
 def _python_code(reads: Reads, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Lets the user's Python code run within a trace: without compiled functions and impure calls.
-
-    The operands have the Python attributes of the tensors for which they stand.
-    """
-    for tensor, operand in zip(tensors, operands, strict=True):
-        vars(operand).update(vars(tensor))
-        if isinstance(tensor, torch.nn.Parameter):
-            vars(operand)["_is_param"] = True  # what `isinstance` looks for
+    """Lets the user's Python code run within a trace: without compiled functions and impure calls."""
     # Compiled functions inside run uncompiled: torch would cache the failure of compiling them here.
-    with torch.compiler.set_stance("force_eager"), impure_calls_refused(reads):
+    with torch.compiler.set_stance("force_eager"), impure_calls_refused(reads), with_attributes_of(tensors, operands):
         yield
 
 

@@ -313,3 +313,27 @@ def test_the_backward_pass_of_a_function_that_is_replaced(monkeypatch: pytest.Mo
     assert_same(planned, plain)
     monkeypatch.setattr(Scaled, "backward", staticmethod(lambda ctx, grad: grad * 5))
     assert_same(planned, plain)
+
+
+class Thing:
+    pass
+
+
+def test_two_objects_become_one() -> None:
+    held = [Thing(), Thing()]
+    plain = lambda x: drawn(x.sin() if any(one is held[0] for one in held[1:]) else x.cos())
+    planned = fckpt.remat(plain, budget=1.0)
+    assert_same(planned, plain)
+    held[1] = held[0]
+    assert_same(planned, plain)
+
+
+def test_an_attribute_of_a_tensor_that_is_assigned_is_refused() -> None:
+    def counting(x: Any) -> Tensor:
+        x.count = x.count + 1
+        return drawn(torch.tanh(x))
+
+    x = leaf(X)
+    x.count = 0  # type: ignore[attr-defined]
+    with pytest.raises(fckpt.TraceError, match="assigns count"):
+        fckpt.remat(counting, budget=1.0)(x)
