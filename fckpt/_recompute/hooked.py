@@ -299,18 +299,18 @@ class _Segment:
 
     def _replay(self) -> dict[int, Found]:
         # A backward pass inside the forward finds the segment incomplete; it uses the conditions so far.
-        conditions = self.conditions
+        conditions, inside = self.conditions, self.conditions is None
         if conditions is None:
             assert self.observation is not None
             conditions = self.observation.conditions()
-        # With other threads, a replay that draws random numbers runs to its end, to verify them. So does a replay whose
-        # last operation saved a tensor (`bare`) that it may still have to fill.
+        # With other threads, a replay that draws random numbers runs to its end, to verify them, unless the forward
+        # itself has not ended. So does a replay whose last operation saved a tensor (`bare`) that it may still fill.
         threaded = conditions.random.threaded
         replay = Replay(
             self.saved,
             self.results if self.inputs is None else None,
             unfilled=self.unfilled,
-            may_stop=not (self.bare or threaded),
+            may_stop=not (self.bare or (threaded and not inside)),
             threaded=threaded,
         )
         with recompute_mode():
@@ -319,7 +319,7 @@ class _Segment:
                 for i, (then, needs) in enumerate(zip(self.versions, self.needs_grad, strict=True))
             ]
             placing = self._inputs_placed(tensors) if self.closed else ()
-            with conditions.restored(lambda: not replay.stopped, placing) as again, self.messages.reusing():
+            with conditions.restored(lambda: not (replay.stopped or inside), placing) as again, self.messages.reusing():
                 replay.run(again, self.arguments, tensors, self.tangents)
         return replay.found
 

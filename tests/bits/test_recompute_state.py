@@ -467,6 +467,29 @@ def test_memory_that_an_operation_leaves_as_it_was_is_not_compared() -> None:
         thread.join()
 
 
+def test_dropout_around_a_gradient_inside_while_another_thread_is_idle() -> None:
+    """The backward pass inside of the forward recomputes a part, which ends with other random numbers to come."""
+
+    def penalty(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        (found,) = torch.autograd.grad(F.dropout(torch.tanh(x @ w), 0.3).sum(), x, create_graph=True)
+        return found.square().mean() + F.dropout(found, 0.5).sum()
+
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        w, x = torch.randn(8, 8, requires_grad=True), torch.randn(16, 8)
+        found = []
+        for fn in (penalty, fckpt.remat(penalty)):
+            torch.manual_seed(0)
+            found.append((*torch.autograd.grad(fn(w, x), w), torch.get_rng_state()))
+        assert all(map(torch.equal, *found))
+    finally:
+        stop.set()
+        thread.join()
+
+
 class Making(collections.OrderedDict[str, type]):
     """Makes an object of the class that lies there, as Hugging Face's table of activations does."""
 
