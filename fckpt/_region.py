@@ -304,7 +304,7 @@ class PlannedRegion(Region):
             again = casts.shared([operands[i] for i in program.casts], execution)
             if again:
                 self.planner.ledger.shares_casts([program.origin(program.casts[i]) for i in again])
-        result = run_planned(call, program.trace.flags, conditions, level, program.dependents)
+        result = run_planned(call, program.trace.flags, conditions, level, program.dependents, program.constant)
         whose = weakref.ref(call)  # weak: in a cycle, residuals would outlive the results
         execution.restored = lambda: _settings_restored(whose)
         return result

@@ -171,15 +171,30 @@ class Snapshot:
         return new
 
     def forget_changes(self) -> None:
-        """Removes the places whose values have changed since the snapshot."""
-        self.places = [slot for slot in self.places if present(slot)]
-        self.lists = [slot for slot in self.lists if present(slot)]
+        """Removes the places whose values have changed since the snapshot, except those of tensors."""
+        self.places = [slot for slot in self.places if present(slot) or _of_tensors(slot)]
+        self.lists = [slot for slot in self.lists if present(slot) or _of_tensors(slot)]
         self.values = [(held, then) for held, then in self.values if present((held, None, then))]
         for held, then in self.dicts:
             if not _same_entries(held, then):
                 for key in [*then, *held]:
-                    if dict.get(held, key, ABSENT) is not then.get(key, ABSENT):
+                    before = then.get(key, ABSENT)
+                    if dict.get(held, key, ABSENT) is not before and not _of_tensors((held, key, before)):
                         then[key] = FORGOTTEN
+
+
+def _of_tensors(slot: Slot) -> bool:
+    """Whether a place held a tensor, or holds one now."""
+    holder, key, before = slot
+    return _has_tensor(before) or _has_tensor(content(holder, key))
+
+
+def _has_tensor(value: Any, depth: int = DEPTH) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth and isinstance(value, (list, tuple, dict, collections.deque)) and len(value) <= LARGE:
+        return any(_has_tensor(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
+    return False
 
 
 def _same_entries(held: dict[Any, Any], then: dict[Any, Any]) -> bool:

@@ -25,12 +25,14 @@ from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import dicts
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import FunctoolsPartialVariable
 from torch._dynamo.variables.user_defined import UserDefinedDictVariable
 
 from fckpt._capture.dict_attributes import has_dict_attributes
 from fckpt._capture.patching import lookups_patched, patched, with_subclasses
+from fckpt._capture.sources import is_users
 
 __all__ = ["absences_guarded"]
 
@@ -71,6 +73,20 @@ def _guarded_constant(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _DICTS = (ConstDictVariable, UserDefinedDictVariable)
+_OF_OBJECTS = getattr(dicts, "DunderDictVariable", None)
+"""The class of `__dict__`s of objects; None on torch 2.11."""
+
+
+_UNKNOWN = "which attributes an object has is not known"
+
+
+def _refused_keys(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def install(self: Any, tx: Any = None, keys: Any = ()) -> None:
+        if self.source and not (keys and keys[0].is_python_constant() and keys[0].as_python_constant() in self.items):
+            raise LookupError(_UNKNOWN)
+
+    return install
 
 
 class _Presences:
@@ -100,6 +116,8 @@ class _Presences:
     def of_absent(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def var_getattr(variable: Any, tx: Any, name: str) -> Any:
+            if name == "__dict__" and variable.source and _OF_OBJECTS is None and is_users(tx.f_code.co_filename):
+                raise LookupError(_UNKNOWN)
             try:
                 found = original(variable, tx, name)
             except ObservedAttributeError:
@@ -139,5 +157,8 @@ def absences_guarded() -> Iterator[None]:
         for cls in with_subclasses(_DICTS):
             if "call_method" in vars(cls):
                 stack.enter_context(patched(cls, "call_method", _ordered_copies))
+        for name in ("install_dict_keys_match_guard", "install_dict_contains_guard"):
+            if _OF_OBJECTS is not None:
+                stack.enter_context(patched(_OF_OBJECTS, name, _refused_keys))
         stack.enter_context(lookups_patched(presences.of_absent, presences.of_asked))
         yield

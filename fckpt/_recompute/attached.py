@@ -17,7 +17,7 @@ functorch's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,7 @@ def run_planned(
     conditions: Callable[[], Conditions],
     floor: int = 0,
     dependents: Mapping[int, Sequence[int]] | None = None,
+    constant: Collection[int] = (),
 ) -> Any:
     """Evaluates a planned call below all levels, which must be reverse-mode levels, and attaches its outputs.
 
@@ -96,9 +97,13 @@ def run_planned(
         conditions: returns the conditions of the forward, after it has run.
         floor: the level of the `vmap` under which the call is evaluated; 0 to evaluate it below all levels.
         dependents: by output, the outputs that are computed from it.
+        constant: the operands that get no gradient, whichever outputs are differentiated.
     """
+    top = peek_interpreter_stack()
     with unseen():
         operands = [unwrap_if_dead(x) for x in (*call.inputs, *call.closed_over)]
+        if constant and top is None:
+            operands = [x.detach() if i in constant else x for i, x in enumerate(operands)]
         call.view_inputs(call.arguments.tensors)
         attached = _descend(call, operands, None, floor)
         call.settle(conditions())

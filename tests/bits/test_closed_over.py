@@ -357,8 +357,50 @@ def in_a_variable() -> tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]:
     return fn, lambda: state
 
 
+def new_in_a_dict() -> tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]:
+    held: dict[str, Tensor] = {}
+
+    def fn(x: Tensor) -> Tensor:
+        held["state"] = held["state"] + 1 if "state" in held else torch.ones_like(X)
+        return (x.tanh() * held["state"]).sum()
+
+    return fn, lambda: held["state"]
+
+
+def new_in_an_object() -> tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]:
+    class Held:
+        state: Tensor | None = None
+
+    held = Held()
+    held.state = None
+
+    def fn(x: Tensor) -> Tensor:
+        held.state = torch.ones_like(X) if held.state is None else held.state * 2
+        return (x.tanh() * held.state).sum()
+
+    def state() -> Tensor:
+        assert held.state is not None
+        return held.state
+
+    return fn, state
+
+
+def appended_to_a_list() -> tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]:
+    held: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        held.append(torch.ones_like(X) * len(held))
+        return (x.tanh() * sum(held)).sum()
+
+    return fn, lambda: torch.stack(held)
+
+
+@pytest.mark.filterwarnings("ignore:.*is captured for the third time:fckpt.PlanWarning")
 @pytest.mark.parametrize("budget", [None, 1.0])
-@pytest.mark.parametrize("make", [in_a_list, in_a_dict, in_an_object, in_a_variable])
+@pytest.mark.parametrize(
+    "make",
+    [in_a_list, in_a_dict, in_an_object, in_a_variable, new_in_a_dict, new_in_an_object, appended_to_a_list],
+)
 def test_a_tensor_that_the_function_replaces_is_replaced_once(make: Callable[[], Any], budget: float | None) -> None:
     found = []
     for wrapped in (False, True):

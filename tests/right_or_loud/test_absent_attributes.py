@@ -240,3 +240,24 @@ def test_an_attribute_appears_for_which_getattr_has_answered(make: Callable[[], 
     del held.factor
     assert torch.equal(planned(x), plain(x))
     assert fckpt.stats(planned).captures == 2
+
+
+ASKED: dict[str, Callable[[Any], Any]] = {
+    "get": lambda held: held.__dict__.get("factor", 1.0),
+    "get of vars": lambda held: vars(held).get("factor", 1.0),
+    "in": lambda held: 2.0 if "factor" in held.__dict__ else 1.0,
+    "spread": lambda held: {"factor": 1.0, **vars(held)}["factor"],
+}
+
+
+@pytest.mark.parametrize("make", [Thing, types.SimpleNamespace, lambda: nn.Linear(2, 2)])
+@pytest.mark.parametrize("how", ASKED)
+def test_an_attribute_appears_that_was_not_in_the_dict_of_an_object(make: Callable[[], Any], how: str) -> None:
+    held, x = make(), torch.ones(3, requires_grad=True)
+    plain = lambda x: (x.sin() * ASKED[how](held)).exp().sum()
+    planned = fckpt.remat(plain, budget=1.0)
+    assert torch.equal(planned(x), plain(x))
+    for held.factor in (4.0, 5.0):
+        assert torch.equal(planned(x), plain(x))
+    del held.factor
+    assert torch.equal(planned(x), plain(x))

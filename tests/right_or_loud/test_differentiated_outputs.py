@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import fckpt
 
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 WEIGHTS = [torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) / 8 for i in range(6)]
 
 
@@ -268,3 +270,85 @@ def test_hooks_of_outputs_that_are_differentiated_alone() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.save(hidden, io.BytesIO())
+
+
+def with_a_detached_argument(wrap: Wrap) -> list[torch.Tensor]:
+    """Truncated backpropagation through time, with the detach inside of the function."""
+    torch.manual_seed(0)
+    cell = nn.GRUCell(8, 8)
+    run = wrap(lambda x, h: cell(x, h.detach()))
+    h = torch.zeros(4, 8)
+    for _ in range(3):
+        h = run(torch.randn(4, 8), h)
+        h.square().sum().backward()
+    return [p.grad for p in cell.parameters() if p.grad is not None]
+
+
+def with_an_attribute_of_the_last_call(wrap: Wrap) -> list[torch.Tensor]:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.last: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(self.linear(x))
+            total = y.sum() if self.last is None else (y * self.last.detach()).sum()
+            self.last = y
+            return total
+
+    torch.manual_seed(0)
+    net = Net()
+    run = wrap(net)
+    for _ in range(3):
+        run(torch.randn(4, 8)).backward()
+    return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+def with_a_target_whose_graph_is_gone(wrap: Wrap) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    first, second, x = nn.Linear(8, 8), nn.Linear(8, 8), torch.randn(4, 8)
+    encoded = lambda: first(x).tanh()
+    run = wrap(lambda h, target: nn.functional.mse_loss(second(h), target.detach()))
+    h, target = encoded(), encoded()
+    (run(h, target) + target.square().mean()).backward()
+    h, target = encoded(), encoded()
+    target.sum().backward()
+    run(h, target).backward()
+    h = encoded()
+    run(h, h).backward()
+    return [p.grad for p in (*first.parameters(), *second.parameters()) if p.grad is not None]
+
+
+def with_a_number_of_an_argument(wrap: Wrap) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
+
+    def scaled(weight: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = last.mean()
+        return torch.tanh(x @ weight) * scale
+
+    run, y = wrap(scaled), torch.ones(4, 8)
+    for _ in range(3):
+        y = run(weight, y)
+        y.sum().backward()
+    assert weight.grad is not None
+    return [weight.grad]
+
+
+@pytest.mark.parametrize("wrapped", [fckpt.remat, lambda fn: fckpt.remat(fn, budget=1.0)], ids=["plain", "planned"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        with_a_detached_argument,
+        with_an_attribute_of_the_last_call,
+        with_a_target_whose_graph_is_gone,
+        with_a_number_of_an_argument,
+    ],
+)
+def test_the_graph_behind_an_operand_without_a_gradient(
+    program: Callable[[Wrap], list[torch.Tensor]], wrapped: Wrap
+) -> None:
+    """It belongs to another backward pass, which may be over."""
+    assert all(map(torch.equal, program(lambda fn: fn), program(wrapped)))
