@@ -4,11 +4,12 @@
     python -m benches sizes --tiny
 
 Six networks train for a number of steps, each with another batch size and length: three language models of
-transformers, whose lengths follow a log-normal distribution as those of sentences do; a convolutional network for
-images of changing side lengths; an LSTM; and a graph network. The same steps run plainly; with a checkpoint per block
-(`gradient_checkpointing_enable`), or around the whole loss where there are no blocks; by `torch.compile(dynamic=True)`
-with `activation_memory_budget=0.5`; and by `fckpt.remat(loss, budget=0.5)`. Times are those of the whole run from the
-first step on, with everything that is captured, traced, solved and compiled on the way, relative to the plain run.
+transformers, whose lengths follow a log-normal distribution as those of sentences do (for one of them also in eight
+buckets); a convolutional network for images of changing side lengths; an LSTM; and a graph network. The same steps run
+plainly; with a checkpoint per block (`gradient_checkpointing_enable`), or around the whole loss where there are no
+blocks; by `torch.compile(dynamic=True)` with `activation_memory_budget=0.5`; and by `fckpt.remat(loss, budget=0.5)`.
+Times are those of the whole run from the first step on, with everything that is captured, traced, solved and compiled
+on the way, relative to the plain run.
 
 Of the planned steps the table also says how many kept their budget, measured by the allocator, and how many had losses
 and gradients bitwise equal to the plain ones; and, for the first step at a new size, the median of its seconds beyond
@@ -121,9 +122,18 @@ def _image(draw: random.Random, most: int, width: int) -> Batch:
     return (torch.randn(draw.randint(1, 4), 3, edge, edge),)
 
 
+def _in_buckets(draw: random.Random, most: int, width: int) -> Batch:
+    """Returns a batch whose length is one of eight: sentences are sorted by length, and padded to the next of these."""
+    (tokens,) = _tokens(draw, most)
+    rows, length = tokens.shape
+    bucket = max(1, most // 8)
+    return (torch.randint(3, 1000, (rows, -(-length // bucket) * bucket)),)
+
+
 _words = lambda draw, most, width: _tokens(draw, most)
 TASKS = {
     "gpt2": Task(lambda width, layers: language("gpt2", width, layers), _words, True),
+    "gpt2-buckets": Task(lambda width, layers: language("gpt2", width, layers), _in_buckets, True),
     "bert": Task(lambda width, layers: language("bert", width, layers), _words, True),
     "t5": Task(lambda width, layers: language("t5", width, layers), _words, True),
     "resnet": Task(lambda width, layers: Images(2 if layers < 4 else 3), _image),

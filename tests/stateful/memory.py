@@ -222,7 +222,8 @@ class Hooked(Piece):
         self.handles.append(self.linear.register_full_backward_hook(lambda module, grads, out: (grads[0] * 2,)))
 
     def change_parameter(self) -> None:
-        self.handles.append(self.linear.weight.register_hook(lambda grad: grad * 2))
+        if self.linear.weight.requires_grad:  # otherwise torch refuses the hook
+            self.handles.append(self.linear.weight.register_hook(lambda grad: grad * 2))
 
     def change_everywhere(self) -> None:
         everywhere = nn.modules.module.register_module_forward_hook
