@@ -54,7 +54,11 @@ def _ordered_copies(original: Callable[..., Any]) -> Callable[..., Any]:
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in ("copy", "update", "__or__", "__ror__", "__ior__"):
             for held in (self, *args):
-                if held.source and isinstance(held.realize(), _DICTS):
+                if not held.source:
+                    continue
+                if _OF_OBJECTS is not None and isinstance(held.realize(), _OF_OBJECTS):
+                    _refuse_own_code()
+                elif isinstance(held.realize(), _DICTS):
                     tx.output.guard_on_key_order.add(held.source)
         return original(self, tx, name, args, kwargs)
 
@@ -77,16 +81,34 @@ _OF_OBJECTS = getattr(dicts, "DunderDictVariable", None)
 """The class of `__dict__`s of objects; None on torch 2.11."""
 
 
-_UNKNOWN = "which attributes an object has is not known"
+def _refuse_own_code() -> None:
+    """Raises `LookupError` if the user's own code, not that of a library, asks which attributes an object has."""
+    filename = InstructionTranslator.current_tx().output.current_tx.f_code.co_filename
+    if is_users(filename) and "-packages" not in filename:
+        raise LookupError("which attributes an object has is not known")
+
+
+def _guarded_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def install_dict_contains_guard(self: Any, tx: Any, keys: Any) -> None:
+        if self.source and not (keys[0].is_python_constant() and keys[0].as_python_constant() in self.items):
+            _guard_absence(self.source.base, keys[0].as_python_constant())
+
+    return install_dict_contains_guard
 
 
 def _refused_keys(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def install(self: Any, tx: Any = None, keys: Any = ()) -> None:
-        if self.source and not (keys and keys[0].is_python_constant() and keys[0].as_python_constant() in self.items):
-            raise LookupError(_UNKNOWN)
+    def install_dict_keys_match_guard(self: Any) -> None:
+        if self.source:
+            _refuse_own_code()
 
-    return install
+    return install_dict_keys_match_guard
+
+
+def _guard_absence(source: Any, name: str) -> None:
+    """Guards that an object has no attribute of its own with this name."""
+    install_guard(source.make_guard(functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)))
 
 
 class _Presences:
@@ -116,16 +138,15 @@ class _Presences:
     def of_absent(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def var_getattr(variable: Any, tx: Any, name: str) -> Any:
-            if name == "__dict__" and variable.source and _OF_OBJECTS is None and is_users(tx.f_code.co_filename):
-                raise LookupError(_UNKNOWN)
+            if name == "__dict__" and variable.source and _OF_OBJECTS is None:
+                _refuse_own_code()
             try:
                 found = original(variable, tx, name)
             except ObservedAttributeError:
                 self.add(variable, name)
                 raise
             if variable.source and _is_answered(getattr(variable, "value", None), name):
-                absent = functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)
-                install_guard(variable.source.make_guard(absent))
+                _guard_absence(variable.source, name)
             return found
 
         return var_getattr
@@ -157,8 +178,8 @@ def absences_guarded() -> Iterator[None]:
         for cls in with_subclasses(_DICTS):
             if "call_method" in vars(cls):
                 stack.enter_context(patched(cls, "call_method", _ordered_copies))
-        for name in ("install_dict_keys_match_guard", "install_dict_contains_guard"):
-            if _OF_OBJECTS is not None:
-                stack.enter_context(patched(_OF_OBJECTS, name, _refused_keys))
+        if _OF_OBJECTS is not None:
+            stack.enter_context(patched(_OF_OBJECTS, "install_dict_contains_guard", _guarded_attribute))
+            stack.enter_context(patched(_OF_OBJECTS, "install_dict_keys_match_guard", _refused_keys))
         stack.enter_context(lookups_patched(presences.of_absent, presences.of_asked))
         yield

@@ -18,6 +18,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 
 from fckpt._call.places import PLAIN
 from fckpt._capture.patching import instructions_patched
+from fckpt._capture.sources import is_users
 from fckpt._capture.wrapped import name_of, reader
 
 __all__ = ["Distinct"]
@@ -65,7 +66,7 @@ class Distinct:
     def _comparing(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         def compare(tx: Any, inst: Any) -> Any:
             left, right = tx.stack[-2:]
-            if name == "CONTAINS_OP" and isinstance(left.realize(), TensorVariable) and _is_hashed(right.realize()):
+            if name == "CONTAINS_OP" and is_users(tx.f_code.co_filename) and _is_tensor(left) and _is_hashed(right):
                 raise LookupError("whether a tensor is in a set or a dict is not known")
             result = original(tx, inst)
             if left.source is not None:
@@ -92,9 +93,13 @@ class Distinct:
             self._pairs[pair] = read
 
 
+def _is_tensor(variable: Any) -> bool:
+    return isinstance(variable.realize(), TensorVariable)
+
+
 def _is_hashed(variable: Any) -> bool:
     """Whether a variable stands for a set, a dict, or the keys of one."""
     try:
-        return issubclass(variable.python_type(), (set, frozenset, dict, KeysView))
+        return issubclass(variable.realize().python_type(), (set, frozenset, dict, KeysView))
     except NotImplementedError:
         return False

@@ -26,6 +26,8 @@ from torch import Tensor
 import fckpt
 
 SAMPLES = 1
+CHECKING = {"nn_functional_gaussian_nll_loss"}
+"""Functions that raise an error for some data: a plan has one more operation for it."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +57,7 @@ def differing() -> tuple[int, dict[str, tuple[Counter[Call], Counter[Call]]]]:
                 assert "Sparse" in str(error)  # the counter cannot look at sparse tensors inside of an operation
                 continue
             compared += 1
-            if only_planned:
+            if only_planned and name.partition(" ")[0] not in CHECKING:
                 found[name] = only_planned, only_plain
     return compared, found
 
