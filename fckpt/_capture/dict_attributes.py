@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fckpt._call.modules import INTERNAL
 from fckpt._call.places import ABSENT
 from fckpt._capture.classes import classes_of
 from fckpt._capture.patching import lookups_patched
@@ -66,9 +67,10 @@ class DictAttributes:
         return ""
 
     def add_orders(self, guards: Iterable[Any], places: dict[str, Any]) -> None:
-        """Notes the orders of all `OrderedDict`s and `defaultdict`s to which Dynamo's guards refer."""
+        """Notes the orders of all `OrderedDict`s and `defaultdict`s to which Dynamo's guards refer, except hooks."""
         ordered = [guard for guard in guards if any(issubclass(cls, _ORDERED) for cls in classes_of(guard))]
-        for expression in {name_of(guard) for guard in ordered}:
+        names = {name_of(guard) for guard in ordered}
+        for expression in (name for name in names if name.rpartition(".")[2] not in INTERNAL):
             with contextlib.suppress(Exception):  # only Dynamo's own guards can evaluate it
                 read = reader([expression], self._scope)
                 (held,) = read(places)
