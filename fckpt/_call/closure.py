@@ -419,11 +419,16 @@ class _Walk:
 
     def contents_of_imported(self) -> None:
         """Visits the data in imported modules that are held elsewhere than in globals, by all names in the code."""
-        known: set[int] = set()
-        for module in self.imported:  # grows meanwhile
-            if id(module) not in known and not is_library(module.__name__):
-                known.add(id(module))
-                self.module(module, sorted(self.names), DEPTH)
+        asked: dict[int, set[str]] = {}
+        again = True
+        while again:  # what is found there may refer to further names
+            again = False
+            for module in self.imported:
+                names = self.names - asked.setdefault(id(module), set())
+                if names and not is_library(module.__name__):
+                    asked[id(module)] |= names
+                    self.module(module, sorted(names), DEPTH)
+                    again = True
 
     def module(self, module: types.ModuleType, names: Sequence[str], depth: int, levels: int = 2) -> None:
         """Visits the data with these names in an imported module, and in the user's modules that it imports."""
