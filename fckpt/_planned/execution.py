@@ -80,8 +80,8 @@ class Program:
         closed_over = [i for i in range(count, len(trace.operands)) if i in self.uses]
         self.read_only = [i for i in closed_over if i not in self.written]
         """The captured tensors that are used but not written. They are operands of the call for autograd."""
-        reached = trace.reached or [True] * len(trace.operands)
-        self.constant = [place for place, i in enumerate([*range(count), *self.read_only]) if not reached[i]]
+        differentiable = trace.differentiable or [True] * len(trace.operands)
+        self.constant = [place for place, i in enumerate([*range(count), *self.read_only]) if not differentiable[i]]
         """The operands of the call for autograd that get no gradient, whichever outputs are differentiated, by place.
         What is behind them in the caller's graph must not become part of a backward pass."""
         self.statistics = [i for i in closed_over if i in self.written]

@@ -41,7 +41,7 @@ class Interface(NamedTuple):
     flags: tuple[bool, ...]
     cotangents: tuple[int | None, ...]
     gradients: tuple[int | None, ...]
-    reached: tuple[bool, ...] | None
+    differentiable: tuple[bool, ...] | None
     backward: Backward
     out_dims: tuple[int | None, ...]
     grad_dims: tuple[int | None, ...]
@@ -119,7 +119,7 @@ class Assembly:
             flags=interface.flags,
             cotangents=interface.cotangents,
             gradients=interface.gradients,
-            reached=interface.reached,
+            differentiable=interface.differentiable,
             versions=tuple(self.versions),
             backward=interface.backward,
             out_dims=interface.out_dims,

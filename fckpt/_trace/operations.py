@@ -188,7 +188,7 @@ class Trace:
     """By output: its cotangent; None if the output gets none."""
     gradients: tuple[int | None, ...] = ()
     """By operand: its gradient; None if it does not require grad, or no differentiated output depends on it."""
-    reached: tuple[bool, ...] | None = None
+    differentiable: tuple[bool, ...] | None = None
     """By operand: whether autograd leads from a result to it; None if that is not known."""
     regions: tuple[tuple[frozenset[int], Any], ...] = ()
     """The rematerialised regions inside, inner ones first: the nodes whose results stay inside, and the policy."""

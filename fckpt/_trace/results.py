@@ -74,14 +74,14 @@ class Results:
         self.grad_dims: tuple[int | None, ...] = ()
         self.cotangents: tuple[int | None, ...] = ()
         self.gradients: tuple[int | None, ...] = ()
-        self.reached = self._reached()
+        self.differentiable = self._differentiable()
 
-    def _reached(self) -> tuple[bool, ...] | None:
+    def _differentiable(self) -> tuple[bool, ...] | None:
         """Returns, by operand, whether autograd leads from a result to it; None within levels of torch.func."""
         if self.levels is not None or any(layout.transformed for layout in self.layouts):
             return None
         nodes = set(nodes_behind(self.results))
-        leaves = {node for reached in nodes for node, _ in reached.next_functions} - nodes
+        leaves = {node for behind in nodes for node, _ in behind.next_functions} - nodes
         variables = {id(getattr(node, "variable", None)) for node in leaves} | {id(t) for t in self.results}
         return tuple([id(t) in variables or (t.grad_fn is not None and t.grad_fn in nodes) for t in self.operands])
 
@@ -95,7 +95,7 @@ class Results:
             flags=self.flags,
             cotangents=self.cotangents,
             gradients=self.gradients,
-            reached=self.reached,
+            differentiable=self.differentiable,
             backward=self.backward,
             out_dims=self.out_dims,
             grad_dims=self.grad_dims,
@@ -144,8 +144,8 @@ class Results:
             del ys
         how = {"recorded": recorded, "wrapped": wrapped if dependent else None}
         self.backward = Backward(differentiated, backward.autocast, strides, then=backward.then, **how)
-        reached = self.reached or [True] * len(self.operands)
-        tracked = [flag for t, flag in zip(self.operands, reached, strict=True) if t.requires_grad]
+        differentiable = self.differentiable or [True] * len(self.operands)
+        tracked = [flag for t, flag in zip(self.operands, differentiable, strict=True) if t.requires_grad]
         assert all(flag for grad, flag in zip(found, tracked, strict=True) if grad is not None)
         grads = list(reversed(found))
         found = ()  # a gradient that is copied is freed before the next one is copied
