@@ -183,10 +183,8 @@ class Branches:
 
     def _jumping(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wraps the handler of an instruction that jumps if the top of the stack is true, or if it is false."""
-        wanted, keeps = (
-            "IF_TRUE" in name,
-            name.endswith("OR_POP"),
-        )  # the latter removes the top only if it does not jump
+        wanted = "IF_TRUE" in name
+        keeps = name.endswith("OR_POP")  # such an instruction removes the top only if it does not jump
 
         def jump(tx: Any, inst: Any) -> Any:
             outcome = checked(tx, inst, tx.stack[-1], wanted, _place)

@@ -67,14 +67,17 @@ class DictAttributes:
         return ""
 
     def add_orders(self, guards: Iterable[Any], places: dict[str, Any]) -> None:
-        """Notes the orders of all `OrderedDict`s and `defaultdict`s to which Dynamo's guards refer, except hooks."""
+        """Notes the orders of all `OrderedDict`s and `defaultdict`s to which Dynamo's guards refer.
+
+        Except those of hooks, and of dicts so large that a comparison at each call would take too long.
+        """
         ordered = [guard for guard in guards if any(issubclass(cls, _ORDERED) for cls in classes_of(guard))]
         names = {name_of(guard) for guard in ordered}
         for expression in (name for name in names if name.rpartition(".")[2] not in INTERNAL):
             with contextlib.suppress(Exception):  # only Dynamo's own guards can evaluate it
                 read = reader([expression], self._scope)
                 (held,) = read(places)
-                if isinstance(held, _ORDERED):
+                if isinstance(held, _ORDERED) and len(held) <= _MOST:
                     self._orders.append((read, dict.fromkeys(held)))
 
     def add(self, variable: Any, name: str) -> None:
