@@ -1,0 +1,34 @@
+"""The table of changing sizes in docs/concepts.md is what the bench wrote, and what the page says about it is true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pages import ROOT
+
+from benches.common.results import read_json
+
+FOUND: list[dict[str, Any]] = read_json(ROOT / "benches" / "results" / "sizes-cpu.json")["rows"]
+
+
+def lines() -> list[str]:
+    found = []
+    for row in FOUND:
+        times = ["" if row[way] is None else f"{row[way]:.2f}" for way in ("checkpointed", "compiled", "planned")]
+        ran = row["steps"] - row["refused"]
+        cells = [row["network"], str(row["steps"]), f"{row['plain_seconds']:.1f}", *times, f"{row['kept']} of {ran}"]
+        new = f"{1000 * row['new_size_seconds']:.0f}"
+        found.append(f"| {' | '.join([*cells, new])} |")
+    return found
+
+
+def test_the_table_is_what_the_bench_wrote() -> None:
+    text = (ROOT / "docs" / "concepts.md").read_text()
+    assert len(lines()) == 4
+    for line in lines():
+        assert line in text
+
+
+def test_budgets_are_kept_and_results_are_equal() -> None:
+    for row in FOUND:
+        assert row["kept"] == row["equal"] == row["steps"] - row["refused"]
