@@ -15,7 +15,7 @@ BENCHES = {
     "calls": ("six functions with derivatives inside, within half of their peak: peak and time", "5 minutes"),
     "steps": ("twelve networks: whole training steps, their peaks and times, by hand and by fckpt.step", "an hour"),
     "steps_page": ("the tables of a page, from the results of steps", "seconds"),
-    "sizes": ("six networks: runs over batches of many lengths, their times, budgets and bits", "half an hour"),
+    "sizes": ("six networks: runs over batches of many lengths, their times, budgets and bits", "an hour"),
     "first_calls": ("five networks: seconds of the first step by stage, without plans on disk and with", "5 minutes"),
     "networks": ("eighteen networks: plans in the memory, or time, of published checkpoints", "an hour"),
     "networks_picture": ("pictures of the results of networks", "a minute"),
