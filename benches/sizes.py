@@ -123,7 +123,7 @@ def _image(draw: random.Random, most: int, width: int) -> Batch:
 
 
 def _in_buckets(draw: random.Random, most: int, width: int) -> Batch:
-    """Returns a batch whose length is one of eight: sentences are sorted by length, and padded to the next of these."""
+    """Returns a batch whose length is rounded up to one of eight lengths."""
     (tokens,) = _tokens(draw, most)
     rows, length = tokens.shape
     bucket = max(1, most // 8)

@@ -171,7 +171,7 @@ class Snapshot:
         return new
 
     def forget_changes(self) -> None:
-        """Removes the places whose values have changed since the snapshot, except those of tensors."""
+        """Removes the changed places from the snapshot, except places that held or now hold a tensor."""
         self.places = [slot for slot in self.places if present(slot) or _of_tensors(slot)]
         self.lists = [slot for slot in self.lists if present(slot) or _of_tensors(slot)]
         self.values = [(held, then) for held, then in self.values if present((held, None, then))]
@@ -351,7 +351,9 @@ class _Walk:
     def refuse_lookups(self, kind: type) -> None:
         """Notes a set or a dict in which the tensors of a trace would not be found."""
         if self.facts is not None:
-            self.facts.append(Unguarded(f"a {kind.__name__} of tensors, in which those of a trace would not be found"))
+            self.facts.append(
+                Unguarded(f"a {kind.__name__} that holds tensors; a trace has other tensors, which are not in it")
+            )
 
     def items(self, holder: dict[Any, Any], depth: int) -> None:
         if len(holder) > self.most:

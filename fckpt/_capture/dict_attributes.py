@@ -69,7 +69,7 @@ class DictAttributes:
     def add_orders(self, guards: Iterable[Any], places: dict[str, Any]) -> None:
         """Notes the orders of all `OrderedDict`s and `defaultdict`s to which Dynamo's guards refer.
 
-        Except those of hooks, and of dicts so large that a comparison at each call would take too long.
+        It leaves out the hooks of modules, and large dicts, whose comparison at each call would take too long.
         """
         ordered = [guard for guard in guards if any(issubclass(cls, _ORDERED) for cls in classes_of(guard))]
         names = {name_of(guard) for guard in ordered}

@@ -26,7 +26,7 @@ __all__ = ["Distinct"]
 _MOST = 64
 """The most items of a container with which an object is compared."""
 _ITSELF = (torch.Tensor, type, *PLAIN)
-"""Types of values for which Dynamo has guards of its own."""
+"""Types of values of which Dynamo guards the identity or the value itself."""
 
 
 class Distinct:
@@ -48,7 +48,7 @@ class Distinct:
         return not self._pairs or not self.changed(places)
 
     def changed(self, places: dict[str, Any]) -> str:
-        """Returns a description of two objects that are the same now; empty if there are none."""
+        """Returns a description of two compared objects that have become one object; empty if there are none."""
         for read in self._pairs.values():
             first, second = read(places)
             if first is second:
@@ -101,5 +101,5 @@ def _is_hashed(variable: Any) -> bool:
     """Whether a variable stands for a set, a dict, or the keys of one."""
     try:
         return issubclass(variable.realize().python_type(), (set, frozenset, dict, KeysView))
-    except NotImplementedError:
+    except NotImplementedError:  # Dynamo does not know the type
         return False

@@ -34,8 +34,6 @@ class Reads:
         self.codes: dict[types.CodeType, dict[str, Any]] = {}
         """By code object that ran: the globals of its function."""
         self.classes: dict[int, type] = {}
-        self.caches: dict[int, Any] = {}
-        """The functions with a cache that local variables held."""
         self.environment: dict[str, str | None] = {}
         """The environment variables that were read, and their values."""
         self.loggers: dict[str | None, tuple[Any, ...]] = {}
@@ -52,8 +50,6 @@ class Reads:
             return
         self.codes[frame.f_code] = scope
         for value in frame.f_locals.values():
-            if isinstance(value, functools._lru_cache_wrapper):
-                self.caches[id(value)] = value
             self._add(value if isinstance(value, type) else type(value))
 
     def _add(self, cls: type) -> None:
@@ -175,5 +171,4 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
 def _caches(reads: Reads) -> Iterator[Any]:
     """Yields the functions with a cache that code refers to. A cache hit makes no call, so its reads are not seen."""
     held = [*_globals(reads.codes), *(v for cls in reads.classes.values() for v in list(vars(cls).values()))]
-    yield from (value for value in held if isinstance(value, functools._lru_cache_wrapper))
-    yield from reads.caches.values()
+    return (value for value in held if isinstance(value, functools._lru_cache_wrapper))

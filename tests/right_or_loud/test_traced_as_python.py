@@ -261,14 +261,14 @@ class Pair(tuple[float, ...]):
 def test_attributes_of_tuples_and_tensors() -> None:
     pair, net = Pair((1.0, 2.0)), nn.Linear(8, 8)
     net.register_buffer("buffer", torch.ones(8))
-    net.weight.scale = net.buffer.scale = 1.0  # type: ignore[attr-defined]
+    net.weight.scale = net.buffer.scale = 1.0  # type: ignore[attr-defined]  # a tensor may have any
 
     def plain(x: Any) -> Tensor:
         return drawn(net(x) * pair[0] * pair.factor * net.weight.scale * net.buffer.scale * x.scale)
 
     def given(scale: float) -> Tensor:
         x = leaf(X)
-        x.scale = scale  # type: ignore[attr-defined]
+        x.scale = scale  # type: ignore[attr-defined]  # a tensor may have any
         return x
 
     planned = fckpt.remat(plain, budget=1.0)
@@ -334,6 +334,6 @@ def test_an_attribute_of_a_tensor_that_is_assigned_is_refused() -> None:
         return drawn(torch.tanh(x))
 
     x = leaf(X)
-    x.count = 0  # type: ignore[attr-defined]
+    x.count = 0  # type: ignore[attr-defined]  # a tensor may have any
     with pytest.raises(fckpt.TraceError, match="assigns count"):
         fckpt.remat(counting, budget=1.0)(x)

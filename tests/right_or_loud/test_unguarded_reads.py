@@ -147,7 +147,7 @@ class Special:
     def __index__(self) -> int:
         return 1
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # as Python sets it
 
 
 def entered(held: Any) -> float:
@@ -202,7 +202,7 @@ def test_a_method_that_was_added_to_tensors(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_dict_that_is_passed_to_a_built_in_function() -> None:
     held = {"b": 1.0, "a": 2.0}
-    plain = lambda x: (x.sin() * held[max(held, key=held.get)]).sum()  # type: ignore[arg-type]
+    plain = lambda x: (x.sin() * held[max(held, key=held.get)]).sum()  # type: ignore[arg-type]  # `get` may return None
     planned = fckpt.remat(plain, budget=1.0)
     assert_same(planned, plain)
     held["z"] = 9.0
@@ -213,7 +213,7 @@ def test_a_method_with_a_cache() -> None:
     class Held:
         factor = 1.0
 
-        @functools.lru_cache  # noqa: B019
+        @functools.lru_cache  # noqa: B019  # such a cache is the subject
         def read(self) -> float:
             return self.factor
 
