@@ -44,7 +44,7 @@ def one_by_one(kernel: Kernel) -> Callable[[list[Tensor]], list[Tensor]]:
 def do_not_compile(patch: pytest.MonkeyPatch) -> None:
     """Has the stand-in run instead of compiled kernels."""
     patch.setattr(inductor, "compiled", one_by_one)
-    patch.setattr(trial, "_no_compiler", False)
+    patch.setattr(trial, "_has_compiler", {"cpu": True})
 
 
 def use_exact_kernels(patch: pytest.MonkeyPatch, mode: str) -> None:

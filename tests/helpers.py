@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,18 @@ import torch
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 """The version of torch: (2, 13)."""
+DEVICE = torch.device(os.environ.get("FCKPT_TEST_DEVICE", "cpu"))
+"""Where the random programs and the op database run: `FCKPT_TEST_DEVICE=cuda pytest tests/stateful tests/opinfo`."""
+if DEVICE.type == "cuda":
+    # Otherwise not even two plain runs are bitwise equal.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def generator_state() -> torch.Tensor:
+    """Returns the state of the device's generator."""
+    return torch.get_rng_state() if DEVICE.type == "cpu" else torch.get_device_module(DEVICE).get_rng_state(DEVICE)
 
 
 def assert_equal(actual: Any, expected: Any) -> None:

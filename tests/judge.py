@@ -8,6 +8,7 @@ second run differs from the first without an error, or holds more than its budge
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import random
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers import DEVICE, generator_state
 from snapshots import differences, fakes_in, snapshot
 from torch import Tensor, nn
 
@@ -33,8 +35,8 @@ class _NoBudgetWarning(UserWarning):
 
 
 BudgetWarning: type[Warning] = getattr(fckpt, "BudgetWarning", _NoBudgetWarning)
-SLACK = 256
-"""Bytes beside the region: the loss, its cotangent and other scalars."""
+SLACK = 256 if DEVICE.type == "cpu" else 8 * 512
+"""Bytes beside the region: the loss, its cotangent and other scalars. An accelerator's allocator rounds each up."""
 WITHIN = 1.01
 """A fraction is one of a plain peak that is predicted within one percent."""
 
@@ -110,7 +112,8 @@ class Session:
 
     def leaf(self, *shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
         """Makes a tensor of random numbers that requires grad, whose gradient is compared."""
-        made = torch.randn(*shape, generator=self._generator).to(dtype) / max(1, shape[-1]) ** 0.5
+        made = torch.randn(*shape, generator=self._generator, device="cpu").to(dtype) / max(1, shape[-1]) ** 0.5
+        made = made.to(DEVICE)
         made.requires_grad_(grad)
         self.watched[f"leaf{len(self.watched)}"] = made
         return made
@@ -167,7 +170,7 @@ class Session:
             before = self._effort()
             try:
                 if measured:
-                    held = fckpt.measure_peak(forward_and_backward).peak_bytes
+                    held = fckpt.measure_peak(forward_and_backward, DEVICE).peak_bytes
                     record.peak_bytes = held if self._effort() == before else None
                 else:
                     forward_and_backward()
@@ -204,6 +207,7 @@ class Session:
             "modes": [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")],
             "modes of functions": torch._C._len_torch_function_stack(),
             "torch's generator": torch.get_rng_state(),
+            "the device's generator": generator_state(),
             "Python's generator": random.getstate(),
             "NumPy's generator": snapshot(np.random.get_state()),
         }
@@ -275,7 +279,8 @@ def _run(scenario: Scenario, remat: Callable[..., Any], options: dict[str, Any],
     session = Session(remat, options, seed)
     _seed(seed)
     try:
-        scenario(session)
+        with DEVICE if DEVICE.type != "cpu" else contextlib.nullcontext():
+            scenario(session)
     except _Ended:
         pass
     except fckpt.FckptError as error:  # raised by `remat` itself, or by what a scenario does beside steps

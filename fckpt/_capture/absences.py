@@ -25,7 +25,7 @@ from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import dicts
+from torch._dynamo.variables import ConstantVariable, dicts
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import FunctoolsPartialVariable
 from torch._dynamo.variables.user_defined import UserDefinedDictVariable
@@ -126,8 +126,8 @@ class _Presences:
         source = variable.source
         if source and (source, name) not in self._known:
             self._known.add((source, name))
-            if has_dict_attributes(getattr(variable, "value", None)):
-                return
+            if has_dict_attributes(getattr(variable, "value", None)) or isinstance(variable, ConstantVariable):
+                return  # constants are compared, and equal ones have the same attributes
             if isinstance(variable, FunctoolsPartialVariable) and name not in dir(functools.partial):
                 raise LookupError(f"whether a partial has an attribute {name} is not known")
             if "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:

@@ -22,6 +22,8 @@ _BITS = {
 def made_up(specs: Sequence[TensorSpec], kind: str, seed: int = 0) -> list[torch.Tensor]:
     """Makes tensors with the given layouts; those that share a storage in the trace share one here.
 
+    The numbers are the same on every device.
+
     Args:
         specs: the specs of the tensors.
         kind: "usual" for normally distributed numbers; "tiny" for such numbers times 1e-20, so that products are
@@ -36,7 +38,7 @@ def made_up(specs: Sequence[TensorSpec], kind: str, seed: int = 0) -> list[torch
         types = {s.dtype for s in kin}
         count = max(s.offset + extent(s) for s in kin)
         for dtype in types:  # a storage that is read as two types (a view of bits) is not shared here
-            found[value, dtype] = _numbers(dtype, count, kind, generator)
+            found[value, dtype] = _numbers(dtype, count, kind, generator).to(kin[0].device)
     return [found[s.value, s.dtype].as_strided(s.shape, s.stride, s.offset) for s in specs]
 
 

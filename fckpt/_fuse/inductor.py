@@ -20,12 +20,22 @@ __all__ = ["compiled", "has_compiler"]
 
 _SETTINGS = {"size_asserts": False, "compile_threads": 1, "fallback_random": True}
 """Sizes are constants, from the trace. Worker processes would outlive the compilation."""
+_EXACT_SETTINGS = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+}
+"""With these, a Triton kernel rounds as torch's kernels on a GPU: a product and a sum are rounded apart, a quotient is
+rounded once, and denormals are not flushed to zero."""
 
 
-def has_compiler() -> bool:
-    """Whether inductor finds a C++ compiler. Looking for one may take seconds."""
+def has_compiler(device: torch.device) -> bool:
+    """Whether inductor finds what compiles for a device, a C++ compiler or Triton. Looking for one may take seconds."""
     from torch._inductor import cpp_builder, exc
+    from torch.utils._triton import has_triton
 
+    if device.type == "cuda":
+        return has_triton()
     try:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler:
@@ -57,13 +67,15 @@ def compiled(kernel: Kernel) -> Callable[[list[torch.Tensor]], Sequence[torch.Te
     output.meta["original_output_strides"] = [kernel.specs[t].stride for t in kernel.outputs]
     context = TracingContext(mode)
     context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=list(kernel.donated))  # type: ignore[assignment]  # the only field it reads
-    with tracing(context), config.patch(_SETTINGS):
+    settings = {**_SETTINGS, **_EXACT_SETTINGS} if kernel.exact else _SETTINGS
+    with tracing(context), config.patch(settings):
         made: Any = compile_fx_inner(graph, given, is_backward=True)
     return _with_masks(kernel, made.current_callable)
 
 
 # A loop that loads or stores bools is 5 to 50 times slower than one that converts bytes to floats and back (inductor of
-# torch 2.13 on AVX-512). So masks go in and out as bytes, which are views of the same memory.
+# torch 2.13 on AVX-512). So masks go in and out as bytes, which are views of the same memory. On a GPU that makes no
+# difference.
 
 
 def _body(kernel: Kernel, *inputs: torch.Tensor) -> list[torch.Tensor]:

@@ -32,6 +32,11 @@ class Kernel:
     exact: bool
     """Whether the results must equal the results of torch's kernels, bit for bit."""
 
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.specs[0].device
+
     @functools.cached_property
     def signature(self) -> str:
         """A text that is equal for kernels that compile to the same code."""
@@ -41,7 +46,7 @@ class Kernel:
             f"{c.outputs} = {c.op}({c.args}, {c.kwargs}) over {over}"
             for c, over in zip(self.calls, self.over, strict=True)
         ]
-        parts = [layouts, made, self.inputs, self.donated, self.exact, *calls]
+        parts = [self.device, layouts, made, self.inputs, self.donated, self.exact, *calls]
         return "\n".join(map(str, parts))
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

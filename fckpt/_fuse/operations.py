@@ -47,6 +47,7 @@ _REDUCING = {
     aten._log_softmax_backward_data.default, aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
     aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.var_mean.correction,
 }  # fmt: skip
+_DEVICES = ("cpu", "cuda")
 _FUSED_TYPES = _EXACT_TYPES | {torch.bfloat16, torch.float16}
 
 
@@ -64,7 +65,9 @@ def fusible(node: Node, call: Call, specs: tuple[TensorSpec, ...], *, exact: boo
     made = [t for t in call.outputs if t is not None]
     used = [specs[t] for t in (*made, *indices_of(call.args), *indices_of(list(call.kwargs.values())))]
     types = _EXACT_TYPES if exact else _FUSED_TYPES
-    if any(s.device.type != "cpu" or s.dtype not in types or s.conj or s.neg or 0 in s.shape for s in used):
+    if len({s.device for s in used}) != 1 or used[0].device.type not in _DEVICES:
+        return False
+    if any(s.dtype not in types or s.conj or s.neg or 0 in s.shape for s in used):
         return False
     whole = all(
         specs[t].offset == 0 and specs[t].value >= 0 and is_dense(specs[t].shape, specs[t].stride) for t in made

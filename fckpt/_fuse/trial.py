@@ -23,7 +23,7 @@ from fckpt._fuse import inductor
 from fckpt._fuse.data import made_up, same_bits
 from fckpt._fuse.kernel import Kernel
 from fckpt._trace.operations import strides_of
-from fckpt.cost.measured import _isolated, _temporaries
+from fckpt.cost.measured import _isolated, _temporaries, wait
 from fckpt.errors import KernelWarning, users_stacklevel
 
 __all__ = ["Compiled", "guarded", "tried"]
@@ -61,10 +61,14 @@ class Compiled:
     """The time of torch's kernels."""
 
 
+_MISSING = {
+    "cpu": "no C++ compiler was found (the environment variable CXX names one)",
+    "cuda": "Triton was not found",
+}
 _known: dict[tuple[str, int], Compiled | None] = {}
 _lock = threading.RLock()
 _warned: set[str] = set()
-_no_compiler: bool | None = None
+_has_compiler: dict[str, bool] = {}
 
 
 def tried(kernel: Kernel) -> Compiled | None:
@@ -79,11 +83,11 @@ def tried(kernel: Kernel) -> Compiled | None:
             return None
         if key not in _known:
             reason = ""
-            with _isolated(torch.device("cpu")):
+            with _isolated(kernel.device):
                 try:
                     _known[key] = _tried(kernel)
                 except _NoCompiler:
-                    _known[key], reason = None, "no C++ compiler was found (the environment variable CXX names one)"
+                    _known[key], reason = None, _MISSING[kernel.device.type]
                 except _Untriable:
                     _known[key] = None
                 except Exception as error:  # inductor raises any exception on operations that it cannot compile
@@ -145,11 +149,11 @@ def _warn(reason: str) -> None:
 
 
 def _tried(kernel: Kernel) -> Compiled | None:
-    global _no_compiler
-    if _no_compiler is None:
-        _no_compiler = True  # also if looking for one fails, in another torch: that should not be repeated
-        _no_compiler = not inductor.has_compiler()
-    if _no_compiler:
+    kind = kernel.device.type
+    if kind not in _has_compiler:
+        _has_compiler[kind] = False  # also if looking for one fails, in another torch: that should not be repeated
+        _has_compiler[kind] = inductor.has_compiler(kernel.device)
+    if not _has_compiler[kind]:
         raise _NoCompiler
     with below_autograd():
         _check_triable(kernel)
@@ -160,7 +164,7 @@ def _tried(kernel: Kernel) -> Compiled | None:
         if over is None or not has_the_results(kernel, run):
             return None
         inputs = _inputs(kernel, "usual")
-        nbytes, _ = _temporaries(lambda: run(list(inputs)), torch.device("cpu"))
+        nbytes, _ = _temporaries(lambda: run(list(inputs)), kernel.device)
         return _timed(kernel, Compiled(run, over, max(0, nbytes), 0.0, 0.0))
 
 
@@ -232,8 +236,10 @@ def _timed(kernel: Kernel, made: Compiled) -> Compiled | None:
         while runs < _RUNS[0] or (spent < _SECONDS and runs < _RUNS[1]):
             for which, fn in enumerate((made.run, plain)):
                 given = [t.clone() if i in changing else t for i, t in enumerate(originals)]
+                wait(kernel.device)
                 start = time.perf_counter()
                 results = fn(given)
+                wait(kernel.device)
                 seconds = time.perf_counter() - start
                 del results, given
                 least[which], spent = min(least[which], seconds), spent + seconds

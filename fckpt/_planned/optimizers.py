@@ -2,7 +2,9 @@
 
 A *sibling* is an optimizer of the same class with one parameter. It reads the present options of the parameter's group
 at each update (so that schedules of learning rates need no new trace) and shares the state of the real optimizer. So an
-update has the bits of the optimizer's single-tensor kernels by construction.
+update has the bits of the optimizer by construction. Where the optimizer would update all parameters by kernels for
+lists of tensors (`foreach`, its default on CUDA), a sibling calls these kernels with lists of one: they round otherwise
+than the kernels for single tensors.
 
 Seen on torch 2.11 and 2.13: `Optimizer._init_group(group, *lists)` makes the state of parameters that have a gradient;
 `step` undecorated is the plain algorithm.
@@ -68,8 +70,8 @@ def _check_options(optimizer: optim.Optimizer) -> None:
         for name in ("fused", "foreach", "differentiable", "capturable"):
             if group.get(name):
                 raise ArgumentValueError(
-                    f"param_groups[{i}] has {name}=True. A step updates each parameter as its gradient comes, by the "
-                    f"single-tensor kernels: leave {name} out."
+                    f"param_groups[{i}] has {name}=True. A step updates each parameter as its gradient comes: leave "
+                    f"{name} out."
                 )
 
 
@@ -132,6 +134,9 @@ class Updates:
         vars(self._sibling_now).update(vars(self.optimizer))
         self.parameters = [p for group in groups for p in group["params"]]
         self.group_of = [group for group in groups for _ in group["params"]]
+        changes = [{"foreach": _foreach(group)} for group in groups]
+        self._changes = [change for change, group in zip(changes, groups, strict=True) for _ in group["params"]]
+        """By parameter: the options in which its sibling differs from its group."""
         self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
         layouts = [(p.shape, p.stride(), p.dtype, p.device) for p in self.parameters]
         found = tuple(map(_options, groups)), layouts, list(self.numbers)
@@ -226,7 +231,7 @@ class Updates:
         sibling: Any = object.__new__(type(self.optimizer))
         vars(sibling).update(vars(self.optimizer))
         own = self.parameters[number] if parameter is None else parameter
-        sibling.param_groups = [{**self.group_of[number], "params": [own], "foreach": False}]
+        sibling.param_groups = [{**self.group_of[number], "params": [own], **self._changes[number]}]
         if state is not None:
             sibling.state = type(self.optimizer.state)(dict)
             if state:
@@ -248,7 +253,7 @@ class Updates:
         own = self.parameters[number]
         assert own.data_ptr() == parameter.data_ptr()
         sibling = self._sibling_now
-        sibling.param_groups = [{**self.group_of[number], "params": [own], "foreach": False}]
+        sibling.param_groups = [{**self.group_of[number], "params": [own], **self._changes[number]}]
         self._run(sibling, own, gradient)
         if self._coming:
             _moved(self.optimizer.state[own], self._coming.pop(own, {}))
@@ -315,6 +320,12 @@ class Updates:
             at_first, _ = _temporaries(first, device)
             seconds, temporary, _ = _run(later, device, 10)
         return OpCost(seconds, 4 * parameter.numel(), temporary), at_first
+
+
+def _foreach(group: dict[str, Any]) -> bool | None:
+    """Returns the option `foreach` of a sibling: None, the default, if the optimizer would choose by the device."""
+    default = group.get("foreach") is None and all(p.device.type != "cpu" for p in group["params"])
+    return None if default else False
 
 
 class _Layout:

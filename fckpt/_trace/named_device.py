@@ -92,6 +92,18 @@ def _fake_on_cpu(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 @contextlib.contextmanager
 def cuda_kernels(target: NamedDevice) -> Iterator[None]:
     """Makes torch's functions that choose by device choose as on the named device, for its stand-ins, in the body."""
+    # Where the device is there, `torch.tensor(numbers, device="cuda")` would make the tensor on it, out of sight.
+    lifted = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        with _kernels(target):
+            yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(lifted)
+
+
+@contextlib.contextmanager
+def _kernels(target: NamedDevice) -> Iterator[None]:
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name, kernel in _CHOSEN.items():
             library.impl(name, _for_stand_ins(_overload(name), kernel, target), "AutogradMeta")
@@ -229,7 +241,7 @@ def _attention(
         scale = width**-0.5 if scale is None else scale
         q, k, v = (functional.pad(t, (0, -width % 8)) if width % 8 else t for t in call.operands)
         out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
-        return out[..., :width] if width % 8 else out
+        return aten.slice.Tensor(out, -1, 0, width) if width % 8 else out
     mask = _additive(attn_mask, query.dtype, -65504.0 if backend is SDPBackend.CUDNN_ATTENTION else -torch.inf)
     if backend is SDPBackend.CUDNN_ATTENTION:
         kernel, rest = aten._scaled_dot_product_cudnn_attention, (dropout_p, is_causal, False)
@@ -284,7 +296,7 @@ def _additive(mask: Any, dtype: torch.dtype, hidden: float) -> Any:
     """Returns a mask to add to the scores, with `hidden` where a mask of booleans is false."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    return torch.where(mask, 0.0, torch.scalar_tensor(hidden, dtype=dtype, device=mask.device))
+    return torch.where(mask, 0.0, aten.scalar_tensor.default(hidden, dtype=dtype, device=mask.device))
 
 
 def _aligned(mask: Any, shape: tuple[int, ...]) -> Any:

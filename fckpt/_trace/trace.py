@@ -115,6 +115,11 @@ def trace(
     return traced
 
 
+def _holds_only(holder: Any, fn: Callable[..., Any]) -> bool:
+    """Whether `holder` is the list in which a closure holds its function, see `closure_of`."""
+    return type(holder) is list and len(holder) == 1 and holder[0] is fn
+
+
 def _traced(
     fn: Callable[..., Any],
     arguments: Arguments,
@@ -150,6 +155,7 @@ def _traced(
         new = {id(t): operand for t, operand in zip(tensors, operands, strict=True)}
         args, kwargs = arguments.rebuild(operands[:count])
         closed = [(holder, key, replaced(value, new)) for holder, key, value in slots]
+        place: Any = next((holder for holder, key, _ in slots if key is None and _holds_only(holder, fn)), [fn])
         with placed(closed), names_recorded(recorder.name), marks_answered(recorder):
             before = state.again()
             carried = {} if backward.then is None else backward.then.begun(operands)
@@ -157,7 +163,7 @@ def _traced(
             python = contextlib.nullcontext() if graph else _python_code(reads, tensors, operands)
             with undone_on_error(before):
                 with python, moved, contextlib.nullcontext() if graph else arguments_unchanged(args, kwargs):
-                    result = fn(*args, **kwargs)
+                    result = place[0](*args, **kwargs)  # a partial or a bound method may itself hold tensors
                 check_assignments(closed, before, recorder)
         if donated:
             kept = fn.returned_operands(result) if isinstance(fn, GraphFunction) else set()

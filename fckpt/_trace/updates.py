@@ -194,8 +194,15 @@ class Ending:
 
 
 def _clip(gradients: Sequence[torch.Tensor], most: float) -> None:
-    """Scales gradients in place, with the operations of `torch.nn.utils.clip_grad_norm_(..., foreach=False)`."""
-    total = torch.nn.utils.get_total_norm(gradients, 2.0, False, False)
+    """Scales gradients in place, with the bits of `torch.nn.utils.clip_grad_norm_`.
+
+    On CUDA that computes the norms by a kernel for lists of tensors, whose sums round otherwise.
+    """
+    if all(g.device.type == "cpu" for g in gradients):
+        total = torch.nn.utils.get_total_norm(gradients, 2.0, False, False)
+    else:
+        norms = [torch._foreach_norm([g], 2.0)[0] for g in gradients]
+        total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), 2.0)
     factor = torch.clamp(most / (total + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.device))

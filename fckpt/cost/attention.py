@@ -2,7 +2,7 @@
 
 Backward accumulates the gradient of the query in float32, and sums each row of the output times its gradient. Source,
 in `aten/src/ATen/native/transformers/cuda` of torch: `flash_attn/flash_api.cpp` (`mha_bwd`), `attention_backward.cu`.
-cuDNN does not publish its workspace, which is taken to be that of flash attention. Not run on a device.
+cuDNN does not publish its workspace, which is taken to be that of flash attention.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def attention_nbytes(call: Call, specs: Sequence[TensorSpec], grain: int) -> int
         rows, last = -(-length // 64) * 64, -(-width // 32) * 32
         workspace = rounded(batch * heads * rows * last)
         product = rounded(math.prod(out.shape)) + delta if query.dtype.itemsize == _FLOAT else 0
-        return delta + max(workspace, product)
+        copied = 0 if _is_rows_of_heads(grad) else rounded(math.prod(grad.shape), query.dtype.itemsize)
+        return delta + max(workspace, product) + copied
     rows, last = -(-length // 128) * 128, 256 if width > 192 else -(-width // 32) * 32
     nbytes = rounded(batch * heads * rows) + rounded(batch * rows * heads * last)
     if key.shape[1] != heads:  # gradients of the heads that share a key, before their sum

@@ -14,7 +14,15 @@ import torch
 
 from fckpt.errors import ArgumentValueError
 
-__all__ = ["BANDWIDTH_EFFICIENCY", "COMPUTE_EFFICIENCY", "DeviceProfile", "calibrated", "profile_of", "profiles"]
+__all__ = [
+    "BANDWIDTH_EFFICIENCY",
+    "COMPUTE_EFFICIENCY",
+    "DeviceProfile",
+    "calibrated",
+    "granularity",
+    "profile_of",
+    "profiles",
+]
 
 COMPUTE_EFFICIENCY = 0.7
 """The fraction of the peak rate that a large matrix product reaches; torch's own estimate uses 0.75."""
@@ -172,17 +180,22 @@ def _calibrated(device: torch.device, threads: int) -> DeviceProfile:
         rate = 2 * a.numel() / _least_seconds(lambda: b.copy_(a), device)
         a = torch.zeros(1, device=device)
         launch = _least_seconds(lambda: a.neg(), device, repeats=100)
-    return DeviceProfile(str(device), MappingProxyType(flops), rate, launch, *_memory(device))
+    return DeviceProfile(str(device), MappingProxyType(flops), rate, launch, _memory(device), granularity(device))
 
 
-def _memory(device: torch.device) -> tuple[int, int]:
-    """Returns the bytes of memory, and the granularity of the allocator."""
+def granularity(device: torch.device) -> int:
+    """Returns the bytes to a multiple of which torch's allocator for this device rounds up."""
+    return 512 if device.type == "cuda" else 1
+
+
+def _memory(device: torch.device) -> int:
+    """Returns the bytes of memory."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory, 512
+        return torch.cuda.get_device_properties(device).total_memory
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not on Windows
-        return profiles["cpu"].memory_nbytes, 1
+        return profiles["cpu"].memory_nbytes
 
 
 def _least_seconds(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:

@@ -141,7 +141,8 @@ class Measured:
         device = _device(call, specs)
         if maker is None and opaque_operands(call):
             reasons.append("it reads the workspace of another operation, which cannot be synthesised")
-        for fill, given in [] if reasons else _tries(call, held):
+        fills = FILLS if device.type == "cpu" else FILLS[:-1]  # an index out of range ends the use of a GPU
+        for fill, given in [] if reasons else _tries(call, held, fills):
             try:
                 with _isolated(device), _as_planned(call.op):
                     # Each of the two functions frees its arguments before the other makes new ones.
@@ -175,10 +176,12 @@ class Measured:
         return most
 
 
-def _tries(call: Call, held: Mapping[int, torch.Tensor]) -> list[tuple[str, Mapping[int, torch.Tensor]]]:
+def _tries(
+    call: Call, held: Mapping[int, torch.Tensor], fills: Sequence[str]
+) -> list[tuple[str, Mapping[int, torch.Tensor]]]:
     """Returns ways to make the arguments of a call, in order: from existing tensors if possible, then synthetic."""
     schema = getattr(call.op, "_schema", None)
-    ways: list[tuple[str, Mapping[int, torch.Tensor]]] = [(fill, {}) for fill in FILLS]
+    ways: list[tuple[str, Mapping[int, torch.Tensor]]] = [(fill, {}) for fill in fills]
     if schema is None or schema.is_mutable or call.replaced or statistics_of(call.op, call.args):
         return ways
     read = {ref.tensor for ref in refs((call.args, call.kwargs))}
@@ -275,15 +278,16 @@ def _run(run: Callable[[], Any], device: torch.device, repeats: int) -> tuple[fl
 
 def _timed(run: Callable[[], Any], device: torch.device, launches: int) -> float:
     """Returns the seconds of one run, including the release of its results."""
-    _wait(device)
+    wait(device)
     start = time.perf_counter()
     for _ in range(launches):
         run()
-    _wait(device)
+    wait(device)
     return (time.perf_counter() - start) / launches
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Waits until an accelerator has done what it was given."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 

@@ -12,10 +12,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fckpt._call.levels import is_wrapped
+from fckpt._trace.allocations import rounded
 from fckpt._trace.operations import Call, TensorSpec, Trace, is_random, is_tagged_random
 from fckpt.cost.analytic import Analytic
 from fckpt.cost.by_size import CostsBySize
 from fckpt.cost.calls import CostSource, OpCost, registered
+from fckpt.cost.devices import granularity
 from fckpt.cost.measured import Measured
 from fckpt.cost.pairs import makers_of, paired_signature, workspace_maker
 from fckpt.cost.store import environment
@@ -57,8 +59,7 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
         spent = {"seconds": cost.seconds, "flops": cost.flops, "temporary_nbytes": cost.temporary_nbytes}
         nodes[i] = changed(nodes[i], **spent)
     values = _measured_sizes(trace, calls, made)
-    if isinstance(source, Analytic) and source.profile.allocation_granularity > 1:
-        values = _rounded(trace, values, source.profile.allocation_granularity)
+    values = _rounded(trace, values, source.profile.allocation_granularity if isinstance(source, Analytic) else None)
     nodes = [_overwriting_equals(node, values) for node in nodes]
     return trace.graph.with_costs(_with_states(trace, calls, nodes), values)
 
@@ -211,10 +212,19 @@ def _measured_sizes(trace: Trace, calls: Sequence[Call], made: Sequence[dict[int
     return values
 
 
-def _rounded(trace: Trace, values: Sequence[Value], grain: int) -> list[Value]:
-    """Returns the values with the bytes that the allocator of a GPU takes for them."""
-    there = {spec.value for spec in trace.tensors if spec.device.type not in ("cpu", "meta")}
-    size = lambda value: -(-value.nbytes // grain) * grain if value.id in there else value.nbytes
+def _rounded(trace: Trace, values: Sequence[Value], grain: int | None) -> list[Value]:
+    """Returns the values with the bytes that the allocators of their devices take for them.
+
+    Args:
+        trace: the trace.
+        values: the values of its graph.
+        grain: the allocator of the GPU rounds up to a multiple of this many bytes; None for that of torch.
+    """
+    there = {spec.value: spec.device for spec in trace.tensors if spec.device.type not in ("cpu", "meta")}
+    if not there:
+        return list(values)
+    grains = {device: grain or granularity(device) for device in {*there.values()}}
+    size = lambda value: rounded(value.nbytes, grains[there[value.id]]) if value.id in there else value.nbytes
     return [dataclasses.replace(value, nbytes=size(value)) for value in values]
 
 

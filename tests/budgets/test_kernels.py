@@ -152,7 +152,7 @@ def test_check_says_how_far_fused_kernels_are_from_the_plain_function(monkeypatc
         return lambda given: [t * (1 + 2**-10) for t in one_by_one(kernel)(given)]
 
     monkeypatch.setattr(inductor, "compiled", rounded)
-    monkeypatch.setattr(trial, "_no_compiler", False)
+    monkeypatch.setattr(trial, "_has_compiler", {"cpu": True})
     fn, _ = relu_mlp()
     found = fckpt.check(fn, budget=0.9, kernels="fused")
     assert not found and 2**-11 < found.largest < 2**-5
@@ -257,7 +257,7 @@ def test_random_programs_have_the_bits_and_the_peak_that_was_simulated(made: lis
 def test_without_a_compiler_one_warning_says_so_and_nothing_else_changes(
     monkeypatch: pytest.MonkeyPatch, made: list[Program]
 ) -> None:
-    monkeypatch.setattr(trial, "_no_compiler", True)
+    monkeypatch.setattr(trial, "_has_compiler", {"cpu": False})
     with pytest.warns(fckpt.KernelWarning, match="no C\\+\\+ compiler was found") as caught:
         expected, found = compared(*elementwise(), made, 0.6, "exact")
         compared(*relu_mlp(), made, 0.6, "exact")

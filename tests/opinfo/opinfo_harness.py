@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from helpers import DEVICE, generator_state
 from sampling import todays
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
@@ -33,13 +34,13 @@ POOL = 40  # samples are chosen evenly from this many first ones: neighbours dif
 
 
 def differentiable_ops() -> list[Any]:
-    """The entries of the op database that have a float64 or complex128 backward on CPU."""
+    """The entries of the op database that have a float64 or complex128 backward on the device."""
     return [op for op in op_db if op.supports_autograd and dtypes_of(op)]
 
 
 def dtypes_of(op: Any) -> list[torch.dtype]:
     """Which of float64 and complex128 `op` differentiates in."""
-    supported = op.supported_backward_dtypes("cpu") & op.supported_dtypes("cpu")
+    supported = op.supported_backward_dtypes(DEVICE.type) & op.supported_dtypes(DEVICE.type)
     return [dtype for dtype in (torch.float64, torch.complex128) if dtype in supported]
 
 
@@ -95,7 +96,7 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor
 
 def random_like(tensor: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
+    return torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator).to(tensor.device)
 
 
 # modes: (case, program) -> (values, gradients) ------------------------------------------------------
@@ -187,7 +188,7 @@ def cases(op: Any, samples: int = SAMPLES) -> Iterator[Case]:
     for dtype in dtypes_of(op):
         wanted = samples if dtype == torch.float64 else -(-samples // 3)
         torch.manual_seed(0)
-        pool = op.sample_inputs("cpu", dtype, requires_grad=True)
+        pool = op.sample_inputs(DEVICE.type, dtype, requires_grad=True)
         usable = [case for case in map(_case_maker(op), itertools.islice(pool, POOL * wanted)) if case]
         yield from (usable[i * len(usable) // wanted] for i in range(min(wanted, len(usable))))
 
@@ -277,7 +278,7 @@ def _run(mode: str, case: Case, program: Program) -> _Run:
         warnings.simplefilter("always")
         torch.manual_seed(0)
         result = MODES[mode](case, program)
-    return _Run(result, torch.get_rng_state(), {str(warning.message) for warning in caught})
+    return _Run(result, generator_state(), {str(warning.message) for warning in caught})
 
 
 def _equal(a: _Run, b: _Run) -> bool:
@@ -320,7 +321,7 @@ def _repeats(mode: str, case: Case, program: Program, plain: _Run) -> bool:
     # Some LAPACK drivers depend on where memory lies, which two runs in a row may not show.
     held = []  # so that every run finds its memory elsewhere
     for size in range(0, 408, 8):
-        held.append(torch.empty(size))
+        held.append(torch.empty(size, device=DEVICE))
         if not _equal(plain, _run(mode, case, program)):
             return False
     return True
