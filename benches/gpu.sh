@@ -10,12 +10,14 @@
 #     python -m benches overhead --device cuda --check --json benches/results/overhead-SLUG.json
 #     python -m benches multi_gpu --device cuda --check --json benches/results/multi-gpu-SLUG.json
 #
-# with the device's name for SLUG. The last uses all devices, and takes no options from here. The exit code is 1 if a
+# with the device's name for SLUG, and expandable segments, with which torch's allocator counts exactly what was asked
+# for (PYTORCH_ALLOC_CONF= for its default). The last uses all devices, and takes no options from here. The exit code is 1 if a
 # check failed, and 2 if there is no CUDA device.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 DEVICE=${DEVICE:-cuda}
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}
 if [[ -z ${PYTHON:-} ]]; then
     PYTHON=python
     [[ -x .venv/bin/python ]] && PYTHON=.venv/bin/python

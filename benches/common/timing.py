@@ -137,6 +137,23 @@ def set_up(name: str | None, *, background: bool = False) -> torch.device:
     return device
 
 
+def settle_kernels(step: Callable[[], object], device: torch.device) -> None:
+    """Runs a step once, with kernels that are all deterministic if there are such kernels.
+
+    Only the strict mode makes memory-efficient attention deterministic; but it refuses operations without such a
+    kernel, so that others are only deterministic where they can be.
+    """
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
+        try:
+            step()
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            torch.use_deterministic_algorithms(True, warn_only=True)
+    step()
+
+
 def pick_device(name: str | None) -> torch.device:
     """Returns the named device; without a name the first GPU, or the CPU where there is none."""
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))

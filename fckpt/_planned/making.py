@@ -15,6 +15,7 @@ from fckpt._planned.tracing import TRACING
 from fckpt._trace.operations import Trace
 from fckpt._units import parse_bytes
 from fckpt.cost import Measured, price
+from fckpt.cost.allocators import warn_of_whole_blocks
 from fckpt.cost.calls import CostSource
 from fckpt.cost.pricing import WARNINGS
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
@@ -71,6 +72,8 @@ def priced(
         with TRACING, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=WARNINGS)  # about operations that had to be estimated
             graph = price(traced, costs or Measured(), progress=sys.stderr.isatty())
+        if costs is None or isinstance(costs, Measured):
+            warn_of_whole_blocks({spec.device for spec in traced.tensors})
     for nodes, inner in traced.regions:
         graph = apply_policy(graph, inner, nodes=nodes, budgeted=budgeted)
     if policy is not None:

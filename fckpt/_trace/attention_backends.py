@@ -65,6 +65,10 @@ _DEFAULT = (
 )
 
 
+_ANY_DROPOUT = torch.torch_version.TorchVersion(torch.__version__) < (2, 12)
+"""Whether cuDNN drops out with any probability, not only multiples of 1/16 (seen on an H100 with torch 2.11)."""
+
+
 def _order(capability: tuple[int, int]) -> Sequence[SDPBackend]:
     known = {int(b.value): b for b in SDPBackend.__members__.values()}
     order = tuple(known[n] for n in torch._C._get_sdp_priority_order() if n in known)
@@ -84,7 +88,7 @@ def _cudnn(call: Attention, capability: tuple[int, int]) -> bool:
         and _is_dense(call, ignore_singletons=True)
         and _heads_match(call)
         and _mask_fits(call)
-        and call.dropout * 16 == int(call.dropout * 16)
+        and (_ANY_DROPOUT or call.dropout * 16 == int(call.dropout * 16))
         and max(call.query.shape[:2]) <= 65535
         and max(width, last) <= 128
         and width % 8 == last % 8 == 0

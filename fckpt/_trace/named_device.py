@@ -92,18 +92,6 @@ def _fake_on_cpu(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 @contextlib.contextmanager
 def cuda_kernels(target: NamedDevice) -> Iterator[None]:
     """Makes torch's functions that choose by device choose as on the named device, for its stand-ins, in the body."""
-    # Where the device is there, `torch.tensor(numbers, device="cuda")` would make the tensor on it, out of sight.
-    lifted = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)
-    try:
-        with _kernels(target):
-            yield
-    finally:
-        torch._C._set_only_lift_cpu_tensors(lifted)
-
-
-@contextlib.contextmanager
-def _kernels(target: NamedDevice) -> Iterator[None]:
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name, kernel in _CHOSEN.items():
             library.impl(name, _for_stand_ins(_overload(name), kernel, target), "AutogradMeta")
@@ -140,9 +128,9 @@ class DevicesMoved(TorchFunctionMode):
     get the named device too.
     """
 
-    def __init__(self, target: NamedDevice, captured: bool):
+    def __init__(self, target: NamedDevice, captured: bool, recorder: Any):
         super().__init__()
-        self.device = target.device
+        self.device, self.recorder = target.device, recorder
         self.kinds = (target.device.type, "cpu") if captured else (target.device.type,)
 
     def _moved(self, value: Any, named: bool = False) -> Any:
@@ -156,7 +144,20 @@ class DevicesMoved(TorchFunctionMode):
             func, args, kwargs = torch.Tensor.to, (args[0], self.device), {}
         moves = func is torch.Tensor.to
         kwargs = {k: self._moved(v, k == "device") for k, v in (kwargs or {}).items()}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == self.device:
+            return self._constant(func, args, kwargs)
         return func(*[self._moved(value, moves) for value in args], **kwargs)
+
+    def _constant(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Makes a tensor of Python numbers, which the device gets without an operation."""
+        if args and isinstance(args[0], torch.Tensor):
+            return func(*args, **kwargs)
+        del kwargs["device"]
+        self.recorder.names_constants = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.recorder.names_constants = False
 
 
 def _overload(name: str) -> Any:

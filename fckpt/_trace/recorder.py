@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
             sizes: the environment of symbolic sizes, if layouts of operands have such sizes.
         """
         super().__init__()
-        self.named = named
+        self.named, self.names_constants = named, False  # whether constants are made on the named device
         self.sizes = sizes
         self.fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
         self.fake.cache_enabled = False  # cached results may have a smaller storage (aten.copy of a row, torch 2.13)
@@ -328,6 +328,7 @@ class Recorder(TorchDispatchMode):
 
     def _constant(self, data: torch.Tensor) -> torch.Tensor:
         """Returns the stand-in for a constant, which the function makes from Python numbers."""
+        data = data.to("meta") if self.names_constants else data
         with self.fake:
             fake = aten.lift_fresh.default(data)
         tensor = self._fresh(fake, held=True)

@@ -159,7 +159,7 @@ def _traced(
         with placed(closed), names_recorded(recorder.name), marks_answered(recorder):
             before = state.again()
             carried = {} if backward.then is None else backward.then.begun(operands)
-            moved = contextlib.nullcontext() if target is None else DevicesMoved(target, graph)
+            moved = contextlib.nullcontext() if target is None else DevicesMoved(target, graph, recorder)
             python = contextlib.nullcontext() if graph else _python_code(reads, tensors, operands)
             with undone_on_error(before):
                 with python, moved, contextlib.nullcontext() if graph else arguments_unchanged(args, kwargs):

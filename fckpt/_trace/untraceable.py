@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -44,6 +45,11 @@ class DataReadsRefused(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and self.recorder.owns(unwrapped(args[0])):
+            if func is torch.Tensor.data_ptr and sys._getframe(1).f_code.co_name == "flatten_parameters":
+                raise TraceError(
+                    f"{current()}: cuDNN packs the weights of recurrent networks, and a plan cannot follow that. Use "
+                    f"nn.LSTMCell or nn.GRUCell in a loop, or put the recurrent layers outside of the plan. {WAY_OUT}"
+                )
             raise TraceError(f"{current()}: {_looks(f'`{func.__name__}`')}")
         if self.wrapped and func in _COMPOSED and not transforms_active():
             return at_a_level(func, args, kwargs or {})

@@ -12,17 +12,10 @@ from types import MappingProxyType
 
 import torch
 
+from fckpt.cost.allocators import granularity
 from fckpt.errors import ArgumentValueError
 
-__all__ = [
-    "BANDWIDTH_EFFICIENCY",
-    "COMPUTE_EFFICIENCY",
-    "DeviceProfile",
-    "calibrated",
-    "granularity",
-    "profile_of",
-    "profiles",
-]
+__all__ = ["BANDWIDTH_EFFICIENCY", "COMPUTE_EFFICIENCY", "DeviceProfile", "calibrated", "profile_of", "profiles"]
 
 COMPUTE_EFFICIENCY = 0.7
 """The fraction of the peak rate that a large matrix product reaches; torch's own estimate uses 0.75."""
@@ -181,11 +174,6 @@ def _calibrated(device: torch.device, threads: int) -> DeviceProfile:
         a = torch.zeros(1, device=device)
         launch = _least_seconds(lambda: a.neg(), device, repeats=100)
     return DeviceProfile(str(device), MappingProxyType(flops), rate, launch, _memory(device), granularity(device))
-
-
-def granularity(device: torch.device) -> int:
-    """Returns the bytes to a multiple of which torch's allocator for this device rounds up."""
-    return 512 if device.type == "cuda" else 1
 
 
 def _memory(device: torch.device) -> int:

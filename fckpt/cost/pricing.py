@@ -14,10 +14,10 @@ import torch
 from fckpt._call.levels import is_wrapped
 from fckpt._trace.allocations import rounded
 from fckpt._trace.operations import Call, TensorSpec, Trace, is_random, is_tagged_random
+from fckpt.cost.allocators import granularity
 from fckpt.cost.analytic import Analytic
 from fckpt.cost.by_size import CostsBySize
 from fckpt.cost.calls import CostSource, OpCost, registered
-from fckpt.cost.devices import granularity
 from fckpt.cost.measured import Measured
 from fckpt.cost.pairs import makers_of, paired_signature, workspace_maker
 from fckpt.cost.store import environment

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torchvision_shim  # noqa: F401  before transformers
 import zoo
-from helpers import assert_equal
+from helpers import TORCH, assert_equal
 from torch import nn
 from torch.nn import functional as F
 
@@ -152,8 +152,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
     "perceptron": lambda: (Perceptron(), (512, 256)),
     "convolutions": lambda: (Convolutions(), (8, 3, 32, 32)),
     "channels_last": lambda: (Convolutions().to(memory_format=torch.channels_last), (8, 3, 32, 32)),
-    "lstm": lambda: (Recurrent(), (32, 16, 32)),
-    "gru": lambda: (Recurrent(nn.GRU), (32, 16, 32)),
     "attending": lambda: (Attending(), (8, 64, 64)),
 }
 
@@ -174,6 +172,20 @@ def test_networks(name: str, budget: float) -> None:
     check(*made(name), budget=budget)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_networks_are_refused(kind: type[nn.RNNBase]) -> None:
+    model = Recurrent(kind).to(CUDA)
+    x = torch.randn(32, 16, 32, device=CUDA)
+    with pytest.raises(fckpt.TraceError, match="packs the weights of recurrent networks"):
+        fckpt.remat(model, budget=0.7)(x)
+    region = fckpt.remat(model)
+    region(x).backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).backward()
+    assert_equal(found, [p.grad for p in model.parameters()])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "attending"])
 def test_autocast(name: str, dtype: torch.dtype) -> None:
@@ -190,8 +202,8 @@ def test_autocast(name: str, dtype: torch.dtype) -> None:
 def test_language_models(name: str) -> None:
     pytest.importorskip("transformers")
     torch.manual_seed(0)
-    if name == "mixtral":
-        pytest.skip("its routing depends on data")
+    if name == "mixtral" or (name == "bart" and TORCH < (2, 13)):
+        pytest.skip("its routing depends on data, or Dynamo of torch 2.11 does not capture its branches")
     model, batch = zoo.make(name)
     model = model.to(CUDA).train()
     batch = {k: v.to(CUDA).repeat(16, *[1] * (v.dim() - 1)) for k, v in batch.items()}
