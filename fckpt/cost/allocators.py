@@ -35,9 +35,9 @@ def _warn_of_whole_blocks() -> None:
     if _has_expandable_segments():
         return
     warnings.warn(
-        "torch's allocator for CUDA may hold up to 1 MiB more than it was asked for, for a tensor of more than 1 MiB. A "
-        "plan does not count that, so a peak may exceed its budget by some tenths of a percent. Start the program with "
-        " PYTORCH_ALLOC_CONF=expandable_segments:True, and budgets hold to the byte. (Said once.)",
+        "torch's allocator for CUDA may hold up to 1 MiB more than it was asked for, for a tensor of more than 1 MiB. "
+        "A plan does not count that, so a peak may exceed its budget by some tenths of a percent. Start the program "
+        "with PYTORCH_ALLOC_CONF=expandable_segments:True, and budgets hold to the byte. (Said once.)",
         BudgetWarning,
         stacklevel=users_stacklevel(),
     )
