@@ -65,7 +65,7 @@ def step(
     Args:
         model: the module to train.
         optimizer: an optimizer of `torch.optim` that updates its parameters one by one (SGD, Adam, AdamW and most
-            others), with single-tensor kernels. Its groups, `state_dict` and learning rate schedules work as usual.
+            others). Its groups, `state_dict` and learning rate schedules work as usual.
         loss_fn: maps the model and a batch to a loss, a tensor with one element.
         budget: the most bytes that a step may hold at once, above parameters, state and batch: an int, a string such as
             "4GiB", or a float for a fraction of the plain step's peak. Without a budget nothing is recomputed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from fckpt.cost.calls import extent
 
 __all__ = ["made_up", "same_bits"]
 
+_MOST = 1_000_003  # random numbers, for each tensor
 _BITS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -22,7 +24,7 @@ _BITS = {
 def made_up(specs: Sequence[TensorSpec], kind: str, seed: int = 0) -> list[torch.Tensor]:
     """Makes tensors with the given layouts; those that share a storage in the trace share one here.
 
-    The numbers are the same on every device.
+    Large tensors repeat the same numbers.
 
     Args:
         specs: the specs of the tensors.
@@ -31,28 +33,30 @@ def made_up(specs: Sequence[TensorSpec], kind: str, seed: int = 0) -> list[torch
             integers.
         seed: the seed of the random numbers.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(specs[0].device if specs else "cpu").manual_seed(seed)
     found: dict[tuple[int, torch.dtype], torch.Tensor] = {}
     for value in dict.fromkeys(s.value for s in specs):
         kin = [s for s in specs if s.value == value]
         types = {s.dtype for s in kin}
         count = max(s.offset + extent(s) for s in kin)
         for dtype in types:  # a storage that is read as two types (a view of bits) is not shared here
-            found[value, dtype] = _numbers(dtype, count, kind, generator).to(kin[0].device)
+            numbers = _numbers(dtype, min(count, _MOST), kind, generator)
+            found[value, dtype] = numbers.repeat(-(-count // len(numbers)))[:count].clone() if count > _MOST else numbers
     return [found[s.value, s.dtype].as_strided(s.shape, s.stride, s.offset) for s in specs]
 
 
 def _numbers(dtype: torch.dtype, count: int, kind: str, generator: torch.Generator) -> torch.Tensor:
+    drawn: dict[str, Any] = {"generator": generator, "device": generator.device}
     if dtype is torch.bool:
-        return torch.rand(count, generator=generator) < 0.5
+        return torch.rand(count, **drawn) < 0.5
     if not dtype.is_floating_point:
-        small = torch.randint(0, 8, (count,), generator=generator, dtype=dtype)
+        small = torch.randint(0, 8, (count,), **drawn, dtype=dtype)
         if kind != "any":
             return small
         limits = torch.iinfo(dtype)  # the largest int64 are not exact as floats
-        large = torch.randint(limits.min, limits.max, (count,), generator=generator, dtype=torch.int64).to(dtype)
-        return torch.where(torch.rand(count, generator=generator) < 0.5, large, small)
-    usual = torch.randn(count, generator=generator, dtype=torch.float64)
+        large = torch.randint(limits.min, limits.max, (count,), **drawn, dtype=torch.int64).to(dtype)
+        return torch.where(torch.rand(count, **drawn) < 0.5, large, small)
+    usual = torch.randn(count, **drawn, dtype=torch.float64)
     if kind == "tiny":
         return (usual * 1e-20).to(dtype)
     usual = usual.to(dtype)
@@ -62,11 +66,11 @@ def _numbers(dtype: torch.dtype, count: int, kind: str, generator: torch.Generat
     limits = torch.iinfo(bits)
     special = [0.0, -0.0, 1.0, -1.0, 2.0, 0.5, float("inf"), -float("inf"), float("nan"), info.max, info.min, info.tiny]
     special += [info.tiny / 2, -info.tiny / 4, info.smallest_normal * info.eps, info.eps, 1 + info.eps, 3.0, -6.0]
-    specials = torch.tensor(special, dtype=torch.float64).to(dtype)
-    drawn = torch.randint(limits.min, limits.max, (count,), generator=generator, dtype=bits).view(dtype)
-    chosen = torch.randint(0, 4, (count,), generator=generator)
-    some = specials[torch.randint(0, len(special), (count,), generator=generator)]
-    return torch.where(chosen == 0, drawn, torch.where(chosen == 1, some, usual))
+    specials = torch.tensor(special, dtype=torch.float64, device=generator.device).to(dtype)
+    any_bits = torch.randint(limits.min, limits.max, (count,), **drawn, dtype=bits).view(dtype)
+    chosen = torch.randint(0, 4, (count,), **drawn)
+    some = specials[torch.randint(0, len(special), (count,), **drawn)]
+    return torch.where(chosen == 0, any_bits, torch.where(chosen == 1, some, usual))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

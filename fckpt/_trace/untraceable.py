@@ -31,6 +31,9 @@ _READS = {
 }
 
 
+_RECURRENT = torch.nn.modules.rnn.__file__
+
+
 class DataReadsRefused(TorchFunctionMode):
     """A mode that raises `TraceError` for calls that would read the memory of a traced tensor, which has none.
 
@@ -45,10 +48,10 @@ class DataReadsRefused(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and self.recorder.owns(unwrapped(args[0])):
-            if func is torch.Tensor.data_ptr and sys._getframe(1).f_code.co_name == "flatten_parameters":
+            if func is torch.Tensor.data_ptr and sys._getframe(1).f_code.co_filename == _RECURRENT:
                 raise TraceError(
                     f"{current()}: cuDNN packs the weights of recurrent networks, and a plan cannot follow that. Use "
-                    f"nn.LSTMCell or nn.GRUCell in a loop, or put the recurrent layers outside of the plan. {WAY_OUT}"
+                    f"nn.LSTMCell in a loop, or put the recurrent layers outside of the plan. {WAY_OUT}"
                 )
             raise TraceError(f"{current()}: {_looks(f'`{func.__name__}`')}")
         if self.wrapped and func in _COMPOSED and not transforms_active():
