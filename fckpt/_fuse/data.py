@@ -41,7 +41,8 @@ def made_up(specs: Sequence[TensorSpec], kind: str, seed: int = 0) -> list[torch
         count = max(s.offset + extent(s) for s in kin)
         for dtype in types:  # a storage that is read as two types (a view of bits) is not shared here
             numbers = _numbers(dtype, min(count, _MOST), kind, generator)
-            found[value, dtype] = numbers.repeat(-(-count // len(numbers)))[:count].clone() if count > _MOST else numbers
+            times = -(-count // _MOST)
+            found[value, dtype] = numbers if times == 1 else numbers.repeat(times)[:count].clone()
     return [found[s.value, s.dtype].as_strided(s.shape, s.stride, s.offset) for s in specs]
 
 

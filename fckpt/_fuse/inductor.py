@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -32,10 +33,9 @@ rounded once, and denormals are not flushed to zero."""
 def has_compiler(device: torch.device) -> bool:
     """Whether inductor finds what compiles for a device, a C++ compiler or Triton. Looking for one may take seconds."""
     from torch._inductor import cpp_builder, exc
-    from torch.utils._triton import has_triton
 
     if device.type == "cuda":
-        return has_triton()
+        return find_spec("triton") is not None
     try:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler:

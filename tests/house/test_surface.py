@@ -53,6 +53,7 @@ PRIVATE = {
         "_memory.py",
         "_compile/rehearsal.py",
     ),
+    "torch.cuda": ("cost/allocators.py",),
     "torch.optim": ("_planned/optimizers.py",),
     "torch.overrides": ("_call/ambient.py", "_recompute/closed_over.py", "_capture/"),
     "torch.ops.aten": ("_trace/", "_capture/", "_tile/", "_fuse/", "_planned/", "_compile/", "cost/synthetic.py"),
