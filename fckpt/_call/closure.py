@@ -516,8 +516,10 @@ def method_globals(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
             continue
         seen.add(id(fn))
         todo += [cell.cell_contents for cell in fn.__closure__ or () if content(cell, None) is not ABSENT]
-        scope = fn.__globals__
-        for name in global_names(fn.__code__):
+        names = global_names(fn.__code__)
+        imported_here = [held for name in names if type(held := fn.__globals__.get(name)) is types.ModuleType]
+        users = [vars(module) for module in imported_here if not is_library(module.__name__)]
+        for scope, name in itertools.product((fn.__globals__, *users), names):
             held = scope.get(name)
             if type(held) is types.FunctionType:
                 todo.append(held)
@@ -530,8 +532,11 @@ _CODE = (type, types.ModuleType, types.BuiltinFunctionType)
 
 
 def is_data(value: Any) -> bool:
-    """Whether a value may affect a function's result: a container, a tensor, a module, an object of a user's class."""
-    return isinstance(value, (list, dict, set, tuple, torch.Tensor, nn.Module)) or is_user_class(type(value))
+    """Whether a value may affect a function's result: a container, a tensor, a module, a random generator, an object of
+    a user's class.
+    """
+    held = isinstance(value, (list, dict, set, tuple, torch.Tensor, nn.Module)) or is_user_class(type(value))
+    return held or isinstance(value, generator_types())
 
 
 @functools.lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ from fckpt._call.closure import Closure, Snapshot, closure_of, method_globals
 from fckpt._call.levels import transforms_active, unseen, unwrapped, version
 from fckpt._call.modules import BufferKey, BufferWrites, ModuleParts, ModuleState, parts_of
 from fckpt._call.places import Slot, frozen, placed, present, replaced, tensors_in
-from fckpt._call.rng import RandomState
+from fckpt._call.rng import RandomState, generator_types
 from fckpt._call.shadow import shadow
 from fckpt.errors import ImpureFunctionError, MutationError, region_name
 
@@ -91,6 +91,7 @@ class Observation:
             self._observe_classes(closure)
         else:
             self._observe_hooks(closure, facts)
+            self._observe_generators(closure)
         self.state += [part.state() for part in parts]
         generators = closure.generators + [g for part in parts for g in part.generators]
         self.modules = [(m, m["training"]) for part in parts for m in part.modules]
@@ -138,6 +139,13 @@ class Observation:
             closure.slots += further.slots
             closure.generators += further.generators
             self.state.append(further.own)
+
+    def _observe_generators(self, closure: Closure) -> None:
+        """Finds the random generators in globals that methods refer to; a trace records what else they read there."""
+        named = [place for part in self.parts for place in part.named]
+        named += [place for kind in closure.kinds for place in method_globals(kind)]
+        kinds = generator_types()
+        closure.generators += [held for scope, name in named if isinstance(held := scope.get(name), kinds)]
 
     def _observe_classes(self, closure: Closure) -> None:
         """Records the globals that methods refer to, and the class attributes of the modules."""

@@ -52,8 +52,8 @@ def rows_of_heads(dtype, batch=2, length=2048, heads=8, width=64, device="meta")
     [
         # The output, three gradients, the copied gradient of the sum, and the float32 sum of the query's gradient.
         (torch.bfloat16, "A100", "flash", 1 + 3 + 1 + 2),
-        # The output, three gradients, and the product of the output and its gradient.
-        (torch.float32, "H100", "efficient", 1 + 3 + 1),
+        # The output, three gradients, the copied gradient of the sum, and its product with the output.
+        (torch.float32, "H100", "efficient", 1 + 3 + 1 + 1),
         (torch.bfloat16, "H100", "cudnn", 1 + 3 + 1 + 2),
     ],
 )
@@ -191,6 +191,15 @@ def test_code_that_asks_for_the_device_gets_the_named_one() -> None:
     plan = fckpt.plan(fn, torch.randn(4, requires_grad=True), device="cuda", costs="A100", outputs=0)
     assert ops(plan).count("_to_copy") == 1  # of the zeros; the others are there
     assert ops(plan)[:6] == ["arange", "add.Tensor", "zeros", "_to_copy", "add.Tensor", "mul.Tensor"]
+
+
+def test_constants_of_python_numbers_are_made_on_the_named_device() -> None:
+    def fn(x):
+        first = torch.tensor([1.0, 2.0], device=x.device) + torch.as_tensor([3.0, 4.0], device="cuda")
+        return (x * first * torch.tensor(2.0).to(x.device)).sum()
+
+    found = ops(fckpt.plan(fn, torch.randn(2, requires_grad=True), device="cuda", costs="A100", outputs=0))
+    assert found.count("_to_copy") == 1  # of the number that is made on the CPU
 
 
 def test_fake_cuda_tensors_are_planned() -> None:

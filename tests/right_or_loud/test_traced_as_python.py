@@ -9,6 +9,7 @@ import collections
 import copy
 import functools
 import importlib.util
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -337,3 +338,129 @@ def test_an_attribute_of_a_tensor_that_is_assigned_is_refused() -> None:
     x.count = 0  # type: ignore[attr-defined]  # a tensor may have any
     with pytest.raises(fckpt.TraceError, match="assigns count"):
         fckpt.remat(counting, budget=1.0)(x)
+
+
+class Scaled(nn.Module):
+    """A module that is given a tensor before its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, scale: Tensor, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        y = self.inner(x).sin().exp() * scale
+        return drawn(y if shift is None else y + shift)
+
+
+@pytest.mark.parametrize("how", ["position", "keyword", "nested", "method"])
+def test_tensors_that_a_partial_holds(how: str) -> None:
+    torch.manual_seed(0)
+    module, held = Scaled(), leaf(torch.rand(8))
+    fn: Any = {
+        "position": functools.partial(module, held),
+        "keyword": functools.partial(module, held, shift=held),
+        "nested": functools.partial(functools.partial(module, held), shift=held),
+        "method": functools.partial(module.forward, held),
+    }[how]
+    planned = fckpt.remat(fn, budget=1.0)
+    found = []
+    for run in (planned, fn, planned):
+        GENERATOR.manual_seed(0)
+        x = leaf(X)
+        found.append(torch.autograd.grad(run(x), [x, held, *module.parameters()]))
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[2], found[1]))
+    assert fckpt.plan(fn, X, budget=1.0).peak_bytes > 0
+
+
+class Number:
+    """A number in a slot."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class Computed(Number):
+    """A number that a property of the same name computes, otherwise every time."""
+
+    __slots__ = ()
+    calls = itertools.count()
+
+    @property
+    def value(self) -> float:
+        return 1.0 + next(self.calls) * 0
+
+    @value.setter
+    def value(self, number: float) -> None:
+        raise AttributeError(number)
+
+    def __init__(self) -> None:
+        pass
+
+
+def test_a_slot_that_a_property_replaces_is_no_place() -> None:
+    held = Computed()
+    fn = lambda x: drawn(x.sin().exp() * held.value)
+    before = next(Computed.calls)
+    assert_same(fckpt.remat(fn, budget=1.0), fn)
+    assert next(Computed.calls) - before == 3  # the trace and the plain call
+
+
+class Drawing(nn.Module):
+    """A module whose method draws from a generator that a function of an imported module finds in its globals."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.name == "torch":
+            number = drawing_functions.of_torch()
+        elif self.name == "python":
+            number = drawing_functions.of_python()
+        else:
+            number = drawing_functions.of_numpy() if self.name == "numpy" else drawing_functions.of_new()
+        return ((x * number).sin() * x).sum()
+
+
+drawing_functions: Any = types.ModuleType("drawing_functions")
+exec(
+    """
+import random
+import numpy
+import torch
+TORCH, PYTHON = torch.Generator(), random.Random(0)
+NUMPY, NEW = numpy.random.RandomState(0), numpy.random.default_rng(0)
+def of_torch(): return torch.rand((), generator=TORCH)
+def of_numpy(): return float(NUMPY.rand())
+def of_new(): return float(NEW.random())
+def of_python(): return PYTHON.random()
+def start():
+    TORCH.manual_seed(0), NUMPY.seed(0), PYTHON.seed(0)
+    NEW.bit_generator.state = numpy.random.default_rng(0).bit_generator.state
+""",
+    vars(drawing_functions),
+)
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy", "new", "python"])
+@pytest.mark.parametrize("where", ["module", "child", "closure", "partial"])
+def test_generators_in_globals_behind_methods(name: str, where: str) -> None:
+    module = Drawing(name)
+    fn: Any = {
+        "module": lambda: module,
+        "child": lambda: nn.Sequential(module),
+        "closure": lambda: lambda x: module(x),
+        "partial": lambda: functools.partial(module),
+    }[where]()
+    found = []
+    planned = (fckpt.remat(fn, budget=1.0),) if name == "torch" else ()  # numbers of others are read by Python
+    for run in (fn, fckpt.remat(fn), *planned, *planned):
+        drawing_functions.start()
+        x = leaf(X)
+        found.append((*torch.autograd.grad(run(x), x), drawing_functions.of_torch(), drawing_functions.of_numpy()))
+    for other in found[1:]:
+        assert torch.equal(other[0], found[0][0])
+        assert other[1:] == found[0][1:]
