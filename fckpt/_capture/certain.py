@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
@@ -20,7 +22,7 @@ from fckpt._capture.patching import patched
 
 __all__ = ["certain_comparisons"]
 
-_COMPARE = "richcompare_impl"  # torch 2.13; earlier versions of Dynamo cannot capture such a branch
+_COMPARE = "richcompare_impl"  # torch 2.13; in 2.11 Dynamo calls the operator itself
 
 
 def _outcome(op: str, bound: float) -> bool | None:
@@ -35,26 +37,45 @@ def _outcome(op: str, bound: float) -> bool | None:
 
 
 _SYMBOLS = {"__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">="}
+_OPERATORS = {operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">="}
+
+
+def _certain(tensor: Any, op: str, other: Any) -> Any:
+    """Returns the outcome of a comparison as a constant of Dynamo, if it is certain, or else None."""
+    number = other.value if isinstance(other, ConstantVariable) else None
+    if tensor.proxy.node.target is torch.rand and isinstance(number, (int, float)) and not isinstance(number, bool):
+        example = tensor.proxy.node.meta.get("example_value")
+        outcome = _outcome(op, number)
+        if outcome is not None and example is not None and example.dim() == 0:
+            return ConstantVariable.create(outcome)
+    return None
 
 
 def _knowing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def compare(self: Any, tx: Any, other: Any, op: Any) -> Any:
-        node = self.proxy.node
-        number = other.value if isinstance(other, ConstantVariable) else None
-        if node.target is torch.rand and isinstance(number, (int, float)) and not isinstance(number, bool):
-            example = node.meta.get("example_value")
-            outcome = _outcome(_SYMBOLS.get(str(op), str(op)), number)
-            if outcome is not None and example is not None and example.dim() == 0:
-                return ConstantVariable.create(outcome)
-        return original(self, tx, other, op)
+        return _certain(self, _SYMBOLS.get(str(op), str(op)), other) or original(self, tx, other, op)
 
     return compare
+
+
+def _knowing_operators(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        known = None
+        if self.fn in _OPERATORS and len(args) == 2 and isinstance(args[0], TensorVariable):
+            known = _certain(args[0], _OPERATORS[self.fn], args[1])
+        return known or original(self, tx, args, kwargs)
+
+    return call_function
 
 
 @contextlib.contextmanager
 def certain_comparisons() -> Iterator[None]:
     """Makes Dynamo evaluate, within the body, the comparisons whose outcome is certain."""
-    known = _COMPARE in vars(TensorVariable)
-    with patched(TensorVariable, _COMPARE, _knowing) if known else contextlib.nullcontext():
+    if _COMPARE in vars(TensorVariable):
+        patches = patched(TensorVariable, _COMPARE, _knowing)
+    else:
+        patches = patched(BuiltinVariable, "call_function", _knowing_operators)
+    with patches:
         yield

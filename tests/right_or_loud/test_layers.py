@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TORCH
 from judge import Session, judge
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, rnn
@@ -222,7 +221,6 @@ class LayerDrop(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.skipif(TORCH < (2, 13), reason="the comparison is decided for Dynamo of torch 2.13; before, a TraceError")
 @pytest.mark.parametrize(("rate", "certain"), [(0.0, "never"), (1.0, "always"), (0.0, "always"), (1.0, "never")])
 def test_a_branch_whose_outcome_is_certain(rate: float, certain: str) -> None:
     """The number is drawn all the same: the generator ends where the plain function leaves it."""
