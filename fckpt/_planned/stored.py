@@ -82,7 +82,11 @@ class StoredPlans:
 
     def plan(self, graph: Graph, nbytes: int) -> Plan | None:
         """Returns the stored plan of a priced graph for this budget, or None."""
-        key = _key(graph, nbytes) if self._where is not None else ""
+        if self._where is None:
+            return None
+        key, path = _key(graph, nbytes), self._path(graph)
+        if path in _keys and _keys[path][0] == _version(path) and key not in _keys[path][1]:
+            return None
         for entry in self._entries(graph):
             if entry.key == key:
                 plan = Plan(graph, entry.schedule, self._solver, nbytes, str(torch.__version__))
@@ -145,7 +149,23 @@ class StoredPlans:
             return []  # there is none, or it is damaged, and the next plan replaces it
         with contextlib.suppress(OSError):
             os.utime(path)
+        for other in list(_keys)[:-MOST_FILES]:
+            _keys.pop(other, None)
+        _keys[path] = _version(path), frozenset(entry.key for entry in found)
         return found
+
+
+_keys: dict[Path, tuple[Any, frozenset[str]]] = {}
+"""By file that was read: its version then, and the keys of its entries. A file of other keys is not read again."""
+
+
+def _version(path: Path) -> Any:
+    """Returns what changes whenever a file is replaced; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def stored_plans(solver: str, traced: Trace, *, own_costs: bool) -> StoredPlans:

