@@ -164,8 +164,8 @@ class TrainingStep:
         self._planner.ledger.name = f"the step of {name_of(loss_fn)}"
         self._fckpt_planner = self._planner
         self._traced: dict[Any, Any] = {}
-        self._budgets: dict[Any, _Limits] = {}
-        """By layout of the microbatches: their budgets."""
+        self._budgets: dict[Any, tuple[Any, _Limits]] = {}
+        """By layout of the microbatches: the capture for which their budgets were found, and these budgets."""
         self._layout: Any = None
         self._losses: dict[int, Callable[[nn.Module, Any], torch.Tensor]] = {}
         self._lock = threading.RLock()
@@ -262,9 +262,11 @@ class TrainingStep:
         if len(parts) > 1:
             leaves = [t for part in (parts[0], parts[-1]) for t in tree.leaves(part) if isinstance(t, torch.Tensor)]
             key = (len(parts), tuple(layouts_below(leaves)), self._layout, ambient.capture(), self.model.training)
-            if key not in self._budgets:
-                self._budgets[key] = self._programs(parts)[1]
-            limits = self._budgets[key]
+            found = self._planner.captured(self._scaled(len(parts)), (self.model, parts[0]), {})
+            capture, limits = self._budgets.get(key, (None, limits))
+            if capture is None or found is None or capture is not found[0]:  # the loss is another one than before
+                limits = self._programs(parts)[1]
+                self._budgets[key] = (None if found is None else found[0]), limits
         return parts, limits
 
     def _check_parameters(self) -> None:

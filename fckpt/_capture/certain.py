@@ -54,7 +54,8 @@ def _certain(tensor: Any, op: str, other: Any) -> Any:
 def _knowing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def compare(self: Any, tx: Any, other: Any, op: Any) -> Any:
-        return _certain(self, _SYMBOLS.get(str(op), str(op)), other) or original(self, tx, other, op)
+        known = _certain(self, _SYMBOLS.get(str(op), str(op)), other)
+        return original(self, tx, other, op) if known is None else known
 
     return compare
 
@@ -65,7 +66,7 @@ def _knowing_operators(original: Callable[..., Any]) -> Callable[..., Any]:
         known = None
         if self.fn in _OPERATORS and len(args) == 2 and isinstance(args[0], TensorVariable):
             known = _certain(args[0], _OPERATORS[self.fn], args[1])
-        return known or original(self, tx, args, kwargs)
+        return original(self, tx, args, kwargs) if known is None else known
 
     return call_function
 

@@ -328,8 +328,8 @@ class Execution:
         self.statistics = [(i, self._batch(closure[i - program.count])[0]) for i in program.statistics]
         """The written captured tensors: operands of the trace, but not operands of the call for autograd."""
         known = dict(self.statistics)
-        held = sum([known[i].nbytes for i in program.remembered])
-        copies = held > 0 and not certain and program.has_room_for(held)
+        copies = bool(program.remembered) and not certain
+        copies = copies and program.has_room_for(sum([known[i].nbytes for i in program.remembered]))
         self.before = {i: known[i].detach().clone() if copies else None for i in program.remembered}
         """By written captured tensor whose previous value matters: a copy of that value, or None if not copied."""
         self.residuals: list[Any] | None = None

@@ -45,6 +45,13 @@ def _with_first_updates(graph: Graph, trace: Trace) -> Graph:
     return dataclasses.replace(graph, nodes=tuple(nodes))
 
 
+def _costs_of_updates(trace: Trace, first: bool) -> tuple[int, ...]:
+    """Returns the temporaries of the updates: they change with options of the optimizer, where no operation changes."""
+    numbers = [call.args[-1] for call in trace.calls if call.op is UPDATE]
+    costs = [runs().cost(number).temporary_nbytes for number in numbers]
+    return (*costs, *(runs().first_nbytes(number) for number in numbers if first))
+
+
 class StepPlanner(Planner):
     """Planner of the microbatches of a training step."""
 
@@ -75,7 +82,7 @@ class StepPlanner(Planner):
     def plan(self, traced: Trace, *rest: Any) -> Plan:  # type: ignore[override]  # narrower arguments
         """Prices and solves a trace of one microbatch."""
         first = self.then is not None and self.then.first
-        key = (_identity(traced), self.budget, first)
+        key = (_identity(traced), self.budget, first, _costs_of_updates(traced, first))
         if key not in self.plans:
             version = str(torch.__version__)
             if self.budget is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import assert_equal, seeded
 from planned import Block, ConvNet, Squared, UNet, Unrolled, Words, measured
 from torch import Tensor, nn
@@ -119,6 +120,27 @@ def test_a_size_of_one_or_none_is_right() -> None:
     for rows in (5, 1, 0, 7, 2, 1, 0):
         given = (torch.randn(rows, 32),)
         assert_equal(results(planned, given), results(net, given))
+
+
+LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mse": lambda x: F.mse_loss(x, torch.ones(x.shape)),
+    "smooth l1": lambda x: F.smooth_l1_loss(x, torch.ones(x.shape)),
+    "huber": lambda x: F.huber_loss(x, torch.ones(x.shape)),
+    "cross-entropy": lambda x: F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long)),
+    "layer norm": lambda x: F.layer_norm(x, (4,)).sum(),
+    "interpolate": lambda x: F.interpolate(x[:, None], scale_factor=2).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_empty_batch(name: str) -> None:
+    """Some of torch's own code for fake tensors fails for these, as its kernels do not."""
+    w = torch.randn(4, 4, requires_grad=True)
+    fn = lambda x: LOSSES[name](torch.tanh(x @ w))
+    planned = fckpt.remat(fn, budget="1MiB")
+    for count in (0, 3, 0):
+        x = torch.randn(count, 4)
+        assert_equal(torch.autograd.grad(planned(x), w), torch.autograd.grad(fn(x), w))
 
 
 def test_one_size_in_two_arguments_may_become_two() -> None:

@@ -589,3 +589,41 @@ def test_plans_whose_updates_wait_are_searched_for_faster_ones() -> None:
     found = late_writes.smallest_within(graph, relaxed, lowest.peak_nbytes)
     assert simulate(graph, found).peak_nbytes <= lowest.peak_nbytes
     assert simulate(graph, found).seconds <= simulate(graph, lowest.schedule).seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("SGD", {"maximize": True}), ("SGD", {"weight_decay": 0.1}), ("RMSprop", {"weight_decay": 0.1})],
+)
+def test_an_option_that_makes_updates_take_more(name: str, changed: dict[str, Any]) -> None:
+    """The operations stay the same; the memory of the updates does not."""
+    torch.manual_seed(0)
+    net = mlp()
+    optimizer = getattr(optim, name)(net.parameters(), lr=0.1)
+    batch = torch.randn(16, 32), torch.randn(16, 32)
+    budget = fckpt.step(net, optimizer, squares, budget=1.0, solver="greedy").plan(batch).peak_bytes
+    step = fckpt.step(net, optimizer, squares, budget=budget, solver="greedy")
+    step(batch)
+    optimizer.param_groups[0].update(changed)
+    try:
+        step(batch)
+    except fckpt.BudgetError as error:
+        assert error.least_bytes > budget
+    else:
+        assert measure_peak(lambda: step(batch)).peak_bytes <= budget
+        assert measure_peak(lambda: step(batch)).peak_bytes == step.plan(batch).peak_bytes
+
+
+def test_the_budgets_of_microbatches_are_found_again_for_another_loss() -> None:
+    torch.manual_seed(0)
+    net = mlp(8, 16)
+    optimizer = optim.SGD(net.parameters(), lr=0.1)
+    batch = torch.randn(512, 16), torch.randn(512, 16)
+    step = fckpt.step(net, optimizer, squares, budget=0.6, solver="greedy", accumulate=4)
+    step(batch)
+    net[:12].requires_grad_(False)
+    step(batch)
+    fresh = fckpt.step(net, optimizer, squares, budget=0.6, solver="greedy", accumulate=4)
+    fresh(batch)
+    peaks = [measure_peak(lambda one=one: one(batch)).peak_bytes for one in (step, fresh)]
+    assert peaks[0] == peaks[1]
