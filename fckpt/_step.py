@@ -261,7 +261,8 @@ class TrainingStep:
         limits: _Limits = (None, self.budget)
         if len(parts) > 1:
             leaves = [t for part in (parts[0], parts[-1]) for t in tree.leaves(part) if isinstance(t, torch.Tensor)]
-            key = (len(parts), tuple(layouts_below(leaves)), self._layout, ambient.capture(), self.model.training)
+            settings = ambient.capture(), torch.get_num_threads(), self.model.training
+            key = (len(parts), tuple(layouts_below(leaves)), self._layout, settings)
             found = self._planner.captured(self._scaled(len(parts)), (self.model, parts[0]), {})
             capture, limits = self._budgets.get(key, (None, limits))
             if capture is None or found is None or capture is not found[0]:  # the loss is another one than before
@@ -497,7 +498,7 @@ class TrainingStep:
         planner, names = self._planner, [i.name for i in captured.inputs]
         planner.then, planner.budget = ending, place.budget
         decisive = tuple(function.inputs[i] for i in captured.graph.decisive)
-        key = (decisive, ambient.capture(), tuple(layouts), ending, planner.budget)
+        key = (decisive, ambient.capture(), torch.get_num_threads(), tuple(layouts), ending, planner.budget)
         tracer = lambda: graph_tracer(function, names, layouts)
         return planner.programs_of(programs, key, tracer, len(function.arguments)).likely(), ending
 

@@ -300,7 +300,8 @@ class Planner:
             unguarded = Unguarded(f"the state of the torch function mode {hidden.__name__}, which is active")
         if unguarded is not None:
             raise unguarded_error(unguarded)
-        ambient_now = (observation.ambient, torch.is_grad_enabled(), tuple(map(type, modes)), tuple(states))
+        settings = (observation.ambient, torch.get_num_threads(), torch.is_grad_enabled())
+        ambient_now = (*settings, tuple(map(type, modes)), tuple(states))
         key = (
             arguments.signature(), tuple(layouts), captured.order, donated, ambient_now, observation.settings(),
         )  # fmt: skip
@@ -477,6 +478,7 @@ def _identity(traced: Trace) -> tuple[Any, ...]:
         tuple([(nodes, id(policy)) for nodes, policy in traced.regions]),
         tuple([traced.tensors[t].device for t in traced.operands]),
         ambient.capture(),
+        torch.get_num_threads(),
     )
 
 

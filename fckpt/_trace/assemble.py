@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fckpt._trace.in_place import overwritable
+from fckpt._trace.in_place import builds_gradient, overwritable
 from fckpt._trace.operations import (
     Backward,
     Call,
@@ -312,6 +312,8 @@ class Assembly:
         writes = tuple(self.known[old] for old, _ in versions if old in recorder.written)
         once = op is CARRIED or self._is_once(sent, len(new), [t for _, t in replaced if t not in statistics])
         overwrites = () if once or len(new) > 1 else self._overwrites(recorded, replaced)
+        maker = self.values[read[0]].producer if backward and overwrites[:1] == read[:1] != () else None
+        accumulates = recorded.accumulates or (maker is not None and builds_gradient(op, self.nodes[maker].op))
         self.nodes.append(
             Node(
                 id=node,
@@ -326,7 +328,7 @@ class Assembly:
                 overwrites=overwrites,
                 in_place=bool(replaced) and not once and not writes,
                 writes=writes,
-                accumulates=overwrites[:1] if recorded.accumulates and overwrites[:1] == read[:1] else (),
+                accumulates=overwrites[:1] if accumulates and overwrites[:1] == read[:1] else (),
             )
         )
         self.calls += [*calls, Call(op, args, kwargs, outputs, node, replaced)]

@@ -1,7 +1,8 @@
 """Operations that can write their result over an operand that is not read afterwards.
 
-These are pointwise operations whose kernels read each element before they write it, so the result is bitwise the same.
-Overwriting saves the memory of the result during the operation, and the time to map fresh memory.
+These are pointwise operations whose kernels read each element before they write it, so the result is bitwise the same,
+and operations that write to some elements of their first operand. Overwriting saves the memory of the result during the
+operation, and the time to map fresh memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from fckpt._trace.operations import Ref, indices_of, is_dense
 
-__all__ = ["overwritable", "writer_of"]
+__all__ = ["builds_gradient", "overwritable", "writer_of"]
 
 aten = torch.ops.aten
 
@@ -34,6 +35,19 @@ _SELF = {
     aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
 }
 """Operations without an output argument that can write over their first operand, with their in-place variants."""
+_SCATTERING = {
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter.value: aten.scatter_.value,
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_copy.default: aten.index_copy_.default,
+    aten.index_put.default: aten.index_put_.default,
+    aten.put.default: aten.put_.default,
+    aten.masked_scatter.default: aten.masked_scatter_.default,
+}
+"""The same for operations that write to some elements, by numbers that they read in another order. Autograd's formulas
+build a gradient in this way, in place, but by other operations where the tensors are traced."""
+_ZEROS = {str(op) for op in (aten.new_zeros.default, aten.zeros_like.default, aten.zeros.default)}
 
 
 def _functional(op: Any) -> Any:
@@ -48,7 +62,7 @@ def _functional(op: Any) -> Any:
 
 
 _WRITERS = {_functional(op): (op, op._schema.arguments[-1].name) for op in _OUT}
-_WRITERS |= {op: (writer, "") for op, writer in _SELF.items()}
+_WRITERS |= {op: (writer, "") for op, writer in (_SELF | _SCATTERING).items()}
 
 
 def writer_of(op: Any) -> tuple[Any, str]:
@@ -77,9 +91,19 @@ def overwritable(op: Any, args: Sequence[Any], tensors: Sequence[Any], storages:
             continue
         # Any other view of the same memory would be read after its elements are overwritten.
         others = [t for t in indices_of(list(args)) if storages[t] == storages[arg.tensor]]
-        if all(_layout(tensors[t]) == result for t in others):
+        if len(others) == 1 or (op not in _SCATTERING and all(_layout(tensors[t]) == result for t in others)):
             found.append(position)
     return found
+
+
+def builds_gradient(op: Any, maker: str) -> bool:
+    """Whether an operation of a backward pass is one that autograd runs in place.
+
+    Args:
+        op: the operation.
+        maker: the operation that makes its first operand.
+    """
+    return op in _SCATTERING and maker in _ZEROS
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -299,3 +299,23 @@ def test_solvers_without_anything_to_do(solver: str) -> None:
     for fn in (lambda x: x, lambda x: 3, lambda x: x.sum()):
         graph = fckpt.plan(fn, X).graph
         simulate(graph, fckpt.solve.get(solver)(graph, 8))
+
+
+def test_more_threads_need_another_plan() -> None:
+    """The temporaries of some kernels grow with the number of threads."""
+    w, b, x = (torch.rand(*shape, requires_grad=True) for shape in ((2048,), (2048,), (16, 2048)))
+    fn = lambda x: torch.nn.functional.layer_norm(torch.sin(x), (2048,), w, b).square().sum()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        budget = fckpt.plan(fn, x, budget=1.0, solver="greedy").peak_bytes
+        region = fckpt.remat(fn, budget=budget, solver="greedy")
+        region(x).backward()
+        torch.set_num_threads(4)
+        with pytest.raises(fckpt.BudgetError):
+            region(x)
+        torch.set_num_threads(1)
+        region(x).backward()
+        assert fckpt.stats(region).plans == 1
+    finally:
+        torch.set_num_threads(before)
