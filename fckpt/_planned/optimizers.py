@@ -280,17 +280,24 @@ class Updates:
         return any(self.first_nbytes(i) > self.cost(i).temporary_nbytes for i in self._missing)
 
     def _cost(self, number: int) -> tuple[OpCost, int]:
-        key = self._signatures[number]
+        key = self._signatures[number], self._other_types(number)
         if key not in self._costs:
             self._costs[key] = self._remembered(number)
         return self._costs[key]
+
+    def _other_types(self, number: int) -> tuple[tuple[str, torch.dtype], ...]:
+        """Returns the types of the state that the optimizer would not make now, as after `model.double()`."""
+        has, made = self._entry(self.parameters[number]), self._state_after(number)
+        known = {name: t for name in made if torch.is_tensor(t := has.get(name))}
+        return tuple([(name, t.dtype) for name, t in known.items() if t.dtype is not made[name].dtype])
 
     def _remembered(self, number: int) -> tuple[OpCost, int]:
         """Returns the result of `_measured` from disk; if it is not there, measures and stores it."""
         kind, where = type(self.optimizer), environment(self.parameters[number].device)
         if not kind.__module__.startswith("torch.optim."):  # the class may be edited without a change of its name
             return undisturbed(lambda: self._measured(number))
-        keys = [f"{when} update of {kind.__name__}: {self._signatures[number]}" for when in ("later", "first")]
+        signature = self._signatures[number], *self._other_types(number)
+        keys = [f"{when} update of {kind.__name__}: {signature}" for when in ("later", "first")]
         later, first = [self._store.get(where, key) for key in keys]
         if later is None or first is None:
             later, nbytes = undisturbed(lambda: self._measured(number))
@@ -307,6 +314,9 @@ class Updates:
             gradient = torch.rand_like(parameter)
             sibling = self._unused(number, made)
             has = sibling.state.get(made, {})
+            if self._other_types(number):
+                has = {k: t.clone() if torch.is_tensor(t) else t for k, t in self._entry(parameter).items()}
+                sibling = self._sibling(number, made, has)
             layout = self._state_after(number)
             coming = {name: t.made() for name, t in layout.items() if not torch.is_tensor(has.get(name))}
 

@@ -627,3 +627,17 @@ def test_the_budgets_of_microbatches_are_found_again_for_another_loss() -> None:
     fresh(batch)
     peaks = [measure_peak(lambda one=one: one(batch)).peak_bytes for one in (step, fresh)]
     assert peaks[0] == peaks[1]
+
+
+def test_state_of_another_type_than_the_parameters() -> None:
+    torch.manual_seed(0)
+    net = mlp()
+    optimizer = optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    batch = torch.randn(16, 32), torch.randn(16, 32)
+    step = fckpt.step(net, optimizer, squares, budget=1.0, solver="greedy")
+    step(batch)
+    net.double()
+    batch = batch[0].double(), batch[1].double()
+    step(batch)
+    assert {state["momentum_buffer"].dtype for state in optimizer.state.values()} == {torch.float32}
+    assert measure_peak(lambda: step(batch)).peak_bytes == step.plan(batch).peak_bytes
