@@ -160,28 +160,36 @@ def _check_not_recorded(name: str, tensors: tuple[torch.Tensor, ...], last: bool
 # -- cumprod ----------------------------------------------------------------------------------------
 
 
-_ALWAYS_RECORDED = torch.torch_version.TorchVersion(torch.__version__) < (2, 12)
-"""Whether autograd uses the formula of a recorded pass for subclasses in any pass (torch 2.11)."""
-
-
-def _of_cumprod_unrecorded(grad: torch.Tensor, x: torch.Tensor, result: torch.Tensor, dim: int) -> torch.Tensor:
+def _cumprod_gradient(grad: torch.Tensor, x: torch.Tensor, result: torch.Tensor, dim: int) -> torch.Tensor:
     """Returns the gradient before the first zero by quotients, at the first zero by products, and zero after it."""
-    w = result.conj() * grad
     zeros = (x == 0).cumsum(dim)
     before, first = zeros == 0, zeros == 1
-    quotients = w.masked_fill(~before, 0).flip(dim).cumsum(dim).flip(dim).div_(x.conj())
+    del zeros
+    quotients = (result.conj() * grad).masked_fill_(~before, 0).flip(dim)
+    quotients = quotients.cumsum(dim)
+    quotients = quotients.flip(dim).div_(x.conj())
     index = first.max(dim, keepdim=True)[1]
     at_zero = torch.zeros_like(first).scatter_(dim, index, True).logical_and_(first)
-    products = x.conj().masked_fill(~(first & ~at_zero), 1).cumprod(dim)
-    terms = products.mul_(grad.masked_fill(zeros != 1, 0)).sum(dim, keepdim=True)
+    products = x.conj().masked_fill(~(first & ~at_zero), 1)
+    products = products.cumprod(dim)
+    terms = products.mul_(grad.masked_fill(~first, 0)).sum(dim, keepdim=True)
+    del products
     terms = terms.mul_(result.conj().gather(dim, (index - 1).relu_()).masked_fill_(index == 0, 1))
-    return torch.where(at_zero, terms, torch.where(before, quotients, 0))
+    return torch.where(at_zero, terms, quotients.masked_fill_(before.logical_not_(), 0))
+
+
+_cumprod_backward = _operation(
+    "cumprod_backward(Tensor grad, Tensor x, Tensor result, int dim) -> Tensor", _cumprod_gradient
+)(_cumprod_gradient)
 
 
 def _of_cumprod(node: Any, found: Gradients, given: Gradients, last: bool) -> Gradients | None:
-    """Chooses between two formulas by whether there are zeros, if autograd records; otherwise there is only one."""
+    """Chooses between two formulas by whether there are zeros, if autograd records; otherwise there is only one.
+
+    That one is an operation, because autograd computes it in place in a plain run, and not in a trace.
+    """
     (grad,) = given
-    if grad is None or found[0] is None or not (torch.is_grad_enabled() or _ALWAYS_RECORDED):
+    if grad is None or found[0] is None:
         return None
     x, result = node._saved_self.to(grad.dtype), node._saved_result
     if x.dim() == 0 or x.numel() == 0:
@@ -189,7 +197,7 @@ def _of_cumprod(node: Any, found: Gradients, given: Gradients, last: bool) -> Gr
     _check_not_recorded("cumprod", (grad, x), last)
     dim = _dim(node, x)
     if not torch.is_grad_enabled():
-        return (_of_cumprod_unrecorded(grad, x, result, dim),)
+        return (_cumprod_backward(grad, x, result, dim),)
     sums = (result.conj() * grad).flip(dim).cumsum(dim).flip(dim)
     return (torch.where((x == 0).any(), found[0], sums.div(x.conj())),)
 
