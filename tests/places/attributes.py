@@ -224,7 +224,7 @@ class Fallback:
         self.inner = {"number": 2}
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":
+        if name == "inner" or name.startswith("__"):  # copy.deepcopy asks for `__deepcopy__`
             raise AttributeError(name)
         return self.inner[name]
 
