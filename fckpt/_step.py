@@ -261,7 +261,8 @@ class TrainingStep:
         limits: _Limits = (None, self.budget)
         if len(parts) > 1:
             leaves = [t for part in (parts[0], parts[-1]) for t in tree.leaves(part) if isinstance(t, torch.Tensor)]
-            settings = ambient.capture(), torch.get_num_threads(), self.model.training
+            frozen = tuple([not p.requires_grad for p in self.model.parameters()])
+            settings = ambient.capture(), torch.get_num_threads(), self.model.training, frozen
             key = (len(parts), tuple(layouts_below(leaves)), self._layout, settings)
             found = self._planner.captured(self._scaled(len(parts)), (self.model, parts[0]), {})
             capture, limits = self._budgets.get(key, (None, limits))
@@ -352,7 +353,12 @@ class TrainingStep:
         try:  # so that the peak of the step is that of the last microbatch
             return [*within(plan.peak_bytes), last], (plan.peak_bytes, self.budget)
         except BudgetError:
+            pass
+        try:
             return [*within(plan.budget_bytes), last], (plan.budget_bytes, self.budget)
+        except BudgetError as error:
+            enough = last_place._replace(budget=error.least_bytes)
+            self._raise_largest([error], [lambda: self._program(parts[-1], enough)])
 
     # -- one microbatch
 
@@ -414,7 +420,8 @@ class TrainingStep:
         try:
             found = make(place)
         except BudgetError as error:
-            self._raise_largest([error], [lambda: make(place._replace(first=True))])
+            limit = error.least_bytes if isinstance(place.budget, float) else place.budget
+            self._raise_largest([error], [lambda: make(place._replace(first=True, budget=limit))])
         return found if self._planner.fits_first(found[0]) else make(place._replace(first=True))
 
     @staticmethod

@@ -641,3 +641,13 @@ def test_state_of_another_type_than_the_parameters() -> None:
     step(batch)
     assert {state["momentum_buffer"].dtype for state in optimizer.state.values()} == {torch.float32}
     assert measure_peak(lambda: step(batch)).peak_bytes == step.plan(batch).peak_bytes
+
+
+def test_the_least_bytes_of_microbatches_are_enough_for_the_first_updates() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    batch = torch.randn(5, 16), torch.randn(5, 16)
+    make = lambda budget: fckpt.step(net, OPTIMIZERS["sgd"](net.parameters()), squares, budget=budget, accumulate=3)
+    with pytest.raises(fckpt.BudgetError) as caught:
+        make(1.0).plan(batch)
+    make(caught.value.least_bytes)(batch)
