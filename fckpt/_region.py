@@ -193,8 +193,7 @@ class PlannedRegion(Region):
     ) -> list[Any]:
         """Runs a captured graph by its plan; returns its outputs. Adds the ids of donated ones to `written`."""
         function = captured.function(inputs)
-        # Kernels take more memory with more threads, so that there are other plans.
-        key = (tuple(inputs[i] for i in captured.graph.decisive), ambient.capture(), torch.get_num_threads())
+        key = (tuple(inputs[i] for i in captured.graph.decisive), *ambient.of_plans())
         places = tuple([i for i, t in enumerate(function.arguments) if id(t) in donated])
         check_donated([function.arguments[i] for i in places], function.held.values(), donated)
         finished = function.finished(self._run_graph(captured, known, function, key, (), places))

@@ -262,7 +262,7 @@ class TrainingStep:
         if len(parts) > 1:
             leaves = [t for part in (parts[0], parts[-1]) for t in tree.leaves(part) if isinstance(t, torch.Tensor)]
             frozen = tuple([not p.requires_grad for p in self.model.parameters()])
-            settings = ambient.capture(), torch.get_num_threads(), self.model.training, frozen
+            settings = (ambient.of_plans(), self.model.training, frozen)
             key = (len(parts), tuple(layouts_below(leaves)), self._layout, settings)
             found = self._planner.captured(self._scaled(len(parts)), (self.model, parts[0]), {})
             capture, limits = self._budgets.get(key, (None, limits))
@@ -343,7 +343,7 @@ class TrainingStep:
         try:
             last = self._program(parts[-1], last_place)[0]
         except BudgetError as error:
-            limit = error.least_bytes if isinstance(self.budget, float) else self.budget
+            limit = _in_bytes(self.budget, error)
             self._raise_largest([error], [lambda: within(limit)])
         if self.budget is None:
             limits = None, None
@@ -420,7 +420,7 @@ class TrainingStep:
         try:
             found = make(place)
         except BudgetError as error:
-            limit = error.least_bytes if isinstance(place.budget, float) else place.budget
+            limit = _in_bytes(place.budget, error)
             self._raise_largest([error], [lambda: make(place._replace(first=True, budget=limit))])
         return found if self._planner.fits_first(found[0]) else make(place._replace(first=True))
 
@@ -505,7 +505,7 @@ class TrainingStep:
         planner, names = self._planner, [i.name for i in captured.inputs]
         planner.then, planner.budget = ending, place.budget
         decisive = tuple(function.inputs[i] for i in captured.graph.decisive)
-        key = (decisive, ambient.capture(), torch.get_num_threads(), tuple(layouts), ending, planner.budget)
+        key = (decisive, ambient.of_plans(), tuple(layouts), ending, planner.budget)
         tracer = lambda: graph_tracer(function, names, layouts)
         return planner.programs_of(programs, key, tracer, len(function.arguments)).likely(), ending
 
@@ -556,6 +556,14 @@ class _Place(NamedTuple):
     budget: Budget | None = None
     first: bool = False
     """See `Ending.first`."""
+
+
+def _in_bytes(budget: Budget | None, error: BudgetError) -> Budget | None:
+    """Returns the budget within which the other microbatches are planned to find the least budget of all.
+
+    A fraction would be one of another plain peak there, so the least bytes of the microbatch that failed replace it.
+    """
+    return error.least_bytes if isinstance(budget, float) else budget
 
 
 def _carried(program: Program, ending: Ending) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ __all__ = [
     "function_modes",
     "has_function_modes",
     "interfering_mode",
+    "of_plans",
     "put_back",
     "restored",
     "unobserved",
@@ -129,6 +130,13 @@ def capture() -> Ambient:
         *[read() for read, _ in _KERNELS],
         tuple(torch._C._get_sdp_priority_order()),
     )
+
+
+def of_plans() -> Ambient:
+    """Returns the settings on which a plan depends: the ambient ones, and the number of threads, with which the
+    temporary memory of some kernels grows.
+    """
+    return capture(), torch.get_num_threads()
 
 
 _KERNELS = [

@@ -553,15 +553,15 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def slot_names(kind: type) -> tuple[str, ...]:
-    """Returns the names in the `__slots__` of a class and its bases, without those that a property replaces."""
+    """Returns the names in the `__slots__` of a class and its bases, except names that a subclass made a property."""
     names: list[str] = []
     for base in kind.__mro__:
         own = vars(base).get("__slots__", ())
         for name in [own] if isinstance(own, str) else own:
             private = name.startswith("__") and not name.endswith("__")
             names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
-    own = lambda name: next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-    return tuple(n for n in names if not n.startswith("__") and type(own(n)) is types.MemberDescriptorType)
+    found = lambda name: next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    return tuple(n for n in names if not n.startswith("__") and type(found(n)) is types.MemberDescriptorType)
 
 
 def _is_leaf(value: Any) -> bool:

@@ -82,7 +82,7 @@ _OF_OBJECTS = getattr(dicts, "DunderDictVariable", None)
 
 
 def _refuse_own_code() -> None:
-    """Raises `LookupError` if the user's own code, not that of a library, asks which attributes an object has."""
+    """Raises `LookupError` if the user's own code asks which attributes an object has. Code of a library may ask."""
     filename = InstructionTranslator.current_tx().output.current_tx.f_code.co_filename
     if is_users(filename) and "-packages" not in filename:
         raise LookupError("which attributes an object has is not known")
@@ -107,7 +107,7 @@ def _refused_keys(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _guard_absence(source: Any, name: str) -> None:
-    """Guards that an object has no attribute of its own with this name."""
+    """Installs a guard that fails as soon as the `__dict__` of an object contains this name."""
     install_guard(source.make_guard(functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)))
 
 

@@ -48,7 +48,7 @@ class Distinct:
         return not self._pairs or not self.changed(places)
 
     def changed(self, places: dict[str, Any]) -> str:
-        """Returns a description of two compared objects that have become one object; empty if there are none."""
+        """Describes a pair of compared objects that were two and are one object now; empty if there is no such pair."""
         for read in self._pairs.values():
             first, second = read(places)
             if first is second:

@@ -73,7 +73,7 @@ def priced(
             warnings.filterwarnings("ignore", message=WARNINGS)  # about operations that had to be estimated
             graph = price(traced, costs or Measured(), progress=sys.stderr.isatty())
         if costs is None or isinstance(costs, Measured):
-            warn_of_whole_blocks({spec.device for spec in traced.tensors})
+            warn_of_whole_blocks(spec.device for spec in traced.tensors)
     for nodes, inner in traced.regions:
         graph = apply_policy(graph, inner, nodes=nodes, budgeted=budgeted)
     if policy is not None:

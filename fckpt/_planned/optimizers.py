@@ -134,15 +134,15 @@ class Updates:
         vars(self._sibling_now).update(vars(self.optimizer))
         self.parameters = [p for group in groups for p in group["params"]]
         self.group_of = [group for group in groups for _ in group["params"]]
-        changes = [{"foreach": _foreach(group)} for group in groups]
-        self._changes = [change for change, group in zip(changes, groups, strict=True) for _ in group["params"]]
-        """By parameter: the options in which its sibling differs from its group."""
         self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
         layouts = [(p.shape, p.stride(), p.dtype, p.device) for p in self.parameters]
         found = tuple(map(_options, groups)), layouts, list(self.numbers)
         if found != self._seen:
             _check_options(self.optimizer)  # an option that is not supported is another one than before
             self._seen = found
+            chosen = map(_foreach, groups)
+            self._foreach = [one for one, group in zip(chosen, groups, strict=True) for _ in group["params"]]
+            """By parameter: the option `foreach` of its sibling."""
             options = [known for known, group in zip(found[0], groups, strict=True) for _ in group["params"]]
             self._signatures = list(zip(layouts, options, strict=True))
             self._after: dict[int, dict[str, _Layout]] = {}
@@ -208,10 +208,12 @@ class Updates:
         try:
             self._initialise(sibling, made)
         except KeyError:  # torch 2.11: Adagrad's constructor makes all of its state
-            known = self._entry(self.parameters[number])
-            state = {k: t.clone() if isinstance(t, torch.Tensor) else t for k, t in known.items()}
-            sibling = self._sibling(number, made, state)
+            sibling = self._sibling(number, made, self._copied_state(number))
         return sibling
+
+    def _copied_state(self, number: int) -> dict[str, Any]:
+        known = self._entry(self.parameters[number])
+        return {k: t.clone() if isinstance(t, torch.Tensor) else t for k, t in known.items()}
 
     @staticmethod
     def _initialise(sibling: Any, parameter: torch.Tensor) -> None:
@@ -231,7 +233,7 @@ class Updates:
         sibling: Any = object.__new__(type(self.optimizer))
         vars(sibling).update(vars(self.optimizer))
         own = self.parameters[number] if parameter is None else parameter
-        sibling.param_groups = [{**self.group_of[number], "params": [own], **self._changes[number]}]
+        sibling.param_groups = [{**self.group_of[number], "params": [own], "foreach": self._foreach[number]}]
         if state is not None:
             sibling.state = type(self.optimizer.state)(dict)
             if state:
@@ -253,7 +255,7 @@ class Updates:
         own = self.parameters[number]
         assert own.data_ptr() == parameter.data_ptr()
         sibling = self._sibling_now
-        sibling.param_groups = [{**self.group_of[number], "params": [own], **self._changes[number]}]
+        sibling.param_groups = [{**self.group_of[number], "params": [own], "foreach": self._foreach[number]}]
         self._run(sibling, own, gradient)
         if self._coming:
             _moved(self.optimizer.state[own], self._coming.pop(own, {}))
@@ -312,11 +314,11 @@ class Updates:
         with _isolated(device), below_autograd():
             made = torch.rand_like(parameter).requires_grad_()
             gradient = torch.rand_like(parameter)
-            sibling = self._unused(number, made)
-            has = sibling.state.get(made, {})
             if self._other_types(number):
-                has = {k: t.clone() if torch.is_tensor(t) else t for k, t in self._entry(parameter).items()}
-                sibling = self._sibling(number, made, has)
+                sibling = self._sibling(number, made, self._copied_state(number))
+            else:
+                sibling = self._unused(number, made)
+            has = sibling.state.get(made, {})
             layout = self._state_after(number)
             coming = {name: t.made() for name, t in layout.items() if not torch.is_tensor(has.get(name))}
 
@@ -333,7 +335,7 @@ class Updates:
 
 
 def _foreach(group: dict[str, Any]) -> bool | None:
-    """Returns the option `foreach` of a sibling: None, the default, if the optimizer would choose by the device."""
+    """Returns the option `foreach` of a sibling: None on a GPU, where the optimizer's default is not False."""
     default = group.get("foreach") is None and all(p.device.type != "cpu" for p in group["params"])
     return None if default else False
 

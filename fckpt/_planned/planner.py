@@ -477,8 +477,7 @@ def _identity(traced: Trace) -> tuple[Any, ...]:
         tuple([(n.overwrites, n.accumulates) for n in graph.nodes]),
         tuple([(nodes, id(policy)) for nodes, policy in traced.regions]),
         tuple([traced.tensors[t].device for t in traced.operands]),
-        ambient.capture(),
-        torch.get_num_threads(),
+        ambient.of_plans(),
     )
 
 

@@ -160,7 +160,7 @@ _keys: dict[Path, tuple[Any, frozenset[str]]] = {}
 
 
 def _version(path: Path) -> Any:
-    """Returns what changes whenever a file is replaced; None if there is none."""
+    """Returns a value that changes whenever the file is replaced; None if the file does not exist."""
     try:
         found = path.stat()
     except OSError:

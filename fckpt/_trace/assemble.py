@@ -312,8 +312,9 @@ class Assembly:
         writes = tuple(self.known[old] for old, _ in versions if old in recorder.written)
         once = op is CARRIED or self._is_once(sent, len(new), [t for _, t in replaced if t not in statistics])
         overwrites = () if once or len(new) > 1 else self._overwrites(recorded, replaced)
-        maker = self.values[read[0]].producer if backward and overwrites[:1] == read[:1] != () else None
-        accumulates = recorded.accumulates or (maker is not None and builds_gradient(op, self.nodes[maker].op))
+        first = overwrites[:1] if overwrites[:1] == read[:1] else ()
+        maker = self.values[first[0]].producer if backward and first else None
+        built = maker is not None and builds_gradient(op, self.nodes[maker].op)
         self.nodes.append(
             Node(
                 id=node,
@@ -328,7 +329,7 @@ class Assembly:
                 overwrites=overwrites,
                 in_place=bool(replaced) and not once and not writes,
                 writes=writes,
-                accumulates=overwrites[:1] if accumulates and overwrites[:1] == read[:1] else (),
+                accumulates=first if recorded.accumulates or built else (),
             )
         )
         self.calls += [*calls, Call(op, args, kwargs, outputs, node, replaced)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ __all__ = [
     "is_dense",
     "is_random",
     "is_tagged_random",
+    "mapped",
     "plain_cotangents",
     "statistics_of",
     "text_of",
@@ -284,6 +285,15 @@ def indices_of(value: Any) -> Iterator[int]:
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from indices_of(inner)
+
+
+def mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    """Returns an argument or a result with `fn(tensor)` in place of each tensor, also in nested lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(v, fn) for v in value)
+    return value
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -27,7 +27,7 @@ from fckpt._call.results import View
 from fckpt._capture.sources import Source, current
 from fckpt._trace.constant_data import LOOKING, UnknownData, looked_at
 from fckpt._trace.lifetimes import Lifetimes, Sums
-from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, is_random, statistics_of
+from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, is_random, mapped, statistics_of
 from fckpt._trace.repeated import RepeatedCalls
 from fckpt._trace.sizes import hashable, run_in, storage_of_size, viewing_symbolically
 from fckpt._trace.stand_ins import WAY_OUT, StandIn, as_computed, check_dense, storage_without_memory, viewing
@@ -365,11 +365,11 @@ class Recorder(TorchDispatchMode):
             given.setdefault(fake.untyped_storage()._cdata, tensor)
             return fake
 
-        sent = _mapped(args, fake_of), {k: _mapped(v, fake_of) for k, v in kwargs.items()}
+        sent = mapped(args, fake_of), {k: mapped(v, fake_of) for k, v in kwargs.items()}
         written = _written(func, args, kwargs)
         if func in LOOKING and self.sizes is None and self.named is None:
             with contextlib.suppress(UnknownData):
-                refs = [_mapped(a, lambda t: Ref(numbers[id(t)])) for a in args]
+                refs = [mapped(a, lambda t: Ref(numbers[id(t)])) for a in args]
                 return looked_at(func, refs, self.calls, self.constants, self.tensors)
         result = self._ran(func, sent, written)
         found = _flat(result)
@@ -473,7 +473,7 @@ class Recorder(TorchDispatchMode):
         replaced: tuple[tuple[int, int], ...] = (),
     ) -> None:
         ref = lambda tensor: Ref(numbers[id(tensor)])
-        args, kwargs = _mapped(tuple(args), ref), {k: _mapped(v, ref) for k, v in kwargs.items()}
+        args, kwargs = mapped(tuple(args), ref), {k: mapped(v, ref) for k, v in kwargs.items()}
         if func in _EMPTY and outputs[0] is not None:  # it does not read the data of its operand
             fake = self.tensors[outputs[0]]
             func, args = aten.empty_strided.default, (list(fake.shape), list(fake.stride()))
@@ -577,14 +577,6 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     if type(tensor) is FakeTensor and tensor.fake_mode.shape_env is not None:
         place = hashable(place)
     return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
-
-
-def _mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return fn(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(v, fn) for v in value)
-    return value
 
 
 def _unflat(like: Any, leaves: Iterator[Any]) -> Any:

@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fckpt._trace.operations import mapped
+
 __all__ = [
     "FullSlices",
     "hashable",
@@ -61,34 +63,16 @@ def viewing_symbolically(storage: torch.UntypedStorage, fake: torch.Tensor, mode
     return FakeTensor(mode, tensor, fake.device)
 
 
-def _has_empty(values: Sequence[Any]) -> bool:
-    nested = lambda value: isinstance(value, (list, tuple)) and _has_empty(value)
-    return any(nested(value) or (isinstance(value, FakeTensor) and not value.numel()) for value in values)
-
-
-def _run_on_zeros(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Returns fakes of the results of an operation on zeros, which has an empty tensor among its arguments."""
-    devices: list[torch.device] = []
-
-    def zeros_like(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(zeros_like, value))
-        if not isinstance(value, FakeTensor):
-            return torch.device("cpu") if isinstance(value, torch.device) else value
-        devices.append(value.device)
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
-
-    def fake_of(result: Any) -> Any:
-        if isinstance(result, (list, tuple)):
-            return type(result)(map(fake_of, result))
-        if not isinstance(result, torch.Tensor):
-            return result
-        return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=devices[0])
-
+def _run_on_zeros(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
+    """Returns fakes, on this device, of the results of an operation on zeros with the layouts of its fake arguments."""
+    cpu = torch.device("cpu")
+    zeros = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=cpu).zero_()
+    fake_of = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
     with _disable_current_modes(), torch.no_grad():
-        results = func(*zeros_like(args), **{k: zeros_like(v) for k, v in kwargs.items()})
+        sent = {k: cpu if isinstance(v, torch.device) else mapped(v, zeros) for k, v in kwargs.items()}
+        results = func(*mapped(tuple(args), zeros), **sent)
     with mode, torch.no_grad():
-        return fake_of(results)
+        return mapped(results, fake_of)
 
 
 def run_in(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -101,9 +85,11 @@ def run_in(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -
         except (ZeroDivisionError, TypeError):
             # Some of torch's Python code fails for empty tensors: it divides by the number of elements (`mse_loss`), or
             # takes a number for a bool (`interpolate`), where the kernel does not.
-            if func._schema.is_mutable or not _has_empty([*args, *kwargs.values()]):
+            given: list[torch.Tensor] = []
+            mapped((*args, *kwargs.values()), given.append)
+            if func._schema.is_mutable or all(t.numel() for t in given):
                 raise
-            return _run_on_zeros(mode, func, args, kwargs)
+            return _run_on_zeros(mode, func, args, kwargs, given[0].device)
     env.computes_layouts = True  # see `symbols.float_arithmetic_refused`
     try:
         with mode:

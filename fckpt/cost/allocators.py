@@ -26,7 +26,7 @@ def granularity(device: torch.device) -> int:
 
 def warn_of_whole_blocks(devices: Iterable[torch.device]) -> None:
     """Warns, once, if the allocator of one of the devices may count more memory than a plan."""
-    if any(device.type == "cuda" for device in devices) and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized() and any(device.type == "cuda" for device in devices):
         _warn_of_whole_blocks()
 
 

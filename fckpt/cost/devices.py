@@ -63,8 +63,9 @@ def _gpu(
 ) -> DeviceProfile:
     flops = {dtype: rate * 1e12 * COMPUTE_EFFICIENCY for dtype, rate in teraflops.items()}
     rate = gigabytes_per_second * 1e9 * BANDWIDTH_EFFICIENCY
-    # Eager PyTorch takes about 5 us to launch a kernel from Python; the caching allocator rounds up to 512 bytes.
-    return DeviceProfile(name, MappingProxyType(flops), rate, 5e-6, nbytes, 512, capability)
+    # Eager PyTorch takes about 5 us to launch a kernel from Python.
+    grain = granularity(torch.device("cuda"))
+    return DeviceProfile(name, MappingProxyType(flops), rate, 5e-6, nbytes, grain, capability)
 
 
 def _teraflops(half: float, single: float, double: float, eighth: float = 0.0) -> dict[torch.dtype, float]:

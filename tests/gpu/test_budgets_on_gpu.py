@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torchvision_shim  # noqa: F401  before transformers
 import zoo
-from helpers import TORCH, assert_equal
+from helpers import assert_equal
 from torch import nn
 from torch.nn import functional as F
 
@@ -199,12 +198,10 @@ def test_autocast(name: str, dtype: torch.dtype) -> None:
     check(model, cast)
 
 
-@pytest.mark.parametrize("name", zoo.TEXT)
+@pytest.mark.parametrize("name", [name for name in zoo.TEXT if name != "mixtral"])  # whose routing depends on data
 def test_language_models(name: str) -> None:
     pytest.importorskip("transformers")
     torch.manual_seed(0)
-    if name == "mixtral" or (name == "bart" and TORCH < (2, 13)):
-        pytest.skip("its routing depends on data, or Dynamo of torch 2.11 does not capture its branches")
     model, batch = zoo.make(name)
     model = model.to(CUDA).train()
     batch = {k: v.to(CUDA).repeat(16, *[1] * (v.dim() - 1)) for k, v in batch.items()}
@@ -319,8 +316,7 @@ def test_transforms(how: str) -> None:
         "hessian": lambda fn: torch.func.grad(lambda w: torch.func.grad(fn)(w, xs[0]).sin().sum())(w),
     }[how]
     for options in ({}, {"budget": 0.7}):
-        with contextlib.suppress(fckpt.BudgetError):
-            assert_equal(run(fckpt.remat(loss, **options)), run(loss))
+        assert_equal(run(fckpt.remat(loss, **options)), run(loss))
 
 
 def test_other_streams() -> None:
@@ -347,7 +343,4 @@ def test_mixed_devices() -> None:
     def run(fn: Callable[[], torch.Tensor]) -> Any:
         return torch.autograd.grad(fn(), [w, v])
 
-    try:
-        assert_equal(run(fckpt.remat(fn, budget=0.8)), run(fn))
-    except fckpt.FckptError as error:
-        pytest.xfail(str(error)[:200])
+    assert_equal(run(fckpt.remat(fn, budget=0.8)), run(fn))

@@ -7,15 +7,14 @@ from typing import Any
 from pages import ROOT
 
 from benches.common.results import read_json
+from benches.common.timing import Spread
 
 RESULTS = ROOT / "benches" / "results"
 PAGE = ROOT / "docs" / "devices.md"
 
 
-def times(spread: dict[str, float] | None) -> str:
-    if spread is None:
-        return ""
-    return f"{spread['median']:.2f} ({spread['low']:.2f}-{spread['high']:.2f})"
+def times(spread: dict[str, Any] | None) -> str:
+    return "" if spread is None else str(Spread(**spread))
 
 
 def rows() -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 from pages import ROOT
 
 from benches.common.results import read_json
+from benches.common.timing import Spread
 
 RESULTS = ROOT / "benches" / "results" / "budgets-nvidia-h100-80gb-hbm3.json"
 
@@ -19,9 +20,9 @@ def rows() -> list[str]:
     lines = []
     for network in networks():
         for row in network["rows"]:
-            time, mib = row["time_ratio"], [f"{row[k] / 2**20:,.1f}" for k in ("predicted_bytes", "peak_bytes")]
-            spread = f"{time['median']:.2f} ({time['low']:.2f}-{time['high']:.2f})"
-            cells = (network["name"], row["budget"], *mib, f"{row['predicted_overhead']:.3f}", spread)
+            mib = [f"{row[k] / 2**20:,.1f}" for k in ("predicted_bytes", "peak_bytes")]
+            times = f"{row['predicted_overhead']:.3f}", str(Spread(**row["time_ratio"]))
+            cells = (network["name"], row["budget"], *mib, *times)
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 

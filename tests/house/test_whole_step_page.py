@@ -7,13 +7,14 @@ from typing import Any
 from pages import ROOT
 
 from benches.common.results import read_json
+from benches.common.timing import Spread
 from benches.steps_page import CASES, PAGE, ways
 
 RESULTS = ROOT / "benches" / "results"
 
 
 def _spread(value: dict[str, Any]) -> str:
-    return f"{value['median']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
+    return str(Spread(**value))
 
 
 def test_calls() -> None:
