@@ -57,12 +57,14 @@ from fckpt._capture.frames import Frames
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.graphs import FlatGraph
 from fckpt._capture.identities import Identities
+from fckpt._capture.instance_checks import instance_checks_followed
 from fckpt._capture.lazy_properties import drop_lazy_properties
 from fckpt._capture.numbers import options_constant
 from fckpt._capture.patching import patched
 from fckpt._capture.shadows import BuiltinNames, shadows_guarded
 from fckpt._capture.sources import Names
 from fckpt._capture.symbols import environments_released, symbols_remembered
+from fckpt._capture.tensor_states import state_reads_refused
 from fckpt._capture.undecomposed import undecomposed
 from fckpt._capture.wrapped import WrappedTensors, name_of, without_tensors
 from fckpt._memory import collector_paused
@@ -458,6 +460,8 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(validation_captured())
         stack.enter_context(undecomposed())
         stack.enter_context(options_constant())
+        stack.enter_context(state_reads_refused())
+        stack.enter_context(instance_checks_followed())
         stack.enter_context(environments_released())
         stack.enter_context(symbols_remembered())
         # The names of functions in Dynamo's log lines, for which it would split whole files into tokens.

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from fckpt._call.levels import is_wrapped, transforms_active, unwrapped
 from fckpt._capture.sources import current, failing_module, is_users
+from fckpt._capture.tensor_states import STATES
 from fckpt._trace import formulas
 from fckpt._trace.lifetimes import nodes_behind
 from fckpt._trace.recorder import Recorder
@@ -54,6 +55,11 @@ class DataReadsRefused(TorchFunctionMode):
                     f"nn.LSTMCell in a loop, or put the recurrent layers outside of the plan. {WAY_OUT}"
                 )
             raise TraceError(f"{current()}: {_looks(f'`{func.__name__}`')}")
+        if func in STATES and _is_called_by_user(sys._getframe(1)) and self.recorder.owns(unwrapped(args[0])):
+            raise TraceError(
+                f"{current()}: the function reads `{STATES[func]}` of a tensor here, which the stand-in tensors of a "
+                f"trace do not have in common with the tensors of a call. {WAY_OUT}"
+            )
         if self.wrapped and func in _COMPOSED and not transforms_active():
             return at_a_level(func, args, kwargs or {})
         if isinstance(func, torch._ops.HigherOrderOperator) and func.name() in _BRANCHING:
@@ -70,6 +76,16 @@ class DataReadsRefused(TorchFunctionMode):
         saved = wrapped or any(map(is_wrapped, outputs))
         for node in nodes_behind(outputs):
             formulas.choose(node, wrapped=wrapped, saved=saved)
+
+
+_METHODS = (torch._tensor.__file__, torch.overrides.__file__)
+
+
+def _is_called_by_user(frame: Any) -> bool:
+    """Whether code of the user called the method of a tensor to which a frame belongs, or which the frame called."""
+    while frame.f_code.co_filename in _METHODS:
+        frame = frame.f_back
+    return is_users(frame.f_code.co_filename)
 
 
 _NO_DATA = (

@@ -6,7 +6,7 @@ import collections
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import pytest
 import torch
@@ -234,3 +234,81 @@ def test_tensors_in_a_set_are_refused(kind: Callable[[Any], Any]) -> None:
     decaying = kind([net.weight])
     with pytest.raises(fckpt.TraceError):
         fckpt.remat(lambda x: net(x).sum() * (2.0 if net.weight in decaying else 1.0), budget=1.0)(leaf(X))
+
+
+class Deciding(type):
+    ours = False
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return Deciding.ours
+
+
+class Decided(metaclass=Deciding):
+    pass
+
+
+@runtime_checkable
+class Scaled(Protocol):
+    scale: float
+
+
+class Plain:
+    scale: float
+
+
+def test_a_metaclass_that_decides_what_its_instances_are() -> None:
+    plain = lambda x: (x.sin() if isinstance(3.0, Decided) else x.cos()).sum()
+    planned = fckpt.remat(plain, budget=1.0)
+    for ours in (False, True, False):
+        Deciding.ours = ours
+        assert_same(planned, plain)
+
+
+@pytest.mark.parametrize("kind", [Scaled, (int, Scaled), int | Scaled])
+def test_an_object_that_meets_a_protocol_later(kind: Any) -> None:
+    held = Plain()
+    plain = lambda x: (x.sin() if isinstance(held, kind) else x.cos()).sum()
+    planned = fckpt.remat(plain, budget=1.0)
+    assert_same(planned, plain)
+    held.scale = 2.0
+    assert_same(planned, plain)
+    del held.scale
+    assert_same(planned, plain)
+
+
+STATES: dict[str, Callable[[Tensor], Any]] = {
+    "is_leaf": lambda x: x.is_leaf,
+    "_version": lambda x: x._version,
+    "_base": lambda x: x._base is None,
+    "output_nr": lambda x: x.output_nr,
+    "retains_grad": lambda x: x.retains_grad,
+    "_backward_hooks": lambda x: bool(x._backward_hooks),
+    "is_view": lambda x: x._is_view(),
+    "is_conj": lambda x: x.is_conj(),
+    "torch.is_conj": torch.is_conj,
+    "is_neg": lambda x: x.is_neg(),
+    "torch.is_neg": torch.is_neg,
+    "is_shared": lambda x: x.is_shared(),
+    "untyped_storage": lambda x: x.untyped_storage().nbytes(),
+    "storage_offset": lambda x: x.storage_offset(),
+    "of a view": lambda x: x[1:].storage_offset(),
+    "by name": lambda x: getattr(x, "is_leaf"),  # noqa: B009
+}
+
+
+@pytest.mark.parametrize("as_python", [False, True])
+@pytest.mark.parametrize("name", STATES)
+def test_the_state_of_a_tensor_is_refused(name: str, as_python: bool) -> None:
+    """A plan would keep the state of the first tensor, or of a stand-in, for all others."""
+    read = STATES[name]
+
+    def loss(x: Tensor) -> Tensor:
+        if as_python:
+            id(len)  # not known to Dynamo
+        return (x.sin() * (1.0 + read(x))).sum()
+
+    with pytest.raises(fckpt.TraceError, match="of a tensor here"):
+        fckpt.remat(loss, budget=1.0)(leaf(X))
+    assert_same(fckpt.remat(loss), loss)
+    with pytest.warns(fckpt.BudgetWarning):
+        assert_same(fckpt.remat(loss, budget=1.0, untraceable="remat"), loss)

@@ -1,0 +1,59 @@
+"""The state of a tensor besides its layout: its place in memory, its version, its hooks, its part in autograd.
+
+Tensors of one layout may differ in it, a stand-in tensor has a state of its own, and Dynamo takes what code reads of it
+for a constant, without a guard. Programs hardly ever read it. A function that does is not captured, and the tracer
+raises an error with the line. Seen on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.output_graph import SubgraphTracer
+from torch._dynamo.variables.tensor import TensorVariable
+
+from fckpt._capture.patching import patched
+
+__all__ = ["STATES", "state_reads_refused"]
+
+_ATTRIBUTES = ("_backward_hooks", "_base", "_version", "is_leaf", "output_nr", "retains_grad")
+_METHODS = ("_is_view", "is_conj", "is_neg", "is_shared", "storage", "storage_offset", "untyped_storage")
+STATES: dict[Any, str] = {
+    **{vars(torch._C.TensorBase)[name].__get__: name for name in _ATTRIBUTES},
+    **{getattr(torch.Tensor, name): name for name in _METHODS},
+    torch.is_conj: "is_conj",
+    torch.is_neg: "is_neg",
+}
+"""By function, as a mode of torch sees it: the name of the attribute or method that reads the state of a tensor."""
+_NAMES = {*_ATTRIBUTES, *_METHODS}
+
+
+@contextlib.contextmanager
+def state_reads_refused() -> Iterator[None]:
+    """Ends a capture by Dynamo, within the body, at code that reads such a state."""
+
+    def checked(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def create_proxy(this: Any, kind: str, target: Any, args: Any, *rest: Any, **options: Any) -> Any:
+            name = args[1] if target is getattr else target if kind == "call_method" else STATES.get(target)
+            if name in _NAMES:
+                _refuse(name)
+            return original(this, kind, target, args, *rest, **options)
+
+        return create_proxy
+
+    refused = lambda name: lambda original: lambda *args, **kwargs: _refuse(name)
+    with (
+        patched(SubgraphTracer, "create_proxy", checked),
+        patched(TensorVariable, "method_untyped_storage", refused("untyped_storage")),
+        patched(TensorVariable, "method_attr__version", refused("_version")),
+    ):
+        yield
+
+
+def _refuse(name: str) -> None:
+    raise LookupError(f"the function reads `{name}` of a tensor")
