@@ -34,8 +34,8 @@ class Runnable:
     outputs: tuple[int, ...]
     run: Callable[[list[Any]], Sequence[Any]]
     """Runs the compiled kernel or, for tensors with other strides than in the trace, its operations one by one."""
-    seconds: float = 0.0
-    """The time of the compiled kernel, as measured."""
+    share: float = 1.0
+    """The time of the compiled kernel as a fraction of the time of its operations, as measured in one trial."""
 
 
 class _Member(NamedTuple):
@@ -84,7 +84,7 @@ def _unmeasured(kernel: Kernel) -> Compiled:
         if j is not None:
             left.remove(j)
             over.append((i, j))
-    return Compiled(kernel.run, tuple(over), 0, 0.0, 0.0)
+    return Compiled(kernel.run, tuple(over), 0, 1.0)
 
 
 def _nbytes(kernel: Kernel, tensor: int) -> int:
@@ -249,7 +249,7 @@ class _Blocks:
         made = attempt(kernel)
         if made is None:
             return None
-        run = Runnable(tuple(inputs), tuple(outputs), guarded(kernel, made.run), made.seconds)
+        run = Runnable(tuple(inputs), tuple(outputs), guarded(kernel, made.run), made.share)
         over_values = tuple(tensors[inputs[j]].value for _, j in made.over)
         return FusedBlock(
             tuple(nodes), tuple(tensors[t].value for t in outputs), over_values, made.temporary_nbytes, run

@@ -26,6 +26,8 @@ from fckpt.solve._adapt import adapt
 __all__ = ["with_blocks"]
 
 _Fuse = Callable[[Schedule], FusedSchedule | None]
+_GAIN = 0.02
+"""The share of its time that another schedule must save by the prices of blocks before its kernels are compiled."""
 
 
 def with_blocks(trace: Trace, plan: Plan, kernels: Kernels, within: int | None) -> Plan:
@@ -58,11 +60,16 @@ def _planned_again(plan: Plan, nbytes: int, fuse: _Fuse) -> Plan:
     else:
         with contextlib.suppress(FckptError):  # a plan from a file may name a solver of the user
             found = make_plan(cheaper, nbytes, plan.solver, plan.torch_version)
-    if found is None or found.schedule == plan.schedule:
+    alone = lambda schedule: sum(cheaper.nodes[s.node].seconds for s in _computed(schedule))
+    if found is None or alone(found.schedule) > (1 - _GAIN) * alone(plan.schedule):
         return plan
     other = dataclasses.replace(plan, schedule=found.schedule, fused=fuse(found.schedule))
     faster = other.fused is not None and _seconds(other.graph, other.fused) < _seconds(plan.graph, plan.fused)
     return other if faster and other.peak_bytes <= nbytes else plan
+
+
+def _computed(schedule: Schedule | FusedSchedule) -> list[Compute]:
+    return [step for step in (*schedule.forward, *schedule.backward) if isinstance(step, Compute)]
 
 
 def _blocks(schedule: FusedSchedule) -> list[FusedBlock]:
@@ -74,16 +81,14 @@ def _with_block_prices(graph: Graph, schedule: FusedSchedule) -> Graph:
 
     In the schedule of a pass, that is the recomputation, whose price the solver asks for.
     """
-    factors: dict[int, float] = {}
+    shares: dict[int, float] = {}
     for block in _blocks(schedule):
-        alone = sum(graph.nodes[n].seconds for n in block.nodes)
-        share = min(1.0, block.kernel.seconds / alone) if alone else 1.0
-        factors.update(dict.fromkeys(block.nodes, share))
-    nodes = [dataclasses.replace(n, seconds=n.seconds * factors.get(n.id, 1.0)) for n in graph.nodes]
+        shares.update(dict.fromkeys(block.nodes, block.kernel.share))
+    nodes = [dataclasses.replace(n, seconds=n.seconds * shares.get(n.id, 1.0)) for n in graph.nodes]
     return graph.with_costs(nodes, graph.values)
 
 
 def _seconds(graph: Graph, schedule: FusedSchedule) -> float:
     """Returns the time of all steps, counting a block as its compiled kernel."""
-    alone = [s.node for s in (*schedule.forward, *schedule.backward) if isinstance(s, Compute)]
-    return sum(graph.nodes[n].seconds for n in alone) + sum(b.kernel.seconds for b in _blocks(schedule))
+    alone = sum(graph.nodes[s.node].seconds for s in _computed(schedule))
+    return alone + sum(graph.nodes[n].seconds * b.kernel.share for b in _blocks(schedule) for n in b.nodes)
