@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,8 +26,8 @@ __all__ = [
 STRUCTURE = optree.PyTreeSpec
 """The type of optree's descriptions of structures: immutable, comparable and hashable."""
 
-# Containers that only torch's registry knows (such as Hugging Face's ModelOutput) are flattened through that registry;
-# all others through optree.
+# Containers that only torch's registry knows (such as Hugging Face's ModelOutput) are flattened through that registry,
+# and so are reordered dicts; all others through optree.
 _TORCH_NODES = torch_pytree.SUPPORTED_NODES
 
 
@@ -69,7 +70,7 @@ class TreeSpec:
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """Returns the leaves of `tree`, left to right, and its structure. `None` is a node without leaves."""
-    found, spec = optree.tree_flatten(tree)
+    found, spec = optree.tree_flatten(tree, is_leaf=_is_reordered)
     if all(type(leaf) not in _TORCH_NODES for leaf in found):
         return found, TreeSpec(spec)
     flat: list[Any] = []
@@ -82,6 +83,11 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
         flat += sub
         inner.append((len(sub), subspec))
     return flat, TreeSpec(spec, tuple(inner))
+
+
+def _is_reordered(node: Any) -> bool:
+    """Whether `move_to_end` changed the order of keys, which optree does not see: it reads the order of insertion."""
+    return type(node) is OrderedDict and list(node) != list(dict.__iter__(node))
 
 
 def key_orders(tree: Any) -> tuple[tuple[Any, ...], ...]:
@@ -117,7 +123,8 @@ def leaves(tree: Any) -> list[Any]:
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Applies `fn` to every leaf of `tree`."""
-    return optree.tree_map(fn, tree)
+    flat, spec = flatten(tree)
+    return unflatten(spec, list(map(fn, flat)))
 
 
 def spread(prefix: Any, tree: Any) -> list[Any]:

@@ -36,6 +36,8 @@ class Reads:
         self.classes: dict[int, type] = {}
         self.environment: dict[str, str | None] = {}
         """The environment variables that were read, and their values."""
+        self.names_in_environment: list[str] | None = None
+        """The names of all environment variables, if the code has listed them."""
         self.loggers: dict[str | None, tuple[Any, ...]] = {}
         """The loggers that were looked up, by name, and their settings."""
 
@@ -44,6 +46,8 @@ class Reads:
         scope = frame.f_globals
         if frame.f_code is _LOOKUP and isinstance(key := frame.f_locals.get("key"), str):
             self.environment[key] = os.environ.get(key)
+        if frame.f_code in _LISTINGS:
+            self.names_in_environment = list(os.environ)
         if frame.f_code is _LOGGER and isinstance(name := frame.f_locals.get("name"), str | None):
             self.loggers[name] = levels_of(logging.getLogger(name))
         if is_library(str(scope.get("__name__", ""))):
@@ -73,6 +77,7 @@ class Reads:
 
 _BUILTINS = vars(builtins)
 _LOOKUP = type(os.environ).__getitem__.__code__
+_LISTINGS = {getattr(type(os.environ), name).__code__ for name in ("__iter__", "__len__", "__repr__")}
 _LOGGER = logging.getLogger.__code__
 
 
@@ -96,12 +101,14 @@ class Guards:
 
     def __init__(self, reads: Reads):
         self._environment = reads.environment
+        self._names_in_environment = reads.names_in_environment
         self._loggers = reads.loggers
         self._decimals = _decimals()
         self._scopes = list(reads.codes.items())
         self._called = list(_called(reads))
         self._attributes = list(_functions_of_modules(reads.codes))
-        self._bases = [(cls, cls.__mro__) for cls in reads.classes.values()]
+        self._lists_subclasses = any("__subclasses__" in code.co_names for code in reads.codes)
+        self._lineages = [(cls, self._lineage(cls)) for cls in reads.classes.values()]
         self._caches = [(c, fact(c)) for c in _caches(reads)]
         self._facts = facts_of(self._called, self._scopes)
         self.unguarded = next((found for found in self._facts if isinstance(found, Unguarded)), None)
@@ -117,15 +124,17 @@ class Guards:
         """Returns a description of the first difference; empty if there is none."""
         if not self._classes.hold():
             return self._classes.changed()
-        for cls, bases in self._bases:
-            if cls.__mro__ != bases:
-                return f"{cls.__qualname__} has other base classes"
+        for cls, lineage in self._lineages:
+            if self._lineage(cls) != lineage:
+                return f"{cls.__qualname__} has another name, other base classes, or other subclasses"
         for held, name, value in self._attributes:
             if held.get(name) is not value:
                 return f"{held.get('__name__', 'a module')}.{name} was replaced by another function"
         for key, then in self._environment.items():
             if os.environ.get(key) != then:
                 return f"the environment variable {key} has changed"
+        if self._names_in_environment not in (None, list(os.environ)):
+            return "there are other environment variables"
         for name, settings in self._loggers.items():
             if levels_of(logging.getLogger(name)) != settings:
                 return f"the level of the logger {name!r} has changed"
@@ -136,6 +145,10 @@ class Guards:
                 return f"the cache of {getattr(cache, '__name__', 'a function')} has a new entry, or was cleared"
         same = facts_of(self._called, self._scopes) == self._facts
         return "" if same else "a global variable, or its contents, have changed"
+
+    def _lineage(self, cls: type) -> tuple[Any, ...]:
+        subclasses = map(id, type.__subclasses__(cls)) if self._lists_subclasses else ()
+        return cls.__name__, cls.__qualname__, cls.__mro__, *subclasses
 
 
 def _decimals() -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import copy
 import functools
 import importlib.util
 import itertools
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -228,6 +229,54 @@ def test_keys_of_a_default_dict_in_another_order() -> None:
     a, b = torch.randn(8), torch.randn(8)
     for pairs in ([("b", b), ("a", a)], [("a", a), ("b", b)]):
         assert_same(planned, plain, collections.defaultdict(list, pairs))
+
+
+@pytest.mark.parametrize("budget", [None, 1.0])
+def test_keys_that_are_moved_in_an_ordered_dict(budget: float | None) -> None:
+    """The order of insertion, by which optree flattens an OrderedDict, is another one."""
+    plain = lambda x, held: weighted(x, held.values())
+    planned = fckpt.remat(plain, budget=budget)
+    held = collections.OrderedDict(a=torch.randn(8), b=torch.randn(8), c=torch.randn(8))
+    for key in "abb":
+        assert_same(planned, plain, held)
+        held.move_to_end(key)
+    assert_same(planned, plain, held)
+
+
+@pytest.mark.parametrize("budget", [None, 1.0])
+def test_keys_that_are_moved_in_a_result(budget: float | None) -> None:
+    def plain(x: Tensor) -> dict[str, Tensor]:
+        made = collections.OrderedDict(a=x.sin() * torch.rand((), generator=GENERATOR), b=x.cos())
+        made.move_to_end("a")
+        return made
+
+    found = fckpt.remat(plain, budget=budget)(leaf(X))
+    assert list(found) == ["b", "a"]
+    assert torch.equal(found["b"], X.cos())
+
+
+class Base:
+    pass
+
+
+KEPT: list[type] = []
+LISTED: dict[str, tuple[Callable[[], int], Callable[[pytest.MonkeyPatch], Any]]] = {
+    "names in the environment": (lambda: len([*os.environ]), lambda patch: patch.setenv("FCKPT_TEST_OTHER", "1")),
+    "environment": (lambda: len(os.environ), lambda patch: patch.setenv("FCKPT_TEST_OTHER", "1")),
+    "copied environment": (lambda: len(os.environ.copy()), lambda patch: patch.setenv("FCKPT_TEST_OTHER", "1")),
+    "name of a class": (lambda: len(Base.__name__), lambda patch: setattr(Base, "__name__", "Other")),
+    "subclasses": (lambda: len(Base.__subclasses__()), lambda patch: KEPT.append(type("Sub", (Base,), {}))),
+}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_what_python_lists(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, change = LISTED[name]
+    plain = lambda x: drawn(x.sin() * (1.0 + read()))
+    planned = fckpt.remat(plain, budget=1.0)
+    assert_same(planned, plain)
+    change(monkeypatch)
+    assert_same(planned, plain)
 
 
 WRITES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
