@@ -13,10 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.output_graph import SubgraphTracer
-from torch._dynamo.variables.tensor import TensorVariable
-
-from fckpt._capture.patching import patched
 
 __all__ = ["STATES", "state_reads_refused"]
 
@@ -35,6 +31,11 @@ _NAMES = {*_ATTRIBUTES, *_METHODS}
 @contextlib.contextmanager
 def state_reads_refused() -> Iterator[None]:
     """Ends a capture by Dynamo, within the body, at code that reads such a state."""
+    # Dynamo is imported with the first plan, and the table above earlier.
+    from torch._dynamo.output_graph import SubgraphTracer
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    from fckpt._capture.patching import patched
 
     def checked(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
