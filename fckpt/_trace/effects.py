@@ -36,7 +36,7 @@ from fckpt._call.places import ABSENT, Slot, content, moved, put
 from fckpt._capture.reads import Reads
 from fckpt._capture.sources import current
 from fckpt._trace.recorder import CHECKPOINT_INSIDE, Recorder
-from fckpt._trace.stand_ins import WAY_OUT
+from fckpt._trace.stand_ins import WAY_OUT, seems
 from fckpt.errors import TraceError
 
 __all__ = [
@@ -278,6 +278,8 @@ def with_attributes_of(tensors: Sequence[torch.Tensor], operands: Sequence[torch
         vars(operand).update(vars(tensor))
         if isinstance(tensor, torch.nn.Parameter):
             vars(operand)["_is_param"] = True  # what `isinstance` looks for
+        if type(tensor) in (torch.nn.Parameter, torch.nn.Buffer):
+            seems(operand, type(tensor))
         given.append(vars(operand).copy())
     yield
     names: set[str] = set()

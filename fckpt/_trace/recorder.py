@@ -30,7 +30,7 @@ from fckpt._trace.lifetimes import Lifetimes, Sums
 from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, is_random, mapped, statistics_of
 from fckpt._trace.repeated import RepeatedCalls
 from fckpt._trace.sizes import hashable, run_in, storage_of_size, viewing_symbolically
-from fckpt._trace.stand_ins import WAY_OUT, StandIn, as_computed, check_dense, storage_without_memory, viewing
+from fckpt._trace.stand_ins import WAY_OUT, as_computed, check_dense, storage_without_memory, viewing
 from fckpt.errors import TraceError
 
 __all__ = ["CHECKPOINT_INSIDE", "Recorder"]
@@ -318,7 +318,7 @@ class Recorder(TorchDispatchMode):
         if found is not None:
             return found
         check_dense(tensor)
-        if isinstance(tensor, StandIn):
+        if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):
             raise TraceError(f"{current()}: {func or 'the result'} uses a tensor of another trace. {WAY_OUT}")
         raise TraceError(
             f"{current()}: {func or 'the result'} uses a tensor of shape {list(tensor.shape)} that is neither "

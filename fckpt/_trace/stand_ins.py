@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fckpt._capture.sources import current
 from fckpt.errors import TraceError
 
 __all__ = [
@@ -22,6 +21,7 @@ __all__ = [
     "as_computed",
     "check_dense",
     "prepare_fake_tensors",
+    "seems",
     "storage_without_memory",
     "viewing",
 ]
@@ -60,30 +60,15 @@ class StandIn(torch.Tensor):
             f"instead. {WAY_OUT}"
         )
 
-    @property
-    def grad(self) -> Any:
-        raise TraceError(
-            f"{current()}: the function reads `.grad` of a tensor, which changes from call to call. Pass the gradient "
-            f"as an argument. {WAY_OUT}"
-        )
 
-    @grad.setter
-    def grad(self, value: Any) -> None:  # type: ignore[override]  # see the getter
-        raise TraceError(f"{current()}: the function sets `.grad` of a tensor, which a plan would not do. {WAY_OUT}")
+def seems(stand_in: torch.Tensor, kind: type[torch.Tensor]) -> None:
+    """Changes the type of a stand-in to that of a usual tensor, as code may compare types (`type(x) is torch.Tensor`).
 
-    @property
-    def data(self) -> Any:
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # a getset descriptor
-
-    @data.setter
-    def data(self, value: Any) -> None:
-        raise TraceError(
-            f"{current()}: the function replaces the memory of a tensor (`tensor.data = ...`), which a plan would not "
-            f"do. Write to the tensor instead (`tensor.copy_(...)`), or use a new tensor in its place. {WAY_OUT}"
-        )
-
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
-        return f"<a tensor of a trace, {self.dtype}{list(self.shape)}>"
+    Operations on it still go to torch's Python key, and raise an error after the trace. What `StandIn` refuses is
+    refused by a mode during the trace. A stand-in that says that it is on another device keeps its type.
+    """
+    if type(stand_in) is not StandIn or stand_in.named is None:
+        stand_in.__class__ = kind
 
 
 _TRACEABLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, StandIn)
@@ -145,6 +130,8 @@ def viewing(storage: torch.UntypedStorage, fake: torch.Tensor, named: torch.devi
         tensor = torch.Tensor._make_subclass(StandIn, tensor)
     if named is not None and fake.device.type == "meta":
         tensor.named = named
+    else:
+        seems(tensor, torch.Tensor)
     if fake.is_conj():
         torch._C._set_conj(tensor, True)
     if fake.is_neg():

@@ -23,6 +23,7 @@ from fckpt.errors import TraceError
 
 __all__ = ["DataReadsRefused", "HigherOrderError", "errors_located"]
 
+_TENSOR: Any = torch.Tensor
 _READS = {
     torch.Tensor.numpy,
     torch.Tensor.__array__,
@@ -32,6 +33,16 @@ _READS = {
 }
 
 
+_REFUSED = {
+    _TENSOR.grad.__get__: "reads `.grad` of a tensor, which changes from call to call. Pass the gradient as an "
+    "argument.",
+    _TENSOR.grad.__set__: "sets `.grad` of a tensor, which a plan would not do.",
+    _TENSOR.grad.__delete__: "deletes `.grad` of a tensor, which a plan would not do.",
+    _TENSOR.data.__set__: "replaces the memory of a tensor (`tensor.data = ...`), which a plan would not do. Write to "
+    "the tensor instead (`tensor.copy_(...)`), or use a new tensor in its place.",
+    _TENSOR.__deepcopy__: "copies a tensor with `copy.deepcopy`. Use `tensor.clone()`.",
+}
+_TEXTS = {_TENSOR.__repr__, _TENSOR.__format__}
 _RECURRENT = torch.nn.modules.rnn.__file__
 
 
@@ -55,6 +66,10 @@ class DataReadsRefused(TorchFunctionMode):
                     f"nn.LSTMCell in a loop, or put the recurrent layers outside of the plan. {WAY_OUT}"
                 )
             raise TraceError(f"{current()}: {_looks(f'`{func.__name__}`')}")
+        if func in _REFUSED and self.recorder.owns(unwrapped(args[0])):
+            raise TraceError(f"{current()}: the function {_REFUSED[func]} {WAY_OUT}")
+        if func in _TEXTS and self.recorder.owns(unwrapped(args[0])):
+            return f"<a tensor of a trace, {args[0].dtype}{list(args[0].shape)}>"
         if func in STATES and _is_called_by_user(sys._getframe(1)) and self.recorder.owns(unwrapped(args[0])):
             raise TraceError(
                 f"{current()}: the function reads `{STATES[func]}` of a tensor here, which the stand-in tensors of a "

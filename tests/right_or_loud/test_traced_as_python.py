@@ -255,6 +255,51 @@ def test_keys_that_are_moved_in_a_result(budget: float | None) -> None:
     assert torch.equal(found["b"], X.cos())
 
 
+TYPES: dict[str, Callable[[Tensor, nn.Parameter], bool]] = {
+    "type": lambda x, w: type(x) is Tensor,
+    "type of a parameter": lambda x, w: type(w) is nn.Parameter,
+    "class": lambda x, w: x.__class__ is Tensor and w.__class__ is nn.Parameter,
+    "type of a result": lambda x, w: type(x @ w) is Tensor and type(w.t()) is Tensor,
+    "name": lambda x, w: type(w).__name__ == "Parameter" and type(x).__module__ == "torch",
+    "key": lambda x, w: {Tensor: True}.get(type(x), False),
+    "instance": lambda x, w: isinstance(w, nn.Parameter) and not isinstance(x, nn.Parameter),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_types_of_tensors(name: str) -> None:
+    """The tensors of a trace seem to have the types of the tensors of a call."""
+    net = nn.Linear(8, 8)
+    plain = lambda x: drawn(net(x).sin() * (2.0 if TYPES[name](x, net.weight) else 3.0))
+    assert TYPES[name](leaf(X), net.weight)
+    assert_same(fckpt.remat(plain, budget=1.0), plain)
+
+
+def test_a_text_of_a_tensor_is_made() -> None:
+    texts = {"": 1.0}
+    plain = lambda x: drawn(x * texts.get(f"{x}" and repr(x) and "", 2.0))
+    assert_same(fckpt.remat(plain, budget=1.0), plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: h.grad, "reads `.grad`"),
+        (lambda h: setattr(h, "grad", None), "sets `.grad`"),
+        (lambda h: setattr(h, "data", h.data), "replaces the memory"),
+        (copy.deepcopy, "copy.deepcopy"),
+    ],
+    ids=["grad", "set grad", "data", "deepcopy"],
+)
+def test_what_is_refused_of_the_tensors_of_a_trace(change: Callable[[Tensor], Any], message: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        change(x)
+        return drawn(x)
+
+    with pytest.raises(fckpt.TraceError, match=message):
+        fckpt.remat(fn, budget=1.0)(leaf(X))
+
+
 class Base:
     pass
 
