@@ -53,6 +53,7 @@ from fckpt._capture.checks import validation_captured
 from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
 from fckpt._capture.dict_attributes import DictAttributes, keep_factories
 from fckpt._capture.distinct import Distinct
+from fckpt._capture.equivalents import equivalents_evaluated
 from fckpt._capture.frames import Frames
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.graphs import FlatGraph
@@ -460,6 +461,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(validation_captured())
         stack.enter_context(undecomposed())
         stack.enter_context(options_constant())
+        stack.enter_context(equivalents_evaluated())
         stack.enter_context(state_reads_refused())
         stack.enter_context(instance_checks_followed())
         stack.enter_context(environments_released())

@@ -83,7 +83,7 @@ def _with_block_prices(graph: Graph, schedule: FusedSchedule) -> Graph:
     """
     shares: dict[int, float] = {}
     for block in _blocks(schedule):
-        shares.update(dict.fromkeys(block.nodes, block.kernel.share))
+        shares.update((n, block.kernel.share) for n in block.nodes)
     nodes = [dataclasses.replace(n, seconds=n.seconds * shares.get(n.id, 1.0)) for n in graph.nodes]
     return graph.with_costs(nodes, graph.values)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -365,7 +367,7 @@ class Planner:
         except TraceError as error:
             reasons = self.refused()
             self.refusals.clear()  # the obstacle may be gone at the next call
-            if not reasons or "looks at the data" in str(error):  # the same reason
+            if not reasons or _is_same_place(str(error), reasons):
                 raise
             raise TraceError(f"{error}{reasons}") from error
 
@@ -538,3 +540,9 @@ def _with_outputs(error: BudgetError, traced: Trace) -> BudgetError:
         f" The plan is for a gradient of {count} outputs together, which is expected until the backward pass shows "
         "which outputs are differentiated: return only those."
     )
+
+
+def _is_same_place(error: str, reasons: str) -> bool:
+    """Whether an error and the reasons against a capture name one line of code: `model.py:12`."""
+    found = re.match(r"(.+?):(\d+)\b", error)
+    return found is not None and os.path.basename(found[1]) in reasons and f"line {found[2]}" in reasons

@@ -206,6 +206,31 @@ def test_adapters_that_freeze_and_unfreeze(name: str, when: str) -> None:
     assert_equal(train(when), expected)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["dora", "adalora", "ia3"])
+def test_adapters_within_a_budget(name: str, masked: bool) -> None:
+    peft = pytest.importorskip("peft")
+    made = {
+        "dora": lambda: peft.LoraConfig(r=2, target_modules=["query"], use_dora=True),
+        "adalora": lambda: peft.AdaLoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS", total_step=10),
+        "ia3": lambda: peft.IA3Config(target_modules=["query", "output.dense"], feedforward_modules=["output.dense"]),
+    }
+    model, batch = make("bert")
+    batch.pop("attention_mask", None)
+    if masked:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    adapted = peft.get_peft_model(model, made[name]())
+    weights = [p for p in adapted.parameters() if p.requires_grad]
+    loss = lambda **batch: adapted(**batch).loss
+    planned = fckpt.remat(loss, budget=0.95)
+    found = []
+    for fn in (loss, planned):
+        torch.manual_seed(1)
+        found.append(torch.autograd.grad(fn(**batch), weights))
+    assert_equal(*found)
+    assert fckpt.stats(planned).captures == 1
+
+
 # -- diffusers -----------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,58 @@
+"""Code that Dynamo does not evaluate, for which it has an equivalent.
+
+* `x.requires_grad = value` is `x.requires_grad_(value)`.
+* Names of torch's classes, such as `type(module.weight).__module__`, are constants.
+
+Seen on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.misc import GetAttrVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import BaseTorchVariable
+
+from fckpt._capture.patching import instructions_patched
+
+__all__ = ["equivalents_evaluated"]
+
+_NAMES = ("__module__", "__name__", "__qualname__")
+
+
+def _storing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def store(tx: Any, inst: Any) -> Any:
+        value, holder = tx.stack[-2:]
+        if inst.argval != "requires_grad" or not isinstance(holder := holder.realize(), TensorVariable):
+            return original(tx, inst)
+        tx.popn(2)
+        holder.call_method(tx, "requires_grad_", [value], {})
+        return None
+
+    return store
+
+
+def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load(tx: Any, inst: Any) -> Any:
+        result = original(tx, inst)
+        if inst.argval in _NAMES and tx.stack and isinstance(found := tx.stack[-1], GetAttrVariable):
+            known = found.obj.realize()
+            if isinstance(known, BaseTorchVariable) and isinstance(known.value, type):
+                tx.stack[-1] = ConstantVariable.create(getattr(known.value, inst.argval))
+        return result
+
+    return load
+
+
+@contextlib.contextmanager
+def equivalents_evaluated() -> Iterator[None]:
+    """Makes Dynamo evaluate the equivalents within the body."""
+    with instructions_patched({"STORE_ATTR": _storing, "LOAD_ATTR": _loading}):
+        yield
