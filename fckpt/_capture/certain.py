@@ -3,6 +3,9 @@
 Models use `torch.rand([]) < rate` to decide whether to skip a layer, with a rate that is 0 by default. Numbers drawn by
 `torch.rand` lie in [0, 1), so the outcome is known for rates up to 0 and from 1 upwards. The number is still drawn, so
 that the generator ends in the same state as after the plain function.
+
+`torch.rand(1) > 0.0` (in peft, with a rate of 0.0) is false once in 16 million draws, when the number is exactly 0. On a
+CPU it counts as true, with a check that raises an error otherwise.
 """
 
 from __future__ import annotations
@@ -40,21 +43,32 @@ _SYMBOLS = {"__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">="}
 _OPERATORS = {operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">="}
 
 
-def _certain(tensor: Any, op: str, other: Any) -> Any:
+_ALMOST = {">": True, "<=": False}
+"""Outcomes of comparisons with 0, unless the number is exactly 0."""
+_ZERO = "torch.rand drew exactly 0.0 for a branch, as once in 16 million draws. A plan has the other branch: run again"
+
+
+def _certain(tx: Any, tensor: Any, op: str, other: Any) -> Any:
     """Returns the outcome of a comparison as a constant of Dynamo, if it is certain, or else None."""
     number = other.value if isinstance(other, ConstantVariable) else None
-    if tensor.proxy.node.target is torch.rand and isinstance(number, (int, float)) and not isinstance(number, bool):
-        example = tensor.proxy.node.meta.get("example_value")
-        outcome = _outcome(op, number)
-        if outcome is not None and example is not None and example.dim() == 0:
-            return ConstantVariable.create(outcome)
-    return None
+    if tensor.proxy.node.target is not torch.rand or not isinstance(number, (int, float)) or isinstance(number, bool):
+        return None
+    example = tensor.proxy.node.meta.get("example_value")
+    if example is None or any(size != 1 for size in example.shape):
+        return None
+    outcome = _outcome(op, number)
+    is_fine = example.device.type == "cpu" and example.dtype in (torch.float32, torch.float64)
+    if outcome is None and number == 0 and op in _ALMOST and is_fine:
+        outcome = _ALMOST[op]
+        positive = tx.output.create_proxy("call_function", operator.gt, (tensor.as_proxy(), 0), {})
+        tx.output.create_proxy("call_function", torch._assert_async, (positive, _ZERO), {})
+    return None if outcome is None else ConstantVariable.create(outcome)
 
 
 def _knowing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def compare(self: Any, tx: Any, other: Any, op: Any) -> Any:
-        known = _certain(self, _SYMBOLS.get(str(op), str(op)), other)
+        known = _certain(tx, self, _SYMBOLS.get(str(op), str(op)), other)
         return original(self, tx, other, op) if known is None else known
 
     return compare
@@ -65,7 +79,7 @@ def _knowing_operators(original: Callable[..., Any]) -> Callable[..., Any]:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         known = None
         if self.fn in _OPERATORS and len(args) == 2 and isinstance(args[0], TensorVariable):
-            known = _certain(args[0], _OPERATORS[self.fn], args[1])
+            known = _certain(tx, args[0], _OPERATORS[self.fn], args[1])
         return original(self, tx, args, kwargs) if known is None else known
 
     return call_function

@@ -235,6 +235,28 @@ def test_a_branch_whose_outcome_is_certain(rate: float, certain: str) -> None:
     assert verdict.outcome == "equal", verdict.error
 
 
+SEED, ZERO = 34, 298484
+"""A seed, and how many numbers are drawn before an exact 0.0."""
+
+
+@pytest.mark.parametrize("form", [lambda: torch.rand(1) > 0.0, lambda: not torch.rand([]) <= 0])
+def test_a_branch_whose_outcome_is_almost_certain(form: Callable[[], Any]) -> None:
+    """As in peft's LoHa and LoKr."""
+    net = nn.Linear(8, 8)
+    plain = lambda x: torch.tanh(net(x)).sin().sum() if form() else x.sum()
+    planned = fckpt.remat(plain, budget=1.0)
+    found = []
+    for fn in (planned, plain):
+        torch.manual_seed(0)
+        x = torch.ones(4, 8, requires_grad=True)
+        found.append((*torch.autograd.grad(fn(x), x), torch.rand(1)))
+    assert all(map(torch.equal, *found))
+    torch.manual_seed(SEED)
+    torch.rand(ZERO)
+    with pytest.raises(RuntimeError, match="drew exactly 0"):
+        planned(x)
+
+
 def test_a_branch_whose_outcome_is_not_certain() -> None:
     def scenario(session: Session) -> None:
         net, x = LayerDrop(0.5, "never"), session.leaf(96, 32)
