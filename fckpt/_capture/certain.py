@@ -4,8 +4,8 @@ Models use `torch.rand([]) < rate` to decide whether to skip a layer, with a rat
 `torch.rand` lie in [0, 1), so the outcome is known for rates up to 0 and from 1 upwards. The number is still drawn, so
 that the generator ends in the same state as after the plain function.
 
-`torch.rand(1) > 0.0` (in peft, with a rate of 0.0) is false once in 16 million draws, when the number is exactly 0. On a
-CPU it counts as true, with a check that raises an error otherwise.
+`torch.rand(1) > 0.0` (in peft, with a rate of 0.0) is false once in 16 million draws, when the number is exactly 0. It
+counts as true on a CPU, with a check that raises an error otherwise.
 """
 
 from __future__ import annotations
