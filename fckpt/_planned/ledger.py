@@ -211,8 +211,11 @@ class Ledger:
         """Warns at the third capture in a row, which means that values that the function reads keep changing.
 
         Captures because of sizes are counted separately, and the eighth is one too many: a size of 0 or 1, and a size
-        with which the Python code takes another branch, have one capture each.
+        with which the Python code takes another branch, have one capture each. The first capture of a kind (inside of a
+        transform of torch.func, for example) has nothing that changed: `why` is empty.
         """
+        if not why:
+            return
         if self._hits != self.stats.hits:
             self._in_a_row = {False: 0, True: 0}
         self._hits = self.stats.hits
@@ -222,7 +225,7 @@ class Ledger:
         if self._in_a_row[about_sizes] == most:
             warnings.warn(
                 f"{self.name} is captured for the {ordinal} time in a row, which takes as long as many steps. "
-                f"Something that it reads has changed: {why or 'no guard tells what'}. Pass what changes as a tensor, "
+                f"Something that it reads has changed: {why}. Pass what changes as a tensor, "
                 "or keep it out of the function.",
                 PlanWarning,
                 stacklevel=users_stacklevel(),
