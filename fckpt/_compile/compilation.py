@@ -128,7 +128,8 @@ class Compilation:
             if not partitioner.trains:  # a cache had the function, but it does not tell what the partitioner decided
                 function, partitioner = self._attempt(target, torch_budget, cached=False)
                 if not partitioner.trains:  # no result has a gradient
-                    self.warn(peak, limit, _NOTHING_SAVED)
+                    if not isinstance(self.budget, float):  # see `_without_gradients`
+                        self.warn(peak, limit, _NOTHING_SAVED)
                     return function
             plans += partitioner.plan is not None
             found.append((peak, function))
@@ -159,9 +160,10 @@ class Compilation:
         """Warns if the function was not compiled as a whole."""
         reason = getattr(self.module, "compile_subgraph_reason", None)
         if reason is not None and getattr(reason, "graph_break", False):
+            why = str(reason.reason).partition("\n")[0]
             warnings.warn(
                 "torch.compile compiles the function in parts, and the budget holds for each part by itself: the "
-                f"values that one part saves are not counted in the others. The reason of the break: {reason.reason}. "
+                f"values that one part saves are not counted in the others. The reason of the break: {why}. "
                 "fullgraph=True shows its line.",
                 BudgetWarning,
                 stacklevel=2,

@@ -517,3 +517,23 @@ def test_a_budget_of_inference_is_compared_with_its_peak() -> None:
         torch._dynamo.reset()
         with pytest.warns(fckpt.BudgetWarning, match=r"the budget 1\.00 KiB holds .* has no backward pass"):
             torch.compile(model, backend="fckpt", options={"budget": "1KiB"})(x)
+
+
+def test_a_fraction_says_nothing_of_a_part_without_a_backward_pass() -> None:
+    layer = nn.Linear(8, 8)
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = layer(x).relu()
+        if h.sum().item() > 1e9:
+            h = h * 2
+        return h.view(-1)[::2], h.t()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend="fckpt", options={"budget": 0.9})
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        results = compiled(torch.randn(4, 8))
+        (results[0].sum() + results[1].square().sum()).backward()
+    told = [str(warning.message) for warning in found if issubclass(warning.category, fckpt.BudgetWarning)]
+    assert any("in parts" in text and "\n" not in text for text in told)
+    assert not any("no backward pass" in text for text in told)
