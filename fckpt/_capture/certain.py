@@ -17,15 +17,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-from fckpt._capture.patching import patched
+from fckpt._capture.patching import instructions_patched
 
 __all__ = ["certain_comparisons"]
-
-_COMPARE = "richcompare_impl"  # torch 2.13; in 2.11 Dynamo calls the operator itself
 
 
 def _outcome(op: str, bound: float) -> bool | None:
@@ -37,10 +34,6 @@ def _outcome(op: str, bound: float) -> bool | None:
         ">": True if bound < 0 else False if above else None,
         ">=": True if below else False if above else None,
     }.get(op)
-
-
-_SYMBOLS = {"__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">="}
-_OPERATORS = {operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">="}
 
 
 _ALMOST = {">": True, "<=": False}
@@ -67,30 +60,23 @@ def _certain(tx: Any, tensor: Any, op: str, other: Any) -> Any:
 
 def _knowing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def compare(self: Any, tx: Any, other: Any, op: Any) -> Any:
-        known = _certain(tx, self, _SYMBOLS.get(str(op), str(op)), other)
-        return original(self, tx, other, op) if known is None else known
+    def compare(tx: Any, inst: Any) -> Any:
+        left, right = tx.stack[-2:]
+        known = None
+        if isinstance(left := left.realize(), TensorVariable):
+            op = str(inst.argval).removeprefix("bool(").removesuffix(")")  # "bool(<)" since Python 3.13
+            known = _certain(tx, left, op, right.realize())
+        if known is None:
+            return original(tx, inst)
+        tx.popn(2)
+        tx.push(known)
+        return None
 
     return compare
-
-
-def _knowing_operators(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        known = None
-        if self.fn in _OPERATORS and len(args) == 2 and isinstance(args[0], TensorVariable):
-            known = _certain(tx, args[0], _OPERATORS[self.fn], args[1])
-        return original(self, tx, args, kwargs) if known is None else known
-
-    return call_function
 
 
 @contextlib.contextmanager
 def certain_comparisons() -> Iterator[None]:
     """Makes Dynamo evaluate, within the body, the comparisons whose outcome is certain."""
-    if _COMPARE in vars(TensorVariable):
-        patches = patched(TensorVariable, _COMPARE, _knowing)
-    else:
-        patches = patched(BuiltinVariable, "call_function", _knowing_operators)
-    with patches:
+    with instructions_patched({"COMPARE_OP": _knowing}):
         yield
