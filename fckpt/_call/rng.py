@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fckpt._memory import collector_paused
 from fckpt.errors import RandomStateError
 
 __all__ = ["SHARED", "RandomState", "generator_types", "set_state", "state_of", "unshared"]
@@ -32,9 +33,17 @@ _HEADER = 2 * ctypes.sizeof(ctypes.c_void_p)  # reference count and type
 _CPYTHON = sys.implementation.name == "cpython"
 
 
+_reading = threading.RLock()
+
+
 def state_of(generator: torch.Generator) -> bytes:
-    """Returns a generator's state as bytes, outside of torch's allocator, so that a budget does not count it."""
-    state = generator.get_state()
+    """Returns a generator's state as bytes, outside of torch's allocator, so that a budget does not count it.
+
+    torch holds the lock of the generator while it makes the tensor of the state. If the garbage collector ran then, it
+    could hand Python's lock to a thread that waits for the lock of the generator, and both threads would wait forever.
+    """
+    with _reading, collector_paused():
+        state = generator.get_state()
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 

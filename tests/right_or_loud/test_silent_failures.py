@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import linecache
 import random
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -64,13 +67,36 @@ def test_random_numbers_under_threads_are_right_or_an_error() -> None:
             except (fckpt.RandomStateError, fckpt.ImpureFunctionError):
                 outcomes["error"] += 1
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
     assert not wrong
     assert sum(outcomes.values()) == 200
+
+
+def test_no_garbage_is_collected_while_torch_holds_the_lock_of_a_generator() -> None:
+    """The collector may switch threads, and a thread that waits for the lock would keep Python's lock."""
+    lines = set()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        frame = sys._getframe(1)
+        lines.add(linecache.getline(frame.f_code.co_filename, frame.f_lineno))
+
+    before = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        x = torch.ones(8, requires_grad=True)
+        for _ in range(20):
+            fckpt.remat(lambda x: F.dropout(x.sin(), 0.5).exp())(x).sum().backward()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(note)
+    assert lines
+    assert not any("get_state()" in line for line in lines)
 
 
 def test_a_thread_that_draws_between_is_noticed() -> None:
