@@ -124,7 +124,8 @@ def test_the_comparison_sees_a_wrong_gradient() -> None:
     class Wrong(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.tracing = type(x) is not Tensor or torch._is_functional_tensor(x)
+            traced = torch._C._dispatch_keys(x).has(torch._C.DispatchKey.Python)
+            ctx.tracing = traced or torch._is_functional_tensor(x)
             return x.sin()
 
         @staticmethod
