@@ -50,8 +50,8 @@ def _certain(tx: Any, tensor: Any, op: str, other: Any) -> Any:
     if example is None or any(size != 1 for size in example.shape):
         return None
     outcome = _outcome(op, number)
-    is_fine = example.device.type == "cpu" and example.dtype in (torch.float32, torch.float64)
-    if outcome is None and number == 0 and op in _ALMOST and is_fine:
+    rarely_zero = example.device.type == "cpu" and example.dtype in (torch.float32, torch.float64)
+    if number == 0 and op in _ALMOST and rarely_zero:  # `_outcome` is None for these
         outcome = _ALMOST[op]
         positive = tx.output.create_proxy("call_function", operator.gt, (tensor.as_proxy(), 0), {})
         tx.output.create_proxy("call_function", torch._assert_async, (positive, _ZERO), {})

@@ -1,8 +1,8 @@
 """The state of a tensor besides its layout: its place in memory, its version, its hooks, its part in autograd.
 
-Tensors of one layout may differ in it, a stand-in tensor has a state of its own, and Dynamo takes what code reads of it
-for a constant, without a guard. Programs hardly ever read it. A function that does is not captured, and the tracer
-raises an error with the line. Seen on torch 2.11 and 2.13.
+Two tensors of the same layout may have different states. The stand-in tensors of a trace have other states than the
+tensors of a call, and Dynamo treats a state as a constant, without a guard. Programs rarely read these states. Dynamo
+does not capture a function that does, and the tracer raises an error with the line. Seen on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations

@@ -62,10 +62,10 @@ class StandIn(torch.Tensor):
 
 
 def seems(stand_in: torch.Tensor, kind: type[torch.Tensor]) -> None:
-    """Changes the type of a stand-in to that of a usual tensor, as code may compare types (`type(x) is torch.Tensor`).
+    """Sets the type of a stand-in to `torch.Tensor` or a parameter, because code may test `type(x) is torch.Tensor`.
 
-    Operations on it still go to torch's Python key, and raise an error after the trace. What `StandIn` refuses is
-    refused by a mode during the trace. A stand-in that says that it is on another device keeps its type.
+    Operations on the stand-in are still dispatched to Python, and raise an error after the trace. A stand-in with a
+    named device keeps the type `StandIn`, which holds the name.
     """
     if type(stand_in) is not StandIn or stand_in.named is None:
         stand_in.__class__ = kind

@@ -47,9 +47,10 @@ _RECURRENT = torch.nn.modules.rnn.__file__
 
 
 class DataReadsRefused(TorchFunctionMode):
-    """A mode that raises `TraceError` for calls that would read the memory of a traced tensor, which has none.
+    """A mode that raises `TraceError` for calls that read the memory or the state of a traced tensor.
 
-    It also chooses the formulas of backward passes inside of the traced function.
+    A traced tensor has no memory, and other states than the tensors of a call. The mode also chooses the formulas of
+    backward passes inside of the traced function.
     """
 
     def __init__(self, recorder: Recorder, wrapped: bool):
@@ -59,22 +60,11 @@ class DataReadsRefused(TorchFunctionMode):
         """Whether the traced function runs at a level of torch.func."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS and self.recorder.owns(unwrapped(args[0])):
-            if func is torch.Tensor.data_ptr and sys._getframe(1).f_code.co_filename == _RECURRENT:
-                raise TraceError(
-                    f"{current()}: cuDNN packs the weights of recurrent networks, and a plan cannot follow that. Use "
-                    f"nn.LSTMCell in a loop, or put the recurrent layers outside of the plan. {WAY_OUT}"
-                )
-            raise TraceError(f"{current()}: {_looks(f'`{func.__name__}`')}")
-        if func in _REFUSED and self.recorder.owns(unwrapped(args[0])):
-            raise TraceError(f"{current()}: the function {_REFUSED[func]} {WAY_OUT}")
-        if func in _TEXTS and self.recorder.owns(unwrapped(args[0])):
-            return f"<a tensor of a trace, {args[0].dtype}{list(args[0].shape)}>"
-        if func in STATES and _is_called_by_user(sys._getframe(1)) and self.recorder.owns(unwrapped(args[0])):
-            raise TraceError(
-                f"{current()}: the function reads `{STATES[func]}` of a tensor here, which the stand-in tensors of a "
-                f"trace do not have in common with the tensors of a call. {WAY_OUT}"
-            )
+        if func in _WATCHED and self.recorder.owns(unwrapped(args[0])):
+            if func in _TEXTS:
+                return f"<a tensor of a trace, {args[0].dtype}{list(args[0].shape)}>"
+            if reason := _refusal(func, sys._getframe(1)):
+                raise TraceError(f"{current()}: {reason}")
         if self.wrapped and func in _COMPOSED and not transforms_active():
             return at_a_level(func, args, kwargs or {})
         if isinstance(func, torch._ops.HigherOrderOperator) and func.name() in _BRANCHING:
@@ -93,11 +83,31 @@ class DataReadsRefused(TorchFunctionMode):
             formulas.choose(node, wrapped=wrapped, saved=saved)
 
 
+_WATCHED = {*_READS, *_REFUSED, *_TEXTS, *STATES}
 _METHODS = (torch._tensor.__file__, torch.overrides.__file__)
 
 
+def _refusal(func: Any, frame: Any) -> str:
+    """Returns why a function of a traced tensor is refused; empty if it is not. The frame is that of the call."""
+    if func is torch.Tensor.data_ptr and frame.f_code.co_filename == _RECURRENT:
+        return (
+            "cuDNN packs the weights of recurrent networks, and a plan cannot follow that. Use nn.LSTMCell in a loop, "
+            f"or put the recurrent layers outside of the plan. {WAY_OUT}"
+        )
+    if func in _READS:
+        return _looks(f"`{func.__name__}`")
+    if func in _REFUSED:
+        return f"the function {_REFUSED[func]} {WAY_OUT}"
+    if not _is_called_by_user(frame):
+        return ""
+    return (
+        f"the function reads `{STATES[func]}` of a tensor here, which may differ between the tensors of calls that one "
+        f"trace serves. {WAY_OUT}"
+    )
+
+
 def _is_called_by_user(frame: Any) -> bool:
-    """Whether code of the user called the method of a tensor to which a frame belongs, or which the frame called."""
+    """Whether the user's code called a method of a tensor. torch's own file of such methods is skipped."""
     while frame.f_code.co_filename in _METHODS:
         frame = frame.f_back
     return is_users(frame.f_code.co_filename)

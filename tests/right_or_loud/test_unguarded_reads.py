@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import operator
 import types
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -292,7 +293,7 @@ STATES: dict[str, Callable[[Tensor], Any]] = {
     "untyped_storage": lambda x: x.untyped_storage().nbytes(),
     "storage_offset": lambda x: x.storage_offset(),
     "of a view": lambda x: x[1:].storage_offset(),
-    "by name": lambda x: getattr(x, "is_leaf"),  # noqa: B009
+    "by name": operator.attrgetter("is_leaf"),
 }
 
 
