@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fckpt._call import ambient
 from fckpt._call.levels import (
@@ -27,6 +28,7 @@ from fckpt._planned.fusing import with_blocks
 from fckpt._planned.ledger import Ledger
 from fckpt._planned.lower import Lowered, lower
 from fckpt._planned.plan import Plan
+from fckpt._recompute.saved_tensors import graph_is_kept
 from fckpt._trace.formulas import FormulaError
 from fckpt._trace.operations import Backward, Ref, Trace, indices_of, is_expanded, statistics_of, strides_of
 from fckpt.cost.calls import refs
@@ -340,6 +342,8 @@ class Execution:
         self.has_run = False
         self.over = False
         """Whether a backward pass has run."""
+        self.returned: dict[Any, int] = {}
+        """The sizes of the gradients of earlier backward passes, by a weak reference to their storage."""
         self.lock = threading.Lock()
         self.restored: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Returns a context manager that restores the conditions of the forward pass, for running it again."""
@@ -437,6 +441,9 @@ class Execution:
             self.give_up("batched backward")
             return None
         self.over = True
+        if graph_is_kept():
+            known = (g for g in grads if g is not None and not is_legacy_batch(g))
+            self.returned |= {StorageWeakRef(g.untyped_storage()): g.nbytes for g in known}
         self.seen()
         return self._batched(grads, [self.program.trace.grad_dims[i] for i in self._gradients()])
 
@@ -505,8 +512,9 @@ class Execution:
         return same
 
     def _check_again(self) -> None:
-        """Says if the budget does not allow for a forward pass that runs again."""
-        budget, nbytes = self.program.plan.budget_bytes, self.program.again_nbytes
+        """Says if the budget does not allow for a forward pass that runs again while earlier gradients are held."""
+        held = sum(nbytes for storage, nbytes in self.returned.items() if not storage.expired())
+        budget, nbytes = self.program.plan.budget_bytes, self.program.again_nbytes + held
         if budget is not None and nbytes > budget:
             self.ledger.falls_back("forward again", nbytes=nbytes)
 

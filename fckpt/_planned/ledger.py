@@ -55,7 +55,7 @@ _REASONS = {
     ),
     "forward again": _Reason(
         "its backward pass is a second one, or one for other outputs than those that the forward pass was planned for, "
-        "so the forward pass runs again while the caller holds the first results",
+        "so the forward pass runs again while the caller holds the first results and gradients",
         way_out="Return only what is differentiated, and call the function once for each backward pass.",
         does="runs by its plan",
     ),

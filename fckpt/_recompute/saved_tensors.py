@@ -1,4 +1,4 @@
-"""Autograd's saved-tensor hooks: setting and removing them, and allowing them where torch.func forbids them.
+"""Autograd's saved tensors: hooks on them, which torch.func forbids in places, and whether a backward pass keeps them.
 
 Private in torch 2.11 and 2.13: `torch._C._autograd`.
 """
@@ -16,6 +16,7 @@ __all__ = [
     "allow_hooks",
     "check_hooks_allowed",
     "disallow_hooks",
+    "graph_is_kept",
     "pop",
     "push",
     "top",
@@ -33,6 +34,12 @@ class HooksUnavailable(Exception):
 def top() -> Any:
     """Returns the innermost hooks (pack, unpack), set by the user or by an enclosing region; None if there are none."""
     return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward pass that runs now keeps the tensors that autograd saved, so that another one may follow."""
+    kept: bool = _autograd._get_current_graph_task_keep_graph()
+    return kept
 
 
 def check_hooks_allowed() -> None:

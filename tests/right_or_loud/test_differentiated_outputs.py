@@ -116,6 +116,47 @@ def test_a_second_backward_pass_is_said_if_it_exceeds_the_budget() -> None:
     assert len(training.warned) == 1 and "a second one" in training.warned[0]
 
 
+@pytest.mark.parametrize("holds", [True, False], ids=["gradients held", "gradients dropped"])
+def test_losses_that_are_differentiated_in_turn_are_said_if_gradients_exceed_the_budget(holds: bool) -> None:
+    """The least budget of the second plan has no room for the gradients of the first backward pass."""
+    towers = [nn.ModuleList(nn.Linear(64, 64) for _ in range(8)) for _ in range(2)]
+
+    def losses(x: Tensor, first: nn.ModuleList, second: nn.ModuleList) -> tuple[Tensor, Tensor]:
+        a = b = x
+        for layer in first:
+            a = torch.tanh(layer(a))
+        for layer in second:
+            b = torch.sin(layer(b))
+        return a.sum(), (a * b).sum()
+
+    x, parameters = torch.randn(512, 64), [p for layers in towers for p in layers.parameters()]
+
+    def step(fn: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        a, b = fn(x, *towers)
+        if holds:
+            a.backward(retain_graph=True)
+            b.backward()
+        else:
+            for loss in (a, b):
+                torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+
+    def peak(fn: Callable[..., tuple[Tensor, Tensor]]) -> int:
+        peaks = []
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = None
+            peaks.append(fckpt.measure_peak(lambda: step(fn)).peak_bytes)
+        return peaks[-1]
+
+    budget = peak(losses) // 2
+    planned = fckpt.remat(losses, budget=budget)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exceeded = peak(planned) > budget
+    assert exceeded == holds == bool(fckpt.stats(planned).fallbacks.get("forward again"))
+    assert exceeded == any("holds the first results and gradients" in str(w.message) for w in caught)
+
+
 def test_a_forward_pass_that_runs_again_within_the_budget_is_no_exception() -> None:
     training = Training(2**30)
     x = torch.randn(512, 64)
