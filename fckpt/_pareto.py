@@ -14,7 +14,7 @@ from fckpt._planned.plan import Plan
 from fckpt._planned.tiling import Tile, check_tile
 from fckpt._units import format_bytes, parse_bytes
 from fckpt.cost.calls import CostSource
-from fckpt.errors import ArgumentValueError, BudgetError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
 from fckpt.policies.decisions import PolicyLike
 from fckpt.report.curve import curve_svg, curve_table
 from fckpt.solve._known_orders import remembering
@@ -47,6 +47,7 @@ class Pareto(list[ParetoPoint]):
             peak_bytes: the largest peak, in bytes or as text. Of the points within it, the fastest is returned.
 
         Raises:
+            ArgumentTypeError: a condition has another type.
             ArgumentValueError: not exactly one condition is given, or no point meets it.
 
         Example:
@@ -66,6 +67,9 @@ class Pareto(list[ParetoPoint]):
         }
         if len(given) != 1:
             raise ArgumentValueError(f"best takes one of overhead, seconds and peak_bytes, not {len(given)} of them.")
+        for name in given.keys() & {"overhead", "seconds"}:
+            if isinstance(given[name], bool) or not isinstance(given[name], (int, float)):
+                raise ArgumentTypeError(f"{name} is a number, not {type(given[name]).__name__}: {given[name]!r}.")
         if peak_bytes is not None:
             limit = parse_bytes(peak_bytes)
             found = [point for point in self if point.peak_bytes <= limit][-1:]

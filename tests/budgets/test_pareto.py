@@ -64,3 +64,9 @@ def test_best_is_the_smallest_peak_in_time_or_the_fastest_in_memory(curve: fckpt
 def test_best_says_what_cannot_be_met(curve: fckpt.Pareto, given: dict[str, Any], said: str) -> None:
     with pytest.raises(fckpt.ArgumentValueError, match=said):
         curve.best(**given)
+
+
+def test_best_takes_numbers(curve: fckpt.Pareto) -> None:
+    text: Any = "10 %"
+    with pytest.raises(fckpt.ArgumentTypeError, match="overhead is a number, not str: '10 %'"):
+        curve.best(overhead=text)
