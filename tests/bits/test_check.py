@@ -50,10 +50,17 @@ def test_differences_are_named() -> None:
             self.scale += 1e-3  # every run computes something else
             return (params["w"] * self.scale).sum()
 
-    found = fckpt.check(Drifting(), {"w": W.clone().requires_grad_()})
+    found = fckpt.check(Drifting(), {"w": W.exp().requires_grad_()})
     assert not found
     assert [text.split(" (")[0] for text in found.differences] == ["output 0", "the gradient of args[0]['w']"]
-    assert "by up to" in str(found)
+    assert all("(by up to" in text and text.endswith("; two plain runs differ, too)") for text in found.differences)
+
+
+def test_only_functions_that_are_not_deterministic_are_said_to_be() -> None:
+    region = fckpt.remat(lambda w: (w * 3).sum())
+    region.__wrapped__ = lambda w: (w * 2).sum()  # type: ignore[attr-defined]  # what is taken for the plain function
+    found = fckpt.check(region, W.clone().requires_grad_())
+    assert len(found.differences) == 2 and "two plain runs" not in str(found)
 
 
 def test_nothing_to_check() -> None:
