@@ -28,7 +28,7 @@ from fckpt._planned.fusing import with_blocks
 from fckpt._planned.ledger import Ledger
 from fckpt._planned.lower import Lowered, lower
 from fckpt._planned.plan import Plan
-from fckpt._recompute.saved_tensors import graph_is_kept
+from fckpt._recompute.saved_tensors import keeps_graph
 from fckpt._trace.formulas import FormulaError
 from fckpt._trace.operations import Backward, Ref, Trace, indices_of, is_expanded, statistics_of, strides_of
 from fckpt.cost.calls import refs
@@ -441,7 +441,7 @@ class Execution:
             self.give_up("batched backward")
             return None
         self.over = True
-        if graph_is_kept():
+        if keeps_graph():
             known = (g for g in grads if g is not None and not is_legacy_batch(g))
             self.returned |= {StorageWeakRef(g.untyped_storage()): g.nbytes for g in known}
         self.seen()

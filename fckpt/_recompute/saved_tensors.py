@@ -16,7 +16,7 @@ __all__ = [
     "allow_hooks",
     "check_hooks_allowed",
     "disallow_hooks",
-    "graph_is_kept",
+    "keeps_graph",
     "pop",
     "push",
     "top",
@@ -36,7 +36,7 @@ def top() -> Any:
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
-def graph_is_kept() -> bool:
+def keeps_graph() -> bool:
     """Whether the backward pass that runs now keeps the tensors that autograd saved, so that another one may follow."""
     kept: bool = _autograd._get_current_graph_task_keep_graph()
     return kept
