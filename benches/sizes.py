@@ -8,9 +8,9 @@ transformers, whose lengths follow a log-normal distribution as those of sentenc
 buckets); a convolutional network for images of changing side lengths; an LSTM; and a graph network. The same steps run
 plainly; with a checkpoint per block (`gradient_checkpointing_enable`), or around the whole loss where there are no
 blocks; by `torch.compile(dynamic=True)`; and by `fckpt.remat(loss, budget=bytes)`. The budget is a quarter of the plain
-peak of the largest batch (a larger part for the last three networks, whose least peaks are higher), and `torch.compile`
-has the same fraction as its `activation_memory_budget`. Times are those of the whole run from the first step on, with
-everything that is captured, traced, solved and compiled on the way, relative to the plain run. The graph network runs
+peak of the largest batch (a larger fraction for the last three networks, whose least peaks are higher). The
+`activation_memory_budget` of `torch.compile` is the same fraction. The time of a run includes its first step, and so
+all captures, traces, solutions and compilations. The table shows it relative to the plain run. The graph network runs
 on one thread: on several threads of a CPU, torch adds up the gradient of `x[indices]` in another order each time, so
 plain steps differ from one another.
 

@@ -51,7 +51,7 @@ def _certain(tx: Any, tensor: Any, op: str, other: Any) -> Any:
         return None
     outcome = _outcome(op, number)
     rarely_zero = example.device.type == "cpu" and example.dtype in (torch.float32, torch.float64)
-    if number == 0 and op in _ALMOST and rarely_zero:  # `_outcome` is None for these
+    if number == 0 and op in _ALMOST and rarely_zero:  # `_outcome` returned None
         outcome = _ALMOST[op]
         positive = tx.output.create_proxy("call_function", operator.gt, (tensor.as_proxy(), 0), {})
         tx.output.create_proxy("call_function", torch._assert_async, (positive, _ZERO), {})
@@ -62,14 +62,14 @@ def _knowing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def compare(tx: Any, inst: Any) -> Any:
         left, right = tx.stack[-2:]
-        known = None
+        outcome = None
         if isinstance(left := left.realize(), TensorVariable):
             op = str(inst.argval).removeprefix("bool(").removesuffix(")")  # "bool(<)" since Python 3.13
-            known = _certain(tx, left, op, right.realize())
-        if known is None:
+            outcome = _certain(tx, left, op, right.realize())
+        if outcome is None:  # not certain: Dynamo compares
             return original(tx, inst)
         tx.popn(2)
-        tx.push(known)
+        tx.push(outcome)
         return None
 
     return compare

@@ -88,7 +88,7 @@ _METHODS = (torch._tensor.__file__, torch.overrides.__file__)
 
 
 def _refusal(func: Any, frame: Any) -> str:
-    """Returns why a function of a traced tensor is refused; empty if it is not. The frame is that of the call."""
+    """Returns the reason to refuse a call of `func` on a traced tensor, made by `frame`; empty to allow the call."""
     if func is torch.Tensor.data_ptr and frame.f_code.co_filename == _RECURRENT:
         return (
             "cuDNN packs the weights of recurrent networks, and a plan cannot follow that. Use nn.LSTMCell in a loop, "

@@ -11,10 +11,13 @@ from benches.common.results import read_json
 FOUND: list[dict[str, Any]] = read_json(ROOT / "benches" / "results" / "sizes-cpu.json")["rows"]
 
 
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
 def lines() -> list[str]:
     found = []
     for row in FOUND:
-        number = lambda value: "" if value is None else f"{value:.2f}"
         ratios = [number(row[way]) for way in ("checkpointed", "compiled", "planned")]
         first = [row["network"], f"{row['plain_seconds']:.1f}", number(row["budget"]), str(row["above"])]
         last = [f"{row['kept']} of {row['steps']}", f"{1000 * row['new_size_seconds']:.0f}"]
