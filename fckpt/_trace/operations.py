@@ -263,8 +263,11 @@ _BUILT_IN = {
     "onednn",
     "_c10d_functional",
 }
-DECLARED_PURE: set[str] = set()
-"""Names of other operations that their author has declared free of side effects (`fckpt.cost.register_pure`)."""
+DECLARED_PURE = {"transformers.grouped_mm_fallback", "transformers.grouped_mm_fallback_backward"}
+"""Names of other operations that have been declared free of side effects (`fckpt.cost.register_pure`).
+
+The first ones are the products of a mixture of experts in the library transformers, which loop over `torch.mm`.
+"""
 
 
 def is_random(op: Any) -> bool:

@@ -105,9 +105,13 @@ def _substituted(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
 
 def _fitting(call: Call, specs: Sequence[TensorSpec], fill: str) -> dict[int, torch.Tensor]:
     """Makes tensors whose contents matter or depend on other arguments: masks with one true element per row, offsets of
-    bags, a zero among the factors of a product.
+    bags and of groups, a zero among the factors of a product.
     """
     given = named(call)
+    if packet(call) in _GROUPED and given.get("offs") is not None:
+        spec = specs[given["offs"].tensor]
+        ends = _rows_in_groups(given, specs) * torch.arange(1, 1 + spec.shape[0], device=spec.device) // spec.shape[0]
+        return {given["offs"].tensor: ends.to(spec.dtype)}
     if packet(call) in _BAGS:
         spec, count = specs[given["offsets"].tensor], specs[given["indices"].tensor].shape[0]
         offsets = torch.arange(spec.shape[0], device=spec.device) * count // max(1, spec.shape[0])
@@ -133,6 +137,19 @@ def _fitting(call: Call, specs: Sequence[TensorSpec], fill: str) -> dict[int, to
 _PUTS = {"aten.index_put", "aten.index_put_", "aten._index_put_impl_", "aten._unsafe_index_put"}
 PRODUCTS = {"fckpt_formulas.prod_backward", "fckpt_formulas.prod_backward_dim"}
 """Operations that allocate most if there is one zero."""
+_GROUPED = {"aten._grouped_mm", "transformers.grouped_mm_fallback", "transformers.grouped_mm_fallback_backward"}
+
+
+def _rows_in_groups(given: Mapping[str, Any], specs: Sequence[TensorSpec]) -> int:
+    """Returns how many rows the groups of a product share out: of the dimension that the operand of groups lacks."""
+    left, right = (
+        specs[given[name].tensor].shape for name in (("self", "mat2") if "self" in given else ("input", "weight"))
+    )
+    if len(left) == 3:
+        return right[-1]
+    return left[0] if len(right) == 3 else left[-1]
+
+
 _BAGS = {"aten._embedding_bag", "aten._embedding_bag_forward_only"}
 
 
