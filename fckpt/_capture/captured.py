@@ -62,6 +62,7 @@ from fckpt._capture.instance_checks import instance_checks_followed
 from fckpt._capture.lazy_properties import drop_lazy_properties
 from fckpt._capture.numbers import options_constant
 from fckpt._capture.patching import patched
+from fckpt._capture.recurrent import steps_alike
 from fckpt._capture.shadows import BuiltinNames, shadows_guarded
 from fckpt._capture.sources import Names
 from fckpt._capture.symbols import environments_released, symbols_remembered
@@ -460,6 +461,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(certain_comparisons())
         stack.enter_context(validation_captured())
         stack.enter_context(undecomposed())
+        stack.enter_context(steps_alike())
         stack.enter_context(options_constant())
         stack.enter_context(equivalents_evaluated())
         stack.enter_context(state_reads_refused())

@@ -5,25 +5,35 @@ has, and so on: dozens of operations on the same few expressions. The result of 
 expressions, so it is remembered for the duration of the capture. Expressions are immutable, and what torch learns later
 about a symbol is applied when a result is read.
 
-Seen on torch 2.11 and 2.13: `SymNode._mul` and similar.
+Seen on torch 2.11 and 2.13: `SymNode._mul` and similar, `handlers` of sympy's classes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import sympy
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.interp import handlers
 
 from fckpt._capture.patching import patched
 
-__all__ = ["FloatArithmetic", "environments_released", "float_arithmetic_refused", "symbol", "symbols_remembered"]
+__all__ = [
+    "FloatProduct",
+    "FloatSum",
+    "environments_released",
+    "floats_in_order",
+    "symbol",
+    "symbols_remembered",
+]
 
 _METHODS = ("_add", "_sub", "_mul", "_eq", "_ne", "_ge", "_gt", "_le", "_lt", "_and_", "_or_", "_sym_max", "_sym_min")
 _PLAIN = (int, bool)
@@ -116,29 +126,59 @@ def symbol(env: ShapeEnv, name: str, hint: int, is_size: bool) -> Any:
     return env.create_symintnode(create(hint, source, DimDynamic.DYNAMIC), hint=hint, source=source)
 
 
-class FloatArithmetic(Exception):
-    """Two numbers, one of them a float that depends on symbols, were added, subtracted or multiplied."""
+class _FloatOperation(sympy.Function):
+    """An operation on two floats, one of which depends on symbols. Sympy leaves it as it is."""
+
+    is_real = True
+    operator: Callable[[float, float], float]
+
+    @classmethod
+    def eval(cls, *args: Any) -> Any:
+        a, b = args
+        if isinstance(a, sympy.Number) and isinstance(b, sympy.Number):
+            return sympy.Float(cls.operator(float(a), float(b)))
+        return None
+
+
+class FloatSum(_FloatOperation):
+    """The sum of two floats."""
+
+    operator = operator.add
+
+
+class FloatProduct(_FloatOperation):
+    """The product of two floats."""
+
+    operator = operator.mul
 
 
 @contextlib.contextmanager
-def float_arithmetic_refused(env: Any) -> Iterator[None]:
-    """Makes sums and products of floats that depend on symbols of `env` raise `FloatArithmetic` within the body.
+def floats_in_order(env: Any) -> Iterator[None]:
+    """Keeps sums and products of floats that depend on symbols of `env` as they are computed, within the body.
 
-    Sympy rewrites them: `n * 0.7 * 10` becomes `7.0 * n`, which rounds differently. They are permitted while torch
-    computes the layout of a result (`env.computes_layouts`), for which it may compute such numbers.
+    Sympy would rewrite them: `n * 0.7 * 10` becomes `7.0 * n`, which rounds differently.
     """
 
-    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def compute(self: Any, other: Any) -> Any:
-            refused = self.shape_env is env and not getattr(env, "computes_layouts", False)
-            if refused and float in (self.pytype, other.pytype):
-                raise FloatArithmetic
-            return original(self, other)
+    def keeping(compute: Callable[[float, float], float], kept: Callable[[Any, Any], Any]) -> Any:
+        def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def wrap(self: Any, other: Any) -> Any:
+                if self.shape_env is not env or float not in (self.pytype, other.pytype):
+                    return original(self, other)
+                hint = compute(float(self.hint), float(other.hint))
+                return SymNode(kept(self.expr, other.expr), env, float, hint)
 
-        return compute
+            return wrap
 
+        return wrapped
+
+    ranges = handlers()
     with contextlib.ExitStack() as stack:
-        for name in ("_add", "_sub", "_mul"):
-            stack.enter_context(patched(SymNode, name, refusing))
+        stack.enter_context(patched(SymNode, "_add", keeping(operator.add, FloatSum)))
+        stack.enter_context(patched(SymNode, "_mul", keeping(operator.mul, FloatProduct)))
+        less = lambda a, b: FloatSum(a, FloatProduct(sympy.Float(-1.0), b))
+        stack.enter_context(patched(SymNode, "_sub", keeping(operator.sub, less)))
+        for kind, name in ((FloatSum, "add"), (FloatProduct, "mul")):  # how torch finds the range of such a number
+            ranges[kind] = name
+            stack.callback(ranges.pop, kind)
         yield

@@ -223,7 +223,7 @@ class _Writer:
         self._names: dict[Any, str] = {}  # by expression: the variable with its value
         self.numbers: dict[str, torch.SymInt | torch.SymFloat | torch.SymBool] = {}
         """The numbers by the name of their variable."""
-        self._printer = PythonPrinter()
+        self._printer = _Printer()
 
     def assignments(self) -> str:
         """Returns the lines that compute the numbers."""
@@ -281,6 +281,16 @@ class _Writer:
         return self._names[expression]
 
 
+class _Printer(PythonPrinter):
+    """Printer of Python expressions."""
+
+    def _print_FloatSum(self, e: Any) -> str:
+        return f"(({self._print(e.args[0])}) + ({self._print(e.args[1])}))"
+
+    def _print_FloatProduct(self, e: Any) -> str:
+        return f"(({self._print(e.args[0])}) * ({self._print(e.args[1])}))"
+
+
 def _conditions(env: ShapeEnv, symbols: Symbols) -> list[str]:
     """Returns the conditions under which what torch found for symbolic sizes is true.
 
@@ -294,7 +304,7 @@ def _conditions(env: ShapeEnv, symbols: Symbols) -> list[str]:
     facts += [sympy.Eq(symbol, other) for symbol, other in env.replacements.items()]
     if any(env.deferred_runtime_asserts.values()):
         raise Unsized
-    printer = PythonPrinter()
+    printer = _Printer()
     conditions = [f"{name} >= {least}" for name, least in zip(symbols.names, symbols.least, strict=True) if least]
     for fact in facts:
         _check_exact(fact)

@@ -4,23 +4,22 @@ Torch computes the sizes of results as expressions of the symbols. Wherever it, 
 environment records a guard. So the trace is valid for all sizes that satisfy the guards (`sized.py`).
 
 Seen on torch 2.11 and 2.13: `ShapeEnv`, `SymNode.expr`; the Python function for `aten.constant_pad_nd` that torch has,
-but does not use for fake tensors; the shortcut of indexing by a full slice, which symbolic sizes do not get.
+but does not use for fake tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fckpt._trace.operations import mapped
 
 __all__ = [
-    "FullSlices",
     "hashable",
     "is_size",
     "run_in",
@@ -77,8 +76,7 @@ def _run_on_zeros(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, 
 
 def run_in(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an operation on fake tensors, whose sizes may be symbolic."""
-    env: Any = mode.shape_env
-    if env is None:
+    if mode.shape_env is None:
         try:
             with mode:
                 return func(*args, **kwargs)
@@ -90,23 +88,17 @@ def run_in(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -
             if func._schema.is_mutable or all(t.numel() for t in given):
                 raise
             return _run_on_zeros(mode, func, args, kwargs, given[0].device)
-    env.computes_layouts = True  # see `symbols.float_arithmetic_refused`
-    try:
-        with mode:
-            return _with_symbolic_sizes(func)(*args, **kwargs)
-    finally:
-        env.computes_layouts = False
+    with mode:
+        return _with_symbolic_sizes(func)(*args, **kwargs)
 
 
 def _with_symbolic_sizes(func: Any) -> Any:
     """Returns the function that computes the layout of an operation's result."""
-    if func is aten.expand.default:
-        return _expanded
     if func is aten.constant_pad_nd.default:
         from torch._refs import constant_pad_nd  # imports sympy and more
 
         return constant_pad_nd
-    return func
+    return _LAYOUTS.get(func, func)
 
 
 def _expanded(tensor: torch.Tensor, size: Sequence[Any], *, implicit: bool = False) -> torch.Tensor:
@@ -125,33 +117,39 @@ def _expanded(tensor: torch.Tensor, size: Sequence[Any], *, implicit: bool = Fal
     return tensor.as_strided(sizes, strides, tensor.storage_offset())
 
 
-class FullSlices(TorchFunctionMode):
-    """A mode in which `x[:, i]` skips the full slices, as torch does for sizes that are not symbolic."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__getitem__:
-            args = (args[0], _ending(args[0], args[1]))
-        return func(*args, **(kwargs or {}))
+def _resized(tensor: torch.Tensor, new: Sequence[Any], *options: Any) -> torch.Tensor:
+    """Returns an empty result of `aten.upsample_bilinear2d` and its kin, for which torch has C++ code only."""
+    return _empty((*tensor.shape[:2], *new), tensor, suggest_memory_format(tensor))
 
 
-def _ending(tensor: torch.Tensor, index: Any) -> Any:
-    """Returns an index in which full slices end at the size of their dimension."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if not any(isinstance(part, slice) for part in parts):
-        return index
-    taken = [_dims_of(part) for part in parts]
-    dim, ended = 0, []
-    for part, count in zip(parts, taken, strict=True):
-        if part is ...:
-            count = tensor.dim() - sum(taken)
-        full = isinstance(part, slice) and (part.start or 0, part.stop, part.step or 1) == (0, None, 1)
-        ended.append(slice(0, tensor.shape[dim]) if full else part)
-        dim += count
-    return tuple(ended) if isinstance(index, tuple) else ended[0]
+def _resized_backward(gradient: torch.Tensor, new: Sequence[Any], old: Sequence[Any], *options: Any) -> torch.Tensor:
+    return _empty(old, gradient, suggest_memory_format(gradient))
 
 
-def _dims_of(part: Any) -> int:
-    """Returns the number of dimensions that a part of an index takes, except an ellipsis."""
-    if isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8):
-        return part.dim()
-    return 0 if part is None or part is ... or isinstance(part, bool) else 1
+def _resized_backward_contiguous(
+    gradient: torch.Tensor, new: Sequence[Any], old: Sequence[Any], *options: Any
+) -> torch.Tensor:
+    return _empty(old, gradient, torch.contiguous_format)
+
+
+def _empty(shape: Sequence[Any], like: torch.Tensor, form: torch.memory_format) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=form)
+
+
+_LAYOUTS: dict[Any, Callable[..., torch.Tensor]] = {
+    aten.expand.default: _expanded,
+    aten.upsample_nearest1d_backward.default: _resized_backward,
+    aten.upsample_nearest3d_backward.default: _resized_backward_contiguous,
+    aten._upsample_nearest_exact1d_backward.default: _resized_backward,
+    aten._upsample_nearest_exact3d_backward.default: _resized_backward_contiguous,
+    aten.upsample_linear1d.default: _resized,
+    aten.upsample_linear1d_backward.default: _resized_backward,
+    aten.upsample_bilinear2d.default: _resized,
+    aten.upsample_bilinear2d_backward.default: _resized_backward,
+    aten.upsample_bicubic2d.default: _resized,
+    aten.upsample_bicubic2d_backward.default: _resized_backward_contiguous,
+    aten._upsample_bicubic2d_aa_backward.default: _resized_backward_contiguous,
+    aten.upsample_trilinear3d.default: _resized,
+    aten.upsample_trilinear3d_backward.default: _resized_backward,
+}
+"""Functions that compute the layouts of results, where torch's own do not take symbolic sizes or are wrong for them."""

@@ -41,8 +41,8 @@ from fckpt._trace.named_device import DevicesMoved, NamedDevice, cuda_kernels
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.results import Results
-from fckpt._trace.sizes import FullSlices
 from fckpt._trace.stand_ins import WAY_OUT
+from fckpt._trace.symbolic_functions import SymbolicFunctions
 from fckpt._trace.untraceable import DataReadsRefused, errors_located
 from fckpt._trace.updates import with_early_updates
 from fckpt._trace.vmap_of_grad import under_vmap
@@ -142,7 +142,7 @@ def _traced(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_recording(recorder, wrapped, enabled, target))
         if recorder.sizes is not None:
-            stack.enter_context(FullSlices())
+            stack.enter_context(SymbolicFunctions())
         stand_ins = [recorder.stand_in(_untracked(layout) if batch else layout) for layout in layouts]
         numbers = [recorder.number(t) for t in stand_ins]
         count = len(arguments.tensors)
