@@ -46,9 +46,10 @@ from fckpt._recompute.saved_tensors import HooksUnavailable
 from fckpt._repeats import repeated_blocks, replace_modules
 from fckpt._trace.layouts import as_differentiated, layouts_below
 from fckpt._trace.operations import Layout
+from fckpt._trace.stand_ins import WAY_OUT
 from fckpt._trace.trace import inlined, is_followed, is_tracing
 from fckpt._trace.untraceable import HigherOrderError
-from fckpt.errors import TraceError
+from fckpt.errors import FckptError, TraceError
 from fckpt.policies.decisions import PolicyLike, as_policy
 from fckpt.policies.named import reductions_saveable
 
@@ -147,11 +148,14 @@ class PlannedRegion(Region):
             return self.without_plan(fn, args, kwargs)
         before = ledger.stats
         donated = self.donated.tensors(args, kwargs) if self.donated else {}
+        result = raised = None
         try:
             result = self._run_planned_or_raise(fn, args, kwargs, donated)
         except LazyModules:
             ledger.falls_back("lazy module")
             return fn(*args, **kwargs)
+        except _RaisedError as error:
+            raised = error.error
         except TraceError as error:
             if self.untraceable == "raise":
                 raise
@@ -159,8 +163,29 @@ class PlannedRegion(Region):
             blocks = _rematerialised_blocks(fn)
             self.without_plan = (lambda fn, args, kwargs: fn(*args, **kwargs)) if blocks else super().run
             return self.without_plan(fn, args, kwargs)
+        if raised is not None:  # outside of the `except`, so that the traceback is that of a plain call
+            return self._run_to_error(fn, args, kwargs, raised)
         if before.captures == ledger.stats.captures and before.programs == ledger.stats.programs:
             ledger.count("hits")
+        return result
+
+    def _run_to_error(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+    ) -> Any:
+        """Runs a call that raised an error while it was traced without a plan, which raises that error itself.
+
+        What the function does before it raises (random numbers, attributes, buffers) is then done as in a plain call.
+
+        Raises:
+            TraceError: it raises no error without a plan.
+        """
+        self.planner.ledger.falls_back("raises an error", quiet=True)
+        result = super().run(fn, args, kwargs)
+        if self.untraceable == "raise":
+            raise TraceError(
+                f"the function raises an error while it is traced, although not in a plain call. {WAY_OUT} The error "
+                f"is {type(error).__name__}: {error}"
+            ) from error
         return result
 
     def _run_planned_or_raise(
@@ -264,9 +289,10 @@ class PlannedRegion(Region):
             places = tuple([i for i, t in enumerate(call.inputs) if id(t) in (donated or {})])
             check_donated([call.inputs[i] for i in places], reached.tensors, donated or {})
             if not idle and not innermost_is_vmap():
-                programs = self.planner.traced_programs(
-                    fn, arguments, observation, reached, layouts, batching.sizes, places
-                )
+                with _errors_marked(self.planner):
+                    programs = self.planner.traced_programs(
+                        fn, arguments, observation, reached, layouts, batching.sizes, places
+                    )
         if idle:
             self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
             args, kwargs = arguments.rebuild(call.inputs)
@@ -308,6 +334,26 @@ class PlannedRegion(Region):
         whose = weakref.ref(call)  # weak: in a cycle, residuals would outlive the results
         execution.restored = lambda: _settings_restored(whose)
         return result
+
+
+class _RaisedError(Exception):
+    """The function's Python code raised an error while it was traced. What it did before has been undone."""
+
+    def __init__(self, error: Exception):
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def _errors_marked(planner: Planner) -> Iterator[None]:
+    """Turns an error of the function that the body traces into a `_RaisedError`."""
+    try:
+        yield
+    except (FckptError, LazyModules):
+        raise
+    except Exception as error:
+        planner.refusals.clear()  # the next call may raise no error, and be captured
+        raise _RaisedError(error) from error
 
 
 @contextlib.contextmanager

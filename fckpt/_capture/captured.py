@@ -35,7 +35,9 @@ from torch._dynamo import allow_in_graph, config, convert_frame, symbolic_conver
 from torch._dynamo import guards as dynamo_guards
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.hooks import Hooks
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch.fx.experimental import _config as shapes_config
 from torch.overrides import _get_current_function_mode_stack
@@ -51,16 +53,19 @@ from fckpt._capture.cached import cached_reader
 from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.checks import validation_captured
 from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
+from fckpt._capture.containers import containers_like_pythons
 from fckpt._capture.dict_attributes import DictAttributes, keep_factories
 from fckpt._capture.distinct import Distinct
 from fckpt._capture.equivalents import equivalents_evaluated
 from fckpt._capture.frames import Frames
 from fckpt._capture.function import GraphFunction
+from fckpt._capture.generators import unfinished_generators_refused
 from fckpt._capture.graphs import FlatGraph
 from fckpt._capture.identities import Identities
 from fckpt._capture.instance_checks import instance_checks_followed
 from fckpt._capture.lazy_properties import drop_lazy_properties
 from fckpt._capture.numbers import options_constant
+from fckpt._capture.numpys import numpy_refused
 from fckpt._capture.patching import patched
 from fckpt._capture.recurrent import steps_alike
 from fckpt._capture.shadows import BuiltinNames, shadows_guarded
@@ -70,7 +75,7 @@ from fckpt._capture.tensor_states import state_reads_refused
 from fckpt._capture.undecomposed import undecomposed
 from fckpt._capture.wrapped import WrappedTensors, name_of, without_tensors
 from fckpt._memory import collector_paused
-from fckpt.errors import TraceError
+from fckpt.errors import GradientWarning, TraceError, users_stacklevel
 
 __all__ = ["CaptureError", "Captured", "Entry", "Input", "capture"]
 
@@ -178,6 +183,8 @@ class Captured:
         """The torch calls; None if the function makes none, so that it can be called directly."""
         if output.backend_input is not None:
             self.graph = FlatGraph(output.backend_input.graph_module, names, frames.ends)
+        self.writes = False
+        """Whether the function changes attributes or containers that existed before."""
         self.below = below
         """Whether the call was captured below levels of torch.func, where Dynamo's guards would reject the wrappers."""
         self.branches: Branches
@@ -292,6 +299,15 @@ class Captured:
         before, self._substitute.run = self._substitute.run, run
         try:
             return self._call(function, this, args, kwargs)
+        except Exception as error:
+            if self.writes:
+                warnings.warn(
+                    f"the function raised {type(error).__name__} at run time. The attributes and containers that it "
+                    "had changed before are not changed in this call, because a plan changes them at its end.",
+                    GradientWarning,
+                    stacklevel=users_stacklevel(),
+                )
+            raise
         finally:
             self._substitute.run = before
 
@@ -388,13 +404,26 @@ class _Attempt:
         self.identities = Identities()
         self.attributes = DictAttributes(taken[0].__globals__)
         self.distinct = Distinct(taken[0].__globals__, places)
+        self.writes = False
+
+    def _writes_noted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps the method of Dynamo that writes the code for changes of objects."""
+
+        @functools.wraps(original)
+        def write(effects: Any, *args: Any, **kwargs: Any) -> Any:
+            new = (AttributeMutationNew, ValueMutationNew)
+            held = [item for item in effects.id_to_variable.values() if not isinstance(item.mutation_type, new)]
+            self.writes |= any(map(effects.is_modified, held))
+            return original(effects, *args, **kwargs)
+
+        return write
 
     def captured(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         output, guards, names, builtin_names = self._run(args, kwargs)
         captured = Captured(entry, self.taken, (args, kwargs), output, guards, self.below, self.frames)
         captured.keywords, captured.branches = tuple(kwargs), self.branches
         captured.identities, captured.attributes, captured.distinct = self.identities, self.attributes, self.distinct
-        captured._names, captured.builtins = names, builtin_names
+        captured._names, captured.builtins, captured.writes = names, builtin_names, self.writes
         replaced = patched_methods(output.graph_capture_output.traced_code)
         if replaced:
             raise CaptureError(f"Tensor.{replaced[0]} is not the method of torch")
@@ -416,7 +445,9 @@ class _Attempt:
                 stack.enter_context(self.branches.decided())
                 stack.enter_context(marks.capturing())
                 stack.enter_context(self.frames.recorded())
-                output = convert_frame.fullgraph_capture(taken[0], (taken[1], taken[2], args, kwargs))
+                stack.enter_context(patched(SideEffects, "codegen_update_mutated", self._writes_noted))
+                with unfinished_generators_refused():
+                    output = convert_frame.fullgraph_capture(taken[0], (taken[1], taken[2], args, kwargs))
                 made = output.graph_capture_output
                 where = taken[0].__globals__, _scope(taken, args, kwargs)
                 drop_lazy_properties(made.output_graph.guards, *where)
@@ -462,6 +493,8 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(validation_captured())
         stack.enter_context(undecomposed())
         stack.enter_context(steps_alike())
+        stack.enter_context(containers_like_pythons())
+        stack.enter_context(numpy_refused())
         stack.enter_context(options_constant())
         stack.enter_context(equivalents_evaluated())
         stack.enter_context(state_reads_refused())

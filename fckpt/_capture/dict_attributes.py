@@ -1,5 +1,5 @@
 """Guards for the attributes of dicts, such as configurations and results of Hugging Face's and diffusers' models, and
-for the orders of `OrderedDict`s and `defaultdict`s.
+for the orders of `OrderedDict`s and `defaultdict`s, and the lengths to which deques are limited.
 
 Dynamo's guards for an object of a subclass of `dict` compare its items. Guards on its attributes, and on everything
 that was read through them, are lost. So the attributes are compared here, as far as they can be; a function that reads
@@ -49,10 +49,12 @@ class DictAttributes:
         """By expression for a dict, and name of an attribute: how to read the dict, and a fact about the attribute."""
         self._orders: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[Any, None]]] = []
         """For each such dict: how to read it, and its keys."""
+        self._limits: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], int | None]] = []
+        """For each deque: how to read it, and its `maxlen`."""
 
     def hold(self, places: dict[str, Any]) -> bool:
         """Whether the attributes are the same in a call with these arguments."""
-        return not (self._known or self._orders) or not self.changed(places)
+        return not (self._known or self._orders or self._limits) or not self.changed(places)
 
     def changed(self, places: dict[str, Any]) -> str:
         """Returns a description of an attribute that has changed; empty if there is none."""
@@ -64,20 +66,28 @@ class DictAttributes:
             (held,) = read(places)
             if [key for key in held if key in keys] != [key for key in keys if key in held]:
                 return f"the order of the keys of a {type(held).__name__} has changed"
+        for read, limit in self._limits:
+            (held,) = read(places)
+            if held.maxlen != limit:
+                return "a deque is limited to another length"
         return ""
 
     def add_orders(self, guards: Iterable[Any], places: dict[str, Any]) -> None:
-        """Notes the orders of all `OrderedDict`s and `defaultdict`s to which Dynamo's guards refer.
+        """Notes the orders of all `OrderedDict`s and `defaultdict`s to which Dynamo's guards refer, and the `maxlen` of
+        deques.
 
         It leaves out the hooks of modules, and large dicts, whose comparison at each call would take too long.
         """
-        ordered = [guard for guard in guards if any(issubclass(cls, _ORDERED) for cls in classes_of(guard))]
+        kinds = (*_ORDERED, collections.deque)
+        ordered = [guard for guard in guards if any(issubclass(cls, kinds) for cls in classes_of(guard))]
         names = {name_of(guard) for guard in ordered}
         for expression in (name for name in names if name.rpartition(".")[2] not in INTERNAL):
             with contextlib.suppress(Exception):  # only Dynamo's own guards can evaluate it
                 read = reader([expression], self._scope)
                 (held,) = read(places)
-                if isinstance(held, _ORDERED) and len(held) <= _MOST:
+                if isinstance(held, collections.deque):
+                    self._limits.append((read, held.maxlen))
+                elif isinstance(held, _ORDERED) and len(held) <= _MOST:
                     self._orders.append((read, dict.fromkeys(held)))
 
     def add(self, variable: Any, name: str) -> None:

@@ -1,0 +1,163 @@
+"""Sets and deques, which Dynamo models in another way than Python.
+
+A set is iterated over in the order of the hashes in its table, but Dynamo takes the order in which the function added
+the items. A function that iterates over a set of its own in another order than that is not captured. Deques lose the
+length to which they are limited. Seen on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SetVariable
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.lists import CommonListMethodsVariable, DequeVariable
+
+from fckpt._capture.patching import patched
+
+__all__ = ["containers_like_pythons"]
+
+_ANY_ORDER = (len, set, frozenset, sorted, min, max, any, all, bool)
+"""Functions whose result does not depend on the order of a set."""
+_METHODS = {
+    "append", "appendleft", "clear", "count", "extend", "extendleft", "index", "insert", "pop", "popleft", "remove",
+    "reverse", "rotate", "__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__",
+}  # fmt: skip
+"""Methods of deques that return no deque."""
+_ITERATING = ("unpack_var_sequence", "tp_iter_impl")
+
+
+@contextlib.contextmanager
+def containers_like_pythons() -> Iterator[None]:
+    """Makes Dynamo treat sets and deques as Python does, within the body, or raise a `LookupError`."""
+    free: list[Any] = []  # sets whose order does not matter to the function that is being evaluated
+
+    def iterating(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def iterate(this: Any, tx: Any) -> Any:
+            if isinstance(this, SetVariable) and not any(this is known for known in free):
+                _check_order(this)
+            return original(this, tx)
+
+        return iterate
+
+    def calling(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            if this.fn not in _ANY_ORDER or kwargs:
+                return original(this, tx, args, kwargs)
+            with _added(free, args):
+                return original(this, tx, args, kwargs)
+
+        return call
+
+    def calling_method(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(this: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if name == "pop":
+                _check_order(this)
+            with _added(free, args):
+                return original(this, tx, name, args, kwargs)
+
+        return call
+
+    def extending(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(this: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if name == "extend" and args and isinstance(given := args[0].realize(), SetVariable):
+                _check_order(given)
+            return original(this, tx, name, args, kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in _ITERATING:
+            owner = next((cls for cls in SetVariable.__mro__ if name in vars(cls)), None)
+            if owner is not None:
+                stack.enter_context(patched(owner, name, iterating))
+        stack.enter_context(patched(BuiltinVariable, "call_function", calling))
+        stack.enter_context(patched(SetVariable, "call_method", calling_method))
+        stack.enter_context(patched(CommonListMethodsVariable, "call_method", extending))
+        stack.enter_context(patched(VariableBuilder, "wrap_listlike", _with_limit))
+        for name, wrapped in _DEQUES.items():
+            if name in vars(DequeVariable):
+                stack.enter_context(patched(DequeVariable, name, wrapped))
+        yield
+
+
+@contextlib.contextmanager
+def _added(free: list[Any], args: Any) -> Iterator[None]:
+    count = len(free)
+    free += [variable.realize() for variable in args]
+    try:
+        yield
+    finally:
+        del free[count:]
+
+
+def _check_order(this: Any) -> None:
+    """Raises `LookupError` for a set that may be iterated over in another order than Dynamo's."""
+    if this.python_type() not in (set, frozenset) or len(this.items) < 2:
+        return
+    if this.source and not getattr(this.mutation_type, "is_modified", False):
+        return  # in the order of the set itself, which Dynamo guards
+    try:
+        items = [key.vt.as_python_constant() for key in this.items]
+    except NotImplementedError:
+        items = []
+    if not items or list(set(items)) != items:
+        raise LookupError("the function iterates over a set, whose order is not known before it runs")
+
+
+def _with_limit(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrap(this: Any, value: Any) -> Any:
+        found = original(this, value)
+        if type(value) is collections.deque and isinstance(found, DequeVariable):
+            found.fckpt_limit = value.maxlen  # Dynamo refuses to write to a deque whose `maxlen` it knows
+        return found
+
+    return wrap
+
+
+def _within_limit(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(this: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        limit = getattr(this, "fckpt_limit", None)
+        if limit is None:
+            return original(this, tx, name, args, kwargs)
+        if name not in _METHODS or (name == "insert" and len(this.items) == limit):
+            raise LookupError(f"the function calls `{name}` of a deque that is limited to {limit} items")
+        found = original(this, tx, name, args, kwargs)
+        excess = max(0, len(this.items) - limit)
+        this.items[:] = this.items[:limit] if name in ("appendleft", "extendleft") else this.items[excess:]
+        return found
+
+    return call
+
+
+def _limit_read(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def read(this: Any, tx: Any, name: str) -> Any:
+        if name == "maxlen" and hasattr(this, "fckpt_limit"):
+            return ConstantVariable.create(this.fckpt_limit)
+        return original(this, tx, name)
+
+    return read
+
+
+def _joined(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def join(this: Any, tx: Any, other: Any) -> Any:
+        if getattr(this, "fckpt_limit", None) is not None:
+            raise LookupError("the function joins a deque that is limited in length to another one")
+        return original(this, tx, other)
+
+    return join
+
+
+_DEQUES = {"call_method": _within_limit, "var_getattr": _limit_read, "sq_concat_impl": _joined}

@@ -1,0 +1,269 @@
+"""Where Dynamo differs from Python: the order of sets, deques of limited length, NumPy, generators that are left, and
+errors that the function raises itself.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_equal
+from torch import Tensor, nn
+
+import fckpt
+
+LAYERS = nn.ModuleList([nn.Linear(8, 8) for _ in range(6)])
+W = torch.randn(8, 8, requires_grad=True)
+X = torch.randn(4, 8)
+REFUSES_DEQUES = torch.torch_version.TorchVersion(torch.__version__) < (2, 12)
+"""Whether Dynamo refuses functions that write to deques."""
+
+
+def through(indices: Any, x: Tensor) -> Tensor:
+    for i in indices:
+        x = LAYERS[i](x).tanh()
+    return x.square().mean()
+
+
+def added(x: Tensor) -> Tensor:
+    chosen = set()
+    for i in (5, 2, 0):
+        chosen.add(i)
+    return through(chosen, x)
+
+
+CHOSEN = [5, 3, 4, 0]
+SETS: dict[str, Callable[[Tensor], Tensor]] = {
+    "set of a list": lambda x: through(set(CHOSEN), x),
+    "frozenset": lambda x: through(frozenset(CHOSEN), x),
+    "difference": lambda x: through({5, 4, 1, 0} - {4}, x),
+    "union": lambda x: through({5, 1} | {0, 2}, x),
+    "comprehension": lambda x: through({(k * 7) % 5 for k in range(5, 0, -1)}, x),
+    "added": added,
+    "list of a set": lambda x: through(list(set(CHOSEN)), x),
+    "keys": lambda x: through(dict.fromkeys(set(CHOSEN)), x),
+    "unpacked": lambda x: through([*set(CHOSEN)], x),
+    "pop": lambda x: through([set(CHOSEN).pop()], x),
+    "sorted": lambda x: through(sorted(set(CHOSEN)), x),
+    "largest": lambda x: through([max(set(CHOSEN)), len(set(CHOSEN)), 3 in set(CHOSEN)], x),
+    "one item": lambda x: through({3}, x),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_sets_are_iterated_over_in_pythons_order(name: str) -> None:
+    fn, parameters = SETS[name], list(LAYERS.parameters())
+    planned = fckpt.remat(fn, budget=1.0)
+    for _ in range(2):
+        got, want = (torch.autograd.grad(f(X), parameters, allow_unused=True) for f in (planned, fn))
+        assert_equal(got, want)
+    assert fckpt.stats(planned).captures or name not in ("sorted", "largest", "one item")
+
+
+def test_a_set_from_outside_keeps_its_order() -> None:
+    held = {5, 1, 3}
+    fn = lambda x: through(held, x)
+    planned = fckpt.remat(fn, budget=1.0)
+    assert_equal(planned(X), fn(X))
+    held.add(0)
+    assert_equal(planned(X), fn(X))
+
+
+DEQUES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "append": lambda held, t: held.append(t),
+    "appendleft": lambda held, t: held.appendleft(t),
+    "extend": lambda held, t: held.extend([t, t + 1]),
+    "extendleft": lambda held, t: held.extendleft([t, t + 1]),
+    "popleft": lambda held, t: (held.append(t), held.append(t * 2), held.popleft()),
+    "copy": lambda held, t: (held.append(t), held.copy().append(t)),
+    "insert": lambda held, t: held.insert(0, t),
+    "rotate": lambda held, t: (held.append(t), held.rotate(1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is captured for the:fckpt.PlanWarning")
+@pytest.mark.parametrize("limit", [3, None])
+@pytest.mark.parametrize("name", DEQUES)
+def test_deques_of_limited_length_drop_items(name: str, limit: int | None) -> None:
+    def run(wrap: Callable[..., Any]) -> list[Any]:
+        held: collections.deque[Tensor] = collections.deque(maxlen=limit)
+
+        def fn(x: Tensor) -> Tensor:
+            DEQUES[name](held, (x * 1).detach())
+            return (x @ W).mean() + sum((t @ W).square().mean() * (i + 1) for i, t in enumerate(held))
+
+        region, found = wrap(fn), []
+        for number in range(6):
+            loss = region(X + number)
+            found.append((loss, torch.autograd.grad(loss, W), [t.clone() for t in held]))
+        return found
+
+    try:
+        want: Any = run(lambda fn: fn)
+    except IndexError:
+        with pytest.raises((IndexError, fckpt.TraceError)):
+            run(lambda fn: fckpt.remat(fn, budget=1.0))
+        return
+    try:
+        got = run(lambda fn: fckpt.remat(fn, budget=1.0))
+    except fckpt.TraceError:
+        assert REFUSES_DEQUES or name in ("copy", "rotate", "insert")
+        return
+    assert_equal(got, want)
+
+
+@pytest.mark.skipif(REFUSES_DEQUES, reason="such functions are refused")
+def test_a_deque_with_another_limit_is_another_function() -> None:
+    class Window:
+        held: ClassVar[collections.deque[Tensor]] = collections.deque([X, X], maxlen=2)
+
+    def fn(x: Tensor) -> Tensor:
+        Window.held.append((x * 1).detach())
+        return sum(((t @ W).sin().sum() for t in Window.held), torch.zeros(()))
+
+    planned = fckpt.remat(fn, budget=1.0)
+    for limit in (2, 3, 2):
+        Window.held = collections.deque([X, X], maxlen=limit)
+        want = fn(X)
+        Window.held = collections.deque([X, X], maxlen=limit)
+        assert_equal(planned(X), want)
+
+
+class Numbers:
+    double, single, integer = np.float64(0.3), np.float32(0.3), np.int64(3)
+    array = np.array([1.0, 2.0])
+    table = np.sin(np.arange(8, dtype=np.float32))
+
+
+NUMPY: dict[str, Callable[[Tensor], Tensor]] = {
+    "scale": lambda x: (x @ W / np.sqrt(x.shape[-1])).sin().sum(),
+    "scaled loss": lambda x: (x @ W).sum() * np.sqrt(2.0),
+    "attribute": lambda x: (x @ W).sum() * Numbers.double,
+    "float32": lambda x: (x @ W).bfloat16().sum() * Numbers.single,
+    "power": lambda x: ((x @ W) ** Numbers.integer).sum() + ((x @ W) ** np.float64(2)).sum(),
+    "quotient": lambda x: (np.float64(2) / (x @ W).exp()).sum(),
+    "item": lambda x: (x @ W).sum() * Numbers.array[1] * np.linspace(0, 1, 5)[2],
+    "table": lambda x: (x @ W * torch.from_numpy(Numbers.table)).sum(),
+    "computed table": lambda x: (x @ W * torch.from_numpy(np.exp(np.sin(np.arange(8, dtype=np.float32))))).sum(),
+    "order": lambda x: (x @ W)[:, torch.from_numpy(np.argsort(np.array([1, 1, 0, 0, 1, 1, 0, 0])))].sin().sum(),
+    "mean": lambda x: (x @ W).sum() * np.mean([1, 2, 4]),
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_numpy_computes_what_numpy_computes(name: str) -> None:
+    fn = NUMPY[name]
+    planned = fckpt.remat(fn, budget=1.0)
+    for x in (X, X * 2):
+        got, want = planned(x), fn(x)
+        assert got.dtype == want.dtype
+        assert_equal((got, torch.autograd.grad(got, W)), (want, torch.autograd.grad(want, W)))
+
+
+def test_a_number_of_numpy_that_changes_is_seen() -> None:
+    scales = {"now": np.float64(0.3)}
+    fn = lambda x: (x @ W).sum() * scales["now"]
+    planned = fckpt.remat(fn, budget=1.0)
+    for number in (0.3, 0.5, 0.3):
+        scales["now"] = np.float64(number)
+        assert_equal(planned(X), fn(X))
+
+
+class Cleaning(nn.Module):
+    """Reads chunks from a generator that restores a factor at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(8, 8), 1.0
+
+    def chunks(self, x: Tensor) -> Iterator[Tensor]:
+        self.factor = 2.0
+        try:
+            for chunk in x.chunk(2):
+                yield self.layer(chunk)
+        finally:
+            self.factor = 1.0
+
+    def forward(self, x: Tensor, whole: bool) -> Tensor:
+        for found in self.chunks(x):
+            last = found
+            if not whole:
+                break
+        return last.sum() * self.factor
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_generators_that_are_left_clean_up(whole: bool) -> None:
+    plain = Cleaning()
+    planned = fckpt.remat(copy.deepcopy(plain), budget=1.0)
+    want = plain(X, whole)
+    try:
+        assert_equal(planned(X, whole), want)
+    except fckpt.TraceError:
+        assert not whole
+
+
+class Raising(nn.Module):
+    """Counts, draws and writes before it raises an error of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.calls, self.limit = 0, 100
+        self.log: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.dropout(self.norm(self.first(x)))
+        self.log.append(len(x))
+        if len(x) > self.limit:
+            raise ValueError("too many")
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("limits", [(100, 2, 100), (2, 100, 100)])
+def test_what_a_call_does_before_it_raises_an_error_is_done(limits: tuple[int, ...]) -> None:
+    def run(net: Any) -> list[Any]:
+        torch.manual_seed(0)
+        found: list[Any] = []
+        for limit in limits:
+            net.limit = limit
+            try:
+                found.append(net(X))
+            except ValueError as error:
+                found.append(str(error))
+            found += [net.calls, list(net.log), *(b.clone() for b in net.buffers()), torch.get_rng_state()]
+        return found
+
+    plain = Raising()
+    planned = fckpt.remat(copy.deepcopy(plain), budget=1.0)
+    assert_equal(run(planned), run(plain))
+
+
+def test_an_error_of_torch_has_its_own_text() -> None:
+    fn = lambda x: (x @ torch.ones(9, 9) @ W).sum()
+    with pytest.raises(RuntimeError) as want:
+        fn(X)
+    with pytest.raises(RuntimeError) as got:
+        fckpt.remat(fn, budget=1.0)(X)
+    assert str(got.value) == str(want.value) and type(got.value) is type(want.value)
+
+
+def test_a_check_that_fails_says_that_attributes_are_unchanged() -> None:
+    class Checked(Raising):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            loss = self.first(x).square().mean()
+            if not torch.isfinite(loss):
+                raise RuntimeError("not finite")
+            return loss
+
+    planned = fckpt.remat(Checked(), budget=1.0)
+    planned(X)
+    with pytest.warns(fckpt.GradientWarning, match="not changed in this call"), pytest.raises(RuntimeError):
+        planned(X * float("nan"))
