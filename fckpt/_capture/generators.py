@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +19,8 @@ from fckpt._capture.patching import patched
 
 __all__ = ["unfinished_generators_refused"]
 
-_CLEANING = {"PUSH_EXC_INFO", "SETUP_FINALLY", "SETUP_WITH", "BEFORE_WITH", "LOAD_SPECIAL"}
-"""Instructions, by version of Python, of functions with `finally`, `except` or `with`."""
+_CAUGHT = {"BaseException", "GeneratorExit"}
+"""What an `except` clause must name to run when a generator is left."""
 
 
 @contextmanager
@@ -40,5 +41,19 @@ def unfinished_generators_refused() -> Iterator[None]:
     for generator in started:
         if generator._is_generator_exhausted() or generator._is_generator_just_started():
             continue
-        if any(instruction.opname in _CLEANING for instruction in dis.get_instructions(generator.code)):
+        if _cleans_up(generator.code):
             raise LookupError(f"the function leaves the generator {generator.code.co_name} before its end")
+
+
+def _cleans_up(code: types.CodeType) -> bool:
+    """Whether a generator does something when it is left: all handlers but `except` clauses for other errors."""
+    instructions = list(dis.get_instructions(code))
+    for i, instruction in enumerate(instructions):
+        if instruction.opname == "CHECK_EXC_MATCH" and instructions[i - 1].argval in _CAUGHT:
+            return True
+        if instruction.opname == "PUSH_EXC_INFO":  # the start of a handler
+            following = (found.opname for found in instructions[i + 1 :])
+            first = next(name for name in following if not name.startswith(("LOAD_", "BUILD_TUPLE")))
+            if first != "CHECK_EXC_MATCH":
+                return True
+    return False

@@ -221,8 +221,8 @@ class Ledger:
         self._hits = self.stats.hits
         about_sizes = bool(_SIZES.search(why))
         self._in_a_row[about_sizes] += 1
-        most, ordinal = (8, "eighth") if about_sizes else (3, "third")
-        if self._in_a_row[about_sizes] == most:
+        again, ordinal = (7, "eighth") if about_sizes else (2, "third")
+        if self._in_a_row[about_sizes] == again:
             warnings.warn(
                 f"{self.name} is captured for the {ordinal} time in a row, which takes as long as many steps. "
                 f"Something that it reads has changed: {why}. Pass what changes as a tensor, "
