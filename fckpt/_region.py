@@ -349,7 +349,7 @@ def _errors_marked(planner: Planner) -> Iterator[None]:
     """Turns an error of the function that the body traces into a `_RaisedError`."""
     try:
         yield
-    except (FckptError, LazyModules):
+    except (FckptError, Warning):  # a warning that the user has made an error
         raise
     except Exception as error:
         planner.refusals.clear()  # the next call may raise no error, and be captured

@@ -18,6 +18,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lists import CommonListMethodsVariable, DequeVariable
 
 from fckpt._capture.patching import patched
+from fckpt._capture.sources import TORCH
 
 __all__ = ["containers_like_pythons"]
 
@@ -40,7 +41,7 @@ def containers_like_pythons() -> Iterator[None]:
         @functools.wraps(original)
         def iterate(this: Any, tx: Any) -> Any:
             if isinstance(this, SetVariable) and not any(this is known for known in free):
-                _check_order(this)
+                _check_order(this, tx)
             return original(this, tx)
 
         return iterate
@@ -59,7 +60,7 @@ def containers_like_pythons() -> Iterator[None]:
         @functools.wraps(original)
         def call(this: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
             if name == "pop":
-                _check_order(this)
+                _check_order(this, tx)
             with _added(free, args):
                 return original(this, tx, name, args, kwargs)
 
@@ -69,7 +70,7 @@ def containers_like_pythons() -> Iterator[None]:
         @functools.wraps(original)
         def call(this: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
             if name == "extend" and args and isinstance(given := args[0].realize(), SetVariable):
-                _check_order(given)
+                _check_order(given, tx)
             return original(this, tx, name, args, kwargs)
 
         return call
@@ -99,8 +100,13 @@ def _added(free: list[Any], args: Any) -> Iterator[None]:
         del free[count:]
 
 
-def _check_order(this: Any) -> None:
-    """Raises `LookupError` for a set that may be iterated over in another order than Dynamo's."""
+def _check_order(this: Any, tx: Any) -> None:
+    """Raises `LookupError` for a set that may be iterated over in another order than Dynamo's.
+
+    Torch's own code iterates over sets of names (in `torch.func.functional_call`), whose order does not matter.
+    """
+    if tx.f_code.co_filename.startswith(TORCH):
+        return
     if this.python_type() not in (set, frozenset) or len(this.items) < 2:
         return
     if this.source and not getattr(this.mutation_type, "is_modified", False):

@@ -22,7 +22,7 @@ from torch import nn
 
 from fckpt._call.closure import closure_of
 
-__all__ = ["Names", "Source", "current", "failing_module", "is_users", "named", "running", "source_of"]
+__all__ = ["TORCH", "Names", "Source", "current", "failing_module", "is_users", "named", "running", "source_of"]
 
 
 class Source(NamedTuple):
@@ -187,13 +187,14 @@ def source_of(meta: dict[str, Any], names: Names | None = None) -> Source:
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the package
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+"""The folder of torch's code."""
 
 
 def is_users(filename: str) -> bool:
     """Whether a file belongs neither to torch, nor to Python, nor to fckpt."""
     pythons = filename.startswith(_PYTHON) and "-packages" not in filename
-    return not (pythons or filename.startswith((_HERE, _TORCH, "<frozen")))
+    return not (pythons or filename.startswith((_HERE, TORCH, "<frozen")))
 
 
 def _user_line() -> str:
