@@ -180,6 +180,10 @@ class Observation:
         found = {id(t): t for _, _, value in (*self.slots, *self.installed) for t in tensors_in(value)}
         return found | {id(tensor): tensor for _, _, _, tensor, _ in self.buffers}
 
+    def held(self) -> list[torch.Tensor]:
+        """Returns the captured tensors and the parameters of modules."""
+        return [*[t for t, _ in self.versions], *[t for _, _, t in self.installed]]
+
     def settings(self) -> tuple[Any, ...]:
         """Returns everything but tensors that determines what the function does: facts about its closure and its
         modules.

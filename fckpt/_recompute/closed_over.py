@@ -47,6 +47,8 @@ class UseRecorder(TorchFunctionMode):
         """The reachable tensors that were used, by id."""
         self.others: dict[int, weakref.ref[torch.Tensor]] = {}
         """Tensors of a transform that were neither found nor seen to be made; most of them were made inside, unseen."""
+        self.differentiated = False
+        """Whether the function has run a backward pass."""
         self.inside: dict[int, weakref.ref[torch.Tensor]] = {}
         self._made(list(inputs))
         self.start = torch.autograd._get_sequence_nr()
@@ -54,6 +56,7 @@ class UseRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _DIFFERENTIATE:
+            self.differentiated = True
             self._check_graph([*args, *(kwargs or {}).values()])
         result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.requires_grad_ or func is _SET_REQUIRES_GRAD:

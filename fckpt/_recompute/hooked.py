@@ -26,6 +26,7 @@ from fckpt._call.conditions import BufferWrites, Conditions, Observation
 from fckpt._call.levels import version
 from fckpt._call.messages import Messages
 from fckpt._call.places import Slot, replaced, tensors_in
+from fckpt._recompute.gradients_inside import Gradients
 from fckpt._recompute.replay import (
     FEW,
     MANY,
@@ -81,7 +82,9 @@ class _Segment:
         "closed",
         "conditions",
         "counters",
+        "differentiated",
         "fn",
+        "gradients",
         "held",
         "inputs",
         "lock",
@@ -136,6 +139,9 @@ class _Segment:
         self.outer = top()
         self.held: list[Any] = tensors if self.outer is None else _packed(tensors, self.outer[0])
         self.observation: Observation | None = Observation([fn], arguments.statics, tensors, buffer_writes)
+        self.gradients: Gradients | None = Gradients((*tensors, *self.observation.held()))  # None after the forward
+        self.differentiated = False
+        """Whether a backward pass has run inside of the forward."""
 
     def forward(self) -> Any:
         assert self.observation is not None
@@ -148,6 +154,7 @@ class _Segment:
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error) or "torch.func" not in str(error):
                 raise
+            self._check_gradients()
             self.observation.undo()
             raise HooksUnavailable from error
         finally:
@@ -164,6 +171,7 @@ class _Segment:
             for i, tensor in enumerate(tensors):
                 if version(tensor) != self.versions[i]:
                     raise self.arguments.written(i, self.fn)
+            self._check_gradients()
             self.conditions = self.observation.conditions()
             self.fn = self.conditions.fn
             self.closed = _closed_over_inputs(self.conditions.slots, self.inputs.index)
@@ -173,7 +181,11 @@ class _Segment:
             del self.fn, self.messages  # nothing will be replayed
         self.held = [held if i in needed else None for i, held in enumerate(self.held)]
         self.arguments.release()
-        self.inputs = self.observation = None
+        self.inputs = self.observation = self.gradients = None
+
+    def _check_gradients(self) -> None:
+        assert self.gradients is not None
+        self.gradients.check(self.fn, differentiated=self.differentiated)
 
     # -- forward: values that autograd saves
 
@@ -228,6 +240,7 @@ class _Segment:
     # -- backward: values that autograd unpacks
 
     def unpack(self, packed: int | _Held) -> torch.Tensor:
+        self.differentiated = self.differentiated or self.inputs is not None
         if isinstance(packed, int):
             return self._replayed(packed)
         if packed.index >= 0:
@@ -304,13 +317,14 @@ class _Segment:
             assert self.observation is not None
             conditions = self.observation.conditions()
         # With other threads, a replay that draws random numbers runs to its end, to verify them, unless the forward
-        # itself has not ended. So does a replay whose last operation saved a tensor (`bare`) that it may still fill.
+        # itself has not ended. So does one that differentiates inside, because it may clear gradients afterwards; and
+        # one whose last operation saved a tensor (`bare`) that it may still fill.
         threaded = conditions.random.threaded
         replay = Replay(
             self.saved,
             self.results if self.inputs is None else None,
             unfilled=self.unfilled,
-            may_stop=not (self.bare or (threaded and not inside)),
+            may_stop=not (self.bare or ((threaded or self.differentiated) and not inside)),
             threaded=threaded,
         )
         with recompute_mode():
@@ -318,9 +332,12 @@ class _Segment:
                 as_in_forward(self._input(i, then), needs)
                 for i, (then, needs) in enumerate(zip(self.versions, self.needs_grad, strict=True))
             ]
+            held = (*tensors, *[t for t, _ in conditions.watched]) if self.differentiated else ()
+            gradients = Gradients(held)
             placing = self._inputs_placed(tensors) if self.closed else ()
             with conditions.restored(lambda: not (replay.stopped or inside), placing) as again, self.messages.reusing():
                 replay.run(again, self.arguments, tensors, self.tangents)
+            gradients.check(self.fn, differentiated=self.differentiated)
         return replay.found
 
     def _inputs_placed(self, tensors: list[torch.Tensor]) -> list[Slot]:

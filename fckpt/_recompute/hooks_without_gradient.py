@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from fckpt._recompute.gradients_inside import state_of_grad
+
 __all__ = ["skip_hooks"]
 
 
@@ -29,9 +31,9 @@ def skip_hooks(tensors: Iterable[torch.Tensor]) -> None:
         hooks = tensor._post_accumulate_grad_hooks or {}
         for key, hook in hooks.items():
             if isinstance(hook, _AfterAccumulation):  # an earlier backward pass ended before it reached the tensor
-                hook.before = _state(tensor)
+                hook.before = state_of_grad(tensor)
             else:
-                hooks[key] = _AfterAccumulation(hooks, key, hook, _state(tensor))
+                hooks[key] = _AfterAccumulation(hooks, key, hook, state_of_grad(tensor))
 
 
 class _Skipped:
@@ -60,10 +62,4 @@ class _AfterAccumulation(_Skipped):
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         self.restore()
-        return None if _state(tensor) == self.before else self.hook(tensor)
-
-
-def _state(tensor: torch.Tensor) -> tuple[int | None, int]:
-    """Identifies the gradient that a leaf has accumulated; any gradient that is added changes it."""
-    grad = tensor.grad
-    return (None, 0) if grad is None else (id(grad), grad._version)
+        return None if state_of_grad(tensor) == self.before else self.hook(tensor)

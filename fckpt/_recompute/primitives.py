@@ -19,11 +19,12 @@ from torch._functorch.vmap import restore_vmap
 from fckpt import _tree as tree
 from fckpt._call.arguments import Arguments
 from fckpt._call.conditions import BufferWrites, Conditions, Observation, may_be_statistics
-from fckpt._call.levels import unseen, unwrapped, version
+from fckpt._call.levels import transforms_active, unseen, unwrapped, version
 from fckpt._call.messages import Messages
 from fckpt._call.places import Slot, replaced, tensors_in
 from fckpt._call.results import Flat, Rebuilt, Returned, is_number, numbered
 from fckpt._recompute.closed_over import UseRecorder, Watch
+from fckpt._recompute.gradients_inside import Gradients
 from fckpt._recompute.saved_tensors import HooksUnavailable, allow_hooks, disallow_hooks, pop, push
 from fckpt.errors import ImpureFunctionError, MutationError, region_name
 
@@ -91,6 +92,7 @@ class UserCall:
         """Runs the forward under the active levels; returns the outputs, still tracked."""
         observation = Observation(self.fn, self.arguments.statics, self.inputs, self.buffer_writes)
         args, kwargs = self.arguments.given
+        gradients = Gradients((*self.inputs, *observation.held()) if not transforms_active() else ())
         recorder = UseRecorder(self.fn[0], self.inputs, observation.reachable())
         try:
             with _discard_saved() if discard else nullcontext(), recorder, self.messages.recording():
@@ -103,6 +105,7 @@ class UserCall:
                 raise
             observation.undo()
             raise HooksUnavailable from error
+        gradients.check(self.fn[0], differentiated=recorder.differentiated)
         conditions = observation.conditions()
         for i, _, _ in self._changed():
             raise self.arguments.written(i, self.fn[0])

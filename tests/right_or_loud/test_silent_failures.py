@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import linecache
 import random
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_equal, leaf, seeded
+from torch import Tensor, nn
 from torch.func import grad
 
 import fckpt
@@ -396,3 +398,52 @@ def test_closed_over_tensor_that_the_function_changes_itself_is_an_error() -> No
 
     with pytest.raises(fckpt.MutationError, match="register the tensor as a buffer"):
         fckpt.remat(fn)(torch.ones(2, 3, requires_grad=True))
+
+
+def gradient_of_a_copy(net: nn.ModuleList, x: Tensor, **options: Any) -> Tensor:
+    copy = x.detach().requires_grad_()
+    net[0](copy).square().mean().backward(**{k: [copy] for k in options})
+    return torch.tanh(net[1](copy.grad)).square().mean()
+
+
+def cleared_gradients(net: nn.ModuleList, x: Tensor) -> Tensor:
+    value = gradient_of_a_copy(net, x)
+    net[0].zero_grad()
+    return value
+
+
+@pytest.mark.parametrize("passed", ["captured", "arguments"])
+@pytest.mark.parametrize("transform", [False, True])
+def test_a_backward_pass_inside_that_adds_to_gradients_outside_is_an_error(passed: str, transform: bool) -> None:
+    net = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def run(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        value = gradient_of_a_copy(net, x)
+        return value + torch.func.grad(lambda y: y.sin().sum())(x).sum() if transform else value
+
+    given = dict(net.named_parameters()) if passed == "arguments" else {}
+    region = fckpt.remat(run)
+    for _ in range(2):
+        with pytest.raises(fckpt.MutationError, match=r"changed `.grad` of a tensor from outside"):
+            region(given, torch.randn(8, 4))
+
+
+@pytest.mark.parametrize("run", [cleared_gradients, functools.partial(gradient_of_a_copy, inputs=True)])
+def test_a_backward_pass_inside_that_leaves_gradients_outside_as_they_are(run: Any) -> None:
+    net, x = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.randn(8, 4)
+
+    def gradients(fn: Any) -> list[Any]:
+        net.zero_grad()
+        for _ in range(2):
+            fn(net, x).backward()
+        return [p.grad for p in net[1].parameters()]
+
+    assert_equal(gradients(run), gradients(fckpt.remat(run)))
+
+
+def test_gradients_that_a_recompute_clears_are_an_error() -> None:
+    net, x = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.randn(8, 4)
+    loss = fckpt.remat(cleared_gradients)(net, x)
+    net[0](x).sum().backward()  # as for a part of the loss outside of the region
+    with pytest.raises(fckpt.MutationError, match=r"changed `.grad`"):
+        loss.backward()
