@@ -60,10 +60,12 @@ class ModuleParts:
         "_lazy",
         "_names",
         "_owners",
+        "_places",
         "_root",
         "_settings",
         "_sizes",
         "_structure",
+        "_tensors",
         "_values",
         "constants",
         "generators",
@@ -119,6 +121,9 @@ class ModuleParts:
         """The path from the root to each dict of the tree; None if a module has several places."""
         self.members = [(children, children.copy()) for children in self._children]
         """The dicts of submodules, each with a copy."""
+        self._tensors = [(held, set(held)) for m in modules for held in (m["_parameters"], m["_buffers"])]
+        """The dicts of parameters and of buffers, each with its names."""
+        self._places = [(held, name) for held, names in self._tensors for name in names]
         self._structure = self._read_structure()
         self._values = self._read()
         self._settings: _Settings | None = None
@@ -159,11 +164,16 @@ class ModuleParts:
 
     def state(self) -> ModuleState:
         """Returns the present values of the attributes that hold no tensors."""
-        return ModuleState(self, self._values, self._structure[0], self.registered())
+        return ModuleState(self, self._values, self._structure[0], self.registered(), self.unset())
 
     def registered(self) -> list[tuple[int, dict[int, Any]]]:
         """Returns the forward hooks of each module that has some, by position in `_hooked`."""
         return [(i, m[k].copy()) for i, (m, k) in enumerate(self._hooked) if m[k]]
+
+    def unset(self) -> list[tuple[dict[str, Any], str]]:
+        """Returns the places of parameters and buffers that hold None."""
+        held = itertools.starmap(dict.get, self._places)
+        return list(itertools.compress(self._places, map(operator.is_, held, itertools.repeat(None))))
 
     def settings(self) -> _Settings:
         """Returns everything but tensors that determines what the modules do: classes, names, attributes and hooks."""
@@ -231,17 +241,23 @@ def _ways(root: nn.Module) -> Ways | None:
 
 
 class ModuleState:
-    """The attributes of a module tree that hold no tensors, as they were at one time."""
+    """The attributes of a module tree that held no tensors at one time, and their values then."""
 
-    __slots__ = ("hooks", "parts", "sizes", "values")
+    __slots__ = ("hooks", "parts", "sizes", "unset", "values")
 
     def __init__(
-        self, parts: ModuleParts, values: list[Any], sizes: list[int], hooks: list[tuple[int, dict[int, Any]]]
+        self,
+        parts: ModuleParts,
+        values: list[Any],
+        sizes: list[int],
+        hooks: list[tuple[int, dict[int, Any]]],
+        unset: list[tuple[dict[str, Any], str]],
     ):
         self.parts = parts
         self.values = values
         self.sizes = sizes
         self.hooks = hooks
+        self.unset = unset
 
     def changes(self) -> list[Slot]:
         """Returns the attributes that have changed since, with their former values."""
@@ -263,6 +279,8 @@ class ModuleState:
                 for name in {**held, **then}
                 if held.get(name) is not then.get(name)
             ]
+            changes += [(held, name, ABSENT) for held, then in parts._tensors for name in held.keys() - then]
+        changes += [(held, name, None) for held, name in self.unset if held.get(name) is not None]
         if self.sizes != list(map(len, parts._sizes)):
             known: dict[int, set[str]] = {}
             for owner, name in [*zip(parts._owners, parts._names, strict=True), *parts.open]:

@@ -366,3 +366,45 @@ def test_modules_in_plain_attributes_keep_their_statistics() -> None:
         holder = Holder()
         fckpt.remat(holder, **options)(torch.randn(8, 4, requires_grad=True)).sum().backward()
         assert int(holder.norms[0].num_batches_tracked) == 1
+
+
+class Made(nn.Module):
+    """A module whose first call makes a tensor, which this call and all later ones replace."""
+
+    def __init__(self, make: Callable[[nn.Module, torch.Tensor], None], *, declared: bool):
+        super().__init__()
+        self.inner = nn.Identity()
+        self.make = make
+        if declared:
+            make(self, None)  # type: ignore[arg-type]  # registered as None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for owner in (self, self.inner):
+            scale = getattr(owner, "scale", None)
+            self.make(owner, torch.arange(8.0) if scale is None else scale.detach() + 1)
+        return (x * self.scale * self.inner.scale).sin()
+
+
+def as_parameter(module: nn.Module, value: torch.Tensor | None) -> None:
+    module.register_parameter("scale", None if value is None else nn.Parameter(value))
+
+
+def as_buffer(module: nn.Module, value: torch.Tensor | None) -> None:
+    module.register_buffer("scale", value, persistent=False)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("make", [as_parameter, as_buffer])
+@pytest.mark.sweep(1)
+def test_tensors_that_the_first_call_makes_are_made_once(make: Any, captured: bool, declared: bool) -> None:
+    def run(wrap: Any) -> list[Any]:
+        module, found = Made(make, declared=declared), []
+        region = wrap(lambda x: module(x)) if captured else wrap(module)
+        for _ in range(3):
+            x = torch.linspace(0, 1, 32).reshape(4, 8).requires_grad_()
+            region(x).sum().backward()
+            found += [x.grad, module.scale.clone(), module.inner.scale.clone(), [p.grad for p in module.parameters()]]
+        return found
+
+    assert_equal(run(fckpt.remat), run(lambda fn: fn))
