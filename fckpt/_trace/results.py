@@ -85,6 +85,11 @@ class Results:
         variables = {id(getattr(node, "variable", None)) for node in leaves} | {id(t) for t in self.results}
         return tuple([id(t) in variables or (t.grad_fn is not None and t.grad_fn in nodes) for t in self.operands])
 
+    def made(self) -> list[torch.Tensor]:
+        """Returns the results that are not operands."""
+        given = set(map(id, self.operands))
+        return [t for t in self.results if id(t) not in given]
+
     def interface(self) -> Interface:
         """Returns the inputs and outputs of both passes; call `differentiate` first."""
         return Interface(

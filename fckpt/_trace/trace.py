@@ -39,6 +39,7 @@ from fckpt._trace.effects import (
 )
 from fckpt._trace.named_device import DevicesMoved, NamedDevice, cuda_kernels
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
+from fckpt._trace.parameters import parameters_made
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.results import Results
 from fckpt._trace.stand_ins import WAY_OUT
@@ -160,7 +161,7 @@ def _traced(
             before = state.again()
             carried = {} if backward.then is None else backward.then.begun(operands)
             moved = contextlib.nullcontext() if target is None else DevicesMoved(target, graph, recorder)
-            python = contextlib.nullcontext() if graph else _python_code(reads, tensors, operands)
+            python = contextlib.nullcontext() if graph else _python_code(reads, tensors, operands, recorder)
             with undone_on_error(before):
                 with python, moved, contextlib.nullcontext() if graph else arguments_unchanged(args, kwargs):
                     result = place[0](*args, **kwargs)  # a partial or a bound method may itself hold tensors
@@ -216,10 +217,16 @@ def _protect(
 
 
 @contextlib.contextmanager
-def _python_code(reads: Reads, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> Iterator[None]:
+def _python_code(
+    reads: Reads, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], recorder: Recorder
+) -> Iterator[None]:
     """Lets the user's Python code run within a trace: without compiled functions and impure calls."""
     # Compiled functions inside run uncompiled: torch would cache the failure of compiling them here.
-    with torch.compiler.set_stance("force_eager"), impure_calls_refused(reads), with_attributes_of(tensors, operands):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(parameters_made(recorder))
+        stack.enter_context(impure_calls_refused(reads))
+        stack.enter_context(with_attributes_of(tensors, operands))
         yield
 
 
@@ -228,6 +235,11 @@ def _refuse_lost_grad(results: Results, layouts: Sequence[Layout]) -> None:
         raise TraceError(
             "the function returns a tensor that requires grad, although nothing that is passed to it does: a plan "
             f"would lose that. Detach the result. {WAY_OUT}"
+        )
+    if results.levels is None and any(t.requires_grad and t.is_leaf for t in results.made()):
+        raise TraceError(
+            "the function returns a parameter that it makes, or another new leaf that requires grad: a plan would "
+            f"return a tensor without `.grad`. Make it outside, and pass it as an argument. {WAY_OUT}"
         )
 
 

@@ -135,6 +135,11 @@ def errors_located() -> Iterator[None]:
         if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
             name = str(error).partition("HigherOrderOperator ")[2].partition(" ")[0] or "an operator"
             raise _refused_operator(_line_of(error), name) from error
+        if isinstance(error, RuntimeError) and "INTERNAL ASSERT FAILED" in str(error):
+            raise TraceError(
+                f"{_line_of(error)}: the function makes a call here that torch cannot run on tensors without data, as "
+                f"a plan is made with ({_first_line(error)[:200]}). {WAY_OUT}"
+            ) from error
         hidden = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_DATA)
         if not hidden and not any(word in kind for word in ("DataDependent", "DynamicOutputShape", "UnsupportedFake")):
             raise

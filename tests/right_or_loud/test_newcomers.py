@@ -110,3 +110,67 @@ def test_copies_are_rematerialised_and_apart(copied: Any) -> None:
     assert all(p.grad is not None for p in other.parameters())
     assert all(p.grad is None for p in original.parameters())
     assert int(original[1].norm.num_batches_tracked) == 0
+
+
+LINEAR = nn.Linear(4, 4)
+MAKE: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "a linear layer": lambda: nn.Linear(4, 4),
+    "layer normalisation": lambda: nn.LayerNorm(4),
+    "batch normalisation": lambda: nn.BatchNorm1d(4),
+    "a copy": lambda: copy.deepcopy(LINEAR),
+    "a parameter": lambda: nn.Parameter(torch.full((4,), 2.0)).mul,
+    "a frozen parameter": lambda: nn.Parameter(torch.full((4,), 2.0), requires_grad=False).mul,
+    "a buffer": lambda: nn.Buffer(torch.full((4,), 2.0)).mul,
+    "parameters of a computed tensor": lambda: lambda x: nn.Parameter(x * 2) * x,
+    "a layer that is differentiated": lambda: (
+        lambda x: torch.autograd.grad(
+            (layer := nn.Linear(4, 4))(x.sin()).square().sum(), layer.weight, create_graph=True
+        )[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.sweep(1)
+def test_a_module_or_parameter_that_a_planned_function_makes(name: str) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        made = MAKE[name]()
+        return made(LINEAR(x)).square().sum()
+
+    def outcome(fn: Any) -> list[Any]:
+        LINEAR.zero_grad()
+        torch.manual_seed(0)
+        loss = fn(X)
+        loss.backward()
+        return [loss, LINEAR.weight.grad, LINEAR.bias.grad, torch.get_rng_state()]
+
+    expected = outcome(run)
+    for fn in [fckpt.remat(run, budget=1.0)] * 2:
+        assert_equal(outcome(fn), expected)
+
+
+def test_a_parameter_that_a_planned_function_makes_is_one() -> None:
+    def run(x: torch.Tensor) -> list[Any]:
+        layer, tensor = nn.Linear(4, 4), torch.ones(4)
+        own = nn.Parameter(tensor)
+        facts = [type(own) is nn.Parameter, own.requires_grad, not isinstance(tensor, nn.Parameter)]
+        return [(layer(LINEAR(x)) * own).sum(), *facts, [name for name, _ in layer.named_parameters()]]
+
+    assert fckpt.remat(run, budget=1.0)(X)[1:] == [True, True, True, ["weight", "bias"]]
+    assert type(nn.Parameter(torch.ones(2))) is nn.Parameter
+
+
+@pytest.mark.parametrize("new", [nn.Parameter, torch.Tensor.requires_grad_])
+def test_a_new_leaf_that_a_planned_function_returns_is_refused(new: Any) -> None:
+    with pytest.raises(fckpt.TraceError, match="returns a parameter that it makes"):
+        fckpt.remat(lambda x: (LINEAR(x), new(torch.ones(4))), budget=1.0)(X)
+
+
+def test_an_internal_error_of_torch_in_a_trace_names_the_line() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        hidden = LINEAR(x)
+        raise RuntimeError("0 INTERNAL ASSERT FAILED at a line, please report a bug to PyTorch.")
+        return hidden
+
+    with pytest.raises(fckpt.TraceError, match=r"test_newcomers.py:\d+.*tensors without data.*please report"):
+        fckpt.remat(run, budget=1.0)(X)
