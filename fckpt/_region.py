@@ -312,7 +312,7 @@ class PlannedRegion(Region):
         conditions: Callable[[], Conditions],
         level: int = 0,
     ) -> Any:
-        call.plan(program.closed_over(closure), program.returned)
+        call.plan(program.closed_over(closure), program.returned, program.delivered)
 
         execution = Execution(
             program,

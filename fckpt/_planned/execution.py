@@ -86,6 +86,9 @@ class Program:
         self.constant = [place for place, i in enumerate([*range(count), *self.read_only]) if not differentiable[i]]
         """The operands of the call for autograd that get no gradient, whichever outputs are differentiated, by place.
         What is behind them in the caller's graph must not become part of a backward pass."""
+        places = {i: place for place, i in enumerate([*range(count), *self.read_only])}
+        self.delivered = [places[i] for i in trace.delivered if i in places]
+        """The operands of the call for autograd that are leaves, in the order in which they get their gradients."""
         self.statistics = [i for i in closed_over if i in self.written]
         """The captured tensors that the forward pass writes."""
         behind = _behind_results(trace) if self.statistics else set[int]()

@@ -45,6 +45,7 @@ from fckpt._call.casts import remembers_casts_of
 from fckpt._call.conditions import BufferWrites, Conditions
 from fckpt._call.levels import unseen
 from fckpt._call.results import Flat
+from fckpt._recompute.delivery import delivered_in_order
 from fckpt._recompute.dependent_outputs import check_dependents, watch
 from fckpt._recompute.hooks_without_gradient import skip_hooks
 from fckpt._recompute.primitives import Batched, Dual, Primitive, Pullback, UserCall
@@ -274,12 +275,18 @@ def _node(
         operands = [x if maybe_get_level(x) == level else _wrap_for_grad(x, level) for x in operands]
     if not any(x.requires_grad for x in operands):
         return outputs
+    given = operands
+    if not level and isinstance(primitive, UserCall):
+        given = delivered_in_order(operands, primitive.delivered)
     with enable_single_level_autograd_function():
-        return list(_Recompute.apply(primitive, level, floor, outputs, flags, *operands))
+        return list(_Recompute.apply(primitive, level, floor, outputs, flags, list(operands), *given))
 
 
 class _Recompute(_SingleLevelFunction):
-    """Autograd node that saves its operands, and whose backward evaluates the pullback of its primitive."""
+    """Autograd node that saves its operands, and whose backward evaluates the pullback of its primitive.
+
+    The gradients go to the tensors `given`, which are the operands or aliases of them.
+    """
 
     @staticmethod
     def forward(
@@ -289,7 +296,8 @@ class _Recompute(_SingleLevelFunction):
         floor: int,
         outputs: Flat,
         flags: list[bool] | None,
-        *operands: torch.Tensor,
+        operands: list[torch.Tensor],
+        *given: torch.Tensor,
     ) -> tuple[Any, ...]:
         ctx.primitive = primitive
         ctx.level = level
@@ -305,7 +313,7 @@ class _Recompute(_SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         saved = _saved_tensors(ctx)
-        needs = ctx.needs_input_grad[5:]
+        needs = ctx.needs_input_grad[6:]
         given = [i for i, ct in enumerate(cotangents) if ct is not None]
         check_dependents(ctx, cotangents)
         grads: Flat = [None] * len(saved)
@@ -326,7 +334,7 @@ class _Recompute(_SingleLevelFunction):
             grads = [next(found) if need else None for need in needs]
         if not ctx.level:
             skip_hooks(x for x, need, grad in zip(saved, needs, grads, strict=True) if need and grad is None)
-        return (None, None, None, None, None, *grads)
+        return (None, None, None, None, None, None, *grads)
 
 
 def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:

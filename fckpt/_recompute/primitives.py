@@ -78,6 +78,8 @@ class UserCall:
         """The places in the closure that hold operands."""
         self.numbers: dict[int, int] = {}
         """The number of each of these operands, by the id of the tensor; the slots keep the tensors alive."""
+        self.delivered: Sequence[int] = ()
+        """The operands that are leaves, in the order in which plain autograd gives them their gradients, if known."""
         self.planned: Planned | None = None
         """The execution of a plan, which runs instead of the function where it can."""
         self.stale: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -123,14 +125,16 @@ class UserCall:
         self.shapes = [(x.shape, x.dtype) for x in outputs]
         return outputs
 
-    def plan(self, closed_over: list[torch.Tensor], returned: Returned) -> None:
+    def plan(self, closed_over: list[torch.Tensor], returned: Returned, delivered: Sequence[int]) -> None:
         """Sets the attributes that `first` determines; the caller computes the outputs and sets `planned`.
 
         Args:
             closed_over: the captured tensors that the function uses and does not write.
             returned: the structure of its result.
+            delivered: the operands that are leaves, in the order in which they get their gradients.
         """
         self.closed_over = closed_over
+        self.delivered = delivered
         self.spec, leaves, self.shapes = returned
         self.leaves = list(leaves)
 

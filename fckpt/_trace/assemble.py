@@ -41,6 +41,7 @@ class Interface(NamedTuple):
     flags: tuple[bool, ...]
     cotangents: tuple[int | None, ...]
     gradients: tuple[int | None, ...]
+    delivered: tuple[int, ...]
     differentiable: tuple[bool, ...] | None
     backward: Backward
     out_dims: tuple[int | None, ...]
@@ -119,6 +120,7 @@ class Assembly:
             flags=interface.flags,
             cotangents=interface.cotangents,
             gradients=interface.gradients,
+            delivered=interface.delivered,
             differentiable=interface.differentiable,
             versions=tuple(self.versions),
             backward=interface.backward,

@@ -189,6 +189,8 @@ class Trace:
     """By output: its cotangent; None if the output gets none."""
     gradients: tuple[int | None, ...] = ()
     """By operand: its gradient; None if it does not require grad, or no differentiated output depends on it."""
+    delivered: tuple[int, ...] = ()
+    """The operands that are leaves, in the order in which autograd gives them their gradients; empty if not known."""
     differentiable: tuple[bool, ...] | None = None
     """By operand: whether autograd leads from a result to it; None if that is not known."""
     regions: tuple[tuple[frozenset[int], Any], ...] = ()

@@ -74,6 +74,8 @@ class Results:
         self.grad_dims: tuple[int | None, ...] = ()
         self.cotangents: tuple[int | None, ...] = ()
         self.gradients: tuple[int | None, ...] = ()
+        self.delivered: list[int] = []
+        """The operands that are leaves, in the order in which autograd gives them their gradients."""
         self.differentiable = self._differentiable()
 
     def _differentiable(self) -> tuple[bool, ...] | None:
@@ -100,6 +102,7 @@ class Results:
             flags=self.flags,
             cotangents=self.cotangents,
             gradients=self.gradients,
+            delivered=tuple(self.delivered),
             differentiable=self.differentiable,
             backward=self.backward,
             out_dims=self.out_dims,
@@ -143,6 +146,7 @@ class Results:
             self.results.clear()
             pairs.clear()
             recorder.in_last_backward = True
+            self._note_delivery()
             with ambient.autocast_as(backward.autocast):
                 found = torch.autograd.grad(ys, wanted, cts, allow_unused=True)
             recorder.release()
@@ -159,6 +163,15 @@ class Results:
         if backward.then is not None:
             ends = self._ended(backward.then, ends, [ct for ct in cotangents if ct is not None], carried or {})
         self.gradients = tuple(None if grad is None else recorder.number(grad) for grad in ends)
+
+    def _note_delivery(self) -> None:
+        """Makes the next backward pass note the order in which leaves get their gradients."""
+        if self.levels is not None or any(layout.transformed for layout in self.layouts):
+            return
+        delivered = self.delivered  # using `self` in a hook would make a reference cycle
+        for i, operand in enumerate(self.operands):
+            if operand.requires_grad and operand.is_leaf:
+                operand.register_hook(lambda _, i=i: delivered.append(i))
 
     def _expected(self, observed: Observed) -> Backward:
         """Returns the backward pass to expect after one of another call."""
