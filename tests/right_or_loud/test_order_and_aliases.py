@@ -1,15 +1,19 @@
-"""The order of mappings, and outputs that alias one another or an input."""
+"""The order of mappings and of hooks, and outputs that alias one another or an input."""
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers import assert_equal
 from judge import Session, judge
 from torch import Tensor, nn
+
+import fckpt
 
 
 def chained(x: Tensor, weights: Any) -> Tensor:
@@ -171,3 +175,59 @@ def test_what_a_function_writes_into(written: str) -> None:
 
     verdict = judge(scenario, budget=0.9)
     assert verdict.outcome in ("equal", "MutationError"), verdict.error
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.shared = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.rows = nn.ParameterList([torch.randn(8) for _ in range(5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.shared(self.norm(self.linear(x)))
+        return self.shared(x).sin() @ torch.stack(list(self.rows)).t()
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.GELU())])
+
+
+def noise(log: list[Any], name: str, grad: Tensor) -> Tensor:
+    log.append(name)
+    return grad + torch.randn_like(grad)
+
+
+def noise_afterwards(log: list[Any], name: str, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    log.append(name)
+    parameter.grad += torch.randn_like(parameter.grad)
+
+
+@pytest.mark.parametrize("make", [stack, Residual])
+@pytest.mark.parametrize("kind", [noise, noise_afterwards])
+@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("where", ["captured", "argument", "module"])
+@pytest.mark.sweep(1)
+def test_hooks_of_parameters_run_in_the_order_of_plain_autograd(make: Any, kind: Any, each: int, where: str) -> None:
+    def outcome(wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        net, log, x = make(), [], torch.randn(6, 8, requires_grad=True)
+        for name, parameter in [("x", x), *net.named_parameters()][::each]:
+            if kind is noise:
+                parameter.register_hook(functools.partial(noise, log, name))
+            else:
+                parameter.register_post_accumulate_grad_hook(functools.partial(noise_afterwards, log, name))
+        if where == "captured":
+            run = wrap(lambda x: net(x).square().mean())
+        elif where == "argument":
+            parameters = dict(net.named_parameters())
+            given = wrap(lambda p, x: torch.func.functional_call(net, p, (x,)).square().mean())
+            run = functools.partial(given, parameters)
+        else:
+            inner = wrap(net)
+            run = lambda x: inner(x).square().mean()
+        for _ in range(2):
+            run(x).backward()
+        return [log, [p.grad for p in net.parameters()], x.grad, torch.get_rng_state()]
+
+    assert_equal(outcome(lambda fn: fckpt.remat(fn, budget=1.0)), outcome(lambda fn: fn))
