@@ -10,7 +10,7 @@ import torch
 from fckpt._trace.operations import TensorSpec
 from fckpt.cost.calls import extent
 
-__all__ = ["made_up", "same_bits"]
+__all__ = ["made_up", "repeated", "same_bits", "special_numbers"]
 
 _MOST = 1_000_003  # random numbers, for each tensor
 _BITS = {
@@ -72,6 +72,30 @@ def _numbers(dtype: torch.dtype, count: int, kind: str, generator: torch.Generat
     chosen = torch.randint(0, 4, (count,), **drawn)
     some = specials[torch.randint(0, len(special), (count,), **drawn)]
     return torch.where(chosen == 0, any_bits, torch.where(chosen == 1, some, usual))
+
+
+def special_numbers(dtype: torch.dtype) -> list[Any]:
+    """Returns numbers on which codes for one operation may differ; those on which they do most often come first."""
+    if dtype is torch.bool:
+        return [False, True]
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        return [0, 1, -1, limits.max, limits.min, 2, 3, -7]
+    return [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1.0, -1.0, torch.finfo(dtype).tiny / 2]
+
+
+def repeated(specs: Sequence[TensorSpec], numbers: Sequence[Any]) -> list[torch.Tensor]:
+    """Makes tensors with the given layouts that repeat one number each.
+
+    Args:
+        specs: the specs of the tensors.
+        numbers: by tensor, the number.
+    """
+    whole = [
+        torch.full((s.offset + extent(s),), number, dtype=s.dtype, device=s.device)
+        for s, number in zip(specs, numbers, strict=True)
+    ]
+    return [t.as_strided(s.shape, s.stride, s.offset) for s, t in zip(specs, whole, strict=True)]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -83,7 +83,7 @@ class Kernel:
     @staticmethod
     def numbered(
         calls: Sequence[Call],
-        specs: Sequence[TensorSpec],
+        specs: Sequence[TensorSpec] | dict[int, TensorSpec],
         inputs: Sequence[int],
         outputs: Sequence[int],
         donated: Sequence[int],
@@ -95,7 +95,7 @@ class Kernel:
 
         Args:
             calls: the calls, which refer to tensors of a trace.
-            specs: the specs of the tensors of the trace.
+            specs: the specs of the tensors of the trace, by number.
             inputs: the tensors that the calls read and do not make.
             outputs: the tensors that are read outside of the block.
             donated: the inputs that nothing reads afterwards.

@@ -2,8 +2,9 @@
 
 `exact`: arithmetic that IEEE 754 rounds once (or that does not round), and selection. Its results do not depend on the
 order or the width of the loop, so a compiled loop gives the bits of torch's kernel. Not in the class are sums (their
-order may differ), functions such as exp and tanh (implementations differ in the last bit; torch's sqrt is MKL's), and
-half precision (a compiled chain of operations does not round in between).
+order may differ), functions such as exp and tanh (implementations differ in the last bit; torch's sqrt is MKL's), half
+precision (a compiled chain of operations does not round in between), and operations whose results by torch depend on
+the place in a tensor (`uniform.is_uniform`: `maximum` and `minimum` of zeros, for example, on most CPUs).
 
 `fused`: also other pointwise operations, and normalisations and softmax along dimensions.
 """
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fckpt._fuse.uniform import is_uniform
 from fckpt._trace.operations import Call, TensorSpec, indices_of, is_dense, is_random
 from fckpt.cost.calls import named
 from fckpt.graph.graph import Node
@@ -72,7 +74,9 @@ def fusible(node: Node, call: Call, specs: tuple[TensorSpec, ...], *, exact: boo
     whole = all(
         specs[t].offset == 0 and specs[t].value >= 0 and is_dense(specs[t].shape, specs[t].stride) for t in made
     )
-    return whole and bool(made) and (_is_exact(call, specs) if exact else _is_fused(call))
+    if not whole or not made:
+        return False
+    return _is_exact(call, specs) and is_uniform(call, specs) if exact else _is_fused(call)
 
 
 def _is_exact(call: Call, specs: tuple[TensorSpec, ...]) -> bool:

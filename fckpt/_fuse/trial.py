@@ -2,17 +2,19 @@
 
 A kernel is compiled and tried once per process and signature. A trial checks the layouts (each output must have its own
 memory, or be written over an input that dies) and, for exact kernels, the bits, on data with infinities, NaN, zeros of
-both signs and denormals. It measures temporary memory and time. The time is measured on usual and on tiny numbers,
-because on denormals, which vanishing activations contain, a compiled function may be many times slower than torch's.
+both signs and denormals, also where whole inputs repeat one such number, so that they meet at every place. It measures
+temporary memory and time. The time is measured on usual and on tiny numbers, because on denormals, which vanishing
+activations contain, a compiled function may be many times slower than torch's.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 
 from fckpt._call.levels import below_autograd
 from fckpt._fuse import inductor
-from fckpt._fuse.data import made_up, same_bits
+from fckpt._fuse.data import made_up, repeated, same_bits, special_numbers
 from fckpt._fuse.kernel import Kernel
 from fckpt._trace.operations import strides_of
 from fckpt.cost.measured import _isolated, _temporaries, wait
@@ -36,6 +38,8 @@ _NOT_SLOWER = 1.1
 """...and at most this fraction on tiny numbers."""
 _CHECKED = 4096  # elements of each output that are compared bit for bit, at least
 _LEAST_ELEMENTS = 8  # trials per kernel, at most
+_REPEATED = (8, 256, 1 << 22)
+"""The least and the most trials on repeated numbers, and the elements of an output that all of them make together."""
 _NEAR = {
     torch.float64: (1e-6, 1e-8),
     torch.float32: (1e-2, 1e-3),
@@ -202,7 +206,25 @@ def _has_the_bits(kernel: Kernel, run: Callable[..., Any]) -> bool:
         expected = kernel.run(_inputs(kernel, "any", seed))
         if not all(map(same_bits, expected, run(_inputs(kernel, "any", seed)))):
             return False
+    least, most, together = _REPEATED
+    rounds = min(max(together // max(1, smallest), least), most)
+    specs = [kernel.specs[t] for t in kernel.inputs]
+    for numbers in itertools.islice(_pairs(kernel), rounds):
+        if not all(map(same_bits, kernel.run(repeated(specs, numbers)), run(repeated(specs, numbers)))):
+            return False
     return True
+
+
+def _pairs(kernel: Kernel) -> Iterator[list[Any]]:
+    """Yields a number for each input, so that each two inputs meet with each two special numbers."""
+    specs = [kernel.specs[t] for t in kernel.inputs]
+    held = list(dict.fromkeys(s.value for s in specs))
+    numbers = {s.dtype: special_numbers(s.dtype) for s in specs}
+    most = max(map(len, numbers.values()))
+    pairs = sorted(itertools.product(range(most), repeat=2), key=max)  # the first numbers matter most
+    for pair, bit in itertools.product(pairs, range(max(1, (len(held) - 1).bit_length()))):
+        which = [pair[held.index(s.value) >> bit & 1] for s in specs]
+        yield [numbers[s.dtype][i % len(numbers[s.dtype])] for s, i in zip(specs, which, strict=True)]
 
 
 def _check_triable(kernel: Kernel) -> None:

@@ -135,6 +135,42 @@ def test_exact_kernels_give_the_bits_of_the_plain_function_within_the_budget(net
     assert blocks_in(made[-1][1])
 
 
+@pytest.mark.parametrize("op", [torch.maximum, torch.minimum, lambda a, b: a.clamp(min=b)])
+def test_zeros_of_both_signs_at_every_place(made: list[Program], op: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Torch's vector instructions take one of two zeros, and its code for the last elements takes the other one."""
+    a, b = torch.zeros(4099, requires_grad=True), torch.full((4099,), -0.0)
+
+    def loss() -> Tensor:
+        h = a * 1.0
+        for _ in range(4):
+            h = op(b * 1.0, h * 2.0) * 1.0
+        return (h.detach().reciprocal().clamp(-1, 1) * h.add(1.0)).sum()
+
+    expected, found = compared(loss, [a], made, 1.0, "exact")
+    assert_equal(found, expected)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_kernel_with_other_bits_in_the_last_element_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, made: list[Program]
+) -> None:
+    def compiled(kernel: Kernel) -> Any:
+        def run(given: list[Tensor]) -> list[Tensor]:
+            zero = not any(bool(t.any()) for t in given)
+            results = one_by_one(kernel)(given)
+            for t in results if zero else ():
+                t[-1] = 0.0
+            return results
+
+        return run
+
+    monkeypatch.setattr(inductor, "compiled", compiled)
+    a = torch.randn(4099, requires_grad=True)
+    expected, found = compared(lambda: (a * 1.5 * 2.5 * a * -1.0).sum(), [a], made, 1.0, "exact")
+    assert_equal(found, expected)
+    assert not blocks_in(made[-1][1])
+
+
 def test_fused_kernels_give_nearly_the_numbers_of_the_plain_function(made: list[Program]) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32), nn.Softmax(-1))
