@@ -94,7 +94,8 @@ class Observation:
             self._observe_generators(closure)
         self.state += [part.state() for part in parts]
         generators = closure.generators + [g for part in parts for g in part.generators]
-        self.modules = [(m, m["training"]) for part in parts for m in part.modules]
+        self.modules = [m for part in parts for m in part.modules]
+        """The attributes of each module."""
         self.slots: list[Slot] = closure.slots
         """The places of captured tensors, except those inside modules."""
         self.installed = _installed(parts)
@@ -117,7 +118,7 @@ class Observation:
 
         An embedding with a largest norm scales its weight, which has no further effect in a recompute.
         """
-        scaling = {id(m["_parameters"]) for m, _ in self.modules if m.get("max_norm") is not None}
+        scaling = {id(m["_parameters"]) for m in self.modules if m.get("max_norm") is not None}
         installed = [(name, unwrapped(t)) for holder, name, t in self.installed if id(holder) not in scaling]
         return [(name, tensor, version(tensor)) for name, tensor in installed]
 

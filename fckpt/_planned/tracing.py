@@ -81,7 +81,7 @@ class CapturedTensors:
             order.append(number)
         self.state = Snapshot()
         """The places that the function may assign to: attributes of modules, containers and objects in its closure."""
-        modules = [d for m, _ in observation.modules for d in (m, *[m[k] for k in ("_parameters", "_buffers", *HOOKS)])]
+        modules = [d for m in observation.modules for d in (m, *[m[k] for k in ("_parameters", "_buffers", *HOOKS)])]
         self.state.dicts = [(d, d) for d in modules]
         for snapshot in observation.state:
             if isinstance(snapshot, Snapshot):

@@ -184,6 +184,48 @@ def test_a_budget_around_what_is_compiled_already() -> None:
         assert not fckpt.stats(region).fallbacks
 
 
+class Wrapped(nn.Module):
+    """A submodule that is assigned after `torch.compile` or `torch.compiler.disable`, so it has a wrapper."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Tanh()
+        self.inner = wrap(Net())
+        self.scale = 1.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)) * self.scale)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it in intermediate results
+@pytest.mark.parametrize("options", [{}, {"budget": 1.0}, {"policy": fckpt.policies.dots_saveable}], ids=str)
+@pytest.mark.parametrize("wrap", [functools.partial(torch.compile, backend="eager"), torch.compiler.disable])
+def test_submodules_in_the_wrapper_of_the_compiler(wrap: Any, options: dict[str, Any]) -> None:
+    plain, inner = (made(lambda: Wrapped(wrap)) for _ in range(2))
+    region = fckpt.remat(inner, **options)
+    for training in (True, False, True):
+        plain.train(training), region.train(training)
+        assert_equal(gradients(region), gradients(plain))
+
+
+@pytest.mark.parametrize("wrap", [functools.partial(torch.compile, backend="eager"), torch.compiler.disable])
+def test_a_recompute_of_wrapped_submodules_finds_what_its_forward_found(wrap: Any) -> None:
+    plain, inner = (made(lambda: Wrapped(wrap)) for _ in range(2))
+
+    def call(module: nn.Module) -> Callable[[Tensor], Tensor]:
+        def called(x: Tensor) -> Tensor:
+            y = module(x)
+            inner.eval()
+            inner.scale = 3.0
+            return y
+
+        return called
+
+    region = fckpt.remat(inner)
+    assert_equal(gradients(region, call(region)), gradients(plain))
+    assert not region.training and inner.scale == 3.0
+
+
 def test_compiled_after() -> None:
     block = lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
     region, expected = fckpt.remat(made(block)), gradients(made(block))
