@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -11,7 +11,16 @@ from torch.utils._pytree import tree_leaves
 
 from fckpt._capture import marks
 
-__all__ = ["compiler_name", "is_capturing", "key_of", "marked_region", "named"]
+__all__ = [
+    "Settings",
+    "compiler_name",
+    "is_capturing",
+    "key_of",
+    "key_of_settings",
+    "marked_region",
+    "named",
+    "settings_at",
+]
 
 
 @torch.compiler.assume_constant_result
@@ -20,19 +29,52 @@ def is_capturing() -> bool:
     return marks.is_capturing()
 
 
+class Settings(NamedTuple):
+    """What the caller of `torch.compile` chose for a backend."""
+
+    options: dict[str, Any]
+    """The options; of Inductor, those of the mode too."""
+    mode: str | None
+    dynamic: bool | None
+
+
 @torch.compiler.assume_constant_result
 def compiler_name() -> str:
     """Returns the name of the backend for which Dynamo is tracing, `inductor` for example; empty if it has none.
 
     Frames without tensors are not traced: if a region's function has no arguments, this runs as Python code.
     """
+    return str(getattr(_backend(), "compiler_name", ""))
+
+
+@torch.compiler.assume_constant_result
+def key_of_settings() -> int:
+    """Returns the key for `settings_at` of what was chosen for the backend for which Dynamo is tracing."""
+    backend = _backend()
+    given = getattr(backend, "kwargs", {})  # of any backend but Inductor, which has all in `config`
+    options = {**given.get("options", {}), **getattr(backend, "config", {})}
+    settings = Settings(options, given.get("mode"), getattr(backend, "dynamic", None))
+    if settings not in _settings:
+        _settings.append(settings)
+    return _settings.index(settings)
+
+
+_settings: list[Settings] = []
+
+
+def settings_at(key: int) -> Settings:
+    """Returns what was chosen for a backend."""
+    return _settings[key]
+
+
+def _backend() -> Any:
     try:
         backend: Any = InstructionTranslator.current_tx().output.compiler_fn
     except AttributeError:
-        return ""
+        return None
     while not hasattr(backend, "compiler_name") and hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
-    return str(getattr(backend, "compiler_name", ""))
+    return backend
 
 
 @torch.compiler.assume_constant_result

@@ -36,8 +36,8 @@ def fckpt(
         inputs: example inputs.
         options: `budget`, the most bytes that forward and backward may hold at once above what is held at the call
             (an int, a string such as "8GiB", or a float for a fraction of the peak of the function without a compiler);
-            `policy`, one of `fckpt.policies` without names; `solver`, the name of a solver. All other options are
-            Inductor's.
+            `policy`, one of `fckpt.policies` without names; `solver`, the name of a solver; `mode`, because
+            `torch.compile` takes no mode besides options. All other options are Inductor's.
         mode: a mode of Inductor, "reduce-overhead" for example.
 
     Returns:

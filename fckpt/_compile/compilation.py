@@ -27,7 +27,7 @@ from fckpt.policies.decisions import PolicyLike, as_policy
 
 __all__ = ["Compilation"]
 
-_OWN = ("budget", "policy", "solver")
+_OWN = ("budget", "policy", "solver", "mode")
 ATTEMPTS = 3
 """How often a plan is made again because the compiled function exceeded the budget."""
 SHARES = (0.2, 0.1, 0.0)
@@ -57,15 +57,15 @@ class Compilation:
         if not isinstance(self.solver, str):
             raise ArgumentTypeError(f"a solver is named by a str, not {type(self.solver).__name__}: {self.solver!r}.")
         solve.get(self.solver)  # raises an error that lists the solvers, if there is none of this name
-        self.patches = {**_of_mode(mode), **{k.replace("-", "_"): v for k, v in options.items()}}
+        self.patches = {**_of_mode(options.pop("mode", mode)), **{k.replace("-", "_"): v for k, v in options.items()}}
         known = inductor.get_config_copy()
         unknown = sorted(set(self.patches) - set(known))
         if unknown:
             close = difflib.get_close_matches(unknown[0], [*_OWN, *known], n=1)
             meant = f" (did you mean {close[0]!r}?)" if close else ""
             raise ArgumentValueError(
-                f"the backend fckpt has no option {unknown[0]!r}{meant}. Its options are budget, policy and "
-                "solver, and those of Inductor (torch._inductor.list_options())."
+                f"the backend fckpt has no option {unknown[0]!r}{meant}. Its options are budget, policy, "
+                "solver and mode, and those of Inductor (torch._inductor.list_options())."
             )
         self.module = module
         self.inputs = inputs
@@ -239,8 +239,11 @@ class Compilation:
         return None
 
 
-def _of_mode(mode: str | None) -> dict[str, Any]:
-    return {} if mode in (None, "default") else dict(list_mode_options(mode))
+def _of_mode(mode: Any) -> dict[str, Any]:
+    modes = list_mode_options()
+    if mode is not None and mode not in list(modes):
+        raise ArgumentValueError(f"there is no mode {mode!r}. The modes of Inductor are {', '.join(map(repr, modes))}.")
+    return {} if mode is None else dict(modes[mode])
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:

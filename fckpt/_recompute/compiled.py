@@ -29,10 +29,10 @@ def call(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     """Calls a region while Dynamo traces.
 
     The partitioner would undo a recompute that is written into the graph, and with dropout the recompute would be
-    wrong. So a region without a plan becomes torch's checkpoint operator, which tells the compiler what to recompute.
-    A region with a budget or a policy breaks the graph. It is then compiled by itself, with the backend "fckpt"; for
-    other compilers than Inductor, it runs as it does without a compiler. So do regions under torch.func, which the
-    checkpoint operator does not support.
+    wrong. So a region without a plan becomes torch's checkpoint operator, which tells the compiler what to recompute. A
+    region with a budget or a policy breaks the graph. It is then compiled by itself, with the backend "fckpt" and the
+    options, mode and `dynamic` of the compiler around it; for other compilers than Inductor, it runs as it does without
+    a compiler. So do regions under torch.func, which the checkpoint operator does not support.
 
     If fckpt itself is capturing an enclosing function, the region's operations become part of its graph, between two
     marks.
@@ -43,7 +43,7 @@ def call(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         return _eagerly(region, fn, args, kwargs)  # type: ignore[call-arg]  # torch types the decorator wrongly
     if region.is_planned:
         if region.compiled_options is not None and compiling.compiler_name() in ("inductor", "fckpt"):
-            return _separately(region, fn, args, kwargs)
+            return _separately(region, compiling.key_of_settings(), fn, args, kwargs)
         return _planned_eagerly(region, fn, args, kwargs)
     return checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)
 
@@ -73,16 +73,30 @@ def made(
 
 
 @torch.compiler.disable(reason=REASON)
-def _separately(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _separately(region: Any, key: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls the region compiled by itself.
+
+    Args:
+        region: the region.
+        key: the key of the settings of the compiler around it, which hold for the region too.
+        fn: its function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
     known = _compiled.get(region)
     if known is None or known[0] != fn:
-        options = {k: v for k, v in zip(OPTIONS, region.compiled_options, strict=True) if v is not None}
-        known = _compiled[region] = fn, torch.compile(fn, backend="fckpt", options=options)
-    return known[1](*args, **kwargs)
+        known = _compiled[region] = fn, {}
+    if key not in known[1]:
+        around = compiling.settings_at(key)
+        own = {k: v for k, v in zip(OPTIONS, region.compiled_options, strict=True) if v is not None}
+        chosen = {k: v for k, v in around.options.items() if k not in OPTIONS}
+        mode = {} if around.mode is None else {"mode": around.mode}
+        known[1][key] = torch.compile(fn, backend="fckpt", dynamic=around.dynamic, options={**mode, **chosen, **own})
+    return known[1][key](*args, **kwargs)
 
 
-_compiled: weakref.WeakKeyDictionary[Any, tuple[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
-"""By region: its function, and the compiled function."""
+_compiled: weakref.WeakKeyDictionary[Any, tuple[Any, dict[int, Callable[..., Any]]]] = weakref.WeakKeyDictionary()
+"""By region: its function, and the compiled functions by the key of the settings."""
 
 
 @torch.compiler.disable(reason=REASON)

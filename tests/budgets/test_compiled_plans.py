@@ -258,6 +258,7 @@ def test_dropout_is_not_drawn_again() -> None:
         ({"budget": 1.5}, r"a float budget is a fraction"),
         ({"budget": [1]}, r"a budget is a number of bytes"),
         ({"budget": 0.5, "solver": "best"}, r"there is no solver 'best'"),
+        ({"budget": 0.5, "mode": "fast"}, r"there is no mode 'fast'. The modes of Inductor are 'default'"),
         ({"budget": 0.5, "bugdet": 1}, r"no option 'bugdet' \(did you mean 'budget'\?\)"),
         ({"policy": save_only_these_names("h")}, r"mentions names, and names that fckpt.checkpoint_name gives do not"),
         ({"policy": "dots"}, r"a policy is one of fckpt.policies"),
@@ -282,6 +283,42 @@ def test_a_region_with_a_budget_is_compiled_by_itself(monkeypatch: pytest.Monkey
     compiled = torch.compile(lambda x: region(x) * 2)
     assert_equal(step(lambda x: compiled(x) / 2, model, x), expected)
     assert len(parts) == 1
+
+
+@pytest.mark.parametrize(
+    ("around", "patches"),
+    [
+        ({"options": {"fallback_random": True}}, {"fallback_random": True}),
+        ({"mode": "max-autotune-no-cudagraphs"}, {"max_autotune": True, "coordinate_descent_tuning": True}),
+        ({"backend": "fckpt", "options": {"budget": 0.9, "fallback_random": True}}, {"fallback_random": True}),
+        ({"backend": "fckpt", "mode": "max-autotune-no-cudagraphs"}, {"max_autotune": True}),
+    ],
+)
+def test_a_region_is_compiled_with_the_options_of_the_compiler_around_it(
+    monkeypatch: pytest.MonkeyPatch, around: dict[str, Any], patches: dict[str, Any]
+) -> None:
+    import fckpt._compile.compilation as backend
+
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        backend,
+        "compile_fx",
+        lambda module, *_, config_patches, **__: (found.append(config_patches), module.forward)[1],
+    )
+    model, x = made(lambda: Perceptron(dropout=0.0))
+    region = fckpt.remat(model, policy=dots_saveable)
+    torch.compile(region, **around)(x)
+    torch.compile(region)(x)  # without them again
+    assert found[0].items() >= patches.items()
+    assert not found[-1].keys() & patches.keys()
+
+
+def test_random_numbers_of_pytorch_in_a_compiled_region() -> None:
+    model, x = made(lambda: Perceptron(layers=2))
+    expected = seeded(lambda: step(model, model, x))
+    compiled = torch.compile(fckpt.remat(model, budget=1.0), options={"fallback_random": True})
+    for a, b in zip(seeded(lambda: step(compiled, model, x)), expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_region_with_a_budget_runs_by_its_plan_under_other_compilers() -> None:
