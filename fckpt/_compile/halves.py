@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import fx
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
-from fckpt._compile.joint import Joint, is_late_write, mutates
+from fckpt._compile.joint import Joint, is_late_write, is_random, mutates
 from fckpt.graph.schedule import Compute, Free, Schedule, Step
 
 __all__ = ["halves"]
@@ -111,6 +111,8 @@ class _Writing:
             self.copied(given)
         copy = self.copies[node] = self.graph.node_copy(node, lambda n: self.copies[n])
         copy.meta = dict(node.meta)
+        if is_random(node) and node not in self.joint.late:  # or torch draws in the backward half too, for nobody
+            copy.meta["partitioner_tag"] = "must_be_in_forward"
         for given in node.all_input_nodes:
             self.derived.setdefault(given, []).append(node)
         return copy

@@ -22,7 +22,17 @@ from fckpt._trace.operations import Call, Ref, TensorSpec
 from fckpt.cost import Measured, profile_of
 from fckpt.graph.graph import Graph, Node, Value
 
-__all__ = ["Joint", "copied", "is_late_write", "joint_graph", "mutates", "reads_overwritten", "saved_nbytes", "size_of"]
+__all__ = [
+    "Joint",
+    "copied",
+    "is_late_write",
+    "is_random",
+    "joint_graph",
+    "mutates",
+    "reads_overwritten",
+    "saved_nbytes",
+    "size_of",
+]
 
 
 @dataclass
@@ -71,6 +81,11 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
 def mutates(node: fx.Node) -> bool:
     """Whether an operation writes to one of its arguments: in a joint graph, to an input of the function."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an operation draws from a generator. Inductor's own draws are functions of a seed."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and node.target not in _OF_SEED
 
 
 def is_late_write(node: fx.Node, joint: Joint) -> bool:
@@ -203,15 +218,11 @@ class _Reading:
         made = value if isinstance(value, (list, tuple)) else [value]
         if not any(isinstance(v, torch.Tensor) for v in made):
             return False
-        return self.is_random(node) or bool(node.all_input_nodes)
-
-    def is_random(self, node: fx.Node) -> bool:
-        """Whether an operation draws from a generator. Inductor's own draws are functions of a seed."""
-        return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and node.target not in _OF_SEED
+        return is_random(node) or bool(node.all_input_nodes)
 
     def is_once(self, node: fx.Node) -> bool:
         """Whether an operation of the forward pass must not be repeated in the backward pass."""
-        if self.is_random(node) or any(self.bases.get(n) in self.written for n in node.all_input_nodes):
+        if is_random(node) or any(self.bases.get(n) in self.written for n in node.all_input_nodes):
             return True
         # Operators on graphs (loops, conditions, kernels), messages and custom operations run once.
         return _namespace(node) not in ("aten", "prims", "inductor") and not self.ops.is_recomputable(node)
