@@ -40,6 +40,7 @@ def test_a_registration_between_forward_and_backward() -> None:
     assert_equal(fn(x), (torch.cos(x * 2) * x).exp())
 
 
+@pytest.mark.filterwarnings("ignore:.*is captured for the third time:fckpt.PlanWarning")
 @pytest.mark.parametrize("wrap", [fckpt.remat, planned])
 def test_a_registration_between_two_steps(wrap: Any) -> None:
     chosen, fn = dispatching()
