@@ -23,7 +23,7 @@ from fckpt.cost.calls import OpCost, valid
 
 __all__ = ["Store", "cache_folder", "environment"]
 
-FORMAT = 2  # part of the file names: to be increased when the measurements change
+FORMAT = 3  # part of the file names: to be increased when the measurements change
 
 
 def environment(device: torch.device) -> str:
@@ -64,7 +64,7 @@ class Store:
     """A store of costs by environment and signature.
 
     Processes may share the files: each line is written by a single append, which is atomic, and the last line for an
-    operation counts. A file with invalid lines is rewritten without them. If the folder is not writable, nothing is
+    operation counts. Each line has a checksum; a file with invalid lines is rewritten without them. If the folder is not writable, nothing is
     stored, and no error is raised. All stores of a process share what they have read, and read a file again only if
     another process has changed it.
     """
@@ -103,7 +103,13 @@ def _path(where: str) -> Path:
 
 
 def _line(key: str, cost: OpCost) -> str:
-    return json.dumps({"signature": key, **dataclasses.asdict(cost)})
+    entry = {"signature": key, **dataclasses.asdict(cost)}
+    return json.dumps({**entry, "checksum": _checksum(entry)})
+
+
+def _checksum(entry: dict[str, Any]) -> str:
+    """Returns a checksum of an entry: a number that was changed by hand, or by a fault, would break a budget."""
+    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class _Version(NamedTuple):
@@ -155,6 +161,9 @@ def _parsed_file(path: Path) -> dict[str, OpCost]:
 
 
 def _parsed(entry: dict[str, Any]) -> tuple[str, OpCost]:
+    content = {**entry}
+    if content.pop("checksum") != _checksum(content):
+        raise ValueError("not the cost that was written")
     key, seconds, flops, nbytes = (entry[k] for k in ("signature", "seconds", "flops", "temporary_nbytes"))
     cost = OpCost(seconds, flops, nbytes, tuple(entry["storages"]))
     if not (isinstance(key, str) and isinstance(entry["storages"], list) and valid(cost)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,23 @@ def test_corrupt_lines_are_dropped(cost_folder: Path, junk: bytes) -> None:
     assert count(Measured()) == 0
     assert junk not in file.read_bytes()
     assert len(list(cost_folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["seconds", "flops", "temporary_nbytes", "storages", "signature", "checksum"])
+@pytest.mark.parametrize("absent", [False, True])
+def test_lines_that_were_edited_are_dropped(cost_folder: Path, name: str, absent: bool) -> None:
+    count(Measured())
+    (file,) = cost_folder.iterdir()
+    (entry,) = map(json.loads, filter(None, file.read_text().splitlines()))
+    others = {"storages": [8], "signature": entry["signature"] + " ", "checksum": entry["checksum"][::-1]}
+    edited = {**entry, name: others.get(name, 1)}
+    assert edited != entry
+    if absent:
+        del edited[name]
+    file.write_text(json.dumps(edited) + "\n")
+    assert count(Measured()) > 0
+    assert count(Measured()) == 0
+    assert json.dumps(edited) not in file.read_text()
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
