@@ -20,9 +20,14 @@ __all__ = ["CompiledBySize"]
 
 MOST = 8
 """The most sizes for which a function is compiled again, as many as torch's own `recompile_limit`."""
-_WHY = (
-    f"and has been compiled for {MOST} other sizes before. Name a larger budget, pad the inputs to fewer sizes, or use "
-    "fckpt.remat without torch.compile, where a budget holds for all sizes."
+_DO = (
+    "Name a larger budget, pad the inputs to fewer sizes, or use fckpt.remat without torch.compile, where a budget "
+    "holds for all sizes."
+)
+_MANY = f"and has been compiled for {MOST} other sizes before. {_DO}"
+_NUMBERS = (
+    "and cannot be compiled for these sizes alone, because it reads numbers from tensors, or has a Python float among "
+    f"its arguments that changes between calls (a tensor would do as well). {_DO}"
 )
 
 
@@ -58,11 +63,14 @@ class CompiledBySize:
         if peak <= limit:
             self._within = [*(known for known in self._within if not _is_within(known, sizes)), sizes]
             return self._function
-        if len(self._own) < MOST:
+        if not here.can_be_fixed:
+            here.warn(peak, limit, _NUMBERS)
+            self._own[sizes] = self._function
+        elif len(self._own) < MOST:
             function = here.fixed().compiled()
             self._own[sizes] = lambda *args: function(*[value for value in args if type(value) is not int])
         else:
-            here.warn(peak, limit, _WHY)
+            here.warn(peak, limit, _MANY)
             self._own[sizes] = self._function
         return self._own[sizes]
 

@@ -16,6 +16,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 
 from fckpt import solve
+from fckpt._compile.by_data import reads_numbers, sized_by_data
 from fckpt._compile.joint import copied
 from fckpt._compile.partition import Partitioner
 from fckpt._compile.rehearsal import can_measure, peak_of, plain_peak_of
@@ -71,6 +72,8 @@ class Compilation:
         self.inputs = inputs
         self.held = [*module.parameters(), *module.buffers()]
         """Tensors that the graph holds itself, such as the parameters and the state of an optimizer."""
+        self.can_be_fixed = not reads_numbers(module)
+        """Whether the function can be compiled for the sizes of a call alone: there, torch refuses numbers of data."""
         self.is_kept = True
         """Whether the budget is kept, as far as it was measured."""
 
@@ -94,7 +97,10 @@ class Compilation:
         return None if peak is None or self.budget is None else (peak, self._limit(self.budget))
 
     def fixed(self) -> Compilation:
-        """Returns the compilations of the graph for the sizes of the inputs alone, whose inputs are the tensors."""
+        """Returns the compilations of the graph for the sizes of the inputs alone, whose inputs are the tensors.
+
+        See `can_be_fixed`.
+        """
         other = self.at([value for value in self.inputs if type(value) is not int])
         other.module = _copied(self.module)
         placeholders = other.module.graph.find_nodes(op="placeholder")
@@ -111,6 +117,7 @@ class Compilation:
         if self.budget is None:
             return self._attempt(None)[0]
         self._warn_of_parts()
+        self._warn_of_data()
         if not self._may_train():
             return self._without_gradients(self.budget)
         limit = self._limit(self.budget)
@@ -165,6 +172,19 @@ class Compilation:
                 "torch.compile compiles the function in parts, and the budget holds for each part by itself: the "
                 f"values that one part saves are not counted in the others. The reason of the break: {why}. "
                 "fullgraph=True shows its line.",
+                BudgetWarning,
+                stacklevel=2,
+            )
+
+    def _warn_of_data(self) -> None:
+        """Warns if sizes depend on data, for which the peak that is measured here says little about later calls."""
+        where = sized_by_data(self.module)
+        if where:
+            warnings.warn(
+                f"the size of {where} depends on data, and the function is compiled once for all its sizes. The budget "
+                "is kept for the data of the first call, and may be exceeded with other data. Compute such sizes "
+                "outside of the compiled function, which is measured again for each larger size of its arguments, or "
+                "pad to a fixed size.",
                 BudgetWarning,
                 stacklevel=2,
             )

@@ -32,6 +32,7 @@ __all__ = [
     "reads_overwritten",
     "saved_nbytes",
     "size_of",
+    "source_of",
 ]
 
 
@@ -224,6 +225,8 @@ class _Reading:
         """Whether an operation of the forward pass must not be repeated in the backward pass."""
         if is_random(node) or any(self.bases.get(n) in self.written for n in node.all_input_nodes):
             return True
+        if node.meta.get("unbacked_bindings"):  # a repetition would find a size that Inductor takes for another one
+            return True
         # Operators on graphs (loops, conditions, kernels), messages and custom operations run once.
         return _namespace(node) not in ("aten", "prims", "inductor") and not self.ops.is_recomputable(node)
 
@@ -381,7 +384,7 @@ def _nodes(
             backward=any(m in reading.late for m in group.members),
             once=once,
             overwrites=() if once else _overwrites(group, reads, values, held),
-            source=_source(group.root),
+            source=source_of(group.root),
             module=_module(group.root),
         )
         nodes.append(costs.priced(node, group.members, values, reading))
@@ -411,7 +414,7 @@ def _overwrites(group: _Group, reads: Sequence[int], values: Sequence[Value], he
     return tuple(v for v in reads if v not in held and values[v].nbytes == size)
 
 
-def _source(node: fx.Node) -> str:
+def source_of(node: fx.Node) -> str:
     """Returns the user's line behind an operation: `model.py:12 (forward)`."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
     place = next((line for line in reversed(lines) if line.startswith("File ")), "")

@@ -117,3 +117,31 @@ def test_example_inputs_are_freed(model: nn.Module) -> None:
     known = weakref.ref(x)
     del x
     assert known() is None
+
+
+def test_a_python_float_that_changes_with_the_sizes() -> None:
+    layer = nn.Linear(32, 64)
+    scaled = lambda x, scale: (nn.functional.gelu(layer(x)) * scale).sin().square().mean()
+    run = torch.compile(scaled, backend="fckpt", options={"budget": "23KiB"})
+    found = []
+    for count, scale in ((50, 1.0), (57, 1.1), (64, 1.2), (64, 1.3), (57, 1.4)):
+        x = rows(count)
+        loss, messages = warned(lambda x=x, scale=scale: run(x, scale))
+        torch.testing.assert_close(loss, scaled(x, scale))
+        found += [messages]
+    assert [len(messages) for messages in found] == [0, 0, 1, 0, 0]
+    assert "has a Python float among its arguments" in found[2][0]
+
+
+def test_a_size_that_depends_on_data_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    layer = nn.Linear(32, 64)
+    chosen = lambda x, mask: layer(x[mask]).tanh().exp().sum()
+    run = torch.compile(chosen, backend="fckpt", options={"budget": "1MiB"}, fullgraph=True)
+    x, few = rows(64), torch.arange(64) < 8
+    loss, messages = warned(lambda: run(x, few))
+    torch.testing.assert_close(loss, chosen(x, few))
+    assert len(messages) == 1 and "the size of 'getitem' in test_compiled_sizes.py" in messages[0]
+    assert not warned(lambda: run(x, ~few))[1]
+    torch._dynamo.reset()
+    assert not warned(lambda: torch.compile(chosen, backend="fckpt", fullgraph=True)(x, few))[1]  # no budget
