@@ -64,9 +64,9 @@ class Store:
     """A store of costs by environment and signature.
 
     Processes may share the files: each line is written by a single append, which is atomic, and the last line for an
-    operation counts. Each line has a checksum; a file with invalid lines is rewritten without them. If the folder is not writable, nothing is
-    stored, and no error is raised. All stores of a process share what they have read, and read a file again only if
-    another process has changed it.
+    operation counts. Each line has a checksum; a file with invalid lines is rewritten without them. If the folder is
+    not writable, nothing is stored, and no error is raised. All stores of a process share what they have read, and read
+    a file again only if another process has changed it.
     """
 
     def __init__(self) -> None:
