@@ -65,7 +65,7 @@ from fckpt._capture.identities import Identities
 from fckpt._capture.instance_checks import instance_checks_followed
 from fckpt._capture.lazy_properties import drop_lazy_properties
 from fckpt._capture.numbers import options_constant
-from fckpt._capture.numpys import numpy_refused
+from fckpt._capture.numpys import numpy_not_computed
 from fckpt._capture.patching import patched
 from fckpt._capture.recurrent import steps_alike
 from fckpt._capture.shadows import BuiltinNames, shadows_guarded
@@ -494,7 +494,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(undecomposed())
         stack.enter_context(steps_alike())
         stack.enter_context(containers_like_pythons())
-        stack.enter_context(numpy_refused())
+        stack.enter_context(numpy_not_computed())
         stack.enter_context(options_constant())
         stack.enter_context(equivalents_evaluated())
         stack.enter_context(state_reads_refused())

@@ -1,7 +1,7 @@
-"""NumPy in a function: its numbers and functions are not captured.
+"""NumPy in a function: its numbers are constants with a guard, and its functions are not captured.
 
 Dynamo would compute them with PyTorch, as tensors: with other bits (`np.sin` of a float32), and with other dtypes of
-results (a tensor of 64 bits for a `np.float64`, which PyTorch takes for a Python float). A function that uses them is
+results (a tensor of 64 bits for a `np.float64`, which PyTorch takes for a Python float). A function that calls NumPy is
 traced by running its Python code. Seen on torch 2.11 and 2.13: `config.trace_numpy`.
 """
 
@@ -14,25 +14,36 @@ from typing import Any
 
 import numpy as np
 from torch._dynamo import config
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.builder import VariableBuilder
 
 from fckpt._capture.patching import patched
 
-__all__ = ["numpy_refused"]
+__all__ = ["numpy_not_computed"]
+
+_LIKE_PYTHONS: tuple[type, ...] = (np.float64, np.int64, np.bool_)
+"""Numbers that compute as those of Python do, and that PyTorch takes for those."""
 
 
-def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _as_constants(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrap(this: Any, value: Any) -> Any:
-        if isinstance(value, np.generic):
-            raise LookupError(f"the function reads a number of NumPy ({type(value).__name__})")
-        return original(this, value)
+        if not isinstance(value, np.generic):
+            return original(this, value)
+        this.install_guards(GuardBuilder.EQUALS_MATCH)
+        if isinstance(value, _LIKE_PYTHONS):
+            return ConstantVariable.create(value.item())
+        found: Any = ConstantVariable.create(0)
+        found.value = value
+        found.as_proxy = value.item  # as which PyTorch takes it
+        return found
 
     return wrap
 
 
 @contextlib.contextmanager
-def numpy_refused() -> Iterator[None]:
-    """Makes Dynamo give up, within the body, at numbers and functions of NumPy."""
-    with config.patch(trace_numpy=False), patched(VariableBuilder, "_wrap", _refusing):
+def numpy_not_computed() -> Iterator[None]:
+    """Makes Dynamo take numbers of NumPy for constants, within the body, and give up at its functions."""
+    with config.patch(trace_numpy=False), patched(VariableBuilder, "_wrap", _as_constants):
         yield
