@@ -18,7 +18,7 @@ import torch
 from fckpt._fuse.option import Kernels, check_kernels
 from fckpt._tile.stretches import Gathered, Step, step_from_json, step_to_json
 from fckpt._units import format_bytes
-from fckpt.errors import ArgumentValueError, FckptError, PlanError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, FckptError, PlanError
 from fckpt.graph.graph import Graph, checked
 from fckpt.graph.identity import fingerprint
 from fckpt.graph.schedule import Compute, FusedBlock, FusedSchedule, Schedule, plain_schedule
@@ -263,6 +263,16 @@ class Plan:
             data["kernels"] = self.kernels
         return {**data, "checksum": checksum(data)}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles what `save` would write: neither the function, which `at` needs, nor compiled kernels."""
+        return Plan.from_json, (self.to_json(),)
+
+    def __copy__(self) -> Plan:
+        return self  # it cannot change
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to a file, by convention `step.plan.json`."""
         target = Path(path)
@@ -275,8 +285,11 @@ class Plan:
         """Reads a plan that `save` wrote.
 
         Raises:
+            ArgumentTypeError: the path is no path.
             PlanError: the file is damaged or inconsistent, or has another format.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise ArgumentTypeError(f"the path of a plan is a str or a pathlib.Path, not {type(path).__name__}.")
         return Plan.from_json(Path(path).read_bytes(), path)
 
     @staticmethod

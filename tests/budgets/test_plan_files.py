@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,16 @@ def test_a_damaged_file_is_no_plan(saved: Any, damage: str) -> None:
     path.write_text(DAMAGE[damage](path.read_text()))
     with pytest.raises(fckpt.PlanError, match=r"step\.plan\.json"):
         fckpt.Plan.load(path)
+
+
+def test_a_pickled_plan_is_the_one_that_save_writes() -> None:
+    w = leaf(torch.eye(4))
+    plan = fckpt.plan(lambda w: (w.tanh() * w).exp().sum(), w, budget=1.0)
+    again = pickle.loads(pickle.dumps(plan))
+    assert again.to_json() == plan.to_json()
+    with pytest.raises(fckpt.PlanError, match="does not hold its function"):
+        again.at(w)
+    assert copy.deepcopy(plan).at(w).peak_bytes == copy.copy(plan).at(w).peak_bytes == plan.peak_bytes
 
 
 def test_a_file_that_is_binary_or_not_there() -> None:
