@@ -132,6 +132,8 @@ def estimate(
         raise ArgumentTypeError(f"model must be an nn.Module, not {type(model).__name__}.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+    if not callable(loss_fn):
+        raise ArgumentTypeError(f"loss_fn must be a function of the model and a batch, not {type(loss_fn).__name__}.")
     looked = Looked(functools.partial(loss_fn, model), (batch,), {}, costs, device=device)
     plan = looked.plan(None, budget, solver)
     profile = looked.costs.profile if isinstance(looked.costs, Analytic) else None

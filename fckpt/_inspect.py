@@ -192,6 +192,15 @@ def stats(fn: Callable[..., Any]) -> Stats:
     return planner.ledger.stats
 
 
+def _checked_outputs(outputs: Any) -> Sequence[int | str] | None:
+    if outputs is None:
+        return None
+    chosen = [outputs] if isinstance(outputs, (int, str)) else outputs
+    if not isinstance(chosen, Sequence) or any(type(output) not in (int, str) for output in chosen):
+        raise ArgumentTypeError(f"outputs are ints or str, or a sequence of them, not {outputs!r}.")
+    return chosen
+
+
 class Looked:
     """A call that is traced and planned, but not run."""
 
@@ -209,9 +218,13 @@ class Looked:
             raise ArgumentTypeError(f"a plan needs a function or an nn.Module, not {type(fn).__name__}.")
         plain = plain_of(fn)
         run = plain.forward if isinstance(plain, nn.Module) else plain
-        self.chosen = [outputs] if isinstance(outputs, (int, str)) else outputs
+        self.chosen = _checked_outputs(outputs)
         region = getattr(fn, "_fckpt_region", None)
         given = DonatedArguments(run, *donated) or getattr(region, "donated", None)
+        if isinstance(costs, type) or not (costs is None or isinstance(costs, str) or callable(costs)):
+            raise ArgumentTypeError(
+                f"costs are a source such as fckpt.cost.Measured(), or the name of a profile, not {costs!r}."
+            )
         if isinstance(costs, str):
             costs = Analytic(profile_of(costs))
         target = _target(fn, args, kwargs, costs, device)

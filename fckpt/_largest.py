@@ -64,7 +64,7 @@ def largest(
 
     Raises:
         BudgetError: no plan fits the budget for the size `least`.
-        ArgumentTypeError: `least` or `most` is not an int of at least 1.
+        ArgumentTypeError: `make_args` is no function; `least` or `most` is not an int of at least 1.
         ArgumentValueError: the budget is a fraction, which every size can meet; `most` is smaller than `least`; or the
             peak does not grow with the size, and there is no `most`.
         TraceError: the function cannot be traced.
@@ -80,6 +80,8 @@ def largest(
         >>> fckpt.plan(loss, torch.zeros(rows, 64), budget="1MiB").peak_bytes <= 2**20
         True
     """
+    if not callable(make_args):
+        raise ArgumentTypeError(f"make_args must be a function of a size, not {type(make_args).__name__}.")
     if isinstance(budget, float):
         raise ArgumentValueError(
             f"largest needs a budget in bytes, not {budget!r}: a fraction of the plain peak grows with the size."

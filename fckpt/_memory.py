@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fckpt.errors import MeasurementError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, MeasurementError
 
 __all__ = ["PeakMemory", "collector_paused", "measure_operation", "measure_peak", "undisturbed"]
 
@@ -47,6 +47,8 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = "cpu") -> P
         Peak and remaining bytes, above what was held at the call.
 
     Raises:
+        ArgumentTypeError: `fn` cannot be called.
+        ArgumentValueError: there is no such device here, or it has no allocator.
         MeasurementError: this thread is recording already: `torch.profiler` is running, or another `measure_peak`.
 
     Example:
@@ -55,11 +57,12 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = "cpu") -> P
         >>> measure_peak(lambda: x.exp().sin()).peak_bytes
         2048
     """
-    device = torch.device(device)
+    if not callable(fn):
+        raise ArgumentTypeError(f"measure_peak takes a function without arguments, not {type(fn).__name__}.")
+    device, module = _with_module(device)
     gc.collect()
     if device.type == "cpu":
         return _measure_cpu(fn)
-    module = torch.get_device_module(device)
     module.synchronize(device)
     module.reset_peak_memory_stats(device)
     before = module.memory_allocated(device)
@@ -68,6 +71,18 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = "cpu") -> P
     peak, after = module.max_memory_allocated(device), module.memory_allocated(device)
     del result
     return PeakMemory(peak - before, after - before)
+
+
+def _with_module(device: Any) -> tuple[torch.device, Any]:
+    """Returns a device and the part of torch that knows its allocator."""
+    try:
+        found = torch.device(device)
+        module = torch.get_device_module(found)
+        if found.type == "cpu" or (module.is_available() and (found.index or 0) < module.device_count()):
+            return found, module
+    except (RuntimeError, TypeError):  # it is no device, or a device without memory, such as meta
+        pass
+    raise ArgumentValueError(f"the memory of the device {str(device)!r} cannot be measured: this machine has none.")
 
 
 @contextlib.contextmanager

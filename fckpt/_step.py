@@ -114,7 +114,9 @@ def step(
     if type(accumulate) is not int or accumulate < 1:
         raise ArgumentValueError(f"accumulate is a number of microbatches, at least 1, not {accumulate!r}.")
     for name, most in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        if most is not None and not (isinstance(most, (int, float)) and 0 < most < math.inf):
+        if most is not None and not (
+            isinstance(most, (int, float)) and not isinstance(most, bool) and 0 < most < math.inf
+        ):
             raise ArgumentValueError(f"{name} must be a number above 0, not {most!r}.")
     if clip_norm is not None and clip_value is not None:
         raise ArgumentValueError("clip_norm and clip_value together: it is unclear which clips first. Give one.")

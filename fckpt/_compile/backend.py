@@ -9,6 +9,7 @@ from torch import fx
 
 from fckpt._compile.by_size import CompiledBySize
 from fckpt._compile.compilation import Compilation
+from fckpt.errors import ArgumentTypeError
 
 __all__ = ["fckpt"]
 
@@ -50,6 +51,8 @@ def fckpt(
     Warns:
         BudgetWarning: the compiled function exceeds the budget, or nothing could be measured.
     """
+    if options is not None and not isinstance(options, dict):
+        raise ArgumentTypeError(f"options are a dict, not {type(options).__name__}: {options!r}.")
     compilation = Compilation(module, inputs, dict(options or {}), mode)
     function = compilation.compiled()
     return CompiledBySize(compilation, function) if compilation.is_for_more_sizes() else function

@@ -43,7 +43,9 @@ class Compilation:
     """The compilations of one graph under one budget."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any], mode: str | None):
-        """Checks the options, see `backend.fckpt`."""
+        """Checks the options, which are changed here, see `backend.fckpt`."""
+        if wrong := [key for key in options if not isinstance(key, str)]:
+            raise ArgumentTypeError(f"the names of options are str, not {type(wrong[0]).__name__}: {wrong[0]!r}.")
         budget: Budget | None = options.pop("budget", None)
         policy: PolicyLike | None = options.pop("policy", None)
         self.solver = options.pop("solver", "auto")
@@ -55,8 +57,6 @@ class Compilation:
                 "the compiler. Use a policy without names, or put the region below torch.compile: "
                 "fckpt.remat(fn, policy=...) runs by its plan there."
             )
-        if not isinstance(self.solver, str):
-            raise ArgumentTypeError(f"a solver is named by a str, not {type(self.solver).__name__}: {self.solver!r}.")
         solve.get(self.solver)  # raises an error that lists the solvers, if there is none of this name
         self.patches = {**_of_mode(options.pop("mode", mode)), **{k.replace("-", "_"): v for k, v in options.items()}}
         known = inductor.get_config_copy()

@@ -21,7 +21,7 @@ from fckpt.cost.calls import CostSource, OpCost, registered
 from fckpt.cost.measured import Measured
 from fckpt.cost.pairs import makers_of, paired_signature, workspace_maker
 from fckpt.cost.store import environment
-from fckpt.errors import users_stacklevel
+from fckpt.errors import ArgumentTypeError, name_of, users_stacklevel
 from fckpt.graph.graph import Graph, Node, Value, changed
 from fckpt.report.progress import Line
 
@@ -105,11 +105,19 @@ def _costs(
             if isinstance(source, Measured):
                 costs[key] = _measured(source, trace, calls, position, makers, held)
             else:
-                costs[key] = source(calls[position], trace.tensors)
+                costs[key] = _checked(source(calls[position], trace.tensors), source)
             line.update(len(costs), len(distinct), "priced {} of {} operations")
     if isinstance(source, Measured):
         _warn(source, before)
     return costs
+
+
+def _checked(cost: Any, source: CostSource) -> OpCost:
+    if not isinstance(cost, OpCost):
+        raise ArgumentTypeError(
+            f"a source of costs returns a fckpt.cost.OpCost, but {name_of(source)} returned {type(cost).__name__}."
+        )
+    return cost
 
 
 def _measured(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from fckpt.errors import ArgumentValueError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.solve._auto import auto
 from fckpt.solve._brute import brute
 from fckpt.solve._checkmate import checkmate, checkmate_lp
@@ -46,8 +46,14 @@ def get(name: str) -> Solver:
     """Returns the solver registered under `name`.
 
     Raises:
+        ArgumentTypeError: the name is no str.
         ArgumentValueError: no solver has this name.
     """
+    if not isinstance(name, str):
+        raise ArgumentTypeError(
+            f"a solver is named by a str, not {type(name).__name__}: {name!r}. fckpt.solve.register gives a function "
+            "a name."
+        )
     if name not in _SOLVERS:
         close = difflib.get_close_matches(name, names(), n=1)
         hint = f"Did you mean {close[0]!r}? " if close else ""

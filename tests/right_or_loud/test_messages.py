@@ -58,6 +58,44 @@ def test_wrong_static_arguments() -> None:
     assert torch.equal(fckpt.remat(fn, static_argnums=-1)(X, "anything"), X)
 
 
+def loss(w: torch.Tensor) -> torch.Tensor:
+    for _ in range(4):
+        w = w.tanh() * w
+    return w.sum()
+
+
+LAYER = nn.Linear(3, 1)
+STEP = LAYER, torch.optim.SGD(LAYER.parameters()), lambda model, x: model(x).sum()
+WRONG: dict[str, tuple[Any, str]] = {
+    "remat, solver": (lambda: fckpt.remat(loss, budget=0.9, solver=None), "solver is named by a str, not NoneType"),  # type: ignore[call-overload]
+    "plan, solver": (
+        lambda: fckpt.plan(loss, LEAF, budget=0.9, solver=loss),
+        "named by a str, not function: .*register",
+    ),  # type: ignore[arg-type]
+    "step, solver": (lambda: fckpt.step(*STEP, budget=0.9, solver=3), "named by a str, not int"),  # type: ignore[arg-type]
+    "step, norm": (lambda: fckpt.step(*STEP, clip_norm=True), "clip_norm must be a number above 0"),
+    "costs, int": (lambda: fckpt.plan(loss, LEAF, costs=3), "costs are a source such as"),  # type: ignore[arg-type]
+    "costs, class": (lambda: fckpt.plan(loss, LEAF, costs=fckpt.cost.Analytic), "costs are a source such as"),
+    "costs, result": (lambda: fckpt.plan(loss, LEAF, costs=lambda *_: None), "a lambda returned NoneType"),  # type: ignore[arg-type, return-value]
+    "outputs, float": (lambda: fckpt.plan(loss, LEAF, outputs=1.5), "outputs are ints or str"),  # type: ignore[arg-type]
+    "outputs, None": (lambda: fckpt.plan(loss, LEAF, outputs=[None]), "outputs are ints or str"),  # type: ignore[list-item]
+    "largest": (lambda: fckpt.largest(loss, 3, budget="1MiB"), "make_args must be a function of a size"),  # type: ignore[arg-type]
+    "estimate": (lambda: fckpt.estimate(LAYER, None, 3, X), "loss_fn must be a function"),  # type: ignore[arg-type]
+    "peak": (lambda: fckpt.measure_peak(3), "takes a function without arguments, not int"),  # type: ignore[arg-type]
+    "device, name": (lambda: fckpt.measure_peak(list, device="foo"), "the device 'foo' cannot be measured"),
+    "device, type": (lambda: fckpt.measure_peak(list, device=[1]), r"the device '\[1\]' cannot be"),  # type: ignore[arg-type]
+    "device, meta": (lambda: fckpt.measure_peak(list, device="meta"), "the device 'meta' cannot be measured"),
+    "device, none": (lambda: fckpt.measure_peak(list, device="cuda:99"), "'cuda:99' cannot be measured"),
+    "load": (lambda: fckpt.Plan.load(None), "the path of a plan is a str or a pathlib.Path"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize(("call", "match"), WRONG.values(), ids=WRONG)
+def test_wrong_types_of_arguments(call: Any, match: str) -> None:
+    with pytest.raises((fckpt.ArgumentTypeError, fckpt.ArgumentValueError), match=match):
+        call()
+
+
 def test_unhashable_static_leaves() -> None:
     def draws(x: torch.Tensor, s: Any) -> torch.Tensor:  # Dynamo captures no function that draws from a generator
         return x * torch.rand(3, generator=GENERATOR)
