@@ -235,7 +235,9 @@ def test_floats_that_are_computed_from_sizes_and_counters_round_as_in_python(num
         assert fckpt.stats(planned).sized >= 5
 
 
-@pytest.mark.parametrize("fn", [torch.var, torch.std, lambda x: (x - x.mean(0)) / x.std(0, correction=0)], ids=str)
+@pytest.mark.parametrize(
+    "fn", [torch.var, torch.std, lambda x: (x - x.mean(0)) / x.std(0, correction=0)], ids=["var", "std", "standardised"]
+)
 def test_gradients_that_are_divided_by_a_size(fn: Callable[[Tensor], Tensor], compared: list[bool]) -> None:
     planned = fckpt.remat(lambda x: fn(x @ W).sum(), budget=1.0)
     for rows in (4, 7, 9, 5, 12, 6, 3, 11):
