@@ -133,8 +133,8 @@ def test_a_python_float_that_changes_with_the_sizes() -> None:
     assert "has a Python float among its arguments" in found[2][0]
 
 
-def test_a_size_that_depends_on_data_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_size_that_depends_on_data_is_a_warning() -> None:
     layer = nn.Linear(32, 64)
     chosen = lambda x, mask: layer(x[mask]).tanh().exp().sum()
     run = torch.compile(chosen, backend="fckpt", options={"budget": "1MiB"}, fullgraph=True)

@@ -117,6 +117,7 @@ def test_a_closed_over_int_of_a_cell_is_part_of_the_signature(counts: Counts) ->
     assert counts.traces == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*is captured for the third time:fckpt.PlanWarning")
 def test_a_parameter_that_is_swapped_or_frozen_is_seen(counts: Counts) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     region = fckpt.remat(net, policy=NOTHING)
