@@ -20,7 +20,8 @@ from fckpt._planned import lower, sized_traces
 from fckpt._trace.operations import Backward, Trace
 from fckpt._trace.sized import same_trace
 
-WITHOUT_ATTENTION = torch.torch_version.TorchVersion(torch.__version__) < (2, 12)
+BEFORE_2_12 = torch.torch_version.TorchVersion(torch.__version__) < (2, 12)
+WITHOUT_ATTENTION = BEFORE_2_12
 """Whether torch's attention does not run on symbolic sizes."""
 Tracer = Callable[[Backward], Trace]
 
@@ -329,7 +330,7 @@ def test_signals_and_volumes_of_any_size_are_resized(mode: str, dims: int, compa
     for _ in range(8):
         x = torch.randn(2, *(generator.randint(2, 6) for _ in range(dims)), 6)
         assert_equal(torch.autograd.grad(planned(x), W), torch.autograd.grad(loss(x), W))
-    assert compared and all(compared)
+    assert all(compared) and (compared or BEFORE_2_12)  # 2.11 has no symbolic `x @ W`
 
 
 def test_a_counter_among_the_results_is_no_obstacle(compared: list[bool]) -> None:
