@@ -33,7 +33,7 @@ class Settings(NamedTuple):
     """What the caller of `torch.compile` chose for a backend."""
 
     options: dict[str, Any]
-    """The options; of Inductor, those of the mode too."""
+    """The options. For Inductor, they include the options of the mode."""
     mode: str | None
     dynamic: bool | None
 

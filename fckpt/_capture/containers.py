@@ -1,8 +1,8 @@
 """Sets and deques, which Dynamo models in another way than Python.
 
-A set is iterated over in the order of the hashes in its table, but Dynamo takes the order in which the function added
-the items. A function that iterates over a set of its own in another order than that is not captured. Deques lose the
-length to which they are limited. Seen on torch 2.11 and 2.13.
+Python iterates over a set in the order of its hash table, and Dynamo in the order in which items were added. A function
+that makes a set for which the two orders differ, and iterates over it, is not captured. Dynamo also forgets the limit
+(`maxlen`) of a deque. Seen on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _check_order(this: Any, tx: Any) -> None:
         return  # in the order of the set itself, which Dynamo guards
     try:
         items = [key.vt.as_python_constant() for key in this.items]
-    except NotImplementedError:
+    except NotImplementedError:  # items that are no constants, whose hashes may be addresses
         items = []
     if not items or list(set(items)) != items:
         raise LookupError("the function iterates over a set, whose order is not known before it runs")
@@ -167,3 +167,4 @@ def _joined(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _DEQUES = {"call_method": _within_limit, "var_getattr": _limit_read, "sq_concat_impl": _joined}
+"""The methods of Dynamo's model of deques that are wrapped."""

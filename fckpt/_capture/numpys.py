@@ -23,7 +23,7 @@ from fckpt._capture.patching import patched
 __all__ = ["numpy_not_computed"]
 
 _LIKE_PYTHONS: tuple[type, ...] = (np.float64, np.int64, np.bool_)
-"""Numbers that compute as those of Python do, and that PyTorch takes for those."""
+"""Types of numbers whose arithmetic is that of Python's numbers, to which PyTorch converts them."""
 
 
 def _as_constants(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +36,7 @@ def _as_constants(original: Callable[..., Any]) -> Callable[..., Any]:
             return ConstantVariable.create(value.item())
         found: Any = ConstantVariable.create(0)
         found.value = value
-        found.as_proxy = value.item  # as which PyTorch takes it
+        found.as_proxy = value.item  # PyTorch converts the number in the same way
         return found
 
     return wrap

@@ -1,4 +1,4 @@
-"""What a function that torch.compile compiles reads from tensors: sizes, such as that of `x[mask]`, and numbers."""
+"""Sizes (such as that of `x[mask]`) and numbers that a compiled function reads from the data of tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["reads_numbers", "sized_by_data"]
 
 
 def sized_by_data(module: fx.GraphModule) -> str:
-    """Returns the name and the place of the first result whose size depends on data; empty if there is none."""
+    """Returns the name and the place of the first result whose size depends on data, or an empty string."""
     for node in module.graph.nodes:
         if node.op.startswith("call") and _is_unknown(node.meta.get("example_value")):
             place = source_of(node)
