@@ -28,7 +28,7 @@ from fckpt._trace.operations import Call, Ref, TensorSpec
 from fckpt.cost.analytic import flops_of
 from fckpt.cost.calls import OpCost, named, refs
 
-__all__ = ["CostsBySize"]
+__all__ = ["CostsBySize", "Operation"]
 
 _ENOUGH = 3
 """The number of measured sizes of an operation from which other sizes are interpolated."""
@@ -45,6 +45,47 @@ _Place = tuple[int, int, Any, str]
 Calls of one function may have different backward passes.
 """
 _Shapes = tuple[tuple[int, ...], ...]
+
+
+class Operation:
+    """A call at a position of a trace, with what its costs depend on."""
+
+    def __init__(self, calls: Sequence[Call], position: int, specs: Sequence[TensorSpec]) -> None:
+        """Describes the call at `position` in `calls`, the calls of a trace, whose tensors have these specs."""
+        self.call, self.specs = calls[position], specs
+        self.number = len(calls), position
+        inputs = [ref.tensor for ref in refs((self.call.args, self.call.kwargs))]
+        self.tensors = [*inputs, *(t for t in self.call.outputs if t is not None)]
+        """The numbers of the tensors that the call reads and makes."""
+
+    @functools.cached_property
+    def place(self) -> _Place:
+        """What identifies the operation among calls of other sizes."""
+        same = _fixed_numbers(self.call.op)
+        pairs = named(self.call).items()
+        arguments = [value if name in same else _described(value, self.specs) for name, value in pairs]
+        results = [None if t is None else self.specs[t].dtype for t in self.call.outputs]
+        return *self.number, self.call.op, f"{arguments} {results}"
+
+    @functools.cached_property
+    def shapes(self) -> _Shapes:
+        """The shapes of the tensors."""
+        return tuple([self.specs[t].shape for t in self.tensors])
+
+    @functools.cached_property
+    def flops(self) -> int:
+        """The floating point operations."""
+        return flops_of(self.call, self.specs)
+
+    @functools.cached_property
+    def work(self) -> int:
+        """A number that grows with the sizes of an operation: the bytes of its tensors, and its FLOPs."""
+        return sum([_nbytes(self.specs[t]) for t in {*self.tensors}]) + self.flops
+
+    @functools.cached_property
+    def results(self) -> tuple[int, ...]:
+        """The bytes of the results if each has a storage of its own."""
+        return tuple([0 if t is None else _nbytes(self.specs[t]) for t in self.call.outputs])
 
 
 class CostsBySize:
@@ -66,35 +107,22 @@ class CostsBySize:
             for known in (self._times, self._temporaries, self._unforeseen):
                 known.clear()
 
-    def add(
-        self, calls: Sequence[Call], position: int, specs: Sequence[TensorSpec], cost: OpCost, *, timed: bool = True
-    ) -> None:
-        """Adds the measured cost of the call at a position of a trace.
-
-        Args:
-            calls: the calls of the trace.
-            position: the position of the call in `calls`.
-            specs: the specs of the tensors, by number.
-            cost: the cost.
-            timed: whether the time of the call was measured, and not only the memory.
-        """
-        place, call = _place(calls, position, specs), calls[position]
-        points, work = self._times.setdefault(place, []), _work(call, specs)
+    def add(self, operation: Operation, cost: OpCost, *, timed: bool = True) -> None:
+        """Adds the measured cost of an operation. `timed`: whether its time was measured, and not only its memory."""
+        place, call, work = operation.place, operation.call, operation.work
+        points = self._times.setdefault(place, [])
         if timed and all(known != work for known, _ in points):
             bisect.insort(points, (work, cost.seconds))
-        if _used(call, cost.storages) != _used(call, _results(call, specs)):
+        if _used(call, cost.storages) != _used(call, operation.results):
             self._unforeseen.add(place)
         known = self._temporaries.setdefault(place, {})
-        known[_shapes(call, specs)] = cost.temporary_nbytes
+        known[operation.shapes] = cost.temporary_nbytes
         if len(known) > _MOST:
             del known[next(iter(known))]
 
-    def seconds(self, calls: Sequence[Call], position: int, specs: Sequence[TensorSpec]) -> float | None:
-        """Returns the time of a call, see `add`; None if too few sizes have been measured."""
-        return self._seconds(_place(calls, position, specs), _work(calls[position], specs))
-
-    def _seconds(self, place: _Place, work: int) -> float | None:
-        points = self._times.get(place, [])
+    def seconds(self, operation: Operation) -> float | None:
+        """Returns the time of an operation; None if too few sizes have been measured."""
+        points, work = self._times.get(operation.place, []), operation.work
         if len(points) < _ENOUGH:
             return None
         right = min(max(1, bisect.bisect_left(points, (work, 0.0))), len(points) - 1)
@@ -102,37 +130,28 @@ class CostsBySize:
         found = shorter + (longer - shorter) * (work - less) / (more - less)
         return max(found, min(seconds for _, seconds in points) / 2)
 
-    def cost(self, calls: Sequence[Call], position: int, specs: Sequence[TensorSpec]) -> OpCost | None:
-        """Returns the whole cost of a call, see `add`, if its memory is known too; None if it has to be measured."""
-        call, place = calls[position], _place(calls, position, specs)
-        temporary = None if place in self._unforeseen else self._temporary(place, call, specs)
-        if temporary is None:
+    def cost(self, operation: Operation) -> OpCost | None:
+        """Returns the whole cost of an operation if its memory is known too; None if it has to be measured."""
+        temporary = None if operation.place in self._unforeseen else self._temporary(operation)
+        seconds = None if temporary is None else self.seconds(operation)
+        if temporary is None or seconds is None:
             return None
-        flops = flops_of(call, specs)
-        seconds = self._seconds(place, _nbytes(call, specs) + flops)
-        return None if seconds is None else OpCost(seconds, flops, temporary, _results(call, specs))
+        return OpCost(seconds, operation.flops, temporary, operation.results)
 
-    def _temporary(self, place: _Place, call: Call, specs: Sequence[TensorSpec]) -> int | None:
-        """Returns the bytes that a call needs besides its results, if other sizes determine them."""
-        known = self._temporaries.get(place, {})
-        if getattr(call.op, "namespace", "") != "aten":
+    def _temporary(self, operation: Operation) -> int | None:
+        """Returns the bytes that an operation needs besides its results, if other sizes determine them."""
+        known, op = self._temporaries.get(operation.place, {}), operation.call.op
+        if getattr(op, "namespace", "") != "aten":
             return None
-        if torch.Tag.pointwise in call.op.tags and not any(known.values()):
+        if torch.Tag.pointwise in op.tags and not any(known.values()):
             return 0 if known else None
-        if _LIBRARIES.search(str(call.op)) or any(specs[t].device.type != "cpu" for t in _tensors(call)):
+        specs = operation.specs
+        if _LIBRARIES.search(str(op)) or any(specs[t].device.type != "cpu" for t in operation.tensors):
             return None
-        shapes = _shapes(call, specs)
+        shapes = operation.shapes
         most = min((nbytes for larger, nbytes in known.items() if _is_within(shapes, larger)), default=None)
         least = max((nbytes for smaller, nbytes in known.items() if _is_within(smaller, shapes)), default=0)
         return most if most == least else None
-
-
-def _place(calls: Sequence[Call], position: int, specs: Sequence[TensorSpec]) -> _Place:
-    call = calls[position]
-    same = _fixed_numbers(call.op)
-    arguments = [value if name in same else _described(value, specs) for name, value in named(call).items()]
-    results = [None if t is None else specs[t].dtype for t in call.outputs]
-    return len(calls), position, call.op, f"{arguments} {results}"
 
 
 @functools.lru_cache(1024)
@@ -169,15 +188,6 @@ def _layout(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, st
     return tuple(found)
 
 
-def _tensors(call: Call) -> list[int]:
-    """Returns the numbers of the tensors that a call reads and makes."""
-    return [*(ref.tensor for ref in refs((call.args, call.kwargs))), *(t for t in call.outputs if t is not None)]
-
-
-def _shapes(call: Call, specs: Sequence[TensorSpec]) -> _Shapes:
-    return tuple([tuple(specs[t].shape) for t in _tensors(call)])
-
-
 def _is_within(shapes: _Shapes, larger: _Shapes) -> bool:
     """Whether no tensor is larger in any dimension."""
     return all(
@@ -186,18 +196,8 @@ def _is_within(shapes: _Shapes, larger: _Shapes) -> bool:
     )
 
 
-def _work(call: Call, specs: Sequence[TensorSpec]) -> int:
-    """Returns a number that grows with the sizes of an operation: the bytes of its tensors, and its FLOPs."""
-    return _nbytes(call, specs) + flops_of(call, specs)
-
-
-def _nbytes(call: Call, specs: Sequence[TensorSpec]) -> int:
-    return sum([prod(specs[t].shape) * specs[t].dtype.itemsize for t in {*_tensors(call)}])
-
-
-def _results(call: Call, specs: Sequence[TensorSpec]) -> tuple[int, ...]:
-    """Returns the bytes of the results if each has a storage of its own."""
-    return tuple([0 if t is None else prod(specs[t].shape) * specs[t].dtype.itemsize for t in call.outputs])
+def _nbytes(spec: TensorSpec) -> int:
+    return prod(spec.shape) * spec.dtype.itemsize
 
 
 def _used(call: Call, storages: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ from fckpt._trace.allocations import rounded
 from fckpt._trace.operations import Call, TensorSpec, Trace, is_random, is_tagged_random
 from fckpt.cost.allocators import granularity
 from fckpt.cost.analytic import Analytic
-from fckpt.cost.by_size import CostsBySize
+from fckpt.cost.by_size import CostsBySize, Operation
 from fckpt.cost.calls import CostSource, OpCost, registered
 from fckpt.cost.measured import Measured
 from fckpt.cost.pairs import makers_of, paired_signature, workspace_maker
@@ -132,11 +132,12 @@ def _measured(
     others: CostsBySize | None = trace.other_sizes
     if others is None or registered(calls[position], trace.tensors) is not None:
         return source(calls[position], trace.tensors, makers, held)
-    found = others.cost(calls, position, trace.tensors)
+    operation = Operation(calls, position, trace.tensors)
+    found = others.cost(operation)
     if found is None:
-        seconds = others.seconds(calls, position, trace.tensors)
+        seconds = others.seconds(operation)
         found = source(calls[position], trace.tensors, makers, held, seconds)
-        others.add(calls, position, trace.tensors, found, timed=seconds is None)
+        others.add(operation, found, timed=seconds is None)
     return found
 
 

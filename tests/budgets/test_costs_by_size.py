@@ -17,7 +17,7 @@ import fckpt
 from fckpt._planned.planner import traced_without_running
 from fckpt._trace.operations import Call, Ref, TensorSpec, Trace
 from fckpt.cost import Measured
-from fckpt.cost.by_size import CostsBySize
+from fckpt.cost.by_size import CostsBySize, Operation
 from fckpt.cost.calls import OpCost
 from fckpt.cost.pricing import price
 
@@ -33,12 +33,12 @@ def test_times_lie_between_those_of_neighbouring_sizes() -> None:
     costs = CostsBySize()
     for rows, seconds in ((10, 1.0), (30, 3.0), (20, 2.0)):
         calls, specs = _call(rows)
-        assert costs.seconds(calls, 0, specs) is None
-        costs.add(calls, 0, specs, OpCost(seconds, 0, 0, (rows * 32,)))
+        assert costs.seconds(Operation(calls, 0, specs)) is None
+        costs.add(Operation(calls, 0, specs), OpCost(seconds, 0, 0, (rows * 32,)))
     for rows, seconds in ((10, 1.0), (15, 1.5), (22, 2.2), (50, 5.0), (2, 0.5)):
         calls, specs = _call(rows)
-        assert costs.seconds(calls, 0, specs) == pytest.approx(seconds)
-    found = costs.cost(*_position(*_call(15)))
+        assert costs.seconds(Operation(calls, 0, specs)) == pytest.approx(seconds)
+    found = costs.cost(Operation(*_position(*_call(15))))
     assert found is not None and (found.temporary_nbytes, found.storages) == (0, (15 * 32,))
 
 
@@ -50,9 +50,9 @@ def test_an_operation_with_temporaries_is_measured_at_each_size() -> None:
     costs = CostsBySize()
     for rows in (10, 20, 30):
         calls, specs = _call(rows)
-        costs.add(calls, 0, specs, OpCost(1.0, 0, 8 * (rows == 20), (rows * 32,)))
-    assert costs.cost(*_position(*_call(25))) is None
-    assert costs.seconds(*_position(*_call(25))) == 1.0
+        costs.add(Operation(calls, 0, specs), OpCost(1.0, 0, 8 * (rows == 20), (rows * 32,)))
+    assert costs.cost(Operation(*_position(*_call(25)))) is None
+    assert costs.seconds(Operation(*_position(*_call(25)))) == 1.0
 
 
 def _softmax(rows: int) -> tuple[list[Call], list[TensorSpec]]:
@@ -76,9 +76,9 @@ def test_memory_is_known_between_sizes_that_need_the_same(
     costs = CostsBySize()
     for rows, temporary in zip((10, 20, 30), nbytes, strict=True):
         calls, specs = _softmax(rows)
-        costs.add(calls, 0, specs, OpCost(1.0, 0, temporary, (rows * 32,)))
+        costs.add(Operation(calls, 0, specs), OpCost(1.0, 0, temporary, (rows * 32,)))
     for rows, temporary in known.items():
-        found = costs.cost(*_position(*_softmax(rows)))
+        found = costs.cost(Operation(*_position(*_softmax(rows))))
         assert (None if found is None else found.temporary_nbytes) == temporary, rows
 
 
@@ -95,8 +95,8 @@ def test_memory_is_measured_where_it_does_not_grow_with_sizes(change: str) -> No
 
     for rows in (10, 20, 30):
         calls, specs = call(rows)
-        costs.add(calls, 0, specs, OpCost(1.0, 0, 0, (rows * 32 + 64 * (change == "results"),)))
-    assert costs.cost(*_position(*call(20))) is None
+        costs.add(Operation(calls, 0, specs), OpCost(1.0, 0, 0, (rows * 32 + 64 * (change == "results"),)))
+    assert costs.cost(Operation(*_position(*call(20)))) is None
 
 
 @pytest.mark.sweep(2)
