@@ -32,9 +32,10 @@ from fckpt._capture.function import BatchedGraph
 from fckpt._fuse.option import Kernels
 from fckpt._module import remat_module
 from fckpt._planned.batched import NOT_BATCHED, Batching, outer_batch, run_batched
-from fckpt._planned.execution import NOT_AGAIN, Execution, Program
+from fckpt._planned.execution import NOT_AGAIN, Execution
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.planner import LazyModules, Planner
+from fckpt._planned.program import Program
 from fckpt._planned.programs import Programs
 from fckpt._planned.tiling import Tile
 from fckpt._planned.tracing import TRACING, CapturedTensors, graph_tracer

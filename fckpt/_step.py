@@ -19,10 +19,10 @@ from fckpt._call.results import Rebuilt, is_number
 from fckpt._capture.function import GraphFunction
 from fckpt._fuse.option import Kernels, check_kernels
 from fckpt._module import check_plannable
-from fckpt._planned.execution import Program
 from fckpt._planned.making import check_budget
 from fckpt._planned.optimizers import Updates
 from fckpt._planned.plan import Budget, Plan
+from fckpt._planned.program import Program
 from fckpt._planned.stepping import StepPlanner
 from fckpt._planned.tiling import Tile, check_tile
 from fckpt._planned.tracing import TRACING, CapturedTensors, graph_tracer

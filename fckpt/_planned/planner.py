@@ -25,11 +25,11 @@ from fckpt._capture.output_hooks import output_hooks_registered
 from fckpt._capture.reads import Guards, Reads
 from fckpt._fuse.option import Kernels
 from fckpt._planned.agreement import agreed, mesh_of
-from fckpt._planned.execution import Program
 from fckpt._planned.families import Families, is_shared
 from fckpt._planned.ledger import Ledger
 from fckpt._planned.making import make_plan, nbytes_of, priced
 from fckpt._planned.plan import Budget, Plan
+from fckpt._planned.program import Program
 from fckpt._planned.programs import Experience, Programs
 from fckpt._planned.sized_traces import SizedTraces
 from fckpt._planned.stored import StoredPlans, stored_plans

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fckpt._planned.execution import Program
+from fckpt._planned.program import Program
 from fckpt._planned.tracing import TRACING
 from fckpt._trace.operations import Backward, Observed
 

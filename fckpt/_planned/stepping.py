@@ -12,11 +12,11 @@ import torch
 
 from fckpt._call import ambient
 from fckpt._fuse.option import Kernels
-from fckpt._planned.execution import Program
 from fckpt._planned.late_writes import without_recomputation
 from fckpt._planned.making import priced
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.planner import Planner, _identity
+from fckpt._planned.program import Program
 from fckpt._planned.tiling import Tile, tiled_or_hinted
 from fckpt._trace.operations import Backward, Trace
 from fckpt._trace.updates import UPDATE, Ending, runs

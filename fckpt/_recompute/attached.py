@@ -16,6 +16,7 @@ functorch's.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -343,9 +344,12 @@ def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
+        found = re.search(r"\[(\S+ \[[\d, ]*\])[^[]*version (\d+); expected version (\d+)", str(error))
+        which = f" ({found[1]}, version {found[3]} -> {found[2]})" if found else ""
         raise MutationError(
-            f"an argument of {region_name(_user_function(ctx.primitive))} was changed in place between forward and "
-            "backward: the recompute would see other values. Run backward before changing it, or change a copy."
+            f"an argument or a captured tensor{which} of {region_name(_user_function(ctx.primitive))} was changed in "
+            "place between forward and backward: the recompute would see other values. Run backward before changing "
+            "it, or change a copy."
         ) from error
 
 

@@ -7,8 +7,6 @@ memory. As in plain autograd, the backward pass receives a value only if it has 
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,6 +17,7 @@ from torch.autograd import forward_ad
 
 from fckpt import _tree as tree
 from fckpt._call.conditions import Again, Versions, may_be_statistics, with_attributes
+from fckpt._call.contents import WORD, is_dense, words_in
 from fckpt._call.levels import EXCLUDE_LEGACY_VMAP, below_all, is_wrapped, transforms_active
 from fckpt._call.modules import storage_of
 from fckpt._call.rng import SHARED
@@ -104,43 +103,27 @@ def _shape(tensor: torch.Tensor) -> torch.Size:
 
 
 def _hex(word: int) -> str:
-    return word.to_bytes(_WORD, sys.byteorder).hex()
-
-
-_WORD = 8
+    return word.to_bytes(WORD, sys.byteorder).hex()
 
 
 def _sample(tensor: torch.Tensor, words: int) -> tuple[int, ...]:
     """Returns about `words` words spread over the memory of a value on the CPU, which most impure functions change.
 
-    They are spread because a value may begin with zeros (after relu, for example). If other threads may draw from the
-    same generator, masks are read as well.
+    If other threads may draw from the same generator, masks are read as well.
     """
     if not (tensor.requires_grad or (words == MANY and tensor.dim() != 1)):  # 1-d: possibly statistics
         return ()
     if not words or type(tensor) is not torch.Tensor or not tensor.is_cpu:
         return ()
-    count = tensor.numel() * tensor.element_size() // _WORD
-    if not count or tensor.layout is not torch.strided or not (tensor.is_contiguous() or _is_dense(tensor)):
+    count = tensor.numel() * tensor.element_size() // WORD
+    if not count or tensor.layout is not torch.strided:
+        return ()
+    if not (tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride())):
         return ()
     if is_wrapped(tensor) or tensor._is_zerotensor():
         return ()
-    address = torch._C._data_address(tensor)
-    if not address:  # no memory: a zero tangent, for example
-        return ()
-    step = count // words | 1  # odd, because an even step would often read the same columns of every row
-    return tuple(_words(count).from_address(address)[::step])
-
-
-@functools.lru_cache(maxsize=256)
-def _words(count: int) -> Any:
-    return ctypes.c_uint64 * count
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a permuted tensor fill its memory without gaps."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return reach + 1 == tensor.numel()
+    address = torch._C._data_address(tensor)  # 0 if there is no memory: a zero tangent, for example
+    return words_in(address, count, words) if address else ()
 
 
 class Found(NamedTuple):

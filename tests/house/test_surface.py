@@ -36,7 +36,7 @@ PRIVATE = {
         "_fuse/inductor.py",
         "_trace/",
         "_tile/",
-        "_planned/execution.py",
+        "_planned/program.py",
         "_inspect.py",
         "spmd/varying.py",
     ),
