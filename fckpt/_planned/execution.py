@@ -78,8 +78,10 @@ class Execution:
         """By written captured tensor whose previous value matters: a copy of that value, or None if not copied."""
         self.residuals: list[Any] | None = None
         self.certain = certain
-        self.contents: dict[int, Any] = {}
-        """What operands contained in the forward pass, for those from which values may be recomputed."""
+        self.contents: list[tuple[int, int, Any]] = []
+        """For operands from which values may be recomputed: the operand, a number of words, and a sample of so many
+        words in the forward pass.
+        """
         self.shared: list[tuple[torch.Tensor, int]] = []
         """The outputs that are also residuals, with their versions: the caller may change them in place."""
         self.written: list[tuple[torch.Tensor, int]] = []
@@ -103,7 +105,8 @@ class Execution:
             operands = [t for t, _ in map(self._batch, operands)]
             given = self._given(self.program, operands, self.statistics)
             read = self.program.read_again if self.certain else self.program.uses - self.program.written
-            self.contents = {i: contents(given[i], self.program.words[i]) for i in read}
+            words = self.program.words
+            self.contents = [(i, words[i], contents(given[i], words[i])) for i in read]
             outputs, self.residuals = self.program.lowered.forward(given)
             kept = {t.untyped_storage()._cdata for t in self.residuals if isinstance(t, torch.Tensor)}
             self.shared = [(t, t._version) for t in outputs if t.untyped_storage()._cdata in kept]
@@ -194,6 +197,15 @@ class Execution:
             self.returned |= {StorageWeakRef(g.untyped_storage()): g.nbytes for g in known}
         self.seen()
         return self._batched(grads, [self.program.trace.grad_dims[i] for i in self._gradients()])
+
+    @property
+    def summed(self) -> Sequence[int]:
+        """The operands whose gradients are sums of several contributions, until the warning has been given."""
+        return () if self.ledger.warned_of_sums else self.program.summed
+
+    def used_elsewhere(self, operand: int) -> None:
+        """Warns that others have contributed to the gradient of an operand before this call."""
+        self.ledger.adds_later(self.program.origin(self._gradients()[operand]))
 
     def _formulas_match(self, recorded: bool, wrapped: bool) -> bool:
         """Whether the plan was made with the derivative formulas of this backward pass."""
@@ -287,8 +299,8 @@ class Execution:
     def _check_contents(self, operands: Sequence[torch.Tensor]) -> None:
         """Raises an error if operands from which values are recomputed have other contents than in the forward pass."""
         given = self._given(self.program, operands, [])
-        for i, then in self.contents.items():
-            if contents(given[i], self.program.words[i]) != then:
+        for i, words, then in self.contents:
+            if contents(given[i], words) != then:
                 raise MutationError(
                     f"{self.program.origin(i)} has been overwritten between forward and backward, in a way that "
                     "autograd does not count (through .data or a NumPy array, for example). The plan recomputes values "

@@ -193,6 +193,25 @@ class Ledger:
             stacklevel=users_stacklevel(),
         )
 
+    @property
+    def warned_of_sums(self) -> bool:
+        """Whether the warning of `adds_later` has been given."""
+        return "sums" in self._warned
+
+    def adds_later(self, name: str) -> None:
+        """Warns, once, that others contributed to the gradient of an operand before the sum of a planned call."""
+        if self.warned_of_sums:
+            return
+        self._warned.add("sums")
+        warnings.warn(
+            f"{self.name} uses {name} more than once, and {name} is used outside of the call as well (by another call, "
+            "for example). A planned call adds up its own contributions to a gradient before autograd adds them to "
+            "those of others; plain autograd adds one after the other. So this gradient may differ from that of the "
+            "plain function in the last bits. To avoid that, put the budget around all uses.",
+            GradientWarning,
+            stacklevel=users_stacklevel(),
+        )
+
     def told_compiled(self, lines: Sequence[str]) -> None:
         """Warns, once, that lines of a library are told that they are compiled."""
         if not lines or "told compiled" in self._warned:

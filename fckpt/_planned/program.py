@@ -76,6 +76,8 @@ class Program:
         places = {i: place for place, i in enumerate([*range(count), *self.read_only])}
         self.delivered = [places[i] for i in trace.delivered if i in places]
         """The operands of the call for autograd that are leaves, in the order in which they get their gradients."""
+        self.summed = [places[i] for i in _summed(trace) if i in places]
+        """The operands of the call for autograd whose gradients are sums of several contributions."""
         self.statistics = [i for i in closed_over if i in self.written]
         """The captured tensors that the forward pass writes."""
         behind = _behind_results(trace) if self.statistics else set[int]()
@@ -271,6 +273,19 @@ def _cast(trace: Trace) -> list[int]:
     return [i for i, (t, grad) in enumerate(pairs) if grad is not None and t in converted]
 
 
+def _summed(trace: Trace) -> list[int]:
+    """Returns the operands whose gradients autograd's engine adds up from several contributions."""
+    nodes, found = trace.graph.nodes, []
+    for i, t in enumerate(trace.gradients):
+        maker = None if t is None else trace.graph.values[trace.tensors[t].value].producer
+        while maker is not None and nodes[maker].op in _COPIES:
+            maker = trace.graph.values[nodes[maker].inputs[0]].producer
+        if maker is not None and nodes[maker].backward and nodes[maker].accumulates:
+            found.append(i)
+    return found
+
+
+_COPIES = ("aten.clone.default", "aten._to_copy.default")
 _CONVERT = torch.ops.aten._to_copy.default
 
 

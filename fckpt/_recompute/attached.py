@@ -49,6 +49,7 @@ from fckpt._call.results import Flat
 from fckpt._recompute.delivery import delivered_in_order
 from fckpt._recompute.dependent_outputs import check_dependents, watch
 from fckpt._recompute.hooks_without_gradient import skip_hooks
+from fckpt._recompute.other_uses import watch_sums
 from fckpt._recompute.primitives import Batched, Dual, Primitive, Pullback, UserCall
 from fckpt.errors import MutationError, region_name
 
@@ -334,6 +335,9 @@ class _Recompute(_SingleLevelFunction):
             found = iter(bind(pullback, operands, min(ctx.floor, level if alive else level - 1)))
             grads = [next(found) if need else None for need in needs]
         if not ctx.level:
+            planned = ctx.primitive.planned if isinstance(ctx.primitive, UserCall) else None
+            if planned is not None and not torch.is_grad_enabled():
+                watch_sums(saved, grads, planned)
             skip_hooks(x for x, need, grad in zip(saved, needs, grads, strict=True) if need and grad is None)
         return (None, None, None, None, None, None, *grads)
 

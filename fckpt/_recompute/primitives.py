@@ -40,6 +40,15 @@ class Primitive(Protocol):
 class Planned(Protocol):
     """Computes the outputs and gradients of one call by a plan, each once; returns None if it cannot (any more)."""
 
+    @property
+    def summed(self) -> Sequence[int]:
+        """The operands whose gradients are sums of several contributions, if others may contribute to them, too."""
+        ...
+
+    def used_elsewhere(self, operand: int) -> None:
+        """Is called if others have contributed to the gradient of such an operand before this call."""
+        ...
+
     def forward(self, operands: Sequence[torch.Tensor]) -> Flat | None: ...
 
     def backward(

@@ -1,0 +1,51 @@
+"""Detects that the caller, too, uses an operand whose gradient a planned call has added up.
+
+Plain autograd adds the contributions to a gradient in the order in which their operations are reached. A planned call
+adds its own contributions first. If the caller's contribution comes before them, the order differs, and so may the last
+bits. Autograd does not say who else contributes to a gradient. But if nobody does, it passes on the very tensor that
+the planned call has returned; and if others contribute later, it adds to that tensor in place where it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fckpt._recompute.primitives import Planned
+
+__all__ = ["watch_sums"]
+
+
+def watch_sums(operands: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], planned: Planned) -> None:
+    """Has `planned` told of the operands whose gradients get other contributions before those of the planned call.
+
+    Operands with hooks of their own, which may change gradients, are left out.
+
+    Args:
+        operands: the operands of the planned call.
+        grads: the gradients that the planned call is about to return.
+        planned: the call.
+    """
+    for place in planned.summed:
+        operand, grad = operands[place], grads[place]
+        others = [hook for hook in (operand._backward_hooks or {}).values() if not isinstance(hook, _Sum)]
+        if grad is not None and not others:
+            _Sum(operand, grad.data_ptr(), place, planned)
+
+
+class _Sum:
+    """A hook of an operand, for one backward pass: it compares the gradient of the operand with that of the call."""
+
+    def __init__(self, operand: torch.Tensor, address: int, place: int, planned: Planned) -> None:
+        self.address = address
+        self.place = place
+        self.planned = planned
+        self.task = torch._C._current_graph_task_id()
+        self.handle: Any = operand.register_hook(self)
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        self.handle.remove()
+        if self.task == torch._C._current_graph_task_id() and grad.data_ptr() != self.address:
+            self.planned.used_elsewhere(self.place)

@@ -1,0 +1,108 @@
+"""Operands that a planned call uses several times, and that the caller uses, too: plain's bits, or a warning."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_equal
+from torch import Tensor
+
+import fckpt
+from fckpt import measure_peak
+
+Fn = Callable[[Tensor, Tensor], Tensor]
+
+LOUD = "uses .* more than once, and .* is used outside of the call as well"
+
+
+def several(x: Tensor, w: Tensor) -> Tensor:
+    """Uses both operands several times."""
+    return torch.tanh(x @ w) * torch.sin(x) + (x * 0.3) @ w
+
+
+def once(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w)
+
+
+PROGRAMS: dict[str, tuple[Fn, Callable[[Fn, Tensor, Tensor], Tensor], bool]] = {
+    # A function, a program that calls it, and whether others contribute to a sum before the call does.
+    "nothing else": (several, lambda f, x, w: f(x, w), False),
+    "a residual": (several, lambda f, x, w: x + f(x, w), True),
+    "a residual that is used later": (several, lambda f, x, w: f(x, w) + torch.cos(x), True),
+    "once inside": (once, lambda f, x, w: x + f(x, w) + torch.cos(x), False),
+    "before the call": (several, lambda f, x, w: torch.cos(x) + f(x, w), False),
+    "two calls": (several, lambda f, x, w: f(x, w) - f(x * 2, w), True),
+    "two calls, each once": (once, lambda f, x, w: f(x, w) - f(x * 2, w), False),
+    "a penalty": (several, lambda f, x, w: f(x, w).sum() + w.square().sum(), True),
+}
+
+
+def operands() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(64, 64, generator=generator) / 8, torch.randn(64, 64, generator=generator) / 8
+
+
+def gradients(program: Callable[[Tensor, Tensor], Tensor], how: str) -> list[Tensor]:
+    first, w = (t.requires_grad_() for t in operands())
+    x = first if how == "leaves" else first * 1.5
+    loss = program(x, w).sum()
+    if how == "grad":
+        return [*torch.autograd.grad(loss, [x, w])]
+    loss.backward()
+    assert not first._backward_hooks and not w._backward_hooks and not x._backward_hooks
+    return [first.grad, w.grad]
+
+
+@pytest.mark.parametrize("how", ["leaves", "computed", "grad"])
+@pytest.mark.parametrize("options", [{"budget": 1.0}, {"policy": fckpt.policies.nothing_saveable}, {}], ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_bits_of_plain_or_a_warning(name: str, options: dict[str, Any], how: str) -> None:
+    fn, program, warned = PROGRAMS[name]
+    region = fckpt.remat(fn, **options)
+    expected = gradients(lambda x, w: program(fn, x, w), how)
+    for call in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = gradients(lambda x, w: program(region, x, w), how)
+        texts = [str(w.message) for w in caught]
+        if options and warned and call == 0:
+            with pytest.warns(fckpt.GradientWarning, match=LOUD):
+                for w in caught:
+                    warnings.warn(w.message, stacklevel=1)
+            assert len(texts) == 1, texts
+        else:
+            assert not texts, texts
+        if not options or not warned:
+            assert_equal(found, expected)
+        else:
+            for ours, theirs in zip(found, expected, strict=True):
+                assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)  # another order of the same sum
+
+
+def test_hooks_of_the_caller_run_once_and_may_change_gradients() -> None:
+    region = fckpt.remat(several, budget=1.0)
+    x, w = (t.requires_grad_() for t in operands())
+    seen: list[str] = []
+    w.register_hook(lambda grad: seen.append("w") or grad * 2)
+    for _ in range(2):
+        region(x, w).sum().backward()
+    assert seen == ["w", "w"]
+    plain = [t.requires_grad_() for t in operands()]
+    for _ in range(2):
+        several(*plain).sum().backward()
+    assert_equal([x.grad, w.grad / 2], [t.grad for t in plain])
+
+
+def test_watching_takes_no_memory() -> None:
+    x, w = (t.requires_grad_() for t in operands())
+    loss = lambda x, w: several(x, w).sum()
+    region = fckpt.remat(loss, budget=1.0)
+    for _ in range(2):
+        x.grad = w.grad = None
+        region(x, w).backward()
+    x.grad = w.grad = None
+    assert measure_peak(lambda: region(x, w).backward()).peak_bytes == fckpt.plan(loss, x, w, budget=1.0).peak_bytes
