@@ -265,6 +265,7 @@ class PlannedRegion(Region):
             else lambda: graph_tracer(function, names, of_training, batch),
         )
         program = programs.likely()
+        self.planner.ledger.computes_before(captured.branches.nbytes, program.plan.peak_bytes)
         call = UserCall(function, Arguments(tuple(function.arguments), {}), self.buffer_writes)
         conditions = _GraphConditions(call, program, function, closure, layouts, key[1])
         return self._run_planned(call, programs, program, closure, conditions, level)

@@ -5,7 +5,7 @@ a condition can be computed before each call, because it depends only on tensors
 differentiate. If the outcome differs, the capture is not valid for the call.
 
 A condition that depends on parameters changes during training, and computing it would take the model's operations, so
-such a branch cannot be captured. Nor can one that takes more memory than the largest tensor.
+such a branch cannot be captured. Nor can one that takes several times the memory of the largest tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import dis
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ __all__ = ["Branches"]
 _MOST_CALLS = 64
 """The most calls that a condition may consist of."""
 _MOST_CONDITIONS = 64
+_MOST_TENSORS = 4
+"""A condition may take this many times the memory of the largest tensor of the function."""
 _MOST_SIZES = 1024
 """The most sizes for which the outcome of a condition is remembered."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -46,13 +48,22 @@ class _Condition:
     """A condition on the data or sizes of tensors, as a graph of torch calls, with its outcome in the captured call."""
 
     def __init__(
-        self, graph: fx.Graph, names: list[str], written: set[int], scope: dict[str, Any], line: str, of_sizes: bool
+        self,
+        graph: fx.Graph,
+        names: list[str],
+        written: set[int],
+        scope: dict[str, Any],
+        line: str,
+        of_sizes: bool,
+        nbytes: int,
     ):
         self._read = reader(names, scope)
         self._compute = fx.GraphModule({}, graph)
         self._written = written
         """The positions of the inputs that the graph writes: copies take their places."""
         self.line = line
+        self.nbytes = nbytes
+        """The most bytes that the condition takes at once, at the sizes of the captured call."""
         self.outcome = False
         self._by_sizes: dict[Any, bool] | None = {} if of_sizes else None
         """The outcomes by the inputs' sizes, if the condition depends on nothing else."""
@@ -109,6 +120,11 @@ class Branches:
         self._places = places
         self._conditions: dict[Any, _Condition] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """The most bytes that a condition takes, at the sizes of the captured call."""
+        return max((c.nbytes for c in self._conditions.values()), default=0)
+
     def hold(self, places: dict[str, Any]) -> bool:
         """Whether all conditions have the same outcomes in a call."""
         return all(c.evaluated(places) is c.outcome for c in self._conditions.values())
@@ -151,7 +167,8 @@ class Branches:
         line = _place(tx)
         read = {node, *(given for call in calls if call not in sizes for given in call.all_input_nodes)}
         of_sizes = not any(n.op == "placeholder" and _example(n) is not None for n in read)
-        condition = _Condition(graph, names, over, self._scope, line, of_sizes)
+        nbytes = sum(_held(calls).values())
+        condition = _Condition(graph, names, over, self._scope, line, of_sizes, nbytes)
         generators = RandomState.capture({example.device for example in map(_example, calls) if example is not None})
         try:
             outcome = condition.evaluated(self._places)
@@ -242,8 +259,8 @@ def _computing(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, tuple[fx.Nod
 
     A size of an activation is read from the input that has the same size: by node, the input and its dimension.
 
-    None if there are too many, if one is not a torch function, if an input cannot be read before a call, or if the
-    calls make more floating point numbers than the largest tensor of the function has.
+    None if there are too many, if one is not a torch function, if an input cannot be read before a call, or if they
+    take too much memory.
     """
     found, todo, sizes = {node}, [node], dict[fx.Node, tuple[fx.Node, int]]()
     writes = [(call, {_storage(n) for n in _written(call)}) for call in node.graph.nodes]
@@ -269,11 +286,9 @@ def _computing(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, tuple[fx.Nod
     casts = any("autocast" in getattr(n.target, "__name__", "") for n in node.graph.nodes)
     if casts and any(_is_float(n) for n in found if n.op != "placeholder"):  # the calls may be within its body
         return None
-    # Guards are computed before a call: what they hold must not exceed what the least plan holds, about one activation.
-    read = {_storage(n) for n in inputs}
-    held = {_storage(n): _nbytes(n) for n in found if n.op != "placeholder" and _is_float(n)}
+    # Guards are computed before a call. A plan whose peak is less than what they hold is warned of (`_region.py`).
     data = [n for n in node.graph.nodes if not isinstance(_example(n), torch.nn.Parameter)]
-    if sum(held[storage] for storage in held.keys() - read) > max(map(_nbytes, data)):
+    if sum(_held(found).values()) > _MOST_TENSORS * max(map(_nbytes, data)):
         return None
     written = {storage for call, storages in writes if call in found for storage in storages}
     return [n for n in node.graph.nodes if n in found], sizes, written
@@ -330,6 +345,13 @@ def _nbytes(node: fx.Node) -> int:
         return 0
     sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in example.shape]
     return math.prod(sizes) * example.element_size()
+
+
+def _held(calls: Collection[fx.Node]) -> dict[int, int]:
+    """Returns the bytes of the floating point tensors that calls make, by storage."""
+    read = {_storage(n) for n in calls if n.op == "placeholder"}
+    held = {_storage(n): _nbytes(n) for n in calls if n.op != "placeholder" and _is_float(n)}
+    return {storage: nbytes for storage, nbytes in held.items() if storage not in read}
 
 
 def _storage(node: fx.Node) -> int:

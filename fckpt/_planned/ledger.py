@@ -59,6 +59,12 @@ _REASONS = {
         way_out="Return only what is differentiated, and call the function once for each backward pass.",
         does="runs by its plan",
     ),
+    "conditions": _Reason(
+        "a branch of the function depends on the data of its arguments, and computing the condition before the call "
+        "takes more memory than the plan",
+        way_out="Pass what decides the branch as a Python value (is_causal=True, for example).",
+        does="runs by its plan",
+    ),
     "untraceable": _Reason(
         "it cannot be traced into a graph", way_out="Put the budget around a part of it that can be traced."
     ),
@@ -176,6 +182,11 @@ class Ledger:
             BudgetWarning,
             stacklevel=users_stacklevel(),
         )
+
+    def computes_before(self, nbytes: int, peak: int) -> None:
+        """Warns if conditions that are computed before a call take more bytes than the plan at its peak."""
+        if nbytes > peak:
+            self.falls_back("conditions", nbytes=nbytes)
 
     def shares_casts(self, names: Sequence[str]) -> None:
         """Warns, once, that several regions use the same leaf tensor, which autocast would have cast only once."""
