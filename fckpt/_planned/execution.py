@@ -79,8 +79,9 @@ class Execution:
         self.residuals: list[Any] | None = None
         self.certain = certain
         self.contents: list[tuple[int, int, Any]] = []
-        """For operands from which values may be recomputed: the operand, a number of words, and a sample of so many
-        words in the forward pass.
+        """For operands from which values may be recomputed: the place, a number of words, and a sample of that size.
+
+        The sample is that of the forward pass.
         """
         self.shared: list[tuple[torch.Tensor, int]] = []
         """The outputs that are also residuals, with their versions: the caller may change them in place."""
@@ -103,11 +104,9 @@ class Execution:
             self.has_run = True
         with self._below_level(), below_autograd():
             operands = [t for t, _ in map(self._batch, operands)]
-            given = self._given(self.program, operands, self.statistics)
-            read = self.program.read_again if self.certain else self.program.uses - self.program.written
-            words = self.program.words
-            self.contents = [(i, words[i], contents(given[i], words[i])) for i in read]
-            outputs, self.residuals = self.program.lowered.forward(given)
+            sampled = self.program.sampled_again if self.certain else self.program.sampled
+            self.contents = [(i, number, contents(operands[i], number)) for i, number in sampled.items()]
+            outputs, self.residuals = self.program.lowered.forward(self._given(self.program, operands, self.statistics))
             kept = {t.untyped_storage()._cdata for t in self.residuals if isinstance(t, torch.Tensor)}
             self.shared = [(t, t._version) for t in outputs if t.untyped_storage()._cdata in kept]
         self.written = [(t, t._version) for i, t in self.statistics if i in self.program.reread]
@@ -298,13 +297,13 @@ class Execution:
 
     def _check_contents(self, operands: Sequence[torch.Tensor]) -> None:
         """Raises an error if operands from which values are recomputed have other contents than in the forward pass."""
-        given = self._given(self.program, operands, [])
-        for i, words, then in self.contents:
-            if contents(given[i], words) != then:
+        for place, number, then in self.contents:
+            if contents(operands[place], number) != then:
+                name = self.program.origin(self._gradients()[place])
                 raise MutationError(
-                    f"{self.program.origin(i)} has been overwritten between forward and backward, in a way that "
-                    "autograd does not count (through .data or a NumPy array, for example). The plan recomputes values "
-                    "from it. Run backward before changing it, or call the function with a copy."
+                    f"{name} has been overwritten between forward and backward, in a way that autograd does not count "
+                    "(through .data or a NumPy array, for example). The plan recomputes values from it. Run backward "
+                    "before changing it, or call the function with a copy."
                 )
 
     def _check_outputs(self) -> None:

@@ -85,12 +85,15 @@ class Program:
         """The written captured tensors whose previous values affect results or gradients (BatchNorm's do not)."""
         late = {t for node in _computed(schedule.backward) for t in graph.nodes[node].inputs}
         again = {t for n in _computed(schedule.backward) if not graph.nodes[n].backward for t in graph.nodes[n].inputs}
-        self.read_again = [
-            i for i, t in enumerate(trace.operands) if trace.tensors[t].value in again and i not in self.written
-        ]
-        """The operands, not written by the call, from which the backward pass recomputes values."""
-        self.words = [_MANY if grad is None else _FEW for grad in trace.gradients]
-        """How many words of each operand are compared. Parameters are many, and usually change everywhere."""
+        words = {i: _MANY if trace.gradients[i] is None else _FEW for i in places if i not in self.written}
+        self.sampled = {places[i]: number for i, number in words.items()}
+        """The operands of the call for autograd that it does not write, by place, each with the number of words that a
+        sample of its contents has. Parameters are many, and usually change everywhere.
+        """
+        self.sampled_again = {
+            places[i]: number for i, number in words.items() if trace.tensors[trace.operands[i]].value in again
+        }
+        """Those of them from which the backward pass recomputes values."""
         versions = {trace.operands[i]: i for i in self.statistics} | dict(trace.versions)
         self.reread = {i for t, i in versions.items() if trace.tensors[t].value in late}
         """The captured tensors that the forward pass writes and the backward pass reads."""
