@@ -153,7 +153,9 @@ class PolicyWarning(UserWarning):
 
 def name_of(fn: Any) -> str:
     """Returns the name of a function or a module in messages."""
-    name = getattr(fn, "__qualname__", None) or type(fn).__name__
+    name = getattr(fn, "__qualname__", None)
+    if not isinstance(name, str) or not name:  # a module may answer for any name
+        name = type(fn).__name__
     return name.rpartition("<locals>.")[2] if name != "<lambda>" and not name.endswith(".<lambda>") else "a lambda"
 
 

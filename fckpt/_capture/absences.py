@@ -34,7 +34,7 @@ from fckpt._capture.dict_attributes import has_dict_attributes
 from fckpt._capture.patching import lookups_patched, patched, with_subclasses
 from fckpt._capture.sources import is_users
 
-__all__ = ["absences_guarded"]
+__all__ = ["absences_guarded", "guard_absence"]
 
 _SUBSCRIPT = "getitem_const_raise_exception_if_absent"
 
@@ -92,7 +92,7 @@ def _guarded_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def install_dict_contains_guard(self: Any, tx: Any, keys: Any) -> None:
         if self.source and not (keys[0].is_python_constant() and keys[0].as_python_constant() in self.items):
-            _guard_absence(self.source.base, keys[0].as_python_constant())
+            guard_absence(self.source.base, keys[0].as_python_constant())
 
     return install_dict_contains_guard
 
@@ -106,7 +106,7 @@ def _refused_keys(original: Callable[..., Any]) -> Callable[..., Any]:
     return install_dict_keys_match_guard
 
 
-def _guard_absence(source: Any, name: str) -> None:
+def guard_absence(source: Any, name: str) -> None:
     """Installs a guard that fails as soon as the `__dict__` of an object contains this name."""
     install_guard(source.make_guard(functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)))
 
@@ -146,7 +146,7 @@ class _Presences:
                 self.add(variable, name)
                 raise
             if variable.source and _is_answered(getattr(variable, "value", None), name):
-                _guard_absence(variable.source, name)
+                guard_absence(variable.source, name)
             return found
 
         return var_getattr

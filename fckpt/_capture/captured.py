@@ -73,6 +73,8 @@ from fckpt._capture.sources import Names
 from fckpt._capture.symbols import environments_released, symbols_remembered
 from fckpt._capture.tensor_states import state_reads_refused
 from fckpt._capture.undecomposed import undecomposed
+from fckpt._capture.unsourced import functions_named
+from fckpt._capture.users_classes import users_classes_like_pythons
 from fckpt._capture.wrapped import WrappedTensors, name_of, without_tensors
 from fckpt._memory import collector_paused
 from fckpt.errors import GradientWarning, TraceError, users_stacklevel
@@ -499,6 +501,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(equivalents_evaluated())
         stack.enter_context(state_reads_refused())
         stack.enter_context(instance_checks_followed())
+        stack.enter_context(users_classes_like_pythons())
         stack.enter_context(environments_released())
         stack.enter_context(symbols_remembered())
         # The names of functions in Dynamo's log lines, for which it would split whole files into tokens.
@@ -554,7 +557,7 @@ def _holds(part: str, scope: dict[str, Any]) -> bool:
 
 def _explained(part: str) -> str:
     """Formats a guard with the user's names: `temp == 1.0, read by y * self.temp (model.py:3 in forward)`."""
-    condition, _, comment = part.partition("  # ")
+    condition, _, comment = functions_named(part).partition("  # ")
     line, _, place = comment.strip().partition("  # ")
     condition = _SOURCE.sub(lambda found: _readable(found.group(0)), condition.strip())
     place = place.strip().rpartition("/")[2]
@@ -571,6 +574,7 @@ def _readable(text: str, fn: Any = None) -> str:
     """Formats a source as the user would write it: `L['this']._modules['a']._parameters['w']` is `a.w`."""
     if _PASSED.fullmatch(text):
         return re.sub(r"L\['(args|kwargs)'\]", r"\1", text)
+    text = functions_named(text)
     members = _MEMBER.findall(text)
     if members:
         return ".".join(members)
