@@ -131,9 +131,11 @@ def closure_of(
 class Snapshot:
     """The values in some places at one time."""
 
-    __slots__ = ("dicts", "lists", "places", "values")
+    __slots__ = ("classes", "dicts", "lists", "places", "values")
 
     def __init__(self) -> None:
+        self.classes: list[tuple[type, frozenset[str]]] = []
+        """Classes, each with the names of its attributes."""
         self.dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         """Dicts, each with a copy."""
         self.lists: list[Slot] = []
@@ -144,6 +146,7 @@ class Snapshot:
 
     def extend(self, other: Snapshot) -> None:
         """Adds the contents of `other`."""
+        self.classes += other.classes
         self.dicts += other.dicts
         self.lists += other.lists
         self.values += other.values
@@ -159,11 +162,14 @@ class Snapshot:
                 pairs = [(key, value) for key, value in then.items() if value is not FORGOTTEN]
                 changes += [(held, key, value) for key, value in pairs if dict.get(held, key, ABSENT) is not value]
                 changes += [(held, key, ABSENT) for key in held if key not in then]
+        for cls, names in self.classes:
+            changes += [(cls, name, ABSENT) for name in set(vars(cls)) - names if not name.startswith("__")]
         return changes
 
     def again(self) -> Snapshot:
         """Returns a snapshot of the same places now."""
         new = Snapshot()
+        new.classes = [(cls, frozenset(vars(cls))) for cls, _ in self.classes]
         new.dicts = [(held, entries(held)) for held, _ in self.dicts]
         new.lists = [(held, None, content(held, None)) for held, _, _ in self.lists]
         new.values = [(held, content(held, None)) for held, _ in self.values]
@@ -228,6 +234,9 @@ class _Walk:
         if kind in INERT:
             if kind is types.ModuleType and self.facts is not None:
                 self.imported.append(value)
+            elif kind is type and id(value) not in self.seen:
+                self.seen[id(value)] = len(self.seen)
+                self.constants(value)
             return
         if depth < 0 or len(self.seen) > _MOST:
             self.skip(value)
@@ -288,7 +297,9 @@ class _Walk:
             self.items(dict(value), depth - 1)
         elif kind in VIEWS:
             self.items(dict(value.mapping), depth - 1)
-        elif not isinstance(value, (type, logging.Logger)):
+        elif isinstance(value, type):
+            self.constants(value)
+        elif not isinstance(value, logging.Logger):
             state = self.state
             if not is_user_class(kind) and kind not in RECORDS:
                 self.state = None  # not data: a lock, a thread, a file

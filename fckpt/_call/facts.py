@@ -69,7 +69,7 @@ def fact(value: Any) -> Any:
         return value.__code__
     if isinstance(value, enum.Enum):
         return (kind, value.name)
-    if isinstance(value, _COMPARED):
+    if issubclass(kind, _COMPARED):  # `isinstance` would ask the object, which may answer anything
         return (kind, value)
     if isinstance(value, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         return Unguarded(SCRIPT)
@@ -83,7 +83,7 @@ def fact(value: Any) -> Any:
         return (kind, *_entries_of(value))
     if isinstance(value, contextvars.ContextVar):
         return (kind, fact(value.get(None)))
-    if isinstance(value, (Iterator, io.IOBase)) and not is_user_class(kind):
+    if issubclass(kind, (Iterator, io.IOBase)) and not is_user_class(kind):
         return Unguarded(f"a {kind.__name__}, which changes when it is read")
     if isinstance(value, np.generic):
         return (kind, value.tobytes())

@@ -145,10 +145,10 @@ def put(holder: Any, key: Any, value: Any) -> None:
             holder.cell_contents = value
     elif key is None:
         _fill(holder, value)
-    elif isinstance(holder, type):
-        setattr(holder, key, value)
     elif value is ABSENT:
         delattr(holder, key)
+    elif isinstance(holder, type):
+        setattr(holder, key, value)
     else:
         object.__setattr__(holder, key, value)  # also works for frozen dataclasses
 

@@ -52,7 +52,7 @@ from fckpt._capture.branches import Branches
 from fckpt._capture.cached import cached_reader
 from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.checks import validation_captured
-from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
+from fckpt._capture.classes import ClassFacts, classes_of, compared_constants, guards_script, patched_methods
 from fckpt._capture.containers import containers_like_pythons
 from fckpt._capture.dict_attributes import DictAttributes, keep_factories
 from fckpt._capture.distinct import Distinct
@@ -209,7 +209,9 @@ class Captured:
         reader = cached_reader(graph_guards.guards, taken[0].__globals__, local)
         if reader:
             raise CaptureError(f"the cached function `{reader}` reads variables, and Dynamo looks through the cache")
-        self._classes = ClassFacts(classes, output.graph_capture_output.traced_code)
+        sources = self.graph.sources if self.graph is not None else ()
+        compared = compared_constants(graph_guards.guards, sources, taken[0].__globals__, local)
+        self._classes = ClassFacts(classes, output.graph_capture_output.traced_code, compared)
         self.builtins = BuiltinNames()
         """The built-in names that the function's code looked up."""
         self._settings = _folded_settings()

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+from torch._dynamo.source import DictGetItemSource, TypeDictSource
 from torch.nn.modules import module as nn_module
 
+from fckpt._call.places import PLAIN
+from fckpt._capture.wrapped import name_of, reader
 from fckpt._late import registrations
 
-__all__ = ["ClassFacts", "classes_of", "guards_script", "patched_methods"]
+__all__ = ["ClassFacts", "classes_of", "compared_constants", "guards_script", "patched_methods"]
 
 _ABSENT = object()
 _HOOKS = [value for name, value in vars(nn_module).items() if name.startswith("_global_") and isinstance(value, dict)]
@@ -28,13 +31,27 @@ class ClassFacts:
 
     __slots__ = ("_abstract", "_dicts", "_hooks", "_names", "_sizes", "_values")
 
-    def __init__(self, guarded: Iterable[type], codes: Iterable[types.CodeType]):
+    def __init__(
+        self,
+        guarded: Iterable[type],
+        codes: Iterable[types.CodeType],
+        compared: Collection[tuple[int, str]] = (),
+    ):
+        """Records the attributes.
+
+        Args:
+            guarded: the classes.
+            codes: the evaluated code.
+            compared: the attributes that other guards cover, see `compared_constants`.
+        """
         names = _names_in(codes)
         classes: dict[int, type] = {id(torch.Tensor): torch.Tensor}  # Dynamo does not guard tensor methods either
         for cls in guarded:
-            classes.update((id(base), base) for base in cls.__mro__ if base is not object)
+            lineage = cls.__mro__ if type(cls) is type else (*cls.__mro__, *type(cls).__mro__)
+            classes.update((id(base), base) for base in lineage if base is not object and base is not type)
         mutable = [cls for cls in classes.values() if cls.__flags__ & _HEAPTYPE]
-        read = [(vars(cls), name) for cls in mutable for name in vars(cls) if _is_read(name, names)]
+        found = [(cls, name) for cls in mutable for name in vars(cls) if _is_read(name, names)]
+        read = [(vars(cls), name) for cls, name in found if (id(cls), name) not in compared]
         self._dicts = [held for held, _ in read]
         self._names = [name for _, name in read]
         self._values = self._read()
@@ -96,6 +113,43 @@ def classes_of(guard: Any) -> list[type]:
         elif attribute == "obj_weakref" and value is not None and not isinstance(value, types.ModuleType):
             found.append(type(value))
     return found
+
+
+def compared_constants(
+    guards: Iterable[Any], inputs: Iterable[Any], scope: dict[str, Any], places: dict[str, Any]
+) -> set[tuple[int, str]]:
+    """Returns (id of a class, name) of the numbers and strings in classes of which Dynamo guards the value.
+
+    Their identity need not be guarded as well. A number that is an input of the graph, such as a counter, may change.
+
+    Args:
+        guards: Dynamo's guards.
+        inputs: the sources of the graph's inputs.
+        scope: the globals of the entry, to which Dynamo's expressions refer as `G`.
+        places: the arguments of the entry, to which they refer as `L`.
+    """
+    found = set()
+    values = [guard.originating_source for guard in guards if guard.create_fn_name() in _COMPARING]
+    for source in {*values, *inputs}:
+        base, name = getattr(source, "base", None), getattr(source, "member", None)
+        if isinstance(source, DictGetItemSource) and isinstance(base, TypeDictSource):
+            base, name = base.base, source.index
+        if base is None or not isinstance(name, str):
+            continue
+        try:
+            (holder,) = reader([name_of(base)], scope)(places)
+        except Exception:  # an expression that only Dynamo's own guards can evaluate
+            continue
+        if not isinstance(holder, type) and name in getattr(holder, "__dict__", ()):
+            continue  # an attribute of the object hides that of the class
+        lineage = holder.__mro__ if isinstance(holder, type) else type(holder).__mro__
+        owner = next((cls for cls in lineage if name in vars(cls)), None)
+        if owner is not None and type(vars(owner)[name]) in PLAIN:
+            found.add((id(owner), name))
+    return found
+
+
+_COMPARING = ("CONSTANT_MATCH", "EQUALS_MATCH")
 
 
 def guards_script(guard: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch._dynamo.variables import dicts
 from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.user_defined import FrozenDataClassVariable, UserDefinedObjectVariable
 
 from fckpt._capture.patching import patched
@@ -50,8 +51,7 @@ def _check(variable: Any) -> None:
         variable = variable.realize()
     if isinstance(variable, UserDefinedObjectVariable):
         _check_class(type(variable.value))
-    held: Any = getattr(variable, "items", ())
-    for item in held if isinstance(held, (list, tuple)) else _fields(variable):
+    for item in variable.items if isinstance(variable, BaseListVariable) else _fields(variable):
         _check(item)
 
 
@@ -63,16 +63,20 @@ def _check_value(value: Any) -> None:
 
 def _check_class(cls: type) -> None:
     if _has_equality(cls):
-        raise LookupError(f"an object of {cls.__qualname__}, which has its own equality, is in a set or a key of a dict")
+        raise LookupError(
+            f"an object of {cls.__qualname__}, which has its own equality, is in a set or a key of a dict"
+        )
 
 
 def _fields(variable: Any) -> list[Any]:
-    """Returns the fields of a frozen dataclass."""
-    if not isinstance(variable, FrozenDataClassVariable):
+    """Returns the fields of a frozen dataclass; none of another object."""
+    if type(variable) is not FrozenDataClassVariable:
         return []
-    if hasattr(variable, "fields"):  # torch 2.11
-        return list(variable.fields.values())
-    return [variable._get_field_vt(field.name) for field in dataclasses.fields(variable.value)]
+    known: Any = getattr(variable, "fields", None)
+    if known is not None:  # torch 2.11
+        return list(known.values())
+    fields: Any = dataclasses.fields
+    return [variable._get_field_vt(field.name) for field in fields(variable.value)]
 
 
 def _has_equality(cls: type) -> bool:

@@ -11,6 +11,7 @@ Functions that Dynamo captures have narrower and faster guards (`captured.py`).
 from __future__ import annotations
 
 import builtins
+import contextlib
 import decimal
 import functools
 import logging
@@ -19,7 +20,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fckpt._call.closure import global_names
+from fckpt._call.closure import Closure, Snapshot, class_attributes, closure_of, global_names
 from fckpt._call.facts import Unguarded, attribute, fact, is_library, is_user_class, levels_of, see_caches
 from fckpt._call.modules import facts_of
 from fckpt._capture.classes import ClassFacts
@@ -40,6 +41,22 @@ class Reads:
         """The names of all environment variables, if the code has listed them."""
         self.loggers: dict[str | None, tuple[Any, ...]] = {}
         """The loggers that were looked up, by name, and their settings."""
+        self._held: Snapshot | None = None
+        self._seen: set[int] = set()
+
+    @contextlib.contextmanager
+    def holding(self, held: Snapshot) -> Iterator[None]:
+        """Adds, within the body, the values in places that the code may change.
+
+        Args:
+            held: the values in places that are known before. The places that a function may change are added when it is
+                called for the first time, and those of a class when a function gets an object of it for the first time.
+        """
+        self._held, self._seen = held, set()
+        try:
+            yield
+        finally:
+            self._held = None  # it may hold tensors of the trace
 
     def note(self, frame: types.FrameType) -> None:
         """Records the call of a function."""
@@ -55,12 +72,27 @@ class Reads:
         self.codes[frame.f_code] = scope
         for value in frame.f_locals.values():
             self._add(value if isinstance(value, type) else type(value))
+        if self._held is not None and id(frame.f_code) not in self._seen:
+            self._seen.add(id(frame.f_code))
+            self._hold(closure_of([], scopes=[(frame.f_code, scope)]))
 
     def _add(self, cls: type) -> None:
         meta: type = type(cls)
         for base in (*cls.__mro__, *meta.__mro__):
             if base is not object and base is not type:
                 self.classes[id(base)] = base
+                if self._held is not None and id(base) not in self._seen and is_user_class(base):
+                    self._seen.add(id(base))
+                    self._held.classes.append((base, frozenset(vars(base))))
+                    functions = [fn for value in list(vars(base).values()) for fn in _functions_in(value)]
+                    data = [vars(base)[name] for holder, name in class_attributes(base) if holder is base]
+                    self._held.places += [(base, name, value) for name, value in vars(base).items() if _is_open(name)]
+                    self._hold(closure_of([*filter(_has_state, functions), *data]))
+
+    def _hold(self, found: Closure) -> None:
+        assert self._held is not None
+        self._held.extend(found.own.again())
+        self._held.extend(found.given.again())
 
     def guards(self, facts: Iterable[Any]) -> Guards:
         """Returns guards on the current state. It is the state of the trace too, because a trace changes nothing.
@@ -155,6 +187,15 @@ def _decimals() -> tuple[Any, ...]:
     """Returns the settings of decimal arithmetic."""
     context = decimal.getcontext()
     return context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp
+
+
+def _is_open(name: str) -> bool:
+    """Whether a name is that of an attribute of a class that code may assign."""
+    return not name.startswith(("__", "_abc_"))
+
+
+def _has_state(fn: types.FunctionType) -> bool:
+    return bool(fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
 
 
 def _called(reads: Reads) -> Iterator[Any]:

@@ -253,7 +253,8 @@ def check_assignments(slots: Sequence[Slot], before: Snapshot, recorder: Recorde
             return any(map(owned, value.values()))
         return isinstance(value, torch.Tensor) and recorder.owns(unwrapped(value))
 
-    names = [_named(holder, key) for holder, key, _ in moved(slots) if owned(content(holder, key))]
+    variable = lambda holder: type(holder) is types.CellType
+    names = [_named(holder, key) for holder, key, _ in moved(slots) if variable(holder) or owned(content(holder, key))]
     names += [_named(holder, key) for holder, key, _ in before.changes()]
     if names:
         raise _assigns(names)
@@ -296,7 +297,7 @@ def undone_on_error(before: Snapshot) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for change in before.changes():
+        for change in reversed(before.changes()):  # of several values that a place had, the first comes last
             put(*change)
         raise
 

@@ -162,7 +162,7 @@ def _traced(
             carried = {} if backward.then is None else backward.then.begun(operands)
             moved = contextlib.nullcontext() if target is None else DevicesMoved(target, graph, recorder)
             python = contextlib.nullcontext() if graph else _python_code(reads, tensors, operands, recorder)
-            with undone_on_error(before):
+            with undone_on_error(before), reads.holding(before):
                 with python, moved, contextlib.nullcontext() if graph else arguments_unchanged(args, kwargs):
                     result = place[0](*args, **kwargs)  # a partial or a bound method may itself hold tensors
                 check_assignments(closed, before, recorder)

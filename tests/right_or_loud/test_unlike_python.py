@@ -118,6 +118,7 @@ def test_deques_of_limited_length_drop_items(name: str, limit: int | None) -> No
 
 
 @pytest.mark.skipif(REFUSES_DEQUES, reason="such functions are refused")
+@pytest.mark.filterwarnings("ignore:.*is captured for the:fckpt.PlanWarning")
 def test_a_deque_with_another_limit_is_another_function() -> None:
     class Window:
         held: ClassVar[collections.deque[Tensor]] = collections.deque([X, X], maxlen=2)
