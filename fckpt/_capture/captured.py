@@ -178,6 +178,7 @@ class Captured:
         guards: Any,
         below: bool,
         frames: Frames,
+        folded: set[str],
     ):
         fn = taken[1] if taken[2] is None else types.MethodType(taken[1], taken[2])
         names = Names(fn, [leaf for leaf in tree.leaves(passed) if not isinstance(leaf, torch.Tensor)])
@@ -210,7 +211,7 @@ class Captured:
         if reader:
             raise CaptureError(f"the cached function `{reader}` reads variables, and Dynamo looks through the cache")
         sources = self.graph.sources if self.graph is not None else ()
-        compared = compared_constants(graph_guards.guards, sources, taken[0].__globals__, local)
+        compared = compared_constants(graph_guards.guards, sources, taken[0].__globals__, local, folded)
         self._classes = ClassFacts(classes, output.graph_capture_output.traced_code, compared)
         self.builtins = BuiltinNames()
         """The built-in names that the function's code looked up."""
@@ -405,6 +406,7 @@ class _Attempt:
         self.answers = answers
         self.branches = Branches(taken[0].__globals__, places)
         self.frames = Frames()
+        self.folded: set[str] = set()
         self.identities = Identities()
         self.attributes = DictAttributes(taken[0].__globals__)
         self.distinct = Distinct(taken[0].__globals__, places)
@@ -424,7 +426,7 @@ class _Attempt:
 
     def captured(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         output, guards, names, builtin_names = self._run(args, kwargs)
-        captured = Captured(entry, self.taken, (args, kwargs), output, guards, self.below, self.frames)
+        captured = Captured(entry, self.taken, (args, kwargs), output, guards, self.below, self.frames, self.folded)
         captured.keywords, captured.branches = tuple(kwargs), self.branches
         captured.identities, captured.attributes, captured.distinct = self.identities, self.attributes, self.distinct
         captured._names, captured.builtins, captured.writes = names, builtin_names, self.writes
@@ -443,6 +445,7 @@ class _Attempt:
             with contextlib.ExitStack() as stack:
                 builtin_names = stack.enter_context(shadows_guarded())
                 modes = stack.enter_context(_settings(self.dynamic))
+                stack.enter_context(users_classes_like_pythons(self.folded))
                 stack.enter_context(self.answers.given())
                 stack.enter_context(self.attributes.recorded())
                 stack.enter_context(self.distinct.recorded())
@@ -503,7 +506,6 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(equivalents_evaluated())
         stack.enter_context(state_reads_refused())
         stack.enter_context(instance_checks_followed())
-        stack.enter_context(users_classes_like_pythons())
         stack.enter_context(environments_released())
         stack.enter_context(symbols_remembered())
         # The names of functions in Dynamo's log lines, for which it would split whole files into tokens.

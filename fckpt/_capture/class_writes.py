@@ -88,7 +88,7 @@ def _assigned(this: Any, effects: Any, name: str) -> Any:
         raise LookupError(f"the function reads `super().{name}`, which it assigns to a class")
     value = getattr(this, "value", None)
     if isinstance(this, UserDefinedClassVariable):
-        classes = this.value.__mro__
+        classes = (*this.value.__mro__, *type(this.value).__mro__)
     elif isinstance(this, UserDefinedObjectVariable):
         if effects.has_pending_mutation_of_attr(this, name) or name in getattr(value, "__dict__", ()):
             return None

@@ -47,7 +47,8 @@ class ClassFacts:
         names = _names_in(codes)
         classes: dict[int, type] = {id(torch.Tensor): torch.Tensor}  # Dynamo does not guard tensor methods either
         for cls in guarded:
-            lineage = cls.__mro__ if type(cls) is type else (*cls.__mro__, *type(cls).__mro__)
+            meta: type = type(cls)
+            lineage = (*cls.__mro__, *meta.__mro__)
             classes.update((id(base), base) for base in lineage if base is not object and base is not type)
         mutable = [cls for cls in classes.values() if cls.__flags__ & _HEAPTYPE]
         found = [(cls, name) for cls in mutable for name in vars(cls) if _is_read(name, names)]
@@ -116,7 +117,7 @@ def classes_of(guard: Any) -> list[type]:
 
 
 def compared_constants(
-    guards: Iterable[Any], inputs: Iterable[Any], scope: dict[str, Any], places: dict[str, Any]
+    guards: Iterable[Any], inputs: Iterable[Any], scope: dict[str, Any], places: dict[str, Any], folded: set[str]
 ) -> set[tuple[int, str]]:
     """Returns (id of a class, name) of the numbers and strings in classes of which Dynamo guards the value.
 
@@ -127,6 +128,7 @@ def compared_constants(
         inputs: the sources of the graph's inputs.
         scope: the globals of the entry, to which Dynamo's expressions refer as `G`.
         places: the arguments of the entry, to which they refer as `L`.
+        folded: names of attributes that Dynamo has read without a guard as well.
     """
     found = set()
     values = [guard.originating_source for guard in guards if guard.create_fn_name() in _COMPARING]
@@ -134,7 +136,7 @@ def compared_constants(
         base, name = getattr(source, "base", None), getattr(source, "member", None)
         if isinstance(source, DictGetItemSource) and isinstance(base, TypeDictSource):
             base, name = base.base, source.index
-        if base is None or not isinstance(name, str):
+        if base is None or not isinstance(name, str) or name in folded:
             continue
         try:
             (holder,) = reader([name_of(base)], scope)(places)

@@ -27,8 +27,9 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import GlobalWeakRefSource
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
+from torch._dynamo.variables.misc import GetAttrVariable
 
-from fckpt._capture.patching import patched
+from fckpt._capture.patching import lookups_patched, patched
 from fckpt._capture.sources import TORCH, is_users
 
 __all__ = ["functions_named", "unsourced_guarded"]
@@ -40,9 +41,25 @@ _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def unsourced_guarded() -> Iterator[None]:
-    """Makes Dynamo guard, within the body, what functions without a known place read, and classes in closures."""
+def unsourced_guarded(folded: set[str]) -> Iterator[None]:
+    """Makes Dynamo guard, within the body, what functions without a known place read, and classes in closures.
+
+    Args:
+        folded: receives the names of attributes that Dynamo reads without a guard.
+    """
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(this: Any, tx: Any, name: str) -> Any:
+            found = original(this, tx, name)
+            if found.source is None or isinstance(found, GetAttrVariable):
+                folded.add(name)
+            return found
+
+        return read
+
     with (
+        lookups_patched(noting, lambda original: original),
         patched(UserFunctionVariable, "bind_args", _binding_with_source),
         patched(builder, "is_from_closure_source", lambda _: lambda source: False),
     ):

@@ -14,7 +14,11 @@ __all__ = ["users_classes_like_pythons"]
 
 
 @contextlib.contextmanager
-def users_classes_like_pythons() -> Iterator[None]:
-    """Makes Dynamo treat the user's classes as Python does, within the body, or raise a `LookupError`."""
-    with unsourced_guarded(), class_writes_found(), class_calls_followed(), hashes_compared():
+def users_classes_like_pythons(folded: set[str]) -> Iterator[None]:
+    """Makes Dynamo treat the user's classes as Python does, within the body, or raise a `LookupError`.
+
+    Args:
+        folded: receives the names of attributes that Dynamo reads without a guard.
+    """
+    with unsourced_guarded(folded), class_writes_found(), class_calls_followed(), hashes_compared():
         yield

@@ -108,7 +108,7 @@ def rebound_variable() -> Case:
 
 @case
 def held_by_a_module() -> Case:
-    module = nn.Module()
+    module: Any = nn.Module()
 
     def fn(x: Tensor) -> Tensor:
         return x.sin() * module.kind().k
@@ -146,9 +146,9 @@ def replaced_methods() -> Case:
 
     def change(i: int) -> None:
         if i == 1:
-            Local.scale = lambda self: 5.0  # type: ignore[method-assign]
+            Local.scale = lambda self: 5.0
         if i == 2:
-            Local.__init__ = lambda self: setattr(self, "k", 7.0)  # type: ignore[method-assign]
+            Local.__init__ = lambda self: setattr(self, "k", 7.0)
 
     return Case(fn, change)
 
@@ -163,7 +163,7 @@ def an_added_constructor() -> Case:
 
     def change(i: int) -> None:
         if i == 2:
-            Local.__init__ = lambda self: setattr(self, "k", 7.0)  # type: ignore[method-assign]
+            Local.__init__ = lambda self: setattr(self, "k", 7.0)
 
     return Case(fn, change)
 
@@ -185,9 +185,9 @@ def methods_of_a_metaclass() -> Case:
 
     def change(i: int) -> None:
         if i == 1:
-            Meta.__len__ = lambda cls: 7  # type: ignore[method-assign]
+            Meta.__len__ = lambda cls: 7
         if i == 2:
-            Meta.__getattr__ = lambda cls, name: 5.0  # type: ignore[method-assign]
+            Meta.__getattr__ = lambda cls, name: 5.0
         if i == 3:
             Local.scale = 11.0  # type: ignore[attr-defined]
 
@@ -205,7 +205,7 @@ def constructor_of_a_dataclass() -> Case:
 
     def change(i: int) -> None:
         if i == 1:
-            Local.__init__.__defaults__ = (9.0,)  # type: ignore[attr-defined]
+            Local.__init__.__defaults__ = (9.0,)
         if i == 3:
             Local.__init__ = lambda self: setattr(self, "k", 7.0)  # type: ignore[method-assign]
 
@@ -251,6 +251,37 @@ def decorated_methods_read_settings() -> Case:
     return Case(fn, lambda i: settings.update(scale=1.0 + i // 2))
 
 
+@case
+def operators_close_over_settings() -> Case:
+    held = [1.0]
+
+    class Local:
+        def __add__(self, other: float) -> float:
+            return held[0] + other
+
+        def __contains__(self, item: float) -> bool:
+            return item == held[0]
+
+        def __len__(self) -> int:
+            return int(held[0])
+
+        def __getattr__(self, name: str) -> float:
+            return held[0]
+
+        def __enter__(self) -> float:
+            return held[0]
+
+        def __exit__(self, *_: object) -> None:
+            held.append(held[0])
+
+    def fn(x: Tensor) -> Tensor:
+        made = Local()
+        with made as scale:
+            return x.sin() * scale * (made + 1.0) * len(made) + made.anything + (2.0 in made)
+
+    return Case(fn, lambda i: held.__setitem__(0, 1.0 + i // 2), seen=lambda: list(held))
+
+
 def counted(log: list[int]) -> Callable[[Any], Any]:
     def decorate(method: Any) -> Any:
         count = 0
@@ -293,7 +324,7 @@ def defaults_are_replaced() -> Case:
 
     def change(i: int) -> None:
         if i == 2:
-            Local.__init__.__defaults__ = (5.0,)  # type: ignore[attr-defined]
+            Local.__init__.__defaults__ = (5.0,)
         if i == 3:
             Local.__init__.__kwdefaults__["j"] = 7.0  # type: ignore[attr-defined]
 
@@ -426,6 +457,64 @@ def assigned_to_base_and_derived() -> Case:
 
 
 @case
+def assigned_to_a_metaclass() -> Case:
+    class Meta(type):
+        n = 0
+
+    class Local(metaclass=Meta):
+        pass
+
+    def fn(x: Tensor) -> Tensor:
+        Meta.n += 1
+        return x.sin() * Local.n
+
+    return Case(fn, seen=lambda: Meta.n)
+
+
+@case
+def changed_in_a_metaclass() -> Case:
+    class Meta(type):
+        n = 0
+
+    class Local(metaclass=Meta):
+        pass
+
+    return Case(lambda x: x.sin() * Local.n * Meta.n, lambda i: setattr(Meta, "n", i))
+
+
+@case
+def read_by_super() -> Case:
+    class Base:
+        n = 0
+
+    class Derived(Base):
+        def __init__(self) -> None:
+            Base.n += 1
+            self.k = super().n
+
+    return Case(lambda x: x.sin() * Derived().k, refused=True)
+
+
+@case
+def assigned_and_deleted() -> Case:
+    class Base:
+        n = 3.0
+
+    class Derived(Base):
+        n = 5.0
+
+    made = Derived()
+
+    def fn(x: Tensor) -> Tensor:
+        Derived.n = 7.0
+        y = x.sin() * made.n
+        del Derived.n
+        return y * made.n
+
+    return Case(fn, lambda i: setattr(Derived, "n", 5.0), refused=True)
+
+
+@case
 def hidden_by_the_object() -> Case:
     class Local:
         n = 1
@@ -467,7 +556,7 @@ def a_method_is_assigned() -> Case:
     made = Local()
 
     def fn(x: Tensor) -> Tensor:
-        Local.run = lambda self, x: x * 3  # type: ignore[method-assign]
+        Local.run = lambda self, x: x * 3
         return made.run(x).sin()
 
     return Case(fn, refused=True)
@@ -596,7 +685,7 @@ def an_equal_key() -> Case:
 
     def fn(x: Tensor) -> Tensor:
         y = x.sin() * table.get(key, 7.0) * (5 if key in held else 11)
-        return y * (table[key] if key in table else 13.0)
+        return y * (1.0 * table[key] if key in table else 13.0)
 
     return Case(fn, lambda i: setattr(key, "number", 1 + i % 3))
 
@@ -683,7 +772,7 @@ def a_class_answers_for_all_names() -> Case:
 
     def change(i: int) -> None:
         if i == 2:
-            Local.__getattribute__ = lambda self, name: 11.0  # type: ignore[method-assign]
+            Local.__getattribute__ = lambda self, name: 11.0
 
     return Case(lambda x: x.sin() * made.k, change)
 
@@ -721,8 +810,9 @@ def _counting_class(keys: set[Key]) -> Callable[[Tensor], Tensor]:
 def _new_attribute(keys: set[Key]) -> Callable[[Tensor], Tensor]:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            type(self).calls = getattr(self, "calls", 0) + untraceable(keys)
-            return x.sin() * self.calls
+            kind: Any = type(self)
+            kind.calls = getattr(kind, "calls", 0) + untraceable(keys)
+            return x.sin() * kind.calls
 
     return Model()
 
