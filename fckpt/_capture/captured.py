@@ -52,7 +52,8 @@ from fckpt._capture.branches import Branches
 from fckpt._capture.cached import cached_reader
 from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.checks import validation_captured
-from fckpt._capture.classes import ClassFacts, classes_of, compared_constants, guards_script, patched_methods
+from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
+from fckpt._capture.compared import compared_constants
 from fckpt._capture.containers import containers_like_pythons
 from fckpt._capture.dict_attributes import DictAttributes, keep_factories
 from fckpt._capture.distinct import Distinct

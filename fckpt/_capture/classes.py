@@ -13,14 +13,11 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from torch._dynamo.source import DictGetItemSource, TypeDictSource
 from torch.nn.modules import module as nn_module
 
-from fckpt._call.places import PLAIN
-from fckpt._capture.wrapped import name_of, reader
 from fckpt._late import registrations
 
-__all__ = ["ClassFacts", "classes_of", "compared_constants", "guards_script", "patched_methods"]
+__all__ = ["ClassFacts", "classes_of", "guards_script", "patched_methods"]
 
 _ABSENT = object()
 _HOOKS = [value for name, value in vars(nn_module).items() if name.startswith("_global_") and isinstance(value, dict)]
@@ -42,7 +39,7 @@ class ClassFacts:
         Args:
             guarded: the classes.
             codes: the evaluated code.
-            compared: the attributes that other guards cover, see `compared_constants`.
+            compared: the attributes that other guards cover, see `compared.py`.
         """
         names = _names_in(codes)
         classes: dict[int, type] = {id(torch.Tensor): torch.Tensor}  # Dynamo does not guard tensor methods either
@@ -114,44 +111,6 @@ def classes_of(guard: Any) -> list[type]:
         elif attribute == "obj_weakref" and value is not None and not isinstance(value, types.ModuleType):
             found.append(type(value))
     return found
-
-
-def compared_constants(
-    guards: Iterable[Any], inputs: Iterable[Any], scope: dict[str, Any], places: dict[str, Any], folded: set[str]
-) -> set[tuple[int, str]]:
-    """Returns (id of a class, name) of the numbers and strings in classes of which Dynamo guards the value.
-
-    Their identity need not be guarded as well. A number that is an input of the graph, such as a counter, may change.
-
-    Args:
-        guards: Dynamo's guards.
-        inputs: the sources of the graph's inputs.
-        scope: the globals of the entry, to which Dynamo's expressions refer as `G`.
-        places: the arguments of the entry, to which they refer as `L`.
-        folded: names of attributes that Dynamo has read without a guard as well.
-    """
-    found = set()
-    values = [guard.originating_source for guard in guards if guard.create_fn_name() in _COMPARING]
-    for source in {*values, *inputs}:
-        base, name = getattr(source, "base", None), getattr(source, "member", None)
-        if isinstance(source, DictGetItemSource) and isinstance(base, TypeDictSource):
-            base, name = base.base, source.index
-        if base is None or not isinstance(name, str) or name in folded:
-            continue
-        try:
-            (holder,) = reader([name_of(base)], scope)(places)
-        except Exception:  # an expression that only Dynamo's own guards can evaluate
-            continue
-        if not isinstance(holder, type) and name in getattr(holder, "__dict__", ()):
-            continue  # an attribute of the object hides that of the class
-        lineage = holder.__mro__ if isinstance(holder, type) else type(holder).__mro__
-        owner = next((cls for cls in lineage if name in vars(cls)), None)
-        if owner is not None and type(vars(owner)[name]) in PLAIN:
-            found.add((id(owner), name))
-    return found
-
-
-_COMPARING = ("CONSTANT_MATCH", "EQUALS_MATCH")
 
 
 def guards_script(guard: Any) -> bool:

@@ -5,6 +5,7 @@ all that this code can refer to besides its arguments: globals, attributes of im
 defaults, cells, the contents of containers and objects found there, environment variables, levels of loggers, and new
 entries in caches.
 The guarded set is a superset of what was read: an irrelevant change may cause another trace, but no plan can be stale.
+`Reads` also notes the values in all places that the code may assign, just before it runs.
 Functions that Dynamo captures have narrower and faster guards (`captured.py`).
 """
 
