@@ -131,7 +131,7 @@ def closure_of(
 class Snapshot:
     """The values in some places at one time."""
 
-    __slots__ = ("classes", "dicts", "lists", "places", "values")
+    __slots__ = ("classes", "dicts", "kinds", "lists", "places", "values")
 
     def __init__(self) -> None:
         self.classes: list[tuple[type, frozenset[str]]] = []
@@ -143,6 +143,8 @@ class Snapshot:
         """Sets and arrays, each with a copy. They are compared by value."""
         self.places: list[Slot] = []
         """Other places: globals, `__slots__` of objects, class attributes."""
+        self.kinds: list[tuple[Any, type]] = []
+        """Objects of the user's classes, each with its class."""
 
     def extend(self, other: Snapshot) -> None:
         """Adds the contents of `other`."""
@@ -151,6 +153,7 @@ class Snapshot:
         self.lists += other.lists
         self.values += other.values
         self.places += other.places
+        self.kinds += other.kinds
 
     def changes(self) -> list[Slot]:
         """Returns the places whose values have changed, with their former values."""
@@ -166,6 +169,15 @@ class Snapshot:
             changes += [(cls, name, ABSENT) for name in set(vars(cls)) - names if not name.startswith("__")]
         return changes
 
+    def reordered(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """Returns the dicts that have the same entries in another order, each with its former entries."""
+        same = [(held, then) for held, then in self.dicts if _same_entries(held, then)]
+        return [(held, then) for held, then in same if not all(map(operator.is_, entries(held), then))]
+
+    def reclassed(self) -> list[tuple[Any, type]]:
+        """Returns the objects that have another class now, each with its former class."""
+        return [(value, kind) for value, kind in self.kinds if type(value) is not kind]
+
     def again(self) -> Snapshot:
         """Returns a snapshot of the same places now."""
         new = Snapshot()
@@ -174,6 +186,7 @@ class Snapshot:
         new.lists = [(held, None, content(held, None)) for held, _, _ in self.lists]
         new.values = [(held, content(held, None)) for held, _ in self.values]
         new.places = [(holder, key, content(holder, key)) for holder, key, _ in self.places]
+        new.kinds = [(value, type(value)) for value, _ in self.kinds]
         return new
 
     def forget_changes(self) -> None:
@@ -303,6 +316,8 @@ class _Walk:
             state = self.state
             if not is_user_class(kind) and kind not in RECORDS:
                 self.state = None  # not data: a lock, a thread, a file
+            elif state is not None:
+                state.kinds.append((value, kind))
             attributes = attribute(value, "__dict__")
             if type(attributes) is dict:
                 self.items(attributes, depth - 1)

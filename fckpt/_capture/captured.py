@@ -64,11 +64,14 @@ from fckpt._capture.generators import unfinished_generators_refused
 from fckpt._capture.graphs import FlatGraph
 from fckpt._capture.identities import Identities
 from fckpt._capture.instance_checks import instance_checks_followed
+from fckpt._capture.late_code import late_readers_refused
 from fckpt._capture.lazy_properties import drop_lazy_properties
 from fckpt._capture.numbers import options_constant
 from fckpt._capture.numpys import numpy_not_computed
+from fckpt._capture.objects import objects_like_pythons
 from fckpt._capture.patching import patched
 from fckpt._capture.recurrent import steps_alike
+from fckpt._capture.settings import changed_setting
 from fckpt._capture.shadows import BuiltinNames, shadows_guarded
 from fckpt._capture.sources import Names
 from fckpt._capture.symbols import environments_released, symbols_remembered
@@ -320,7 +323,8 @@ class Captured:
 
 def _folded_settings() -> tuple[Any, ...]:
     """Returns the settings whose values Dynamo takes for constants, without a guard."""
-    return sys.getrecursionlimit(), *map(torch.get_autocast_dtype, _AUTOCAST)
+    precision = torch._C._get_float32_matmul_precision()
+    return sys.getrecursionlimit(), precision, *map(torch.get_autocast_dtype, _AUTOCAST)
 
 
 _AUTOCAST = ("cpu", "cuda")
@@ -478,6 +482,8 @@ def _check_inputs(captured: Captured) -> None:
         for node, source in zip(captured.graph.placeholders, captured.graph.sources, strict=True):
             if "random_value" in node or "Random" in type(source).__name__:
                 raise CaptureError("the function draws from a random.Random, and a graph would repeat the same numbers")
+        if name := changed_setting(captured.graph.module, torch.is_grad_enabled()):
+            raise CaptureError(f"the function changes a setting of torch (`{name}`)")
 
 
 @contextlib.contextmanager
@@ -507,13 +513,16 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(equivalents_evaluated())
         stack.enter_context(state_reads_refused())
         stack.enter_context(instance_checks_followed())
+        stack.enter_context(late_readers_refused())
+        stack.enter_context(objects_like_pythons())
         stack.enter_context(environments_released())
         stack.enter_context(symbols_remembered())
         # The names of functions in Dynamo's log lines, for which it would split whole files into tokens.
         stack.enter_context(patched(symbolic_convert, "get_funcname", lambda _: lambda *_: None))
         # Dynamo flushes the processor's caches (tens of milliseconds) and times the guards, only to log the latency.
         stack.enter_context(patched(dynamo_guards, "profile_guard_manager", lambda _: lambda *_: 0.0))
-        stack.enter_context(_errors_unlogged(logging.getLogger("torch._subclasses.fake_tensor")))
+        for name in ("torch._subclasses.fake_tensor", "torch._guards"):
+            stack.enter_context(_errors_unlogged(logging.getLogger(name)))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # Dynamo warns about functions that it looks through, such as lru_cache
         yield modes

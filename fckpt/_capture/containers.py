@@ -1,8 +1,8 @@
-"""Sets and deques, which Dynamo models in another way than Python.
+"""Sets, deques and ordered dicts, which Dynamo models in another way than Python.
 
 Python iterates over a set in the order of its hash table, and Dynamo in the order in which items were added. A function
 that makes a set for which the two orders differ, and iterates over it, is not captured. Dynamo also forgets the limit
-(`maxlen`) of a deque. Seen on torch 2.11 and 2.13.
+(`maxlen`) of a deque, and that `move_to_end` has changed a dict. Seen on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SetVariable
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable, ConstDictVariable, SetVariable, user_defined
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lists import CommonListMethodsVariable, DequeVariable
 
@@ -76,6 +76,8 @@ def containers_like_pythons() -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as stack:
+        for owner in filter(None, (ConstDictVariable, getattr(user_defined, "OrderedDictVariable", None))):
+            stack.enter_context(patched(owner, "call_method", _moving))
         for name in _ITERATING:
             owner = next((cls for cls in SetVariable.__mro__ if name in vars(cls)), None)
             if owner is not None:
@@ -88,6 +90,17 @@ def containers_like_pythons() -> Iterator[None]:
             if name in vars(DequeVariable):
                 stack.enter_context(patched(DequeVariable, name, wrapped))
         yield
+
+
+def _moving(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(this: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        found = original(this, tx, name, args, kwargs)
+        if name == "move_to_end":  # Dynamo writes only entries that are new, or all
+            getattr(this, "_base_vt", this).should_reconstruct_all = True
+        return found
+
+    return call
 
 
 @contextlib.contextmanager

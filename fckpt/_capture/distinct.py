@@ -1,7 +1,8 @@
 """Guards for comparisons of two objects that were not the same: `a is b`, `a == b` and `a in items`.
 
 Dynamo decides such a comparison by the objects of the captured call. It guards that two objects are the same, but not
-that they are distinct. (For tensors it guards both.) Of a tensor it does not know whether it is in a set. Seen on torch
+that they are distinct. (For tensors it guards both.) Of numbers, strings and tuples it guards the values, which say
+nothing about identity. Of a tensor it does not know whether it is in a set. Seen on torch
 2.11 and 2.13.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, KeysView
 from typing import Any
 
 import torch
+from torch._dynamo.variables import SymNodeVariable
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
@@ -27,6 +29,8 @@ _MOST = 64
 """The most items of a container with which an object is compared."""
 _ITSELF = (torch.Tensor, type, *PLAIN)
 """Types of values of which Dynamo guards the identity or the value itself."""
+_VALUES = {int, float, complex, str, bytes, tuple, frozenset}
+"""Types of values of which equal ones may be one object or two."""
 
 
 class Distinct:
@@ -42,17 +46,23 @@ class Distinct:
         self._scope = scope
         self._places = places
         self._pairs: dict[tuple[str, str], Callable[[dict[str, Any]], tuple[Any, ...]]] = {}
+        self._values: dict[tuple[str, str], tuple[Callable[[dict[str, Any]], tuple[Any, ...]], bool]] = {}
+        """Pairs of numbers, strings or tuples, and whether they were one object."""
 
     def hold(self, places: dict[str, Any]) -> bool:
-        """Whether the objects are distinct in a call with these arguments."""
-        return not self._pairs or not self.changed(places)
+        """Whether the objects are distinct in a call with these arguments, or one as they were."""
+        return not (self._pairs or self._values) or not self.changed(places)
 
     def changed(self, places: dict[str, Any]) -> str:
-        """Describes a pair of compared objects that were two and are one object now; empty if there is no such pair."""
+        """Describes a pair of objects that were two and are one now, or the reverse; empty if there is none."""
         for read in self._pairs.values():
             first, second = read(places)
             if first is second:
                 return f"two objects of {type(first).__name__}, which are compared, have become one"
+        for read, same in self._values.values():
+            first, second = read(places)
+            if (first is second) != same:
+                return f"two objects of {type(first).__name__}, which are compared, have become one, or two"
         return ""
 
     @contextlib.contextmanager
@@ -68,7 +78,11 @@ class Distinct:
             left, right = tx.stack[-2:]
             if name == "CONTAINS_OP" and is_users(tx.f_code.co_filename) and _is_tensor(left) and _is_hashed(right):
                 raise LookupError("whether a tensor is in a set or a dict is not known")
+            if name == "IS_OP" and _are_numbers(left, right):
+                raise LookupError("whether a number that may change is the same object as another is not known")
             result = original(tx, inst)
+            if name == "IS_OP":
+                self._add_values(left, right, tx.stack[-1], inst.argval)
             if left.source is not None:
                 right = right.realize()
                 many = name == "CONTAINS_OP" and isinstance(right, BaseListVariable)
@@ -77,6 +91,29 @@ class Distinct:
             return result
 
         return compare
+
+    def _add_values(self, left: Any, right: Any, result: Any, negated: int) -> None:
+        """Notes whether two values are one object.
+
+        Raises:
+            LookupError: Dynamo decides otherwise.
+        """
+        if left.source is None or right.source is None:
+            return
+        pair = name_of(left.source), name_of(right.source)
+        if pair[0] == pair[1] or pair in self._values:
+            return
+        read = reader(pair, self._scope)
+        try:
+            first, second = read(self._places)
+        except Exception:  # an expression that only Dynamo's own guards can evaluate
+            return
+        if type(first) not in _VALUES or type(second) not in _VALUES:
+            return
+        same = first is second
+        if result.is_python_constant() and result.as_python_constant() != (same != bool(negated)):
+            raise LookupError("whether two values are one object is not known")
+        self._values[pair] = read, same
 
     def _add(self, left: Any, right: Any) -> None:
         if right.source is None:
@@ -91,6 +128,17 @@ class Distinct:
             return
         if first is not second and not isinstance(first, _ITSELF) and not isinstance(second, _ITSELF):
             self._pairs[pair] = read
+
+
+def _are_numbers(*variables: Any) -> bool:
+    """Whether two variables are ints, of which one is an input of the graph or computed from one."""
+    found = [variable.realize() for variable in variables]
+    numbers = [v for v in found if isinstance(v, SymNodeVariable) or (v.is_python_constant() and _is_int(v))]
+    return len(numbers) == 2 and any(isinstance(v, SymNodeVariable) for v in numbers)
+
+
+def _is_int(variable: Any) -> bool:
+    return type(variable.as_python_constant()) is int
 
 
 def _is_tensor(variable: Any) -> bool:

@@ -1,19 +1,22 @@
 """Generators that a function leaves before their end: Python then runs their `finally` clauses, and Dynamo does not.
 
-A function that leaves one which has such a clause, or a `with` statement, is not captured. Seen on torch 2.11 and 2.13:
-`LocalGeneratorObjectVariable`.
+A function that leaves one which has such a clause, or a `with` statement, is not captured. Nor is a function that
+returns or keeps a generator or an iterator of a list, in whose place Dynamo would put another kind of iterator. Seen on
+torch 2.11 and 2.13: `LocalGeneratorObjectVariable`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+from torch._dynamo.variables.iter import FilterVariable, MapVariable, ZipVariable
+from torch._dynamo.variables.lists import ListIteratorVariable
 
 from fckpt._capture.patching import patched
 
@@ -23,7 +26,7 @@ _CAUGHT = {"BaseException", "GeneratorExit"}
 """What an `except` clause must name to run when a generator is left."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def unfinished_generators_refused() -> Iterator[None]:
     """Raises a `LookupError` after the body if Dynamo has left a generator that would clean up."""
     started: list[Any] = []
@@ -36,13 +39,44 @@ def unfinished_generators_refused() -> Iterator[None]:
 
         return make
 
-    with patched(LocalGeneratorObjectVariable, "__init__", making):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(LocalGeneratorObjectVariable, "__init__", making))
+        within: list[Any] = []
+        for owner in (ZipVariable, MapVariable, FilterVariable):
+            if "reconstruct" in vars(owner):
+                stack.enter_context(patched(owner, "reconstruct", functools.partial(_holding, within)))
+        for owner in (LocalGeneratorObjectVariable, ListIteratorVariable):
+            stack.enter_context(patched(owner, "reconstruct", functools.partial(_refusing, within)))
         yield
     for generator in started:
         if generator._is_generator_exhausted() or generator._is_generator_just_started():
             continue
         if _cleans_up(generator.code):
             raise LookupError(f"the function leaves the generator {generator.code.co_name} before its end")
+
+
+def _holding(within: list[Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the method that makes a `zip` or a `map`: nobody sees which iterators these hold."""
+
+    @functools.wraps(original)
+    def reconstruct(this: Any, *args: Any, **kwargs: Any) -> Any:
+        within.append(this)
+        try:
+            return original(this, *args, **kwargs)
+        finally:
+            within.pop()
+
+    return reconstruct
+
+
+def _refusing(within: list[Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reconstruct(this: Any, *args: Any, **kwargs: Any) -> Any:
+        if not within:
+            raise LookupError("the function returns or keeps an iterator")
+        return original(this, *args, **kwargs)
+
+    return reconstruct
 
 
 def _cleans_up(code: types.CodeType) -> bool:

@@ -22,8 +22,10 @@ from fckpt._capture.patching import patched
 
 __all__ = ["numpy_not_computed"]
 
-_LIKE_PYTHONS: tuple[type, ...] = (np.float64, np.int64, np.bool_)
+_LIKE_PYTHONS: tuple[type, ...] = (np.float64, np.int64)
 """Types of numbers whose arithmetic is that of Python's numbers, to which PyTorch converts them."""
+_GUARDED: tuple[type, ...] = (np.integer, np.float16, np.float32, np.float64)
+"""Types of numbers that Dynamo's guards compare. (And np.bool_ is no bool: PyTorch takes it for a float.)"""
 
 
 def _as_constants(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,10 +33,13 @@ def _as_constants(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrap(this: Any, value: Any) -> Any:
         if not isinstance(value, np.generic):
             return original(this, value)
+        if not isinstance(value, _GUARDED):
+            raise LookupError(f"a {type(value).__name__} of NumPy has no guard")
         this.install_guards(GuardBuilder.EQUALS_MATCH)
+        # With its source: Dynamo shares constants without one between captures, and would give the shared one a source.
         if isinstance(value, _LIKE_PYTHONS):
-            return ConstantVariable.create(value.item())
-        found: Any = ConstantVariable.create(0)
+            return ConstantVariable.create(value.item(), source=this.source)
+        found: Any = ConstantVariable.create(0, source=this.source)
         found.value = value
         found.as_proxy = value.item  # PyTorch converts the number in the same way
         return found

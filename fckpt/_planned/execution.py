@@ -228,6 +228,8 @@ class Execution:
         recorded: bool,
         wrapped: bool,
     ) -> list[Any]:
+        for reads in self.program.trace.late:
+            reads.check()
         with self.lock:
             residuals, self.residuals = self.residuals, None
         # Lazy conjugation and negation are views above the recorded operations.

@@ -302,7 +302,12 @@ class Planner:
             unguarded = Unguarded(f"the state of the torch function mode {hidden.__name__}, which is active")
         if unguarded is not None:
             raise unguarded_error(unguarded)
-        settings = (observation.ambient, torch.get_num_threads(), torch.is_grad_enabled())
+        settings = (
+            observation.ambient,
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+        )
         ambient_now = (*settings, tuple(map(type, modes)), tuple(states))
         key = (
             arguments.signature(), tuple(layouts), captured.order, donated, ambient_now, observation.settings(),

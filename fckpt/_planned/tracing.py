@@ -129,7 +129,11 @@ def traced_call(
     origins += [names.tensors.get(id(t)) or _origin(captured.slots, t) for t in captured.tensors]
     with named(names):
         where = (captured.tensors, captured.slots, layouts, origins, captured.state)
-        traced = trace(fn, arguments, *where, backward, reads=reads, donated=donated, target=target)
+        try:
+            traced = trace(fn, arguments, *where, backward, reads=reads, donated=donated, target=target)
+        except BaseException:  # the function may run again, as in a plain call
+            RandomState(_drawn_elsewhere(captured.random)).rewind()
+            raise
     _check_random(captured.random)
     _check_generators(traced, captured.random)
     return traced
@@ -180,15 +184,21 @@ def _check_traceable(tensors: Iterable[torch.Tensor]) -> None:
 
 def _check_random(random: RandomState) -> None:
     """Raises `TraceError` if the traced function drew from a generator other than torch's, or seeded a generator."""
-    drawn = random.drawn()
-    states = [state for state in drawn.states if getattr(state[0], "generator", None) is not torch.default_generator]
-    if states and not drawn.disturbed:
+    states = _drawn_elsewhere(random)
+    if states:
         RandomState(states).rewind()
         raise TraceError(
             "the function draws from Python's or NumPy's random generators, or seeds a torch.Generator: a plan would "
             "repeat the numbers of its trace. Draw before the call and pass the result, or draw with torch.rand and "
             f"similar functions. {WAY_OUT}"
         )
+
+
+def _drawn_elsewhere(random: RandomState) -> list[Any]:
+    """Returns the states, before the call, of the generators other than torch's from which the function drew."""
+    drawn = random.drawn()
+    states = [state for state in drawn.states if getattr(state[0], "generator", None) is not torch.default_generator]
+    return [] if drawn.disturbed else states
 
 
 def _check_generators(traced: Trace, random: RandomState) -> None:

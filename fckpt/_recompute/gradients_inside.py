@@ -1,7 +1,8 @@
 """Backward passes inside of a function that is recomputed: they must not accumulate into `.grad` from outside.
 
 A function may differentiate inside, and use the gradient: its recompute does the same again. But a backward pass that
-adds to the `.grad` of a parameter, or of another tensor from outside, would add to it again in the recompute.
+adds to the `.grad` of a parameter, or of another tensor from outside, would add to it again in the recompute; a plan
+would add nothing to it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from fckpt._call.levels import unseen
 from fckpt.errors import MutationError, region_name
 
-__all__ = ["Gradients", "state_of_grad"]
+__all__ = ["Gradients", "refuse_accumulated", "state_of_grad"]
 
 
 class Gradients:
@@ -41,13 +42,25 @@ class Gradients:
         with unseen():
             changed = [t for t, grad, then in self.held if state_of_grad(t) != (grad, then)]
         if changed:
-            raise MutationError(
-                f"{region_name(fn)} changed `.grad` of a tensor from outside of it (shape {list(changed[0].shape)}, "
-                f"{changed[0].dtype}), as `loss.backward()` does: its recompute would add to `.grad` again. Use "
-                "`torch.autograd.grad(loss, tensors)`, which returns gradients and accumulates nothing, or "
-                "`loss.backward(inputs=[...])` with tensors that the function makes; or call backward() outside of the "
-                "rematerialised function."
-            )
+            raise grad_changed(fn, changed[0], "its recompute would add to `.grad` again")
+
+
+def refuse_accumulated(fn: Any, operands: Iterable[torch.Tensor]) -> None:
+    """Raises `MutationError` if the trace of a function has accumulated into `.grad` of an operand."""
+    with unseen():
+        changed = next((t for t in operands if t.is_leaf and t.grad is not None), None)
+    if changed is not None:
+        raise grad_changed(fn, changed, "a plan would add nothing to `.grad`")
+
+
+def grad_changed(fn: Any, tensor: torch.Tensor, consequence: str) -> MutationError:
+    """Returns the error for a function that accumulates into `.grad` of a tensor from outside."""
+    return MutationError(
+        f"{region_name(fn)} changed `.grad` of a tensor from outside of it (shape {list(tensor.shape)}, "
+        f"{tensor.dtype}), as `loss.backward()` does: {consequence}. Use `torch.autograd.grad(loss, tensors)`, which "
+        "returns gradients and accumulates nothing, or `loss.backward(inputs=[...])` with tensors that the function "
+        "makes; or call backward() outside of the rematerialised function."
+    )
 
 
 def state_of_grad(tensor: torch.Tensor) -> tuple[int | None, int]:

@@ -7,6 +7,7 @@ are replayed at every call (see `_capture`).
 from __future__ import annotations
 
 import builtins
+import collections
 import contextlib
 import cProfile
 import datetime
@@ -21,7 +22,7 @@ import types
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -33,9 +34,9 @@ from fckpt._call.facts import is_library
 from fckpt._call.levels import unwrapped
 from fckpt._call.modules import storage_of
 from fckpt._call.places import ABSENT, Slot, content, moved, put
-from fckpt._capture.reads import Reads
 from fckpt._capture.sources import current
 from fckpt._trace.recorder import CHECKPOINT_INSIDE, Recorder
+from fckpt._trace.settings import SETTERS, sets
 from fckpt._trace.stand_ins import WAY_OUT, seems
 from fckpt.errors import TraceError
 
@@ -43,6 +44,7 @@ __all__ = [
     "check_assignments",
     "check_writes",
     "impure_calls_refused",
+    "named_place",
     "refuse_leftover_tensors",
     "seeding_refused",
     "undone_on_error",
@@ -100,6 +102,7 @@ _UNSEEN = frozenset(
 
 
 _OF_TORCH = {
+    **SETTERS,
     torch.is_warn_always_enabled.__code__: "asks for the settings of warnings",
     torch.initial_seed.__code__: "reads the random seed",
     **{
@@ -112,11 +115,21 @@ _WRAPPERS = {DistributedDataParallel.forward.__code__: "DistributedDataParallel"
 """Code that communicates beside its operations, from hooks on gradients."""
 
 
+class Noting(Protocol):
+    """What records the calls of functions, see `Reads`."""
+
+    def note(self, frame: types.FrameType) -> None: ...
+
+
 @contextlib.contextmanager
-def impure_calls_refused(reads: Reads) -> Iterator[None]:
+def impure_calls_refused(reads: Noting, inference: bool = False) -> Iterator[None]:
     """Raises `TraceError` if the body reads a clock, opens a file, prints, or makes another call with a side effect.
 
-    Calls made by torch or fckpt are allowed. All functions that are called are recorded in `reads`.
+    Calls made by torch or fckpt are allowed.
+
+    Args:
+        reads: records all functions that are called.
+        inference: whether the call is in inference mode, in which nothing is traced.
     """
     found: list[str] = []
     restore = _profiler_restorer()
@@ -129,6 +142,8 @@ def impure_calls_refused(reads: Reads) -> Iterator[None]:
                 found.append(f"{current()}: the function calls a {wrapper} module here, which communicates by itself")
             elif frame.f_code in _OF_TORCH and not found and _is_for_user(frame.f_back):
                 found.append(f"{current()}: the function {_OF_TORCH[frame.f_code]} here (`{frame.f_code.co_name}`)")
+        elif event == "c_call" and inference and argument is torch.is_inference_mode_enabled and not found:
+            found.append(f"{current()}: the function asks for the inference mode here (`{argument.__name__}`)")
         elif event == "c_call" and not found and (does := _impure(argument, frame)):
             found.append(f"{current()}: the function {does} here (`{argument.__name__}`)")
 
@@ -166,7 +181,7 @@ def _impure(called: Any, frame: Any) -> str:
     try:
         does, asks = _IMPURE.get(called, ""), _READS.get(called, "")
         module = str(getattr(called, "__module__", ""))
-        asks = asks or ("" if called in _CONSTANT else _SYSTEM.get(module, ""))
+        asks = asks or ("" if called in _CONSTANT else _SYSTEM.get(module, "")) or sets(called)
     except TypeError:  # not hashable
         return ""
     if called is sys.getrecursionlimit and is_library(_package(frame)):
@@ -254,8 +269,12 @@ def check_assignments(slots: Sequence[Slot], before: Snapshot, recorder: Recorde
         return isinstance(value, torch.Tensor) and recorder.owns(unwrapped(value))
 
     variable = lambda holder: type(holder) is types.CellType
-    names = [_named(holder, key) for holder, key, _ in moved(slots) if variable(holder) or owned(content(holder, key))]
-    names += [_named(holder, key) for holder, key, _ in before.changes()]
+    names = [
+        named_place(holder, key) for holder, key, _ in moved(slots) if variable(holder) or owned(content(holder, key))
+    ]
+    names += [named_place(holder, key) for holder, key, _ in before.changes()]
+    names += [f"the order of {', '.join(map(str, then))}" for _, then in before.reordered()]
+    names += [f"the class of a {kind.__name__}" for _, kind in before.reclassed()]
     if names:
         raise _assigns(names)
 
@@ -299,6 +318,12 @@ def undone_on_error(before: Snapshot) -> Iterator[None]:
     except BaseException:
         for change in reversed(before.changes()):  # of several values that a place had, the first comes last
             put(*change)
+        for value, kind in before.reclassed():
+            object.__setattr__(value, "__class__", kind)
+        for held, then in before.reordered():
+            kind: Any = collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
+            for key in then:
+                kind.__setitem__(held, key, kind.pop(held, key))
         raise
 
 
@@ -321,7 +346,8 @@ def arguments_unchanged(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
             )
 
 
-def _named(holder: Any, key: Any) -> str:
+def named_place(holder: Any, key: Any) -> str:
+    """Names a place for messages."""
     if key is None:
         return "a variable" if type(holder) is types.CellType else f"an item of a {type(holder).__name__}"
     return f"{holder.__name__}.{key}" if isinstance(holder, type) else str(key)

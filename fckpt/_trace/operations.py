@@ -205,6 +205,8 @@ class Trace:
     """Pairs of a tensor and the position of the operand whose memory it is, after a write of the forward pass."""
     given: tuple[weakref.ref[torch.Tensor], ...] = ()
     """By operand: a weak reference to the tensor of the traced call."""
+    late: tuple[Any, ...] = ()
+    """What Python code of the backward pass may have read (`late.LateReads`), if any has run."""
     general: General | None = None
     """What made the calls, if other sizes have the same calls."""
     other_sizes: Any = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from fckpt._trace.assemble import Interface
 from fckpt._trace.lifetimes import nodes_behind
 from fckpt._trace.operations import Backward, Layout, Observed, is_dense, strides_of
 from fckpt._trace.recorder import Recorder
+from fckpt._trace.stand_ins import WAY_OUT
 from fckpt._trace.vmap_of_grad import Levels
 from fckpt.errors import ArgumentValueError, TraceError
 
@@ -63,6 +64,7 @@ class Results:
         self.operand_numbers = numbers
         self.layouts = layouts
         self.leaves, self.spec = tree.flatten(result)
+        _refuse_iterators(self.leaves)
         known = {id(t): ("in", i) for i, t in enumerate(operands[:count])}
         results: list[torch.Tensor] = numbered(self.leaves, known)
         # Under vmap, results are separate batches even where they share memory with others.
@@ -276,6 +278,15 @@ class Results:
             storage = recorder.version(grad)
         taken.add(storage)
         return grad
+
+
+def _refuse_iterators(leaves: Iterable[Any]) -> None:
+    found = next((leaf for leaf in leaves if isinstance(leaf, Iterator)), None)
+    if found is not None:
+        raise TraceError(
+            f"the function returns a {type(found).__name__}, and a plan would return the same one at each call, which "
+            f"ends only once. Return a list or a tuple. {WAY_OUT}"
+        )
 
 
 def _strides_of_grad(layout: Layout) -> tuple[int, ...]:

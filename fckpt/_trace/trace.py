@@ -25,6 +25,7 @@ from fckpt._capture.function import BatchedGraph, GraphFunction
 from fckpt._capture.marks import marks_answered
 from fckpt._capture.reads import Reads
 from fckpt._memory import collector_paused
+from fckpt._recompute.gradients_inside import refuse_accumulated
 from fckpt._trace.assemble import Assembly
 from fckpt._trace.donation import written_over_donated
 from fckpt._trace.effects import (
@@ -37,11 +38,13 @@ from fckpt._trace.effects import (
     undone_on_error,
     with_attributes_of,
 )
+from fckpt._trace.late import LateReads, late_code_watched
 from fckpt._trace.named_device import DevicesMoved, NamedDevice, cuda_kernels
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
 from fckpt._trace.parameters import parameters_made
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.results import Results
+from fckpt._trace.settings import settings_unchanged
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt._trace.symbolic_functions import SymbolicFunctions
 from fckpt._trace.untraceable import DataReadsRefused, errors_located
@@ -139,7 +142,7 @@ def _traced(
     tensors = [*arguments.tensors, *closure]
     enabled = torch.is_grad_enabled() or any(layout.requires_grad for layout in layouts)
     wrapped = batch is not None or any(layout.transformed for layout in layouts)
-    graph = isinstance(fn, (GraphFunction, BatchedGraph))
+    graph, inference = isinstance(fn, (GraphFunction, BatchedGraph)), torch.is_inference_mode_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_recording(recorder, wrapped, enabled, target))
         if recorder.sizes is not None:
@@ -161,11 +164,12 @@ def _traced(
             before = state.again()
             carried = {} if backward.then is None else backward.then.begun(operands)
             moved = contextlib.nullcontext() if target is None else DevicesMoved(target, graph, recorder)
-            python = contextlib.nullcontext() if graph else _python_code(reads, tensors, operands, recorder)
+            python = contextlib.nullcontext() if graph else _python_code(reads, tensors, operands, recorder, inference)
             with undone_on_error(before), reads.holding(before):
                 with python, moved, contextlib.nullcontext() if graph else arguments_unchanged(args, kwargs):
                     result = place[0](*args, **kwargs)  # a partial or a bound method may itself hold tensors
                 check_assignments(closed, before, recorder)
+                refuse_accumulated(fn, operands)
         if donated:
             kept = fn.returned_operands(result) if isinstance(fn, GraphFunction) else set()
             result = written_over_donated(result, operands, [n for n in donated if n not in kept], recorder)
@@ -173,14 +177,15 @@ def _traced(
         _refuse_lost_grad(results, layouts)
         check_writes(operands, numbers, recorder, tensors)
         recorder.start_backward()
-        with contextlib.nullcontext() if graph else impure_calls_refused(reads):
+        late: list[LateReads] = []
+        with contextlib.nullcontext() if graph else late_code_watched(reads, before.again(), slots, late):
             results.differentiate(backward, carried)
     names = [*origins, *[""] * (len(operands) - len(origins))]
     assembly = Assembly(recorder, results.interface(), names)
     traced = assembly.trace()
     if recorder.ending is not None:
         traced = with_early_updates(traced, assembly.nodes_before(recorder.ending))
-    return dataclasses.replace(traced, given=tuple(map(weakref.ref, tensors)))
+    return dataclasses.replace(traced, given=tuple(map(weakref.ref, tensors)), late=tuple(late))
 
 
 @contextlib.contextmanager
@@ -218,14 +223,19 @@ def _protect(
 
 @contextlib.contextmanager
 def _python_code(
-    reads: Reads, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], recorder: Recorder
+    reads: Reads,
+    tensors: Sequence[torch.Tensor],
+    operands: Sequence[torch.Tensor],
+    recorder: Recorder,
+    inference: bool,
 ) -> Iterator[None]:
     """Lets the user's Python code run within a trace: without compiled functions and impure calls."""
     # Compiled functions inside run uncompiled: torch would cache the failure of compiling them here.
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(parameters_made(recorder))
-        stack.enter_context(impure_calls_refused(reads))
+        stack.enter_context(settings_unchanged())
+        stack.enter_context(impure_calls_refused(reads, inference))
         stack.enter_context(with_attributes_of(tensors, operands))
         yield
 

@@ -15,6 +15,7 @@ from fckpt._call.levels import is_wrapped, transforms_active, unwrapped
 from fckpt._capture.sources import current, failing_module, is_users
 from fckpt._capture.tensor_states import STATES
 from fckpt._trace import formulas
+from fckpt._trace.late import refuse_hook_in_c
 from fckpt._trace.lifetimes import nodes_behind
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.stand_ins import WAY_OUT
@@ -65,6 +66,8 @@ class DataReadsRefused(TorchFunctionMode):
                 return f"<a tensor of a trace, {args[0].dtype}{list(args[0].shape)}>"
             if reason := _refusal(func, sys._getframe(1)):
                 raise TraceError(f"{current()}: {reason}")
+        if func in _REGISTERING:
+            refuse_hook_in_c((*args[1:], *(kwargs or {}).values())[0])
         if self.wrapped and func in _COMPOSED and not transforms_active():
             return at_a_level(func, args, kwargs or {})
         if isinstance(func, torch._ops.HigherOrderOperator) and func.name() in _BRANCHING:
@@ -83,6 +86,7 @@ class DataReadsRefused(TorchFunctionMode):
             formulas.choose(node, wrapped=wrapped, saved=saved)
 
 
+_REGISTERING = {_TENSOR.register_hook, _TENSOR.register_post_accumulate_grad_hook}
 _WATCHED = {*_READS, *_REFUSED, *_TEXTS, *STATES}
 _METHODS = (torch._tensor.__file__, torch.overrides.__file__)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import random
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -173,6 +174,127 @@ def test_a_number_of_numpy_that_changes_is_seen() -> None:
     for number in (0.3, 0.5, 0.3):
         scales["now"] = np.float64(number)
         assert_equal(planned(X), fn(X))
+
+
+@pytest.mark.filterwarnings("ignore:.*is captured for the:fckpt.PlanWarning")
+def test_numbers_of_numpy_do_not_change_other_captures() -> None:
+    numbers = (1.5, np.float32(2.5), np.bool_(True), np.bool_(False), np.int64(3))
+    held: dict[str, Any] = {}
+    fn = lambda x: ((x @ W).sum() * held["now"], torch.arange(3) * held["now"], x.half() * held["now"])
+    planned = fckpt.remat(fn, budget=1.0)
+    for number in numbers * 2:
+        held["now"] = number
+        got, want = planned(X), fn(X)
+        assert_equal(got, want)
+        assert [t.dtype for t in got] == [t.dtype for t in want]
+        held.clear()
+        other = fckpt.remat(lambda x: (x.sin(), True, False, None, 0, 1), budget=1.0)(X)
+        assert other[1:] == (True, False, None, 0, 1) and [type(v) for v in other[1:3]] == [bool, bool]
+
+
+NEW: dict[str, Callable[[], Any]] = {
+    "int": lambda: int("1000"),
+    "str": lambda: "".join(["a", " b"]),
+    "tuple": lambda: tuple([1, 2]),  # noqa: C409
+    "float": lambda: float("0.5"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is captured for the:fckpt.PlanWarning")
+@pytest.mark.parametrize("kind", NEW)
+def test_equal_values_that_are_one_object_or_two(kind: str) -> None:
+    held = [NEW[kind](), NEW[kind]()]
+    fn = lambda x: (x @ W).sum() * (2 if held[0] is held[1] else 3) * (5 if held[0] is not held[1] else 7)
+    planned = fckpt.remat(fn, budget=1.0)
+    for same in (False, True, False, True, True):
+        held[0] = NEW[kind]()
+        held[1] = held[0] if same else NEW[kind]()
+        assert_equal(planned(X), fn(X))
+
+
+FIVE = 5
+
+
+class Counter(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (x @ W).sum() * (2 if self.calls is FIVE else 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*is captured for the:fckpt.PlanWarning")
+def test_a_counter_that_becomes_a_certain_object() -> None:
+    plain, planned = Counter(), fckpt.remat(Counter(), budget=1.0)
+    for _ in range(7):
+        assert_equal(planned(X), plain(X))
+
+
+ITERATORS: dict[str, Callable[[Tensor], Any]] = {
+    "generator": lambda x: (v for v in [x.sin(), x.cos()]),
+    "numbers": lambda x: (x.sin(), (i for i in range(3))),
+    "iter": lambda x: (x.sin(), iter([1, 2])),
+    "enumerate": lambda x: (x.sin(), enumerate([1, 2])),
+    "map": lambda x: map(lambda v: v * 2, [x.sin(), x.cos()]),  # noqa: C417
+    "zip": lambda x: (x.sin(), zip([1], [2], strict=True)),
+}
+
+
+@pytest.mark.parametrize("name", ITERATORS)
+def test_an_iterator_that_is_returned_is_new_at_each_call(name: str) -> None:
+    fn = ITERATORS[name]
+    planned = fckpt.remat(fn, budget=1.0)
+
+    def listed(found: Any) -> Any:
+        return [type(found), [v if isinstance(v, Tensor) or type(v) is int else listed(v) for v in found]]
+
+    for _ in range(2):
+        try:
+            got = planned(X)
+        except fckpt.TraceError as error:
+            assert "returns a" in str(error)
+            continue
+        assert_equal(listed(got), listed(fn(X)))
+
+
+def test_random_numbers_before_an_error() -> None:
+    def fn(x: Tensor) -> Tensor:
+        scale = random.random()
+        if scale < 2:
+            raise KeyError(scale)
+        return x
+
+    def run(region: Callable[..., Any]) -> Any:
+        random.seed(0)
+        with pytest.raises(KeyError):
+            region(X)
+        return random.random()
+
+    planned = fckpt.remat(fn, budget=1.0)
+    assert run(planned) == run(fn) == run(planned)
+
+
+class Closing:
+    closed: ClassVar[list[int]] = []
+
+    def __del__(self) -> None:
+        self.closed.append(1)
+
+
+def test_an_object_that_is_made_is_deleted_once() -> None:
+    def fn(x: Tensor) -> Tensor:
+        held = Closing()
+        del held
+        return (x @ W).sum()
+
+    planned = fckpt.remat(fn, budget=1.0)
+    for calls in (1, 2):
+        try:
+            planned(X)
+        except fckpt.TraceError:
+            Closing.closed.clear()
+            continue
+        assert len(Closing.closed) == calls
 
 
 class Cleaning(nn.Module):

@@ -1,0 +1,96 @@
+"""Python code that runs in the backward pass: hooks of tensors, and `backward` of an `autograd.Function`.
+
+Dynamo evaluates it with the forward, so it would see what variables were then, and change them too early. A function
+whose hooks, or whose `backward`, may read variables is not captured. It is traced by running it, see `_trace/late.py`.
+Seen on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.variables import NestedUserFunctionVariable, TensorVariable, UserFunctionVariable
+from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
+
+from fckpt._call.closure import global_names
+from fckpt._call.facts import is_library
+from fckpt._capture.patching import patched
+
+__all__ = ["late_readers_refused"]
+
+
+def _registering(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def register(this: Any, tx: Any, name: str, hook: Any) -> Any:
+        if not this.source:  # a hook on a tensor from outside is registered at each call, and runs as it is
+            _check_hook(hook.realize())
+        return original(this, tx, name, hook)
+
+    return register
+
+
+def _check_hook(hook: Any) -> None:
+    if type(hook) is UserFunctionVariable:
+        found = _reads(hook.fn.__code__, hook.fn.__globals__, hook.fn.__closure__)
+    elif type(hook) is NestedUserFunctionVariable:
+        code = hook.get_code()
+        found = ", ".join(code.co_freevars) or _reads(code, hook.get_globals(), None)
+    else:
+        raise LookupError(f"a hook of a tensor is a {hook.python_type_name()}, which may read variables")
+    if found:
+        raise LookupError(f"the hook `{hook.get_name()}` reads `{found}` in the backward pass")
+
+
+def _applying(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def trace(this: Any, *args: Any, **kwargs: Any) -> Any:
+        fn: Any = getattr(this.bwd_fn, "__func__", this.bwd_fn)
+        if type(fn) is types.FunctionType and (found := _reads(fn.__code__, fn.__globals__, fn.__closure__)):
+            raise LookupError(f"`{fn.__qualname__}` reads `{found}` in the backward pass")
+        return original(this, *args, **kwargs)
+
+    return trace
+
+
+def _reads(code: types.CodeType, scope: dict[str, Any], cells: Any, depth: int = 4) -> str:
+    """Returns a variable that a function may read and that may change; empty if there is none."""
+    if is_library(str(scope.get("__name__", ""))):
+        return ""
+    names = global_names(code)
+    held = [(name, scope[name]) for name in names if name in scope]
+    for name, cell in zip(code.co_freevars, cells or (), strict=False):
+        with contextlib.suppress(ValueError):  # an empty cell
+            held.append((name, cell.cell_contents))
+    for owner in [value for _, value in held if _has_own_names(value)]:
+        held += [(name, vars(owner)[name]) for name in names if name in vars(owner)]
+    for name, value in held:
+        if type(value) is types.FunctionType and depth and value.__code__ is not code:
+            if found := _reads(value.__code__, value.__globals__, value.__closure__, depth - 1):
+                return found
+        elif not callable(value) and not isinstance(value, _CONSTANT):
+            return name
+    return ""
+
+
+_CONSTANT = (types.ModuleType, torch.Tensor, torch.dtype, staticmethod, classmethod)
+
+
+def _has_own_names(value: Any) -> bool:
+    if isinstance(value, types.ModuleType):
+        return not is_library(value.__name__)
+    return isinstance(value, type) and not is_library(value.__module__)
+
+
+@contextlib.contextmanager
+def late_readers_refused() -> Iterator[None]:
+    """Ends a capture by Dynamo, within the body, at code that would read variables in the backward pass."""
+    with (
+        patched(TensorVariable, "_method_register_hook", _registering),
+        patched(AutogradFunctionApplyVariable, "trace_backward_graph", _applying),
+    ):
+        yield

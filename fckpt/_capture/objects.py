@@ -1,0 +1,115 @@
+"""Changes of objects that Dynamo would repeat in another way than Python: functions that make them are not captured.
+
+* An attribute that is deleted and set again comes last in `vars`; Dynamo only sets it.
+* An object whose `__dict__` is replaced, or is also reached as a dict or through another object, has two models.
+* An object with `__del__` is also made, and deleted, during the capture.
+* Dynamo changes a list, a dict or a set by methods that a subclass may override.
+
+Seen on torch 2.11 and 2.13: `SideEffects`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import DeletedVariable
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+
+from fckpt._call.facts import attribute, is_user_class
+from fckpt._capture.patching import patched
+
+__all__ = ["objects_like_pythons"]
+
+_CONTAINERS = (list, dict, set, collections.deque)
+_HARMLESS = {
+    "__class_getitem__", "__dict__", "__doc__", "__init__", "__init_subclass__", "__module__", "__new__", "__reduce__",
+    "__reduce_ex__", "__repr__", "__str__", "__weakref__", "__hash__", "__orig_bases__", "__parameters__", "__slots__",
+    "__annotations__", "__getstate__", "__setstate__", "__format__", "__sizeof__",
+}  # fmt: skip
+"""What a subclass of a container may define without that Dynamo's changes differ from Python's."""
+
+
+def _storing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def store(this: Any, item: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if name == "__dict__":
+            raise LookupError("the function replaces the `__dict__` of an object")
+        deleted = isinstance(this.store_attr_mutations.get(item, {}).get(name), DeletedVariable)
+        if deleted and not isinstance(value, DeletedVariable) and not isinstance(item.mutation_type, _NEW):
+            raise LookupError(f"the function deletes the attribute {name}, and sets it again")
+        return original(this, item, name, value, *args, **kwargs)
+
+    return store
+
+
+_NEW = (AttributeMutationNew, ValueMutationNew)
+
+
+def _making(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make(this: Any, *args: Any, **kwargs: Any) -> Any:
+        for kind in (getattr(value, "value", value) for value in (*args, *kwargs.values())):
+            if isinstance(kind, type) and is_user_class(kind) and hasattr(kind, "__del__"):
+                raise LookupError(f"the function makes a {kind.__name__}, which has a method `__del__`")
+        return original(this, *args, **kwargs)
+
+    return make
+
+
+def _writing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def write(effects: Any, *args: Any, **kwargs: Any) -> Any:
+        _check(effects)
+        return original(effects, *args, **kwargs)
+
+    return write
+
+
+def _check(effects: Any) -> None:
+    """Raises `LookupError` if an object or a container that Dynamo would change has two models, or own methods."""
+    reached: dict[int, list[Any]] = {}
+    for address, item in effects.id_to_variable.items():
+        if isinstance(item.mutation_type, _NEW):
+            continue
+        value = attribute(item, "value")
+        changed = _is_changed(effects, item)
+        attributes = attribute(value, "__dict__") if is_user_class(type(value)) else None
+        reached.setdefault(address, []).append(changed)
+        if type(attributes) is dict:
+            reached.setdefault(id(attributes), []).append(changed)
+        if changed and (name := _overridden(type(value))):
+            raise LookupError(f"the function changes a {type(value).__name__}, which has a method `{name}` of its own")
+    if any(len(found) > 1 and any(found) for found in reached.values()):
+        raise LookupError("the function changes an object whose `__dict__` it also reaches in another way")
+
+
+def _is_changed(effects: Any, item: Any) -> bool:
+    base = attribute(item, "_base_vt")
+    return effects.is_modified(item) or (base is not None and base.mutation_type and effects.is_modified(base))
+
+
+@functools.lru_cache(maxsize=1024)
+def _overridden(kind: type) -> str:
+    """Returns the name of a method of a container that a user's subclass defines; empty if there is none."""
+    base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+    if base is None:
+        return ""
+    own = {name for cls in kind.__mro__ if is_user_class(cls) for name in vars(cls)} - _HARMLESS
+    return next((name for name in sorted(own) if hasattr(base, name)), "")
+
+
+@contextlib.contextmanager
+def objects_like_pythons() -> Iterator[None]:
+    """Ends a capture by Dynamo, within the body, at such changes."""
+    with (
+        patched(SideEffects, "store_attr", _storing),
+        patched(SideEffects, "track_object_new", _making),
+        patched(SideEffects, "track_new_user_defined_object", _making),
+        patched(SideEffects, "codegen_update_mutated", _writing),
+    ):
+        yield

@@ -1,0 +1,225 @@
+"""Backward passes inside of a planned function, and Python code that runs in the backward pass: hooks, and `backward`
+of an `autograd.Function`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_equal
+from torch import Tensor, nn
+
+import fckpt
+
+BUDGET = 10**9
+X = torch.linspace(-1, 1, 4)
+
+
+class State:
+    calls, scale = 0, 2.0
+    seen: list[Any] = []  # noqa: RUF012
+
+
+class Inside(nn.Module):
+    """Differentiates an auxiliary loss inside."""
+
+    def __init__(self, differentiate: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.differentiate = nn.Parameter(torch.ones(4)), differentiate
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.differentiate((self.weight * x).square().sum(), self.weight)
+        return x.sin() if found is None else x.sin() * found[0]
+
+
+ACCUMULATING: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "backward": lambda loss, weight: loss.backward(),
+    "autograd.backward": lambda loss, weight: torch.autograd.backward(loss),
+    "with inputs": lambda loss, weight: loss.backward(inputs=[weight]),
+}
+
+
+@pytest.mark.parametrize("name", ACCUMULATING)
+def test_a_backward_pass_inside_that_accumulates_is_refused(name: str) -> None:
+    net = Inside(ACCUMULATING[name])
+    planned = fckpt.remat(net, budget=BUDGET)
+    for _ in range(2):
+        with pytest.raises(
+            fckpt.MutationError, match=r"changed `\.grad` of a tensor from outside.*torch\.autograd\.grad"
+        ):
+            planned(X)
+        assert net.weight.grad is None
+
+
+def test_gradients_of_an_argument_inside_are_refused() -> None:
+    planned = fckpt.remat(lambda x: (x.square().sum().backward(), x.sin())[1], budget=BUDGET)
+    with pytest.raises(fckpt.MutationError, match=r"changed `\.grad`"):
+        planned(X.clone().requires_grad_())
+
+
+def test_gradients_that_are_returned_inside_are_right() -> None:
+    net = Inside(lambda loss, weight: torch.autograd.grad(loss, weight))
+    planned, x = fckpt.remat(net, budget=BUDGET), X.clone().requires_grad_()
+    assert_equal(torch.autograd.grad(planned(x).sum(), x), torch.autograd.grad(net(x).sum(), x))
+
+
+def counting(grad: Tensor) -> Tensor:
+    State.calls += 1
+    return grad * State.calls
+
+
+def storing(grad: Tensor) -> None:
+    State.seen.append(grad.sum())
+
+
+def scaling(grad: Tensor) -> Tensor:
+    return grad * State.scale
+
+
+class Counting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return counting(grad)
+
+
+class Scaling(Counting):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return scaling(grad)
+
+
+def hooked(hook: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        y.register_hook(hook)
+        return y.sin()
+
+    return fn
+
+
+def with_nonlocal() -> Callable[[Tensor], Tensor]:
+    calls = 0
+
+    def fn(x: Tensor) -> Tensor:
+        def hook(grad: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return grad * calls
+
+        return hooked(hook)(x)
+
+    return fn
+
+
+def with_node(x: Tensor) -> Tensor:
+    y = x * 2
+    node: Any = y.grad_fn
+    node.register_hook(lambda inputs, outputs: storing(outputs[0]))
+    return y.sin()
+
+
+def with_module(register: Callable[[nn.Module, Callable[..., Any]], Any], hook: Callable[..., Any]) -> nn.Module:
+    inner = nn.Linear(4, 4)
+    nn.init.eye_(inner.weight)
+    register(inner, hook)
+    return nn.Sequential(nn.Tanh(), inner, nn.Tanh())
+
+
+FULL, PRE = nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook
+WRITING: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
+    "counts": lambda: hooked(counting),
+    "stores": lambda: hooked(storing),
+    "stores in C": lambda: hooked(State.seen.append),
+    "nonlocal": with_nonlocal,
+    "of a node": lambda: with_node,
+    "of a submodule": lambda: with_module(FULL, lambda module, inputs, outputs: (counting(inputs[0]),)),
+    "before a submodule": lambda: with_module(PRE, lambda module, outputs: (counting(outputs[0]),)),
+    "backward of a Function": lambda: Counting.apply,
+}
+
+
+@pytest.fixture(autouse=True)
+def _reset() -> None:
+    State.calls, State.scale = 0, 2.0
+    State.seen.clear()
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_code_that_writes_in_the_backward_pass_is_refused(name: str) -> None:
+    planned = fckpt.remat(WRITING[name](), budget=BUDGET)
+    for _ in range(2):
+        with pytest.raises(fckpt.TraceError, match=r"hook|backward function"):
+            planned(X.clone().requires_grad_())
+        assert State.calls == 0 and not State.seen
+
+
+READING: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
+    "hook": lambda: hooked(scaling),
+    "of a submodule": lambda: with_module(FULL, lambda module, inputs, outputs: (scaling(inputs[0]),)),
+    "backward of a Function": lambda: Scaling.apply,
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_what_code_in_the_backward_pass_reads_is_compared_there(name: str) -> None:
+    fn = READING[name]()
+    planned = fckpt.remat(fn, budget=BUDGET)
+    for scale in (2.0, 3.0, 2.0):
+        State.scale = scale
+        x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
+        planned(x).sum().backward()
+        fn(y).sum().backward()
+        assert_equal(x.grad, y.grad)
+    out = planned(X.clone().requires_grad_()).sum()
+    State.scale = 4.0
+    with pytest.raises(fckpt.TraceError, match="what it reads has changed since the forward pass"):
+        out.backward()
+
+
+def local_later(x: Tensor) -> Tensor:
+    y, scale = x * 2, 3.0
+    y.register_hook(lambda grad: grad * scale)
+    scale = 4.0
+    return y.sin()
+
+
+def masked(x: Tensor) -> Tensor:
+    y, mask = x * 2, x > 0
+    y.register_hook(lambda grad: grad * mask)
+    return y.sin()
+
+
+COMPUTING: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
+    "computes": lambda: hooked(lambda grad: grad.clamp(-0.5, 0.5) * 2),
+    "mask": lambda: masked,
+    "a variable that is assigned later": lambda: local_later,
+    "of a submodule": lambda: with_module(FULL, lambda module, inputs, outputs: (inputs[0] * 3,)),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTING)
+def test_hooks_that_compute(name: str) -> None:
+    fn = COMPUTING[name]()
+    planned = fckpt.remat(fn, budget=BUDGET)
+    for _ in range(3):
+        x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
+        planned(x).sum().backward()
+        fn(y).sum().backward()
+        assert_equal(x.grad, y.grad)
+    assert fckpt.stats(planned).captures == (name == "computes")
+
+
+def test_a_hook_of_the_planned_module_itself_writes() -> None:
+    net = nn.Linear(4, 4)
+    FULL(net, lambda module, inputs, outputs: storing(outputs[0]))
+    planned = fckpt.remat(net, budget=BUDGET)
+    for calls in (1, 2):
+        planned(X.clone().requires_grad_()).sum().backward()
+        assert len(State.seen) == calls
