@@ -20,7 +20,6 @@ import functools
 import importlib
 import itertools
 import logging
-import re
 import sys
 import threading
 import types
@@ -70,6 +69,7 @@ from fckpt._capture.numbers import options_constant
 from fckpt._capture.numpys import numpy_not_computed
 from fckpt._capture.objects import objects_like_pythons
 from fckpt._capture.patching import patched
+from fckpt._capture.readable import PASSED, explained, holds, readable
 from fckpt._capture.recurrent import steps_alike
 from fckpt._capture.settings import changed_setting
 from fckpt._capture.shadows import BuiltinNames, shadows_guarded
@@ -77,7 +77,6 @@ from fckpt._capture.sources import Names
 from fckpt._capture.symbols import environments_released, symbols_remembered
 from fckpt._capture.tensor_states import state_reads_refused
 from fckpt._capture.undecomposed import undecomposed
-from fckpt._capture.unsourced import functions_named
 from fckpt._capture.users_classes import users_classes_like_pythons
 from fckpt._capture.wrapped import WrappedTensors, name_of, without_tensors
 from fckpt._memory import collector_paused
@@ -268,8 +267,8 @@ class Captured:
             known = known or ("settings of Python or autocast" if self._settings != _folded_settings() else "")
             known = known or self.attributes.changed(scope) or self.distinct.changed(scope)
             return known or self.branches.changed(scope) or "the layout of a tensor"
-        failing = [part for part in found.verbose_code_parts if not _holds(part, scope)]
-        return "; ".join(_explained(part) for part in failing or found.verbose_code_parts)
+        failing = [part for part in found.verbose_code_parts if not holds(part, scope)]
+        return "; ".join(explained(part) for part in failing or found.verbose_code_parts)
 
     def bound(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphFunction:
         """Binds the graph to the inputs of a call, without making the call."""
@@ -556,46 +555,6 @@ def _reason(error: BaseException) -> str:
 
 def _input(source: Any, taken: tuple[Any, Any, Any]) -> Input:
     text = name_of(source)
-    if _PASSED.fullmatch(text):  # an argument itself, not a tensor held by a module that is an argument
-        return Input(_readable(text), True)
-    return Input(_readable(text, taken[1]), False)
-
-
-def _holds(part: str, scope: dict[str, Any]) -> bool:
-    """Whether one of several conditions on sizes holds, which Dynamo checks together."""
-    try:
-        return bool(eval(part.partition("  # ")[0], {"L": scope, "__builtins__": {}}))
-    except Exception:  # a condition on something else, with functions of Dynamo
-        return False
-
-
-def _explained(part: str) -> str:
-    """Formats a guard with the user's names: `temp == 1.0, read by y * self.temp (model.py:3 in forward)`."""
-    condition, _, comment = functions_named(part).partition("  # ")
-    line, _, place = comment.strip().partition("  # ")
-    condition = _SOURCE.sub(lambda found: _readable(found.group(0)), condition.strip())
-    place = place.strip().rpartition("/")[2]
-    return condition + (f", read by `{line.strip()}`" if line.strip() else "") + (f" ({place})" if place else "")
-
-
-_SOURCE = re.compile(r"[LG]\['\w+'\](?:\['?\w+'?\]|\.\w+)*")
-_PASSED = re.compile(r"L\['(?:args|kwargs)'\](?:\[[^\]]+\])*")
-_MEMBER = re.compile(r"(?:_modules|_parameters|_buffers)'?\]?\['([^']+)'\]")
-_CELL = re.compile(r"^L\['(?:fn|this)'\]\.__closure__\[(\d+)\]\.cell_contents")
-
-
-def _readable(text: str, fn: Any = None) -> str:
-    """Formats a source as the user would write it: `L['this']._modules['a']._parameters['w']` is `a.w`."""
-    if _PASSED.fullmatch(text):
-        return re.sub(r"L\['(args|kwargs)'\]", r"\1", text)
-    text = functions_named(text)
-    members = _MEMBER.findall(text)
-    if members:
-        return ".".join(members)
-    cell = _CELL.search(text)
-    if cell and isinstance(fn, types.FunctionType):
-        return f"closed-over {fn.__code__.co_freevars[int(cell.group(1))]!r}"
-    scope = re.search(r"^G\['([^']+)'\]", text) or re.search(r"__globals__\['([^']+)'\]", text)
-    if scope and fn is not None:
-        return f"closed-over {scope.group(1)!r}"
-    return re.sub(r"L\['(fn|this)'\]", "the function", text)
+    if PASSED.fullmatch(text):  # an argument itself, not a tensor held by a module that is an argument
+        return Input(readable(text), True)
+    return Input(readable(text, taken[1]), False)
