@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -198,9 +198,9 @@ class Execution:
         return self._batched(grads, [self.program.trace.grad_dims[i] for i in self._gradients()])
 
     @property
-    def summed(self) -> Sequence[int]:
-        """The operands whose gradients are sums of several contributions, until the warning has been given."""
-        return () if self.ledger.warned_of_sums else self.program.summed
+    def summed(self) -> Mapping[int, bool]:
+        """See `Program.summed`; empty once the warning has been given."""
+        return {} if self.ledger.warned_of_sums else self.program.summed
 
     def used_elsewhere(self, operand: int) -> None:
         """Warns that others have contributed to the gradient of an operand before this call."""

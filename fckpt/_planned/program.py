@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fckpt._call import ambient
 from fckpt._call.levels import below_all
-from fckpt._call.results import Returned
+from fckpt._call.results import Rebuilt, Returned, is_number
 from fckpt._fuse.option import Kernels
 from fckpt._planned.fusing import with_blocks
 from fckpt._planned.lower import Lowered, lower
@@ -76,8 +76,12 @@ class Program:
         places = {i: place for place, i in enumerate([*range(count), *self.read_only])}
         self.delivered = [places[i] for i in trace.delivered if i in places]
         """The operands of the call for autograd that are leaves, in the order in which they get their gradients."""
-        self.summed = [places[i] for i in _summed(trace) if i in places]
-        """The operands of the call for autograd whose gradients are sums of several contributions."""
+        sources = [leaf.source if isinstance(leaf, Rebuilt) else leaf for leaf in trace.leaves]
+        viewed = {source[1] for source in sources if is_number(source) and source[0] == "in"}
+        self.summed = {places[i]: places[i] in viewed for i in _summed(trace) if i in places}
+        """The operands of the call for autograd whose gradients are sums of several contributions, by place, each with
+        whether a result is the operand or a view of it: autograd differentiates such a result outside of the call.
+        """
         self.statistics = [i for i in closed_over if i in self.written]
         """The captured tensors that the forward pass writes."""
         behind = _behind_results(trace) if self.statistics else set[int]()

@@ -3,12 +3,14 @@
 Plain autograd adds the contributions to a gradient in the order in which their operations are reached. A planned call
 adds its own contributions first. If the caller's contribution comes before them, the order differs, and so may the last
 bits. Autograd does not say who else contributes to a gradient. But if nobody does, it passes on the very tensor that
-the planned call has returned; and if others contribute later, it adds to that tensor in place where it can.
+the planned call has returned; and if others contribute later, it adds to that tensor in place where it can. That is
+the plain order, unless a result of the call is a view of the operand, which autograd differentiates outside of the
+call: plain autograd may reach that view between two operations of the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ __all__ = ["watch_sums"]
 
 
 def watch_sums(operands: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], planned: Planned) -> None:
-    """Has `planned` told of the operands whose gradients get other contributions before those of the planned call.
+    """Has `planned` told of operands whose gradients get contributions in another order than in plain autograd.
 
     Operands with hooks of their own, which may change gradients, are left out.
 
@@ -28,24 +30,26 @@ def watch_sums(operands: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | 
         grads: the gradients that the planned call is about to return.
         planned: the call.
     """
-    for place in planned.summed:
+    for place, even_last in planned.summed.items():
         operand, grad = operands[place], grads[place]
         others = [hook for hook in (operand._backward_hooks or {}).values() if not isinstance(hook, _Sum)]
         if grad is not None and not others:
-            _Sum(operand, grad.data_ptr(), place, planned)
+            _Sum(operand, grad, even_last, lambda place=place: planned.used_elsewhere(place))
 
 
 class _Sum:
     """A hook of an operand, for one backward pass: it compares the gradient of the operand with that of the call."""
 
-    def __init__(self, operand: torch.Tensor, address: int, place: int, planned: Planned) -> None:
-        self.address = address
-        self.place = place
-        self.planned = planned
+    def __init__(self, operand: torch.Tensor, grad: torch.Tensor, even_last: bool, differs: Callable[[], None]) -> None:
+        self.address = grad.data_ptr()
+        self.version = grad._version if even_last else None
+        self.differs = differs
         self.task = torch._C._current_graph_task_id()
         self.handle: Any = operand.register_hook(self)
 
     def __call__(self, grad: torch.Tensor) -> None:
         self.handle.remove()
-        if self.task == torch._C._current_graph_task_id() and grad.data_ptr() != self.address:
-            self.planned.used_elsewhere(self.place)
+        if self.task != torch._C._current_graph_task_id():
+            return  # left from a backward pass that ended early
+        if grad.data_ptr() != self.address or self.version not in (None, grad._version):
+            self.differs()

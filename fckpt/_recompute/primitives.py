@@ -7,7 +7,7 @@ vector-Jacobian product.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -41,12 +41,14 @@ class Planned(Protocol):
     """Computes the outputs and gradients of one call by a plan, each once; returns None if it cannot (any more)."""
 
     @property
-    def summed(self) -> Sequence[int]:
-        """The operands whose gradients are sums of several contributions, if others may contribute to them, too."""
+    def summed(self) -> Mapping[int, bool]:
+        """The operands whose gradients are sums of several contributions, each with whether a contribution of others
+        may change the bits of the sum even if it comes last.
+        """
         ...
 
     def used_elsewhere(self, operand: int) -> None:
-        """Is called if others have contributed to the gradient of such an operand before this call."""
+        """Is called if others have contributed to the gradient of such an operand."""
         ...
 
     def forward(self, operands: Sequence[torch.Tensor]) -> Flat | None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,22 @@ PROGRAMS: dict[str, tuple[Fn, Callable[[Fn, Tensor, Tensor], Tensor], bool]] = {
     "two calls, each once": (once, lambda f, x, w: f(x, w) - f(x * 2, w), False),
     "a penalty": (several, lambda f, x, w: f(x, w).sum() + w.square().sum(), True),
 }
+
+
+def test_views_of_an_operand_among_the_results() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        return x.flip(0)[::2].sin(), x[..., None, :].sum(-1), x[[2, 0]], x[-1], x[None], x.unfold(0, 2, 1)
+
+    region = fckpt.remat(fn, budget=1.0)
+    start = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    found = []
+    for run in (fn, region):
+        x = start.clone().requires_grad_()
+        loss = sum(((i + 1.3) * part).sin().sum() for i, part in enumerate(run(x)))
+        with pytest.warns(fckpt.GradientWarning, match=LOUD) if run is region else contextlib.nullcontext():
+            loss.backward()  # type: ignore[union-attr]
+        found.append(x.grad)
+    assert torch.allclose(*found, rtol=1e-5, atol=1e-6)
 
 
 def operands() -> tuple[Tensor, Tensor]:
