@@ -22,7 +22,7 @@ import fckpt
 from fckpt._fuse import inductor, trial
 from fckpt._fuse.data import made_up, same_bits
 from fckpt._fuse.kernel import Kernel
-from fckpt._planned import execution
+from fckpt._planned import program
 from fckpt._trace.operations import TensorSpec
 from fckpt.errors import ScheduleError
 from fckpt.graph.schedule import Compute, FusedBlock, FusedSchedule
@@ -35,14 +35,14 @@ Program = tuple[fckpt.Plan, FusedSchedule | None]
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """The programs that a test makes, in which every kernel is used that passes its trial except for its speed."""
     found: list[Program] = []
-    blocks = execution.with_blocks
+    blocks = program.with_blocks
 
     def noted(trace: Any, plan: fckpt.Plan, kernels: Any, within: int | None) -> fckpt.Plan:
         made = blocks(trace, plan, kernels, within)
         found.append((made, made.fused))
         return made
 
-    monkeypatch.setattr(execution, "with_blocks", noted)
+    monkeypatch.setattr(program, "with_blocks", noted)
     monkeypatch.setattr(trial, "_known", {})
     monkeypatch.setattr(trial, "_warned", set())
     use_every_kernel(monkeypatch)
