@@ -80,7 +80,7 @@ from fckpt._capture.undecomposed import undecomposed
 from fckpt._capture.users_classes import users_classes_like_pythons
 from fckpt._capture.wrapped import WrappedTensors, name_of, without_tensors
 from fckpt._memory import collector_paused
-from fckpt.errors import GradientWarning, TraceError, users_stacklevel
+from fckpt.errors import FckptError, GradientWarning, TraceError, users_stacklevel
 
 __all__ = ["CaptureError", "Captured", "Entry", "Input", "capture"]
 
@@ -308,7 +308,7 @@ class Captured:
         try:
             return self._call(function, this, args, kwargs)
         except Exception as error:
-            if self.writes:
+            if self.writes and not isinstance(error, FckptError):  # a call that is refused changes nothing
                 warnings.warn(
                     f"the function raised {type(error).__name__} at run time. The attributes and containers that it "
                     "had changed before are not changed in this call, because a plan changes them at its end.",

@@ -46,6 +46,7 @@ from fckpt._planned.tracing import (
 )
 from fckpt._recompute.closed_over import unwatched
 from fckpt._tile.rewriting import rewritten
+from fckpt._trace.effects import ASSIGNS
 from fckpt._trace.layouts import layouts_below
 from fckpt._trace.named_device import NamedDevice
 from fckpt._trace.operations import Backward, Layout, Trace
@@ -374,12 +375,16 @@ class Planner:
             self.refusals.clear()  # the obstacle may be gone at the next call
             if not reasons or _is_same_place(str(error), reasons):
                 raise
-            raise TraceError(f"{error}{reasons}") from error
+            if str(error).startswith(ASSIGNS):
+                raise TraceError(
+                    f"the function cannot be captured: {reasons}. It is traced by running its Python code instead, "
+                    f"which may assign nothing: {error}"
+                ) from error
+            raise TraceError(f"{error} (Nor could it be captured: {reasons}.)") from error
 
     def refused(self) -> str:
-        """Returns why the function was not captured, as the end of an error message; empty if it was captured."""
-        reasons = list(self.refusals.values())
-        return f" (Nor could it be captured: {reasons[-1]}.)" if reasons else ""
+        """Returns why the function was not captured; empty if it was captured."""
+        return next(reversed(self.refusals.values()), "")
 
     # -- plans
 

@@ -41,6 +41,7 @@ from fckpt._trace.stand_ins import WAY_OUT, seems
 from fckpt.errors import TraceError
 
 __all__ = [
+    "ASSIGNS",
     "check_assignments",
     "check_writes",
     "impure_calls_refused",
@@ -279,9 +280,13 @@ def check_assignments(slots: Sequence[Slot], before: Snapshot, recorder: Recorde
         raise _assigns(names)
 
 
+ASSIGNS = "the function assigns"
+"""The beginning of the message about assignments, which a captured function may make."""
+
+
 def _assigns(names: Iterable[str]) -> TraceError:
     return TraceError(
-        f"the function assigns {', '.join(sorted(set(names)))} while it runs. A plan runs its operations, not its "
+        f"{ASSIGNS} {', '.join(sorted(set(names)))} while it runs. A plan runs its operations, not its "
         f"Python code, so it would assign nothing. Return the value instead. {WAY_OUT}"
     )
 
