@@ -15,6 +15,7 @@ import functools
 import gc
 import operator
 import os
+import random
 import sys
 import threading
 import time
@@ -112,6 +113,9 @@ _OF_TORCH = {
     },
 }
 """Functions of torch that user code may not call, by their code."""
+_PYTHONS: Any = random.seed.__self__
+_SEED = random.Random.seed.__code__
+"""To seed the generator is a side effect even if the generator is in the same state already."""
 _WRAPPERS = {DistributedDataParallel.forward.__code__: "DistributedDataParallel"}
 """Code that communicates beside its operations, from hooks on gradients."""
 
@@ -143,6 +147,8 @@ def impure_calls_refused(reads: Noting, inference: bool = False) -> Iterator[Non
                 found.append(f"{current()}: the function calls a {wrapper} module here, which communicates by itself")
             elif frame.f_code in _OF_TORCH and not found and _is_for_user(frame.f_back):
                 found.append(f"{current()}: the function {_OF_TORCH[frame.f_code]} here (`{frame.f_code.co_name}`)")
+            elif frame.f_code is _SEED and not found and frame.f_locals.get("self") is _PYTHONS:
+                found.append(f"{current()}: the function seeds Python's random generator here")
         elif event == "c_call" and inference and argument is torch.is_inference_mode_enabled and not found:
             found.append(f"{current()}: the function asks for the inference mode here (`{argument.__name__}`)")
         elif event == "c_call" and not found and (does := _impure(argument, frame)):
