@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, KeysView
+from collections.abc import Callable, Collection, Iterator, KeysView
 from typing import Any
 
 import torch
@@ -98,16 +98,10 @@ class Distinct:
         Raises:
             LookupError: Dynamo decides otherwise.
         """
-        if left.source is None or right.source is None:
+        found = self._pair(left, right, self._values)
+        if found is None:
             return
-        pair = name_of(left.source), name_of(right.source)
-        if pair[0] == pair[1] or pair in self._values:
-            return
-        read = reader(pair, self._scope)
-        try:
-            first, second = read(self._places)
-        except Exception:  # an expression that only Dynamo's own guards can evaluate
-            return
+        pair, read, first, second = found
         if type(first) not in _VALUES or type(second) not in _VALUES:
             return
         same = first is second
@@ -116,18 +110,27 @@ class Distinct:
         self._values[pair] = read, same
 
     def _add(self, left: Any, right: Any) -> None:
-        if right.source is None:
+        found = self._pair(left, right, self._pairs)
+        if found is None:
             return
-        pair = name_of(left.source), name_of(right.source)
-        if pair[0] == pair[1] or pair in self._pairs:
-            return
-        read = reader(pair, self._scope)
-        try:
-            first, second = read(self._places)
-        except Exception:  # an expression that only Dynamo's own guards can evaluate
-            return
+        pair, read, first, second = found
         if first is not second and not isinstance(first, _ITSELF) and not isinstance(second, _ITSELF):
             self._pairs[pair] = read
+
+    def _pair(self, left: Any, right: Any, known: Collection[tuple[str, str]]) -> tuple[Any, ...] | None:
+        """Returns the names of two places, a function that reads them, and what they hold; None if there is nothing to
+        note.
+        """
+        if left.source is None or right.source is None:
+            return None
+        pair = name_of(left.source), name_of(right.source)
+        if pair[0] == pair[1] or pair in known:
+            return None
+        read = reader(pair, self._scope)
+        try:
+            return pair, read, *read(self._places)
+        except Exception:  # an expression that only Dynamo's own guards can evaluate
+            return None
 
 
 def _are_numbers(*variables: Any) -> bool:
