@@ -54,7 +54,7 @@ class Distinct:
         return not (self._pairs or self._values) or not self.changed(places)
 
     def changed(self, places: dict[str, Any]) -> str:
-        """Describes a pair of objects that were two and are one now, or the reverse; empty if there is none."""
+        """Describes two compared objects that have become one object, or one that has become two; otherwise empty."""
         for read in self._pairs.values():
             first, second = read(places)
             if first is second:

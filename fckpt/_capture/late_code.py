@@ -58,7 +58,7 @@ def _applying(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reads(code: types.CodeType, scope: dict[str, Any], cells: Any, depth: int = 4) -> str:
-    """Returns a variable that a function may read and that may change; empty if there is none."""
+    """Returns the name of a changeable variable that a function may read; empty if the function reads none."""
     if is_library(str(scope.get("__name__", ""))):
         return ""
     names = global_names(code)

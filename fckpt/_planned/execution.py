@@ -203,7 +203,7 @@ class Execution:
         return {} if self.ledger.warned_of_sums else self.program.summed
 
     def used_elsewhere(self, operand: int) -> None:
-        """Warns that others have contributed to the gradient of an operand before this call."""
+        """Warns that contributions of others have changed the order of the sum that is the gradient of an operand."""
         self.ledger.adds_later(self.program.origin(self._gradients()[operand]))
 
     def _formulas_match(self, recorded: bool, wrapped: bool) -> bool:

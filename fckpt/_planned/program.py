@@ -239,7 +239,7 @@ def _taken(trace: Trace, strides: Sequence[tuple[int, ...]]) -> bool:
                 continue
             try:
                 result = call.op(*map(sent, call.args), **{k: sent(v) for k, v in call.kwargs.items()})
-            except (RuntimeError, NotImplementedError):
+            except (RuntimeError, NotImplementedError):  # an operation that does not take these strides
                 return False
             results = result if isinstance(result, (list, tuple)) else [result]
             for number, made in zip(call.outputs, results, strict=True):

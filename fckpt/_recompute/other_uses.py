@@ -10,6 +10,7 @@ call: plain autograd may reach that view between two operations of the call.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,9 @@ __all__ = ["watch_sums"]
 
 
 def watch_sums(operands: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], planned: Planned) -> None:
-    """Has `planned` told of operands whose gradients get contributions in another order than in plain autograd.
+    """Watches operands for gradients whose contributions come in another order than in plain autograd.
+
+    For each of them, `planned.used_elsewhere` is called.
 
     Operands with hooks of their own, which may change gradients, are left out.
 
@@ -34,7 +37,7 @@ def watch_sums(operands: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | 
         operand, grad = operands[place], grads[place]
         others = [hook for hook in (operand._backward_hooks or {}).values() if not isinstance(hook, _Sum)]
         if grad is not None and not others:
-            _Sum(operand, grad, even_last, lambda place=place: planned.used_elsewhere(place))
+            _Sum(operand, grad, even_last, functools.partial(planned.used_elsewhere, place))
 
 
 class _Sum:

@@ -32,7 +32,7 @@ def planned(fn: Callable[..., Tensor], budget: object, *args: object) -> Callabl
         return fckpt.remat(fn, budget=budget)
     if budget == "least":
         return fckpt.remat(fn, budget=least_bytes_of(fn, *args))
-    return fckpt.remat(fn, policy=budget)  # type: ignore[arg-type]
+    return fckpt.remat(fn, policy=budget)  # type: ignore[arg-type]  # a policy
 
 
 def gradients(net: nn.Module, loss: Tensor) -> list[Tensor]:

@@ -20,7 +20,7 @@ X = torch.linspace(-1, 1, 4)
 
 class State:
     calls, scale = 0, 2.0
-    seen: list[Any] = []  # noqa: RUF012
+    seen: list[Any] = []  # noqa: RUF012  shared by all objects, which is tested
 
 
 class Inside(nn.Module):

@@ -411,8 +411,9 @@ def numbered_objects() -> Case:
     return Case(fn, seen=lambda: Local.count, most=2)
 
 
-@case
-def assigned_to_a_base() -> Case:
+def counted_classes() -> tuple[Any, Any]:
+    """Returns a class that counts by a class method, and a class derived from it."""
+
     class Base:
         n = 1
 
@@ -424,6 +425,12 @@ def assigned_to_a_base() -> Case:
     class Derived(Base):
         pass
 
+    return Base, Derived
+
+
+@case
+def assigned_to_a_base() -> Case:
+    Base, Derived = counted_classes()
     made = Derived()
 
     def fn(x: Tensor) -> Tensor:
@@ -435,16 +442,7 @@ def assigned_to_a_base() -> Case:
 
 @case
 def assigned_to_base_and_derived() -> Case:
-    class Base:
-        n = 1
-
-        @classmethod
-        def bump(cls) -> int:
-            cls.n += 1
-            return cls.n
-
-    class Derived(Base):
-        pass
+    Base, Derived = counted_classes()
 
     def change(i: int) -> None:
         if i == 2:
