@@ -215,10 +215,11 @@ class Ledger:
             return
         self._warned.add("sums")
         warnings.warn(
-            f"{self.name} uses {name} more than once, and {name} is used outside of the call as well (by another call, "
-            "for example). A planned call adds up its own contributions to a gradient before autograd adds them to "
-            "those of others; plain autograd adds one after the other. So this gradient may differ from that of the "
-            "plain function in the last bits. To avoid that, put the budget around all uses.",
+            f"{self.name} uses {name} more than once, and {name} is used outside of the call as well (by another call "
+            "or through a view that the call returned, for example). A planned call adds up its own contributions to a "
+            "gradient before autograd adds them to those of others; plain autograd adds one after the other. So this "
+            "gradient may differ from that of the plain function in the last bits. To avoid that, put the budget "
+            "around all uses.",
             GradientWarning,
             stacklevel=users_stacklevel(),
         )
