@@ -24,7 +24,8 @@ def mesh_of(traced: Trace, budgeted: bool) -> str | None:
             Then the ranks of the mesh in use share one plan even without collectives: with different plans, `shard_map`
             would report that the ranks run different programs.
     """
-    messages = (call.args[-1] for call in traced.calls if str(call.op).startswith("fckpt.") and call.node is not None)
+    collectives = (call for call in traced.calls if getattr(call.op, "namespace", "") == "fckpt")
+    messages = (call.args[-1] for call in collectives if call.node is not None)
     used = mesh_in_use() if budgeted else None
     return next(messages, None if used is None else used.key)
 

@@ -281,6 +281,7 @@ def is_random(op: Any) -> bool:
     return DECLARED_PURE.isdisjoint((str(op), str(op.overloadpacket)))
 
 
+@functools.lru_cache(1024)
 def is_tagged_random(op: Any) -> bool:
     """Whether an operation is tagged as drawing random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())

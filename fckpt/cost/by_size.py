@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
+import operator
 import re
 from collections.abc import Sequence
 from math import prod
@@ -44,7 +46,8 @@ _Place = tuple[int, int, Any, str]
 
 Calls of one function may have different backward passes.
 """
-_Shapes = tuple[tuple[int, ...], ...]
+_Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+"""The numbers of dimensions of some tensors, and all their sizes."""
 
 
 class Operation:
@@ -70,7 +73,8 @@ class Operation:
     @functools.cached_property
     def shapes(self) -> _Shapes:
         """The shapes of the tensors."""
-        return tuple([self.specs[t].shape for t in self.tensors])
+        shapes = [self.specs[t].shape for t in self.tensors]
+        return tuple(map(len, shapes)), tuple(itertools.chain.from_iterable(shapes))
 
     @functools.cached_property
     def flops(self) -> int:
@@ -190,10 +194,7 @@ def _layout(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, st
 
 def _is_within(shapes: _Shapes, larger: _Shapes) -> bool:
     """Whether no tensor is larger in any dimension."""
-    return all(
-        len(ours) == len(theirs) and all(a <= b for a, b in zip(ours, theirs, strict=True))
-        for ours, theirs in zip(shapes, larger, strict=True)
-    )
+    return shapes[0] == larger[0] and all(map(operator.le, shapes[1], larger[1]))
 
 
 def _nbytes(spec: TensorSpec) -> int:
