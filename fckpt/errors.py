@@ -96,7 +96,7 @@ class MutationError(FckptError, RuntimeError):
 
 
 class MeasurementError(FckptError, RuntimeError):
-    """Memory cannot be measured now, because a profiler is recording."""
+    """Memory cannot be measured now, because a profiler is recording or a CUDA graph is captured."""
 
 
 class RandomStateError(FckptError, RuntimeError):

@@ -52,7 +52,14 @@ from fckpt._trace.named_device import NamedDevice
 from fckpt._trace.operations import Backward, Layout, Trace
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.cost.calls import CostSource
-from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError, PlanError, TraceError
+from fckpt.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    BudgetError,
+    MeasurementError,
+    PlanError,
+    TraceError,
+)
 from fckpt.graph.graph import Graph
 from fckpt.graph.identity import difference, fingerprint
 from fckpt.policies.decisions import PolicyLike, as_policy
@@ -173,6 +180,7 @@ class Planner:
                 "first call. Call the function once before a plan is made."
             )
 
+        self._check_no_cuda_graph()
         if self._entry is None:
             self._entry = Entry()
         why = next((c.why(fn, args, kwargs) for c, _ in self.captures if c.below == below), "")
@@ -213,6 +221,15 @@ class Planner:
         self._entry = other._entry
         self.captures = [(captured, {}) for captured, _ in other.captures]
         self.refusals = dict(other.refusals)
+
+    def _check_no_cuda_graph(self) -> None:
+        """Raises an error while a CUDA graph is captured: work that waits for the GPU would break that capture."""
+        if torch.cuda.is_current_stream_capturing():
+            raise MeasurementError(
+                f"{self.ledger.name} has no plan for this call yet, and cannot be planned while a CUDA graph is "
+                "captured: operations are measured for a plan. Before the capture, run forward and backward once with "
+                "arguments of the same kind and sizes (torch recommends a few such steps on a side stream)."
+            )
 
     # -- programs
 
@@ -263,6 +280,7 @@ class Planner:
         whole: Callable[[Backward], Trace] | None,
         backward: Backward,
     ) -> Program:
+        self._check_no_cuda_graph()
         with TRACING, ambient.unobserved():
             with self.ledger.timed("trace"):
                 traced = call(backward)

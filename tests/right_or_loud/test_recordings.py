@@ -76,3 +76,29 @@ def test_a_measurement_within_a_recording_is_an_error() -> None:
         x.cos()
     assert {"aten::sin", "aten::cos"} <= {event.name for event in recording.events()}
     assert fckpt.measure_peak(lambda: x @ x).peak_bytes == 256
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_no_plan_is_made_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    if where == "step":
+        optimizer = torch.optim.SGD(net.parameters())
+        call = fckpt.step(net, optimizer, lambda model, x: model(x).square().mean(), budget=1.0)
+    else:
+        planned = fckpt.remat(lambda x: (net(x).sin(), net(x).cos()), budget=1.0)
+        planned(x)[0].sum().backward()  # a plan for the first result alone
+        y = planned(x) if where == "backward" else ()
+        call = (lambda _: sum(map(torch.sum, y)).backward()) if y else planned
+    capturing[0] = True
+    given = x if where != "forward" else torch.randn(5, 2, 8)
+    with pytest.raises(fckpt.MeasurementError, match="cannot be planned while a CUDA graph is captured"):
+        call(given)
+    capturing[0] = False
+    if where != "backward":  # that pass is over
+        call(given)
+        capturing[0] = True
+        call(given)
