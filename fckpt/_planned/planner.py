@@ -224,7 +224,7 @@ class Planner:
 
     def _check_no_cuda_graph(self) -> None:
         """Raises an error while a CUDA graph is captured: work that waits for the GPU would break that capture."""
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise MeasurementError(
                 f"{self.ledger.name} has no plan for this call yet, and cannot be planned while a CUDA graph is "
                 "captured: operations are measured for a plan. Before the capture, run forward and backward once with "

@@ -81,7 +81,8 @@ def test_a_measurement_within_a_recording_is_an_error() -> None:
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_no_plan_is_made_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     capturing = [False]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True, raising=False)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     x = torch.randn(4, 8)
