@@ -37,6 +37,7 @@ from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.planner import LazyModules, Planner
 from fckpt._planned.program import Program
 from fckpt._planned.programs import Programs
+from fckpt._planned.raised import RaisedError, errors_marked
 from fckpt._planned.tiling import Tile
 from fckpt._planned.tracing import TRACING, CapturedTensors, graph_tracer
 from fckpt._recompute import saved_tensors
@@ -47,10 +48,9 @@ from fckpt._recompute.saved_tensors import HooksUnavailable
 from fckpt._repeats import repeated_blocks, replace_modules
 from fckpt._trace.layouts import as_differentiated, layouts_below
 from fckpt._trace.operations import Layout
-from fckpt._trace.stand_ins import WAY_OUT
 from fckpt._trace.trace import inlined, is_followed, is_tracing
 from fckpt._trace.untraceable import HigherOrderError
-from fckpt.errors import FckptError, TraceError
+from fckpt.errors import TraceError
 from fckpt.policies.decisions import PolicyLike, as_policy
 from fckpt.policies.named import reductions_saveable
 
@@ -155,8 +155,8 @@ class PlannedRegion(Region):
         except LazyModules:
             ledger.falls_back("lazy module")
             return fn(*args, **kwargs)
-        except _RaisedError as error:
-            raised = error.error
+        except RaisedError as error:
+            raised = error
         except TraceError as error:
             if self.untraceable == "raise":
                 raise
@@ -171,7 +171,7 @@ class PlannedRegion(Region):
         return result
 
     def _run_to_error(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], raised: RaisedError
     ) -> Any:
         """Runs a call that raised an error while it was traced without a plan, which raises that error itself.
 
@@ -183,10 +183,7 @@ class PlannedRegion(Region):
         self.planner.ledger.falls_back("raises an error", quiet=True)
         result = super().run(fn, args, kwargs)
         if self.untraceable == "raise":
-            raise TraceError(
-                f"the function raises an error while it is traced, although not in a plain call. {WAY_OUT} The error "
-                f"is {type(error).__name__}: {error}"
-            ) from error
+            raised.only_here()
         return result
 
     def _run_planned_or_raise(
@@ -291,7 +288,7 @@ class PlannedRegion(Region):
             places = tuple([i for i, t in enumerate(call.inputs) if id(t) in (donated or {})])
             check_donated([call.inputs[i] for i in places], reached.tensors, donated or {})
             if not idle and not innermost_is_vmap():
-                with _errors_marked(self.planner):
+                with errors_marked(self.planner.refusals):
                     programs = self.planner.traced_programs(
                         fn, arguments, observation, reached, layouts, batching.sizes, places
                     )
@@ -336,26 +333,6 @@ class PlannedRegion(Region):
         whose = weakref.ref(call)  # weak: in a cycle, residuals would outlive the results
         execution.restored = lambda: _settings_restored(whose)
         return result
-
-
-class _RaisedError(Exception):
-    """The function's Python code raised an error while it was traced. What it did before has been undone."""
-
-    def __init__(self, error: Exception):
-        super().__init__(str(error))
-        self.error = error
-
-
-@contextlib.contextmanager
-def _errors_marked(planner: Planner) -> Iterator[None]:
-    """Turns an error of the function that the body traces into a `_RaisedError`."""
-    try:
-        yield
-    except (FckptError, Warning):  # a warning that the user has made an error
-        raise
-    except Exception as error:
-        planner.refusals.clear()  # the next call may raise no error, and be captured
-        raise _RaisedError(error) from error
 
 
 @contextlib.contextmanager

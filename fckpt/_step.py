@@ -15,7 +15,6 @@ from fckpt._call import ambient
 from fckpt._call.arguments import Arguments
 from fckpt._call.conditions import Observation
 from fckpt._call.levels import below_autograd, has_forward_mode, is_recorded, transforms_active
-from fckpt._call.results import Rebuilt, is_number
 from fckpt._capture.function import GraphFunction
 from fckpt._fuse.option import Kernels, check_kernels
 from fckpt._module import check_plannable
@@ -23,11 +22,11 @@ from fckpt._planned.making import check_budget
 from fckpt._planned.optimizers import Updates
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.program import Program
-from fckpt._planned.stepping import StepPlanner
+from fckpt._planned.raised import RaisedError, errors_marked
+from fckpt._planned.stepping import StepPlanner, assembled, carried_by, loss_of
 from fckpt._planned.tiling import Tile, check_tile
 from fckpt._planned.tracing import TRACING, CapturedTensors, graph_tracer
 from fckpt._trace.layouts import layouts_below
-from fckpt._trace.operations import TensorSpec
 from fckpt._trace.trace import is_tracing
 from fckpt._trace.untraceable import HigherOrderError
 from fckpt._trace.updates import Ending, running
@@ -182,25 +181,48 @@ class TrainingStep:
             ledger = self._planner.ledger
             ledger.count("calls")
             before = ledger.stats
-            parts, limits = self._begun(batch)
-            total: torch.Tensor | None = None
-            carried, loss_dtype = (), None
+            ran: list[Any] = []
+            raised = None
             try:
-                for i, part in enumerate(parts):
-                    last = i + 1 == len(parts)
-                    place = _Place(len(parts), last, carried, loss_dtype, limits[last])
-                    loss, carried = self._run(part, place)
-                    total = loss if total is None else total + loss
-                    loss_dtype = total.dtype
-                    self._updates.sums.append(total)
-                    del loss  # the next microbatch would hold it
-            finally:
-                self._updates.sums = []
+                total = self._stepped(batch, ran)
+            except RaisedError as error:
+                raised = error
+            if raised is not None:  # outside of the `except`, so that the traceback is that of a plain call
+                self._run_to_error(batch, len(ran), raised)
             if before.captures == ledger.stats.captures and before.programs == ledger.stats.programs:
                 ledger.count("hits")
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules of learning rates look at it
-            assert total is not None
             return total
+
+    def _stepped(self, batch: Any, ran: list[Any]) -> torch.Tensor:
+        """Does a step; returns the loss. Microbatches that have run are added to `ran`."""
+        parts, limits = self._begun(batch)
+        total: torch.Tensor | None = None
+        carried, loss_dtype = (), None
+        try:
+            for i, part in enumerate(parts):
+                last = i + 1 == len(parts)
+                place = _Place(len(parts), last, carried, loss_dtype, limits[last])
+                loss, carried = self._run(part, place)
+                total = loss if total is None else total + loss
+                loss_dtype = total.dtype
+                self._updates.sums.append(total)
+                ran.append(part)
+                del loss  # the next microbatch would hold it
+        finally:
+            self._updates.sums = []
+        assert total is not None
+        return total
+
+    def _run_to_error(self, batch: Any, ran: int, raised: RaisedError) -> NoReturn:
+        """Computes the losses of the microbatches that have not run, of which one raised an error while it was traced.
+
+        So the error comes from a plain call, and after all that the call does before (random numbers, buffers).
+        """
+        self._planner.ledger.falls_back("raises an error", quiet=True)
+        for part in self._parts(batch)[ran:]:
+            self.loss_fn(self.model, part)
+        raised.only_here()
 
     def plan(self, batch: Any) -> Plan:
         """Returns the plan for a batch, without a step; for several microbatches, the plan with the largest peak.
@@ -210,7 +232,10 @@ class TrainingStep:
             TraceError: the loss function cannot be traced.
         """
         with self._lock, running(self._updates):
-            programs, _ = self._programs(*self._begun(batch))
+            try:
+                programs, _ = self._programs(*self._begun(batch))
+            except RaisedError as error:
+                raise error.error from None
             plans = [self._planner.exact_plan(program) for program in programs]
             return max(plans, key=lambda plan: plan.peak_bytes)
 
@@ -337,7 +362,7 @@ class TrainingStep:
         if count == 1:
             return [self._program(parts[0], _Place(1, True, budget=self.budget))[0]], (None, self.budget)
         first, ending = self._program(parts[0], _Place(count, False))  # without a budget, for what it carries
-        carried, dtype = _carried(first, ending), _loss_of(first).dtype
+        carried, dtype = carried_by(first, ending), loss_of(first).dtype
         last_place = _Place(count, True, carried, dtype, self.budget)
         pairs = [(parts[0], _Place(count, False))]
         pairs += [(part, _Place(count, False, carried, dtype)) for part in parts[1:-1]]
@@ -448,8 +473,8 @@ class TrainingStep:
                 program, ending = self._fitting(make, place)
                 given = function.arguments
                 outputs = self._execute(program, ending, [*given, *function.held.values()])
-                left.append(_carried(program, ending))
-                return function.finished(_assembled(program, outputs, given))
+                left.append(carried_by(program, ending))
+                return function.finished(assembled(program, outputs, given))
 
             return captured.call(run, fn, (self.model, part), {})
 
@@ -464,8 +489,8 @@ class TrainingStep:
 
             program, ending = self._fitting(of_python, place)
             outputs = self._execute(program, ending, operands)
-            left.append(_carried(program, ending))
-            loss = _assembled(program, outputs, arguments.tensors)
+            left.append(carried_by(program, ending))
+            loss = assembled(program, outputs, arguments.tensors)
         return loss, left[0]
 
     def _ending(self, operands: Sequence[torch.Tensor], place: _Place) -> Ending:
@@ -509,7 +534,8 @@ class TrainingStep:
         decisive = tuple(function.inputs[i] for i in captured.graph.decisive)
         key = (decisive, ambient.of_plans(), tuple(layouts), ending, planner.budget)
         tracer = lambda: graph_tracer(function, names, layouts)
-        return planner.programs_of(programs, key, tracer, len(function.arguments)).likely(), ending
+        with errors_marked(planner.refusals):
+            return planner.programs_of(programs, key, tracer, len(function.arguments)).likely(), ending
 
     def _of_python(self, arguments: Arguments, place: _Place) -> tuple[Program, Ending, list[torch.Tensor]]:
         fn, planner = self._scaled(place.parts), self._planner
@@ -519,14 +545,14 @@ class TrainingStep:
             operands = [*arguments.tensors, *reached.tensors]
             planner.then, planner.budget = self._ending(operands, place), place.budget
             planner.traced = self._traced.setdefault((planner.then, planner.budget), {})
-            with planner.explaining():
+            with planner.explaining(), errors_marked(planner.refusals):
                 programs = planner.traced_programs(fn, arguments, observation, reached, layouts_below(operands))
         return programs.likely(), planner.then, operands
 
     def _execute(self, program: Program, ending: Ending, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         """Runs a program; returns the outputs of the loss function. Leaves gradients in `Updates.sums`."""
         if ending.updates:
-            self._updates.prepare(_carried(program, ending))
+            self._updates.prepare(carried_by(program, ending))
         given = [*operands, *program.constants]
         for i in program.complex:
             given[i] = given[i].resolve_conj().resolve_neg()
@@ -566,26 +592,3 @@ def _in_bytes(budget: Budget | None, error: BudgetError) -> Budget | None:
     A fraction would be one of another plain peak there, so the least bytes of the microbatch that failed replace it.
     """
     return error.least_bytes if isinstance(budget, float) else budget
-
-
-def _carried(program: Program, ending: Ending) -> tuple[int, ...]:
-    """Returns the numbers of the parameters that get a gradient, in the order of the operands."""
-    return tuple(number for operand, number in ending.numbers if program.trace.gradients[operand] is not None)
-
-
-def _loss_of(program: Program) -> TensorSpec:
-    assert program.backward.outputs is not None
-    return program.trace.tensors[program.trace.outputs[program.backward.outputs[0]]]
-
-
-def _assembled(program: Program, outputs: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> Any:
-    """Returns the result of a traced function from its tensors."""
-    sources: dict[str, Sequence[torch.Tensor]] = {"out": outputs, "in": arguments}
-    made: dict[Any, Any] = {}
-    leaves = []
-    for leaf in program.trace.leaves:
-        if isinstance(leaf, Rebuilt):
-            leaves.append(leaf.of(sources[leaf.source[0]][leaf.source[1]], made).detach())
-        else:
-            leaves.append(sources[leaf[0]][leaf[1]] if is_number(leaf) else leaf)
-    return tree.unflatten(program.trace.spec, leaves)

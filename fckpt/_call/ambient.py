@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -19,6 +20,7 @@ __all__ = [
     "function_modes",
     "has_function_modes",
     "interfering_mode",
+    "of_backward",
     "of_plans",
     "put_back",
     "restored",
@@ -127,9 +129,27 @@ def capture() -> Ambient:
         torch._C._get_cudnn_deterministic(),
         torch._C._get_cudnn_benchmark(),
         torch._C._get_float32_matmul_precision(),
+        _flushes_denormals(),
         *[read() for read, _ in _KERNELS],
         tuple(torch._C._get_sdp_priority_order()),
     )
+
+
+def of_backward(settings: Ambient) -> Ambient:
+    """Returns those of the settings, a result of `capture`, under which operations of a backward pass differ.
+
+    Autograd runs them under the settings at the time of the backward pass. Autocast is not among them: plans are made
+    for it. A backend of attention is not either: the forward pass has chosen it.
+    """
+    return settings[3 : 9 + _UP_TO_ATTENTION]
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread rounds denormal numbers to zero, see `torch.set_flush_denormal`. Torch has no getter."""
+    return _SMALLEST_NORMAL * _HALF == 0.0
+
+
+_SMALLEST_NORMAL, _HALF = sys.float_info.min, 0.5
 
 
 def of_plans() -> Ambient:
@@ -155,6 +175,8 @@ _KERNELS = [
     if hasattr(torch._C, f"_get_{read}") and hasattr(torch._C, f"_set_{write}")
 ]
 """Getter and setter of each flag that enables a kernel."""
+_UP_TO_ATTENTION = sum("sdp" not in write.__name__ for _, write in _KERNELS)
+"""The number of the first of these flags that are not about attention."""
 
 
 @contextlib.contextmanager
@@ -181,12 +203,15 @@ def put_back(then: Ambient) -> None:
 
 
 def _set_flags(ambient: Ambient) -> None:
-    _, _, dtype, deterministic, warn_only, cudnn_deterministic, cudnn_benchmark, precision, *kernels, order = ambient
+    _, _, dtype, deterministic, warn_only, cudnn_deterministic, cudnn_benchmark, precision, *rest = ambient
+    flushes, *kernels, order = rest
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch._C._set_cudnn_deterministic(cudnn_deterministic)
     torch._C._set_cudnn_benchmark(cudnn_benchmark)
     torch._C._set_float32_matmul_precision(precision)
+    if flushes != _flushes_denormals():
+        torch.set_flush_denormal(flushes)
     for (_, write), flag in zip(_KERNELS, kernels, strict=True):
         write(flag)
     if order != tuple(torch._C._get_sdp_priority_order()):

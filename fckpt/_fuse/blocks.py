@@ -18,7 +18,7 @@ from fckpt._fuse.kernel import Kernel
 from fckpt._fuse.operations import fusible
 from fckpt._fuse.option import Kernels
 from fckpt._fuse.trial import Compiled, guarded, tried
-from fckpt._trace.operations import Call, Trace, indices_of, is_dense
+from fckpt._trace.operations import Call, Trace, is_dense, tensors_of
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Compute, Free, FusedBlock, FusedSchedule, FusedStep, Schedule, Step, with_freed
 from fckpt.graph.simulation import simulate
@@ -267,7 +267,7 @@ class _Blocks:
                 return
             call = self.producers.get(tensor)
             if call is not None and call.node is None and self.trace.tensors[tensor].value in made:
-                for t in _read(call):
+                for t in tensors_of(call):
                     need(t)
                 calls.append(call)
                 known.update(t for t in call.outputs if t is not None)
@@ -277,7 +277,7 @@ class _Blocks:
 
         for node in nodes:
             call = self.calls[node]
-            for t in _read(call):
+            for t in tensors_of(call):
                 need(t)
             calls.append(call)
             known.update(t for t in call.outputs if t is not None)
@@ -289,7 +289,7 @@ class _Blocks:
         found: list[int | None] = []
         for call in calls:
             over = None if call.node is None else self.graph.nodes[call.node].overwritten(freed[call.node])
-            refs = [t for t in _read(call) if over is not None and self.trace.tensors[t].value == over]
+            refs = [t for t in tensors_of(call) if over is not None and self.trace.tensors[t].value == over]
             found.append(refs[0] if refs else None)
         return found
 
@@ -298,7 +298,3 @@ class _Blocks:
         spec = self.trace.tensors[tensor]
         nbytes = math.prod(spec.shape) * spec.dtype.itemsize
         return spec.offset == 0 and is_dense(spec.shape, spec.stride) and self.graph.values[spec.value].nbytes == nbytes
-
-
-def _read(call: Call) -> list[int]:
-    return [*indices_of(call.args), *indices_of(list(call.kwargs.values()))]

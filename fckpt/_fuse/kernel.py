@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fckpt._trace.in_place import writer_of
-from fckpt._trace.operations import Call, Ref, TensorSpec, indices_of, strides_of
+from fckpt._trace.operations import Call, Ref, TensorSpec, strides_of, tensors_of
 
 __all__ = ["Kernel"]
 
@@ -61,7 +61,7 @@ class Kernel:
     def as_planned(self) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
         """Returns a function that runs the operations as a plan without the block does, freeing and overwriting."""
         scope: dict[str, Any] = {}
-        last = {t: i for i, call in enumerate(self.calls) for t in (*_read(call), *_made(call))}
+        last = {t: i for i, call in enumerate(self.calls) for t in (*tensors_of(call), *_made(call))}
         lines = [f"{', '.join(f't{t}' for t in self.inputs)}, = given", "given.clear()"]
         dying = {self.inputs[i] for i in self.donated}
         for i, (call, over) in enumerate(zip(self.calls, self.over, strict=True)):
@@ -74,7 +74,9 @@ class Kernel:
             lines.append(f"{made} = op{i}({', '.join(texts)})")
             kept = {*self.outputs, *(t for t in self.inputs if t not in dying)}
             lines += [
-                f"t{t} = None" for t in dict.fromkeys((*_read(call), *_made(call))) if last[t] == i and t not in kept
+                f"t{t} = None"
+                for t in dict.fromkeys((*tensors_of(call), *_made(call)))
+                if last[t] == i and t not in kept
             ]
         source = "\n    ".join(["def run(given):", *lines, f"return [{', '.join(f't{t}' for t in self.outputs)}]"])
         exec(compile(source, "<fckpt block>", "exec"), scope)
@@ -128,10 +130,6 @@ class Kernel:
 
 def _made(call: Call) -> list[int]:
     return [t for t in call.outputs if t is not None]
-
-
-def _read(call: Call) -> list[int]:
-    return [*indices_of(call.args), *indices_of(list(call.kwargs.values()))]
 
 
 def _renumbered(value: Any, number: dict[int, int]) -> Any:

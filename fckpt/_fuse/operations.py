@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fckpt._fuse.uniform import is_uniform
-from fckpt._trace.operations import Call, TensorSpec, indices_of, is_dense, is_random
+from fckpt._trace.operations import Call, TensorSpec, is_dense, is_random, tensors_of
 from fckpt.cost.calls import named
 from fckpt.graph.graph import Node
 
@@ -65,7 +65,7 @@ def fusible(node: Node, call: Call, specs: tuple[TensorSpec, ...], *, exact: boo
     if node.once or node.random or node.writes or node.in_place or call.replaced or is_random(call.op):
         return False
     made = [t for t in call.outputs if t is not None]
-    used = [specs[t] for t in (*made, *indices_of(call.args), *indices_of(list(call.kwargs.values())))]
+    used = [specs[t] for t in (*made, *tensors_of(call))]
     types = _EXACT_TYPES if exact else _FUSED_TYPES
     if len({s.device for s in used}) != 1 or used[0].device.type not in _DEVICES:
         return False
@@ -88,7 +88,7 @@ def _is_exact(call: Call, specs: tuple[TensorSpec, ...]) -> bool:
     if call.op is aten.pow.Tensor_Scalar:
         return given["exponent"] in _POWERS
     if call.op is aten._to_copy.default:  # a float that an int cannot represent may become any int
-        source = next(specs[t].dtype for t in indices_of(call.args))
+        source = specs[given["self"].tensor].dtype  # vmap passes it by name
         made = next(specs[t].dtype for t in call.outputs if t is not None)
         return not source.is_floating_point or made.is_floating_point or made is torch.bool
     return True

@@ -12,7 +12,7 @@ import itertools
 from fckpt._call.levels import below_autograd
 from fckpt._fuse.data import repeated, same_bits, special_numbers
 from fckpt._fuse.kernel import Kernel
-from fckpt._trace.operations import Call, TensorSpec, indices_of
+from fckpt._trace.operations import Call, TensorSpec, tensors_of
 
 __all__ = ["is_uniform"]
 
@@ -31,7 +31,7 @@ def is_uniform(call: Call, specs: tuple[TensorSpec, ...]) -> bool:
         call: the operation.
         specs: the specs of the tensors, by number.
     """
-    read = list(dict.fromkeys((*indices_of(call.args), *indices_of(list(call.kwargs.values())))))
+    read = list(dict.fromkeys(tensors_of(call)))
     made = [t for t in call.outputs if t is not None]
     small = {t: _small(specs[t], t) for t in (*read, *made)}
     kernel = Kernel.numbered([call], small, read, made, (), [None], exact=True)

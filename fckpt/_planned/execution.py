@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from fckpt._call.levels import add_batch_dim, below_autograd, innermost, is_lega
 from fckpt._planned.ledger import Ledger
 from fckpt._planned.program import Program
 from fckpt._recompute.saved_tensors import keeps_graph
+from fckpt._recompute.stored import are_stored, is_seen
 from fckpt._trace.formulas import FormulaError
 from fckpt._trace.operations import Backward, strides_of
 from fckpt.errors import MutationError
@@ -155,9 +157,11 @@ class Execution:
         *,
         recorded: bool,
         wrapped: bool,
+        receivers: Sequence[torch.Tensor],
     ) -> list[Any] | None:
-        """Runs the backward pass by a plan; returns None if that is not possible. See `Backward` for `recorded` and
-        `wrapped`.
+        """Runs the backward pass by a plan; returns None if that is not possible.
+
+        See `Backward` for `recorded` and `wrapped`, and `Pullback` for `receivers`.
 
         A backward pass for other outputs than planned, or a second backward pass, has no residuals: the saved ones are
         freed, and the forward pass of the matching plan runs again.
@@ -175,12 +179,16 @@ class Execution:
             reason = "batched backward"
         elif ambient.interfering_mode() is not None:
             reason = "dispatch mode"
+        elif not self.retraceable and self.program.backward.stored not in (None, are_stored(receivers)):
+            reason = "layout of gradients"
+        elif ambient.of_backward(self.program.ambient) != ambient.of_backward(ambient.capture()):
+            reason = "settings"
         if brought is None or reason:
             self.give_up(reason)
             return None
         try:
             with self._below_level():
-                grads = self._grads(operands, tuple(given), brought, recorded, wrapped)
+                grads = self._grads(operands, tuple(given), brought, recorded, wrapped, receivers)
         except FormulaError:
             self.give_up("second derivative")
             return None
@@ -227,6 +235,7 @@ class Execution:
         cotangents: list[torch.Tensor],
         recorded: bool,
         wrapped: bool,
+        receivers: Sequence[torch.Tensor],
     ) -> list[Any]:
         for reads in self.program.trace.late:
             reads.check()
@@ -237,7 +246,8 @@ class Execution:
         functional = any(map(is_legacy_batch, cotangents))
         planned = self.program.backward
         strides = tuple([strides_of(ct.shape, ct.stride()) for ct in cotangents])
-        asked = Backward(given, ambient.autocast(), strides, recorded=recorded, wrapped=wrapped)
+        stored = None if planned.stored is None else are_stored(receivers)
+        asked = Backward(given, ambient.autocast(), strides, recorded=recorded, wrapped=wrapped, stored=stored)
         backward = asked if planned.wrapped is not None else asked._replace(wrapped=None)
         if backward != planned and backward._replace(strides=planned.strides) == planned:
             if not functional and not self.program.takes(strides) and not self.retraceable:
@@ -246,7 +256,7 @@ class Execution:
             if functional or self.program.takes(strides):
                 backward = planned
         plans = self.ledger.stats.plans
-        if backward != planned and not self._replanned(asked):
+        if backward != planned and not self._replanned(asked._replace(stored=are_stored(receivers))):
             residuals = None
         program, statistics = self.program, self.statistics
         self._check_contents(operands)
@@ -261,7 +271,26 @@ class Execution:
         with ambient.restored(program.ambient) if elsewhere else contextlib.nullcontext(), below_autograd():
             lowered = program.functional if functional else program.lowered_for(strides)
             grads = lowered.backward(self._given(program, operands, statistics), residuals, cotangents)
+        if program.backward.stored is False:
+            self._check_copies(receivers, grads)
         return [grads[i] for i in self._gradients()]
+
+    def _check_copies(self, receivers: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+        """Says if the budget does not allow for copies of gradients that autograd stores after hooks have seen them."""
+        pairs = [
+            (t, grad) for t, i in zip(receivers, self._gradients(), strict=False) if (grad := grads[i]) is not None
+        ]
+        left = Counter([grad.untyped_storage()._cdata for _, grad in pairs])
+        held = most = sum({(s := grad.untyped_storage())._cdata: s.nbytes() for _, grad in pairs}.values())
+        for tensor, grad in pairs:
+            if is_seen(tensor):
+                held += grad.nbytes
+                most = max(most, held)
+                left[grad.untyped_storage()._cdata] -= 1
+                held -= 0 if left[grad.untyped_storage()._cdata] else grad.untyped_storage().nbytes()
+        budget = self.program.plan.budget_bytes
+        if budget is not None and most > budget:
+            self.ledger.falls_back("copies for hooks", nbytes=most)
 
     def _replanned(self, asked: Backward) -> bool:
         """Changes to the program for another backward pass; returns whether it can use the same residuals."""

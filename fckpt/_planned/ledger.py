@@ -47,6 +47,21 @@ _REASONS = {
         way_out="Do not use the mode here, or set fckpt_looks_on = True in its class if it changes no results.",
         is_plain=True,
     ),
+    "layout of gradients": _Reason(
+        "the gradient of a leaf is returned by torch.autograd.grad, or seen by a hook, in another layout than "
+        "loss.backward() gives it, and the function cannot be traced again",
+        way_out="Use loss.backward(), and register_post_accumulate_grad_hook instead of register_hook.",
+    ),
+    "copies for hooks": _Reason(
+        "a hook sees a gradient in the layout in which it is computed, and autograd then copies it for .grad",
+        way_out="Use register_post_accumulate_grad_hook instead of register_hook.",
+        does="runs by its plan",
+    ),
+    "settings": _Reason(
+        "its backward pass runs under other settings of torch than its forward pass (deterministic algorithms, oneDNN, "
+        "cuDNN, precision of matrix products, denormal numbers)",
+        way_out="Run forward and backward under the same settings.",
+    ),
     "other strides": _Reason(
         "its backward pass receives gradients with other strides than the plan assumed, and the function cannot be "
         "traced again",

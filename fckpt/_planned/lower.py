@@ -21,7 +21,7 @@ import torch
 
 from fckpt._call.rng import SHARED, RandomState, set_state, state_of
 from fckpt._trace.in_place import writer_of
-from fckpt._trace.operations import Call, Ref, Trace, indices_of, is_random, is_tagged_random, statistics_of
+from fckpt._trace.operations import Call, Ref, Trace, indices_of, is_random, is_tagged_random, statistics_of, tensors_of
 from fckpt._trace.updates import UPDATE, update
 from fckpt.errors import PlanError, RandomStateError
 from fckpt.graph.graph import Graph
@@ -375,7 +375,7 @@ class _Writer:
 
     def device(self, call: Call) -> torch.device:
         """Returns the device on which a call runs."""
-        made = [t for t in (*call.outputs, *indices_of(call.args)) if t is not None]
+        made = [t for t in (*call.outputs, *tensors_of(call)) if t is not None]
         return self.trace.tensors[made[0]].device if made else torch.device("cpu")
 
     def call_over(self, call: Call, args: list[Any], value: int | None) -> str:
@@ -404,9 +404,7 @@ class _Writer:
             call = self.producers.get(t)
             if call is None or call.node is not None:
                 raise PlanError("the schedule reads a tensor before it is computed; it belongs to another function.")
-            missing = [
-                x for x in (*indices_of(call.args), *indices_of(list(call.kwargs.values()))) if x not in self.live
-            ]
+            missing = [x for x in tensors_of(call) if x not in self.live]
             if missing:
                 todo += missing
                 continue
@@ -474,7 +472,7 @@ def _function(signature: str, lines: list[str]) -> str:
 
 def indices_first(call: Call) -> int:
     """Returns the first tensor that a call reads. For a view, it is the base."""
-    return next(iter(indices_of(call.args)))
+    return tensors_of(call)[0]
 
 
 def _var(tensor: int) -> str:

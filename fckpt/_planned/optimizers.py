@@ -257,8 +257,8 @@ class Updates:
         sibling = self._sibling_now
         sibling.param_groups = [{**self.group_of[number], "params": [own], "foreach": self._foreach[number]}]
         self._run(sibling, own, gradient)
-        if self._coming:
-            _moved(self.optimizer.state[own], self._coming.pop(own, {}))
+        if coming := self._coming.pop(own, None):
+            _moved(self.optimizer.state[own], coming)
 
     def taken(self) -> list[torch.Tensor]:
         """Returns the sums that earlier microbatches left, and forgets them."""

@@ -16,7 +16,7 @@ from fckpt._fuse.option import Kernels
 from fckpt._planned.fusing import with_blocks
 from fckpt._planned.lower import Lowered, lower
 from fckpt._planned.plan import Plan
-from fckpt._trace.operations import Ref, Trace, indices_of, is_expanded, statistics_of, strides_of
+from fckpt._trace.operations import Ref, Trace, indices_of, is_expanded, statistics_of, strides_of, tensors_of
 from fckpt.cost.calls import refs
 from fckpt.graph.schedule import Compute, FusedSchedule, Schedule, Step
 from fckpt.graph.simulation import Timeline, simulate
@@ -234,7 +234,7 @@ def _taken(trace: Trace, strides: Sequence[tuple[int, ...]]) -> bool:
                 return False
             found[number] = empty(number, trace.tensors[number].stride if own == other else other)
         for call in trace.calls:
-            read = [*indices_of(call.args), *indices_of(tuple(call.kwargs.values()))]
+            read = tensors_of(call)
             if found.keys().isdisjoint(read):
                 continue
             try:
@@ -275,7 +275,7 @@ def _behind_results(trace: Trace) -> set[int]:
 
 def _cast(trace: Trace) -> list[int]:
     """Returns the operands that are differentiated and that a dtype conversion reads directly."""
-    converted = {t for call in trace.calls if call.op is _CONVERT for t in indices_of(call.args)}
+    converted = {t for call in trace.calls if call.op is _CONVERT for t in tensors_of(call)}
     pairs = zip(trace.operands, trace.gradients, strict=True)
     return [i for i, (t, grad) in enumerate(pairs) if grad is not None and t in converted]
 

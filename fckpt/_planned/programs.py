@@ -81,9 +81,10 @@ class Programs:
 
     def differentiating(self, backward: Backward) -> Program:
         """Returns the program for a backward pass, and makes it the likely program from now on."""
-        either = backward._replace(wrapped=None)  # for a program that does not depend on it
-        if backward not in self._made and either in self._made:
-            backward = either
+        for ignored in ({"wrapped": None}, {"stored": None}, {"wrapped": None, "stored": None}):
+            either = backward._replace(**ignored)  # for a program that does not depend on it
+            if backward not in self._made and either in self._made:
+                backward = either
         if backward not in self._made:
             with TRACING:
                 if backward not in self._made:

@@ -189,7 +189,8 @@ def _same_backward(trace: Trace, asked: Backward, guessed: bool) -> bool:
         asked = asked._replace(recorded=trace.backward.recorded)
     made = trace.backward
     wrapped = made.wrapped if made.wrapped is None or asked.wrapped is None else asked.wrapped
-    return asked._replace(observed=(), wrapped=wrapped) == made._replace(observed=())
+    stored = made.stored if made.stored is None or (made.stored and asked.stored is None) else asked.stored
+    return asked._replace(observed=(), wrapped=wrapped, stored=stored) == made._replace(observed=())
 
 
 def _general(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from fckpt import _tree as tree
 from fckpt._call import ambient
+from fckpt._call.results import Rebuilt, is_number
 from fckpt._fuse.option import Kernels
 from fckpt._planned.late_writes import without_recomputation
 from fckpt._planned.making import priced
@@ -18,11 +20,11 @@ from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.planner import Planner, _identity
 from fckpt._planned.program import Program
 from fckpt._planned.tiling import Tile, tiled_or_hinted
-from fckpt._trace.operations import Backward, Trace
+from fckpt._trace.operations import Backward, TensorSpec, Trace
 from fckpt._trace.updates import UPDATE, Ending, runs
 from fckpt.graph.graph import Graph
 
-__all__ = ["StepPlanner"]
+__all__ = ["StepPlanner", "assembled", "carried_by", "loss_of"]
 
 
 def _with_updates(traced: Trace) -> Graph:
@@ -112,3 +114,27 @@ class StepPlanner(Planner):
             return True
         graph = _with_first_updates(plan.graph, program.trace)
         return dataclasses.replace(plan, graph=graph).peak_bytes <= plan.budget_bytes
+
+
+def carried_by(program: Program, ending: Ending) -> tuple[int, ...]:
+    """Returns the numbers of the parameters that get a gradient, in the order of the operands."""
+    return tuple(number for operand, number in ending.numbers if program.trace.gradients[operand] is not None)
+
+
+def loss_of(program: Program) -> TensorSpec:
+    """Returns the spec of the loss."""
+    assert program.backward.outputs is not None
+    return program.trace.tensors[program.trace.outputs[program.backward.outputs[0]]]
+
+
+def assembled(program: Program, outputs: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> Any:
+    """Returns the result of a traced function from its tensors."""
+    sources: dict[str, Sequence[torch.Tensor]] = {"out": outputs, "in": arguments}
+    made: dict[Any, Any] = {}
+    leaves = []
+    for leaf in program.trace.leaves:
+        if isinstance(leaf, Rebuilt):
+            leaves.append(leaf.of(sources[leaf.source[0]][leaf.source[1]], made).detach())
+        else:
+            leaves.append(sources[leaf[0]][leaf[1]] if is_number(leaf) else leaf)
+    return tree.unflatten(program.trace.spec, leaves)

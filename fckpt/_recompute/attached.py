@@ -330,6 +330,7 @@ class _Recompute(_SingleLevelFunction):
                 wrapped=alive and level > 0,
                 create_graph=torch.is_grad_enabled(),
                 computed=[x.requires_grad and not remembers_casts_of(x) for x in saved],
+                receivers=() if level else saved,
             )
             operands = [unwrap_if_dead(x) for x in (*saved, *(ct for ct in cotangents if ct is not None))]
             found = iter(bind(pullback, operands, min(ctx.floor, level if alive else level - 1)))

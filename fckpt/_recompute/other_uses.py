@@ -18,7 +18,7 @@ import torch
 
 from fckpt._recompute.primitives import Planned
 
-__all__ = ["watch_sums"]
+__all__ = ["is_of_user", "watch_sums"]
 
 
 def watch_sums(operands: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], planned: Planned) -> None:
@@ -35,9 +35,13 @@ def watch_sums(operands: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | 
     """
     for place, even_last in planned.summed.items():
         operand, grad = operands[place], grads[place]
-        others = [hook for hook in (operand._backward_hooks or {}).values() if not isinstance(hook, _Sum)]
-        if grad is not None and not others:
+        if grad is not None and not any(map(is_of_user, (operand._backward_hooks or {}).values())):
             _Sum(operand, grad, even_last, functools.partial(planned.used_elsewhere, place))
+
+
+def is_of_user(hook: Any) -> bool:
+    """Whether a hook of a tensor is not one of `watch_sums`."""
+    return not isinstance(hook, _Sum)
 
 
 class _Sum:

@@ -61,6 +61,7 @@ class Planned(Protocol):
         *,
         recorded: bool,
         wrapped: bool,
+        receivers: Sequence[torch.Tensor],
     ) -> Flat | None: ...
 
     def give_up(self, reason: str) -> None: ...
@@ -357,6 +358,7 @@ class Pullback:
         wrapped: bool,
         create_graph: bool,
         computed: Sequence[bool],
+        receivers: Sequence[torch.Tensor],
         layers: tuple[_Layer, ...] = (),
     ):
         self.primitive = primitive
@@ -373,6 +375,8 @@ class Pullback:
         """The grad mode of the backward pass; some derivative formulas depend on it."""
         self.computed = tuple(computed)
         """Whether autocast casts each operand of `primitive` anew for each operation, see `Layout.computed`."""
+        self.receivers = receivers
+        """The operands as they get their gradients from autograd; none where torch.func takes the gradients."""
         self.layers = layers
 
     def layered(self, dims: Sequence[int | None], size: int, randomness: str) -> Pullback | None:
@@ -389,6 +393,7 @@ class Pullback:
             wrapped=self.wrapped,
             create_graph=self.create_graph,
             computed=self.computed,
+            receivers=self.receivers,
             layers=layers,
         )
 
@@ -403,7 +408,8 @@ class Pullback:
         if planned is not None and self.layers:
             planned.give_up("batched backward")
         elif planned is not None:
-            grads = planned.backward(inputs, self.outputs, cotangents, recorded=self.create_graph, wrapped=self.wrapped)
+            how = {"recorded": self.create_graph, "wrapped": self.wrapped}
+            grads = planned.backward(inputs, self.outputs, cotangents, receivers=self.receivers, **how)
             if grads is not None:
                 return [grad for grad, need in zip(grads, self.needs, strict=True) if need]
         wanted = [i for i, need in enumerate(self.needs) if need]

@@ -18,8 +18,8 @@ from fckpt._tile.rewriting import Rewriting
 from fckpt._tile.slices import Slices
 from fckpt._tile.stretches import Gathered, Step, Stretch, Untileable
 from fckpt._tile.views import Views
-from fckpt._tile.ways import SUM, Way, tensors_of, ways
-from fckpt._trace.operations import Call, Trace
+from fckpt._tile.ways import SUM, Way, ways
+from fckpt._trace.operations import Call, Trace, tensors_of
 from fckpt.solve.proofs.bounds import least_peaks
 
 __all__ = ["COUNTS", "Limits", "chosen"]

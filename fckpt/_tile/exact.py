@@ -27,8 +27,8 @@ from fckpt._tile.rewriting import INTO, Rewriting
 from fckpt._tile.slices import Slices
 from fckpt._tile.stretches import Gathered, Step
 from fckpt._tile.surroundings import as_planned
-from fckpt._tile.ways import SUM, is_pointwise, tensors_of
-from fckpt._trace.operations import Call, Ref, TensorSpec, Trace
+from fckpt._tile.ways import SUM, is_pointwise
+from fckpt._trace.operations import Call, Ref, TensorSpec, Trace, tensors_of
 from fckpt.cost.calls import signature
 from fckpt.cost.synthetic import arguments
 

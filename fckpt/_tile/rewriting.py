@@ -26,9 +26,9 @@ from fckpt._tile.slices import Read, Slices
 from fckpt._tile.stretches import Gathered, Step, Stretch, Untileable
 from fckpt._tile.surroundings import faking
 from fckpt._tile.views import view_arguments
-from fckpt._tile.ways import SUM, tensors_of
+from fckpt._tile.ways import SUM
 from fckpt._trace.in_place import overwritable
-from fckpt._trace.operations import Call, Ref, TensorSpec, Trace, arguments_of, is_dense
+from fckpt._trace.operations import Call, Ref, TensorSpec, Trace, arguments_of, is_dense, tensors_of
 from fckpt.errors import ArgumentValueError
 from fckpt.graph.graph import Graph, Node, Value
 

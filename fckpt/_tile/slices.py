@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from fckpt._tile.stretches import Stretch, Untileable
 from fckpt._tile.views import Views
-from fckpt._tile.ways import SUM, Way, tensors_of, ways
-from fckpt._trace.operations import Call, Trace
+from fckpt._tile.ways import SUM, Way, ways
+from fckpt._trace.operations import Call, Trace, tensors_of
 
 __all__ = ["Read", "Slices"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fckpt._tile.ways import SUM, tensors_of
-from fckpt._trace.operations import Call, Ref, Trace
+from fckpt._tile.ways import SUM
+from fckpt._trace.operations import Call, Ref, Trace, tensors_of
 
 __all__ = ["Views", "view_arguments"]
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fckpt._trace.operations import Call, TensorSpec, indices_of, is_random
+from fckpt._trace.operations import Call, TensorSpec, is_random, tensors_of
 
-__all__ = ["SUM", "Way", "is_pointwise", "tensors_of", "ways"]
+__all__ = ["SUM", "Way", "is_pointwise", "ways"]
 
 aten = torch.ops.aten
 
@@ -39,11 +39,6 @@ class Way(NamedTuple):
     def sums(self) -> bool:
         """Whether the result is a sum, of which each tile makes a part."""
         return SUM in self.makes
-
-
-def tensors_of(call: Call) -> list[int]:
-    """Returns the tensors among the arguments of a call, in order, each as often as it occurs."""
-    return [*indices_of(call.args), *indices_of(tuple(call.kwargs.values()))]
 
 
 def is_pointwise(op: Any) -> bool:

@@ -21,6 +21,7 @@ from fckpt._trace.operations import (
     is_random,
     plain_cotangents,
     statistics_of,
+    tensors_of,
 )
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.updates import CARRIED
@@ -184,7 +185,7 @@ class Assembly:
         first = {values[t]: (t, name) for t, name in reversed(list(zip(given, names, strict=True)))}
         used: list[int] = []
         for call in (self.recorded[position] for position in sorted(kept)):
-            used += [*indices_of(call.args), *indices_of(tuple(call.kwargs.values())), *(t for t, _ in call.replaced)]
+            used += [*tensors_of(call), *(t for t, _ in call.replaced)]
         used += [t for t in (*self.interface.outputs, *self.interface.gradients) if t is not None]
         found = dict.fromkeys(version for t in used if (version := values[t]) in first)
         return tuple(self._value(first[version][0], None, first[version][1]) for version in found)
@@ -244,8 +245,7 @@ class Assembly:
             if effect or made or not needed.isdisjoint(call.outputs):
                 kept.add(position)
                 read = {
-                    *indices_of(call.args),
-                    *indices_of(tuple(call.kwargs.values())),
+                    *tensors_of(call),
                     *(o for o, _ in call.replaced),
                 }
                 needed |= read
@@ -259,7 +259,7 @@ class Assembly:
         for position in sorted(kept):
             call = self.recorded[position]
             if not call.is_view:
-                sent = [*indices_of(call.args), *indices_of(tuple(call.kwargs.values()))]
+                sent = tensors_of(call)
                 for version in {recorder.values[t] for t in (*sent, *(old for old, _ in call.replaced))}:
                     readers.setdefault(version, []).append(position)
         results = {recorder.values[t] for t in (*self.interface.outputs, *self.interface.gradients) if t is not None}

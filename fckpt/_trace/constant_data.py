@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fckpt._call.levels import below_all
-from fckpt._trace.operations import Recorded, Ref, indices_of, is_random
+from fckpt._trace.operations import Recorded, Ref, indices_of, is_random, tensors_of
 
 __all__ = ["LOOKING", "UnknownData", "looked_at"]
 
@@ -84,5 +84,5 @@ def _needed(
         if call.replaced or is_random(call.op) or call.op is aten.empty_strided.default:
             raise UnknownData
         needed.add(made_by[t])
-        waiting += [*indices_of(call.args), *indices_of(tuple(call.kwargs.values()))]
+        waiting += tensors_of(call)
     return [calls[i] for i in sorted(needed)]

@@ -15,7 +15,7 @@ import torch
 
 from fckpt import _tree as tree
 from fckpt._call.levels import below_all
-from fckpt._trace.operations import Recorded, indices_of, is_dense
+from fckpt._trace.operations import Recorded, is_dense, tensors_of
 from fckpt._trace.recorder import Recorder
 
 __all__ = ["written_over_donated"]
@@ -95,7 +95,7 @@ def _distances(
         if t not in producers or distance >= _FURTHEST:
             continue
         call = producers[t]
-        for other in (*indices_of(call.args), *indices_of(tuple(call.kwargs.values()))):
+        for other in tensors_of(call):
             if other not in seen and recorder.tensors[other].shape == shape:
                 seen.add(other)
                 todo.append((other, distance + 1))

@@ -32,6 +32,7 @@ __all__ = [
     "mapped",
     "plain_cotangents",
     "statistics_of",
+    "tensors_of",
     "text_of",
 ]
 
@@ -115,6 +116,10 @@ class Backward(NamedTuple):
     wrapped: bool | None = None
     """Whether the backward pass runs at a level of torch.func, which changes derivative formulas; None to guess it. In
     a trace, None means that the operations do not depend on it."""
+    stored: bool | None = None
+    """Whether autograd stores the gradients of leaves in `.grad`, which it lays out like the leaf, rather than to
+    return them or to show them to hooks. None to assume that it does; in a trace, None means that this makes no
+    difference."""
     observed: tuple[Observed, ...] = ()
     """Backward passes of earlier calls to guess from, the latest first."""
 
@@ -293,6 +298,11 @@ def indices_of(value: Any) -> Iterator[int]:
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from indices_of(inner)
+
+
+def tensors_of(call: Any) -> list[int]:
+    """Returns the tensors among the arguments of a call, in order, each as often as it occurs."""
+    return [*indices_of(call.args), *indices_of(tuple(call.kwargs.values()))]
 
 
 def mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:

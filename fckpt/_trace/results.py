@@ -78,6 +78,8 @@ class Results:
         self.gradients: tuple[int | None, ...] = ()
         self.delivered: list[int] = []
         """The operands that are leaves, in the order in which autograd gives them their gradients."""
+        self.laid_out = False
+        """Whether autograd stores a gradient otherwise than the backward pass computes it."""
         self.differentiable = self._differentiable()
 
     def _differentiable(self) -> tuple[bool, ...] | None:
@@ -153,15 +155,17 @@ class Results:
                 found = torch.autograd.grad(ys, wanted, cts, allow_unused=True)
             recorder.release()
             del ys
-        how = {"recorded": recorded, "wrapped": wrapped if dependent else None}
-        self.backward = Backward(differentiated, backward.autocast, strides, then=backward.then, **how)
         differentiable = self.differentiable or [True] * len(self.operands)
         tracked = [flag for t, flag in zip(self.operands, differentiable, strict=True) if t.requires_grad]
         assert all(flag for grad, flag in zip(found, tracked, strict=True) if grad is not None)
         grads = list(reversed(found))
         found = ()  # a gradient that is copied is freed before the next one is copied
         added = backward.then is not None and backward.then.loss is not None
-        ends = self._leaf_gradients(grads, added)
+        stored = backward.stored is not False
+        ends = self._leaf_gradients(grads, added, stored)
+        how = {"recorded": recorded, "wrapped": wrapped if dependent else None}
+        how["stored"] = stored if self.laid_out else None
+        self.backward = Backward(differentiated, backward.autocast, strides, then=backward.then, **how)
         if backward.then is not None:
             ends = self._ended(backward.then, ends, [ct for ct in cotangents if ct is not None], carried or {})
         self.gradients = tuple(None if grad is None else recorder.number(grad) for grad in ends)
@@ -204,12 +208,13 @@ class Results:
             cotangents = [None if ct is None else self.levels.batched(ct, dim) for ct, dim in pairs]
         return cotangents, tuple(strides)
 
-    def _leaf_gradients(self, grads: list[torch.Tensor | None], added: bool) -> list[torch.Tensor | None]:
-        """Returns the gradient of each operand, None where there is none, as autograd hands it to a leaf.
+    def _leaf_gradients(self, grads: list[torch.Tensor | None], added: bool, stored: bool) -> list[torch.Tensor | None]:
+        """Returns the gradient of each operand, None where there is none.
 
         Args:
             grads: the gradients of the operands that require grad, the last one first. The list is emptied.
             added: whether autograd adds the gradients to those of earlier microbatches.
+            stored: whether the gradients of leaves are to be as autograd stores them.
         """
         taken = {self.recorder.values[t] for t in self.outputs}
         gradients: list[torch.Tensor | None] = []
@@ -220,7 +225,7 @@ class Results:
                 grad, dim = self._below(grad)
             dims.append(dim)
             if grad is not None and layout.accumulates and self.levels is None and not added:
-                grad = self._own(grad, layout, taken)
+                grad = self._own(grad, layout, taken, stored)
             gradients.append(grad)
         self.grad_dims = tuple(dims)
         return gradients
@@ -263,9 +268,10 @@ class Results:
                 raise ArgumentValueError(f"outputs: {name or 'the result'!r} depends on nothing that requires grad.")
         return tuple(sorted({number for _, (_, number) in leaves}))
 
-    def _own(self, grad: torch.Tensor, layout: Layout, taken: set[int]) -> torch.Tensor:
+    def _own(self, grad: torch.Tensor, layout: Layout, taken: set[int], stored: bool) -> torch.Tensor:
         """Returns the gradient in a separate storage, laid out like the leaf, so that autograd stores it in `.grad`.
 
+        A gradient that is not `stored` is returned as it is.
         Autograd would copy any other gradient, and the plan would not account for the copy.
         """
         recorder = self.recorder
@@ -274,6 +280,9 @@ class Results:
         shared = storage in taken or storage in {recorder.values[t] for t in given}
         stride = _strides_of_grad(layout)
         if shared or grad.stride() != stride or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size():
+            self.laid_out = True
+            if not stored:
+                return grad
             grad = torch.empty_strided(layout.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
             storage = recorder.version(grad)
         taken.add(storage)

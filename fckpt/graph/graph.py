@@ -141,6 +141,7 @@ class Graph:
 
     def __post_init__(self) -> None:
         made = set(self.inputs) | set(self.cotangents)
+        _require(all(self.values[v].producer is None for v in made), "an input or a cotangent has a producer")
         late = set(self.cotangents)
         gone: set[int] = set()
         for i, node in enumerate(self.nodes):
