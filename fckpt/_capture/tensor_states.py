@@ -47,9 +47,21 @@ def state_reads_refused() -> Iterator[None]:
 
         return create_proxy
 
+    def known(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(this: Any, *args: Any, **kwargs: Any) -> Any:
+            fake = this.as_proxy().node.meta.get("example_value")
+            if this.source is None and (fake is None or any(type(n) is int and n == 1 for n in fake.shape)):
+                _refuse("stride")  # it may be another one than that of the real tensor, see `_trace.real_layouts`
+            return original(this, *args, **kwargs)
+
+        return read
+
     refused = lambda name: lambda original: lambda *args, **kwargs: _refuse(name)
     with (
         patched(SubgraphTracer, "create_proxy", checked),
+        patched(TensorVariable, "method_stride", known),
+        patched(TensorVariable, "method_is_contiguous", known),
         patched(TensorVariable, "method_untyped_storage", refused("untyped_storage")),
         patched(TensorVariable, "method_attr__version", refused("_version")),
     ):

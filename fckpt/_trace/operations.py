@@ -30,6 +30,7 @@ __all__ = [
     "is_random",
     "is_tagged_random",
     "mapped",
+    "places_of",
     "plain_cotangents",
     "statistics_of",
     "tensors_of",
@@ -324,11 +325,19 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def strides_of(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides that matter: those of dimensions of size 1, and all strides of an empty tensor, become 0."""
+def places_of(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides that place elements: those of dimensions of size 1, and all of an empty tensor, become 0."""
     if 0 in shape:
         return (0,) * len(stride)
     return tuple([0 if size == 1 else step for size, step in zip(shape, stride, strict=True)])
+
+
+def strides_of(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides on which results depend: those of `places_of`, but all strides of images (4 or 5 dimensions).
+
+    Kernels for images choose the memory format of their result by all strides.
+    """
+    return tuple(stride) if len(shape) in (4, 5) and 0 not in shape else places_of(shape, stride)
 
 
 def is_expanded(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fckpt._call import ambient
+from fckpt._trace.real_layouts import with_real_strides
 from fckpt._trace.sizes import hashable, is_size, run_in, storage_of_size
 
 __all__ = ["RepeatedCalls"]
@@ -59,7 +60,7 @@ class RepeatedCalls:
             key = None
         known = None if key is None else self._known.get(key)
         if known is None:
-            result = run_in(self.mode, func, args, kwargs)
+            result = with_real_strides(self.mode, func, args, kwargs, run_in(self.mode, func, args, kwargs), key)
             if key is not None and (layouts := _layouts(result, given)) is not None:
                 self._known[key] = layouts
             return result

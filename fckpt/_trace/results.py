@@ -14,7 +14,7 @@ from fckpt._trace import formulas
 from fckpt._trace.aliases import apart
 from fckpt._trace.assemble import Interface
 from fckpt._trace.lifetimes import nodes_behind
-from fckpt._trace.operations import Backward, Layout, Observed, is_dense, strides_of
+from fckpt._trace.operations import Backward, Layout, Observed, is_dense, places_of, strides_of
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt._trace.vmap_of_grad import Levels
@@ -279,7 +279,8 @@ class Results:
         given = [*self.operand_numbers, *(ct for ct in self.cotangents if ct is not None)]
         shared = storage in taken or storage in {recorder.values[t] for t in given}
         stride = _strides_of_grad(layout)
-        if shared or grad.stride() != stride or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size():
+        other = places_of(layout.shape, grad.stride()) != places_of(layout.shape, stride)
+        if shared or other or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size():
             self.laid_out = True
             if not stored:
                 return grad

@@ -21,7 +21,17 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from fckpt._capture.symbols import symbol
-from fckpt._trace.operations import Call, General, Layout, Ref, TensorSpec, Trace, arguments_of, plain_cotangents
+from fckpt._trace.operations import (
+    Call,
+    General,
+    Layout,
+    Ref,
+    TensorSpec,
+    Trace,
+    arguments_of,
+    places_of,
+    plain_cotangents,
+)
 from fckpt.graph.graph import Value, changed
 
 __all__ = ["SizedTrace", "Symbols", "Unsized", "same_trace", "sizes_of"]
@@ -196,12 +206,17 @@ def same_trace(one: Trace, other: Trace, computed: Collection[int] = ()) -> bool
 def _essence(trace: Trace, computed: Collection[int]) -> tuple[Any, ...]:
     def placed(value: Any) -> Any:
         if isinstance(value, Ref):
-            return trace.tensors[value.tensor]
+            return spec(value.tensor)
         if isinstance(value, dict):
             return {k: placed(v) for k, v in value.items()}
         return type(value)(map(placed, value)) if type(value) in (tuple, list) else value
 
-    spec = lambda t: None if t is None else trace.tensors[t]
+    def spec(number: int | None) -> Any:
+        if number is None:
+            return None
+        found = trace.tensors[number]  # with symbols, strides of dimensions of size 1 are not those of the kernels
+        return dataclasses.replace(found, stride=places_of(found.shape, found.stride))
+
     calls = [
         (c.op, placed(c.args), placed(c.kwargs), [*map(spec, c.outputs)], [*map(spec, sum(c.replaced, ()))], c.node)
         for c in trace.calls
@@ -211,7 +226,9 @@ def _essence(trace: Trace, computed: Collection[int]) -> tuple[Any, ...]:
     versions = [(spec(t), operand) for t, operand in trace.versions]
     backward = trace.backward._replace(observed=())
     leaves = [leaf for i, leaf in enumerate(trace.leaves) if i not in computed]
-    return trace.graph, calls, ends, versions, leaves, trace.flags, backward, trace.regions
+    nodes = tuple([changed(node, arguments="") for node in trace.graph.nodes])  # `calls` has the arguments
+    graph = dataclasses.replace(trace.graph, nodes=nodes)
+    return graph, calls, ends, versions, leaves, trace.flags, backward, trace.regions
 
 
 class _Writer:
