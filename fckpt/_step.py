@@ -182,7 +182,7 @@ class TrainingStep:
             ledger.count("calls")
             before = ledger.stats
             ran: list[Any] = []
-            raised = None
+            total = raised = None
             try:
                 total = self._stepped(batch, ran)
             except RaisedError as error:
@@ -192,6 +192,7 @@ class TrainingStep:
             if before.captures == ledger.stats.captures and before.programs == ledger.stats.programs:
                 ledger.count("hits")
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules of learning rates look at it
+            assert total is not None
             return total
 
     def _stepped(self, batch: Any, ran: list[Any]) -> torch.Tensor:

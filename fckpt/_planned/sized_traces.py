@@ -11,12 +11,12 @@ import contextlib
 import dataclasses
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fckpt._capture.function import BatchedGraph, GraphFunction
 from fckpt._planned.tracing import GraphTracer
+from fckpt._trace.memories import memory_of
 from fckpt._trace.operations import Backward, Batch, Layout, Trace, strides_of
 from fckpt.cost.by_size import CostsBySize
 
@@ -148,7 +148,7 @@ class SizedTraces:
         place = (id(function.graph), key, others, alike)
         structure = self._known.pop(place, None) or _Structure(function.graph)
         self._known = dict([*self._known.items(), (place, structure)][-_STRUCTURES:])
-        tensors = tuple(map(weakref.ref, [*function.arguments, *function.held.values()]))
+        tensors = tuple(map(memory_of, [*function.arguments, *function.held.values()]))
 
         def traced(backward: Backward) -> Trace:
             from fckpt._trace.sized import sizes_of  # imports sympy, as the capture has

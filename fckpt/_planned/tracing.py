@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +20,7 @@ from fckpt._call.rng import RandomState
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.reads import Reads
 from fckpt._capture.sources import Names, named
+from fckpt._trace.memories import memory_of
 from fckpt._trace.named_device import NamedDevice, fakes_on_cpu
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
 from fckpt._trace.stand_ins import WAY_OUT, check_dense
@@ -160,7 +160,7 @@ def graph_tracer(
     tensors = [*function.arguments, *function.held.values()]
     if target is None:
         _check_traceable(tensors)
-    given = tuple(map(weakref.ref, tensors))
+    given = tuple(map(memory_of, tensors))
     blueprint = function.blueprint()
     arguments, closure = Arguments(tuple(blueprint.arguments), {}), list(blueprint.held.values())
     origins = [names[i] if i < len(names) else "a constant" for i in (*function.passed, *function.held)]

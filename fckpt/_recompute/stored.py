@@ -46,7 +46,7 @@ def _is_returned(leaf: torch.Tensor) -> bool:
     """Whether the running backward pass is one of `torch.autograd.grad`, and returns the gradient of a leaf."""
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
-        torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+        torch._C._will_engine_execute_node(node)
     except RuntimeError:  # what it raises for such leaves
         return True
     return False

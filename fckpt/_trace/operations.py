@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -209,8 +208,8 @@ class Trace:
     """By operand: the batch dimension of its gradient."""
     versions: tuple[tuple[int, int], ...] = ()
     """Pairs of a tensor and the position of the operand whose memory it is, after a write of the forward pass."""
-    given: tuple[weakref.ref[torch.Tensor], ...] = ()
-    """By operand: a weak reference to the tensor of the traced call."""
+    given: tuple[Callable[[], torch.Tensor | None], ...] = ()
+    """By operand: the memory of the tensor of the traced call, see `memories`."""
     late: tuple[Any, ...] = ()
     """What Python code of the backward pass may have read (`late.LateReads`), if any has run."""
     general: General | None = None

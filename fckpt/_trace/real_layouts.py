@@ -46,7 +46,7 @@ def with_real_strides(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[s
         key: everything on which the layouts of the results depend; None if that is not known.
     """
     results = list(result) if isinstance(result, (list, tuple)) else [result]
-    given: list[FakeTensor] = []
+    given: list[Any] = []
     mapped((*args, *kwargs.values()), given.append)
     made = [t for t in results if _is_laid_out(t) and not any(t is other for other in given)]
     unclear = any(1 in t.shape and t.numel() > 1 for t in made)
@@ -80,7 +80,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], used: Sequence[FakeTensor
     if sum(t.untyped_storage().nbytes() for t in used) > _MOST_NBYTES:
         return None
 
-    def zeros(fake: FakeTensor) -> torch.Tensor:
+    def zeros(fake: torch.Tensor) -> torch.Tensor:
         made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
         if fake.is_conj():
             torch._C._set_conj(made, True)

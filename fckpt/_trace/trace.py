@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,6 +38,7 @@ from fckpt._trace.effects import (
     with_attributes_of,
 )
 from fckpt._trace.late import LateReads, late_code_watched
+from fckpt._trace.memories import memory_of
 from fckpt._trace.named_device import DevicesMoved, NamedDevice, cuda_kernels
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
 from fckpt._trace.parameters import parameters_made
@@ -185,7 +185,7 @@ def _traced(
     traced = assembly.trace()
     if recorder.ending is not None:
         traced = with_early_updates(traced, assembly.nodes_before(recorder.ending))
-    return dataclasses.replace(traced, given=tuple(map(weakref.ref, tensors)), late=tuple(late))
+    return dataclasses.replace(traced, given=tuple(map(memory_of, tensors)), late=tuple(late))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fckpt._call.levels import is_wrapped
 from fckpt._trace.allocations import rounded
 from fckpt._trace.operations import Call, TensorSpec, Trace, is_random, is_tagged_random
 from fckpt.cost.allocators import granularity
@@ -186,22 +185,16 @@ def _held(trace: Trace) -> dict[int, torch.Tensor]:
     bases: dict[int, tuple[torch.Tensor, int]] = {}
     for number, reference in zip(trace.operands, trace.given, strict=False):
         tensor, spec = reference(), trace.tensors[number]
-        if tensor is None or not _is_real(tensor) or spec.value < 0:  # -1: no operation uses the operand
+        if tensor is None or spec.value < 0:  # -1: no operation uses the operand
             continue
         if (tuple(tensor.shape), tensor.stride()) == (spec.shape, spec.stride):
-            bases[spec.value] = tensor.detach(), int(tensor.storage_offset()) - spec.offset
+            bases[spec.value] = tensor, int(tensor.storage_offset()) - spec.offset
     found = {}
     for number, spec in enumerate(trace.tensors):
         base, offset = bases.get(spec.value, (None, 0))
         if base is not None and (base.dtype, base.device) == (spec.dtype, spec.device):
             found[number] = base.as_strided(spec.shape, spec.stride, spec.offset + offset)
     return found
-
-
-def _is_real(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain floating point tensor. Integer tensors are synthesised, for reproducible costs."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not is_wrapped(tensor)
-    return plain and not tensor.is_conj() and not tensor.is_neg() and tensor.is_floating_point()
 
 
 def _measured_sizes(trace: Trace, calls: Sequence[Call], made: Sequence[dict[int, int]]) -> list[Value]:

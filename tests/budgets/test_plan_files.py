@@ -106,6 +106,9 @@ DAMAGE: dict[str, Callable[[str], str]] = {
     "another size": edited(lambda d: d["graph"]["values"][3].update(nbytes=1)),
     "a negative size": edited(lambda d: d["graph"]["values"][3].update(nbytes=-1)),
     "a size that is a text": edited(lambda d: d["graph"]["values"][3].update(nbytes="much")),
+    "an input with a producer": lambda text: resigned(
+        edited(lambda d: d["graph"]["values"][d["graph"]["inputs"][1]].update(producer=1))(text)
+    ),
     "a value that is not there": edited(lambda d: d["graph"].update(outputs=[10**6])),
     "a graph that is a list": edited(lambda d: d.update(graph=[])),
     "nodes that are numbers": edited(lambda d: d["graph"].update(nodes=[1, 2])),

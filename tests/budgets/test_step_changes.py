@@ -73,3 +73,58 @@ def test_the_least_bytes_of_microbatches_are_enough_for_the_first_updates() -> N
     with pytest.raises(fckpt.BudgetError) as caught:
         make(1.0).plan(batch)
     make(caught.value.least_bytes)(batch)
+
+
+def regularised() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyError])
+def test_a_loss_that_raises_leaves_what_a_plain_call_leaves(kind: type[Exception], accumulate: int) -> None:
+    """Random numbers and statistics of the forward pass up to the error; the next step goes on from there."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        out = model(batch["x"])
+        if batch["bad"]:
+            raise kind("a bad batch")
+        return out.square().mean()
+
+    found = []
+    for planned in (False, True):
+        net = regularised()
+        optimizer = optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        step = fckpt.step(net, optimizer, loss_fn, accumulate=accumulate)
+
+        def plain(batch: Any, net: nn.Module = net, optimizer: optim.Optimizer = optimizer) -> None:
+            for part in batch["x"].chunk(accumulate):
+                (loss_fn(net, {**batch, "x": part}) / accumulate).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        torch.manual_seed(1)
+        for i in range(4):
+            batch = {"x": torch.arange(24.0).view(6, 4) * 0.1 + i, "bad": i == 1}
+            if i == 1:
+                with pytest.raises(kind, match="a bad batch"):
+                    (step if planned else plain)(batch)
+            else:
+                (step if planned else plain)(batch)
+        if planned:
+            with pytest.raises(kind, match="a bad batch"):
+                step.plan({"x": torch.ones(6, 4), "bad": True})
+        found.append([*net.state_dict().values(), *optimizer.state[net[0].weight].values(), torch.rand(1)])
+    assert all(map(torch.equal, *found))
+
+
+def test_no_state_appears_for_parameters_that_have_none() -> None:
+    net = mlp()
+    groups = [{"params": [p], "momentum": 0.9 * (i == 0)} for i, p in enumerate(net.parameters())]
+    optimizer = optim.SGD(groups, lr=0.1)
+    step = fckpt.step(net, optimizer, squares)
+    batch = torch.randn(16, 32), torch.randn(16, 32)
+    step(batch)
+    optimizer.param_groups[1]["momentum"] = 0.9
+    step(batch)
+    assert list(optimizer.state_dict()["state"]) == [0, 1]

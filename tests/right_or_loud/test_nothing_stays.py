@@ -14,6 +14,8 @@ from judge import Session, judge
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
+import fckpt
+
 
 class InDict(nn.Module):
     """Fills a dictionary of its own."""
@@ -228,3 +230,19 @@ def test_attributes_and_the_generator_are_as_before_a_plan() -> None:
         session.step(lambda: f(x))
 
     assert judge(scenario, budget=0.9).outcome == "equal"
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 1.0}, {"policy": fckpt.policies.nothing_saveable}], ids=str)
+def test_parameters_can_be_swapped_after_a_call(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    region = fckpt.remat(lambda x: net(x).square().sum(), **options)
+    region(torch.randn(2, 8)).backward()
+    net.zero_grad()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        net.double()
+        net.load_state_dict(net.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    x = torch.randn(2, 8).double()
+    assert torch.equal(region(x), net(x).square().sum())

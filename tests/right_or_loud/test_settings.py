@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import assert_equal
 from judge import Session, judge
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -353,3 +354,47 @@ def test_random_streams_are_drawn_at_every_call_or_refused(stream: str, place: s
         session.step(lambda: f(x), peak=False)
 
     judge(scenario, budget=0.9)
+
+
+@contextlib.contextmanager
+def flushed() -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+ELSEWHERE: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Tensor], float]] = {
+    "oneDNN": (lambda: torch.backends.mkldnn.flags(enabled=False), lambda x: F.gelu(x).square().mean(), 1.0),
+    "oneDNN and a convolution": (
+        lambda: torch.backends.mkldnn.flags(enabled=False),
+        lambda x: F.conv1d(x[:, None], torch.linspace(-1, 1, 9).view(3, 1, 3)).tanh().exp().mean(),
+        1.0,
+    ),
+    "denormal numbers": (flushed, lambda x: ((x * 0.1).tanh() * (x * 0.1)).sum() * 1e38, 1e-38),
+}
+
+
+@pytest.mark.parametrize("options", [{"budget": 1.0}, {"policy": fckpt.policies.nothing_saveable}, {}], ids=str)
+@pytest.mark.parametrize("within", ["forward", "backward", "both"])
+@pytest.mark.parametrize("setting", ELSEWHERE)
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_settings_of_one_pass(setting: str, within: str, options: dict[str, Any]) -> None:
+    block, fn, scale = ELSEWHERE[setting]
+    x = (torch.randn(8, 40) * scale).requires_grad_()
+    region = fckpt.remat(fn, **options)
+
+    def grads(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        with block() if within != "backward" else contextlib.nullcontext():
+            loss = call(x)
+        with block() if within != "forward" else contextlib.nullcontext():
+            return [loss.detach(), *torch.autograd.grad(loss, x)]
+
+    grads(fckpt.remat(fn))
+    loud = within != "both" and "budget" in options
+    for _ in range(2):
+        with pytest.warns(fckpt.BudgetWarning, match="under other settings") if loud else contextlib.nullcontext():
+            found = grads(region)
+        loud = False
+        assert_equal(found, grads(fn))
