@@ -22,6 +22,7 @@ import torch
 from fckpt._call.rng import SHARED, RandomState, set_state, state_of
 from fckpt._trace.in_place import writer_of
 from fckpt._trace.operations import Call, Ref, Trace, indices_of, is_random, is_tagged_random, statistics_of, tensors_of
+from fckpt._trace.real_layouts import checked
 from fckpt._trace.updates import UPDATE, update
 from fckpt.errors import PlanError, RandomStateError
 from fckpt.graph.graph import Graph
@@ -359,7 +360,8 @@ class _Writer:
 
     def call(self, call: Call, args: list[Any], node: int, again: bool) -> str:
         # The builtin that `call.op(...)` calls, without its overhead; an update is a Python function anyway.
-        op = self.object(update if call.op is UPDATE else call.op._op, "op")
+        run = update if call.op is UPDATE else checked(call.op._op, call, self.trace.tensors)
+        op = self.object(run, "op")
         positional, named = self.sent(call, args)
         if node not in self.repeated or not is_random(call.op):
             return f"{op}({', '.join(positional + named)})"
@@ -412,7 +414,8 @@ class _Writer:
             targets = self.targets(call, ["_" if x is None else _var(x) for x in call.outputs])
             # A cotangent may have other strides than at the trace, so that `view` would fail and a copy is needed.
             op = torch.ops.aten.reshape.default if call.op is torch.ops.aten.view.default else call.op
-            self.emit(f"{targets} = {self.object(op._op, 'op')}({', '.join(positional + named)})")
+            run = self.object(checked(op._op, call, self.trace.tensors), "op")
+            self.emit(f"{targets} = {run}({', '.join(positional + named)})")
             self.live.update(x for x in call.outputs if x is not None)
 
     # -- text

@@ -1,18 +1,21 @@
 """Strides of results as torch's kernels make them, where those of fake tensors may be others.
 
-Torch computes the strides of fake results in Python. For dimensions of size 1 they may differ from those of the kernels
-(`view` of a permuted batch of one, `bmm`, batch normalisation of one pixel; torch 2.11 and 2.13), which torch considers
-harmless. But kernels for images choose their memory format by all strides. After one that differs, others follow in
-larger dimensions, dropout masks are laid out in another order, and `contiguous()` copies or does not copy.
+Torch computes the strides of fake results in Python. They may differ from those of the kernels (torch 2.11 and 2.13) if
+an operand is not contiguous (`logsigmoid` of a transposed matrix, batch normalisation of permuted sequences), and in
+dimensions of size 1 (`view` of a permuted batch of one, `bmm`). Torch considers the latter harmless, but kernels for
+images choose their memory format by all strides. After one that differs, others follow; dropout masks are laid out in
+another order, and `contiguous()` copies or does not copy.
 
-So operations whose results have dimensions of size 1 run once, on zeros with the layouts of their operands.
+So such operations run once, on zeros with the layouts of their operands. Those that are too large, or do not run on
+zeros, are checked as they run in a planned call.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +24,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fckpt._call.levels import out_of_reach
 from fckpt._call.rng import RandomState
-from fckpt._trace.operations import is_random, mapped
+from fckpt._trace.operations import Call, TensorSpec, is_random, mapped, strides_of, tensors_of
+from fckpt._trace.stand_ins import WAY_OUT
+from fckpt.errors import TraceError
 
-__all__ = ["with_real_strides"]
+__all__ = ["checked", "with_real_strides"]
+
+aten = torch.ops.aten
+
+_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+"""Operations whose results are contiguous whatever their operands are, except for dimensions of size 1."""
 
 _Strides = tuple[tuple[int, ...] | None, ...]
 
@@ -32,6 +42,8 @@ _MOST_NBYTES = 2**30
 _MOST = 4096
 _KNOWN: OrderedDict[Any, _Strides | None] = OrderedDict()
 """By operation and layouts of its operands: the strides of its results; None if it does not run on zeros."""
+_UNCHECKED: OrderedDict[Any, None] = OrderedDict()
+"""The operations, with layouts of their operands, that did not run on zeros."""
 
 
 def with_real_strides(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any], result: Any, key: Any) -> Any:
@@ -49,8 +61,7 @@ def with_real_strides(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[s
     given: list[Any] = []
     mapped((*args, *kwargs.values()), given.append)
     made = [t for t in results if _is_laid_out(t) and not any(t is other for other in given)]
-    unclear = any(1 in t.shape and t.numel() > 1 for t in made)
-    if not unclear or mode.shape_env is not None or getattr(func, "namespace", "") != "aten":
+    if mode.shape_env is not None or func.namespace != "aten" or not _is_unclear(func, given, made):
         return result
     if not all(map(_is_laid_out, given)) or any(t.device.type == "meta" for t in (*given, *made)):
         return result
@@ -63,12 +74,61 @@ def with_real_strides(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[s
     else:
         strides = _KNOWN[key]
     if strides is None or len(strides) != len(results):
+        _UNCHECKED[_place(func, given)] = None
+        if len(_UNCHECKED) > _MOST:
+            _UNCHECKED.popitem(last=False)
         return result
     real = [
         _relaid(mode, t, stride) if any(t is other for other in made) else t
         for t, stride in zip(results, strides, strict=True)
     ]
     return type(result)(real) if isinstance(result, (list, tuple)) else real[0]
+
+
+def checked(run: Callable[..., Any], call: Call, specs: Sequence[TensorSpec]) -> Callable[..., Any]:
+    """Returns the function that runs a call of a trace. If its layouts are not certain, the function checks them.
+
+    Args:
+        run: runs the operation of the call.
+        call: the call.
+        specs: the specs of the tensors of the trace.
+
+    The function raises a `TraceError` if a result has other strides than in the trace.
+    """
+    if not _UNCHECKED or _place(call.op, [specs[t] for t in tensors_of(call)]) not in _UNCHECKED:
+        return run
+    wanted = tuple([None if t is None else strides_of(specs[t].shape, specs[t].stride) for t in call.outputs])
+    return _checking(run, str(call.op), wanted)
+
+
+@functools.lru_cache(256)
+def _checking(run: Callable[..., Any], name: str, wanted: _Strides) -> Callable[..., Any]:
+    def run_checked(*args: Any, **kwargs: Any) -> Any:
+        results = run(*args, **kwargs)
+        found = results if isinstance(results, (list, tuple)) else [results]
+        for made, strides in zip(found, wanted, strict=True):
+            if strides is not None and strides_of(made.shape, made.stride()) != strides:
+                raise TraceError(
+                    f"{name} returns a tensor of shape {list(made.shape)} with strides {made.stride()}, where torch "
+                    f"predicts {strides} for a plan. Make its operands contiguous: x.contiguous(). {WAY_OUT}"
+                )
+        return results
+
+    return run_checked
+
+
+def _place(func: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
+    strides = [t.stride() if isinstance(t, torch.Tensor) else t.stride for t in operands]
+    return func, *[(tuple(t.shape), stride) for t, stride in zip(operands, strides, strict=True)]
+
+
+def _is_unclear(func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> bool:
+    """Whether the strides of fake results may be others than those of real ones."""
+    if any(1 in t.shape and t.numel() > 1 for t in made):
+        return True
+    returns = func._schema.returns
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return bool(made) and not views and func not in _PRODUCTS and not all(t.is_contiguous() for t in given)
 
 
 def _is_laid_out(value: Any) -> bool:
