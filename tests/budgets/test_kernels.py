@@ -22,9 +22,11 @@ import fckpt
 from fckpt._fuse import inductor, trial
 from fckpt._fuse.data import made_up, same_bits
 from fckpt._fuse.kernel import Kernel
+from fckpt._fuse.operations import fusible
 from fckpt._planned import program
-from fckpt._trace.operations import TensorSpec
+from fckpt._trace.operations import Call, Ref, TensorSpec
 from fckpt.errors import ScheduleError
+from fckpt.graph.graph import Node
 from fckpt.graph.schedule import Compute, FusedBlock, FusedSchedule
 from fckpt.graph.simulation import simulate
 
@@ -429,3 +431,15 @@ def test_the_data_of_trials_has_every_kind_of_number(dtype: torch.dtype) -> None
     assert same_bits(x, x.clone()) and not same_bits(x, torch.where(x == 0, -x, x))
     shared = made_up([spec, dataclasses.replace(spec, shape=(64,), stride=(64,))], "usual")
     assert torch.equal(shared[1], shared[0][:, 0])
+
+
+def test_operands_may_be_passed_by_name() -> None:
+    """As vmap does for conversions."""
+    layout = ((4,), (1,))
+    specs = tuple(
+        TensorSpec(*layout, dtype, torch.device("cpu"), i) for i, dtype in enumerate([torch.bool, torch.float32])
+    )
+    node = Node(0, "aten._to_copy.default", (0,), (1,))
+    for args, kwargs in (((Ref(0),), {}), ((), {"self": Ref(0)})):
+        call = Call(torch.ops.aten._to_copy.default, args, {**kwargs, "dtype": torch.float32}, (1,), 0)
+        assert fusible(node, call, specs, exact=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -505,6 +506,7 @@ def test_hooks_that_store_elsewhere_are_kept_to() -> None:
     assert_equal(x.grad, y.grad)
 
 
+@pytest.mark.skipif("FCKPT_KERNELS" in os.environ, reason="with kernels, a plan has another peak than its schedule")
 def test_a_solvers_word_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = model(next(iter(MODELS)))
     monkeypatch.setattr(solve, "_SOLVERS", {**solve._SOLVERS, "careless": lambda graph, _: save_all(graph)})
