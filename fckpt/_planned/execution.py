@@ -277,17 +277,16 @@ class Execution:
 
     def _check_copies(self, receivers: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
         """Says if the budget does not allow for copies of gradients that autograd stores after hooks have seen them."""
-        pairs = [
-            (t, grad) for t, i in zip(receivers, self._gradients(), strict=False) if (grad := grads[i]) is not None
-        ]
-        left = Counter([grad.untyped_storage()._cdata for _, grad in pairs])
-        held = most = sum({(s := grad.untyped_storage())._cdata: s.nbytes() for _, grad in pairs}.values())
-        for tensor, grad in pairs:
+        pairs = zip(receivers, self._gradients(), strict=False)
+        found = [(tensor, grad, grad.untyped_storage()) for tensor, i in pairs if (grad := grads[i]) is not None]
+        left = Counter([storage._cdata for _, _, storage in found])
+        held = most = sum({storage._cdata: storage.nbytes() for _, _, storage in found}.values())
+        for tensor, grad, storage in found:
             if is_seen(tensor):
                 held += grad.nbytes
                 most = max(most, held)
-                left[grad.untyped_storage()._cdata] -= 1
-                held -= 0 if left[grad.untyped_storage()._cdata] else grad.untyped_storage().nbytes()
+                left[storage._cdata] -= 1
+                held -= 0 if left[storage._cdata] else storage.nbytes()
         budget = self.program.plan.budget_bytes
         if budget is not None and most > budget:
             self.ledger.falls_back("copies for hooks", nbytes=most)
