@@ -2,7 +2,8 @@
 
 Two tensors of the same layout may have different states. The stand-in tensors of a trace have other states than the
 tensors of a call, and Dynamo treats a state as a constant, without a guard. Programs rarely read these states. Dynamo
-does not capture a function that does, and the tracer raises an error with the line. Seen on torch 2.11 and 2.13.
+does not capture a function that does, and the tracer raises an error with the line. A function that reads the strides
+of a result is not captured either: Dynamo's stand-ins may have other ones. Seen on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -47,21 +48,23 @@ def state_reads_refused() -> Iterator[None]:
 
         return create_proxy
 
-    def known(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def read(this: Any, *args: Any, **kwargs: Any) -> Any:
-            fake = this.as_proxy().node.meta.get("example_value")
-            if this.source is None and (fake is None or any(type(n) is int and n == 1 for n in fake.shape)):
-                _refuse("stride")  # it may be another one than that of the real tensor, see `_trace.real_layouts`
-            return original(this, *args, **kwargs)
+    def of_inputs(name: str) -> Callable[..., Any]:
+        def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def read(this: Any, *args: Any, **kwargs: Any) -> Any:
+                if this.source is None:  # a result, whose stand-in may have other strides: see `_trace.real_layouts`
+                    _refuse(name)
+                return original(this, *args, **kwargs)
 
-        return read
+            return read
+
+        return wrapped
 
     refused = lambda name: lambda original: lambda *args, **kwargs: _refuse(name)
     with (
         patched(SubgraphTracer, "create_proxy", checked),
-        patched(TensorVariable, "method_stride", known),
-        patched(TensorVariable, "method_is_contiguous", known),
+        patched(TensorVariable, "method_stride", of_inputs("stride")),
+        patched(TensorVariable, "method_is_contiguous", of_inputs("is_contiguous")),
         patched(TensorVariable, "method_untyped_storage", refused("untyped_storage")),
         patched(TensorVariable, "method_attr__version", refused("_version")),
     ):

@@ -88,6 +88,11 @@ def copied_or_not(x: Tensor) -> Tensor:
     return h
 
 
+def strides_read(x: Tensor) -> Tensor:
+    h = F.logsigmoid(x.t())
+    return h * h.stride(0) * (1 + h.is_contiguous())
+
+
 NOT_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {
     "logsigmoid": lambda x: F.logsigmoid(x.t()),
     "logaddexp": lambda x: torch.logaddexp(x[:, None].transpose(0, 2), x.t()[:, None] * 2),
@@ -104,6 +109,7 @@ NOT_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {
     "losses": lambda x: (
         F.huber_loss(x.t(), x.t().sin(), reduction="none") + F.mse_loss(x.t(), x.t().cos(), reduction="none")
     ),
+    "strides of a result": strides_read,
     "a spectrum": lambda x: torch.fft.rfft(x.t(), dim=0).abs(),
 }
 
@@ -123,8 +129,11 @@ def test_programs_on_tensors_that_are_not_contiguous(program: str, options: str)
         plain, planned = run(fn, x), run(region, x)
         assert plain[1] == planned[1]
         assert_equal(plain[::2], planned[::2])
-        torch.manual_seed(2)
-        grads = [torch.autograd.grad(f(x).square().mean(), x)[0] for f in (layer, fckpt.remat(layer, budget="1MiB"))]
+        again = fckpt.remat(layer, budget="1MiB")
+        with warnings.catch_warnings():
+            if layer is strides_read:  # traced as Python: not again, for gradients that are returned
+                warnings.simplefilter("ignore", fckpt.BudgetWarning)
+            grads = [torch.autograd.grad(f(x).square().mean(), x)[0] for f in (layer, again)]
         assert grads[0].stride() == grads[1].stride()
 
 
