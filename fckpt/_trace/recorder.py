@@ -29,7 +29,7 @@ from fckpt._trace.constant_data import LOOKING, UnknownData, looked_at
 from fckpt._trace.lifetimes import Lifetimes, Sums
 from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, is_random, mapped, statistics_of
 from fckpt._trace.real_layouts import with_real_strides
-from fckpt._trace.repeated import RepeatedCalls
+from fckpt._trace.repeated import RepeatedCalls, layouts_key
 from fckpt._trace.sizes import hashable, run_in, storage_of_size, viewing_symbolically
 from fckpt._trace.stand_ins import WAY_OUT, as_computed, check_dense, storage_without_memory, viewing
 from fckpt.errors import TraceError
@@ -387,7 +387,8 @@ class Recorder(TorchDispatchMode):
         """Runs an operation on fake tensors."""
         if not written:
             return self.repeated(func, *sent)
-        result = with_real_strides(self.fake, func, *sent, run_in(self.fake, func, *sent), None)
+        key = layouts_key(func, *sent, [])
+        result = with_real_strides(self.fake, func, *sent, run_in(self.fake, func, *sent), key)
         if any(self._of(t).shape != t.shape for t in written):
             raise TraceError(f"{current()}: {func} changes the size of a tensor in place. {WAY_OUT}")
         return result

@@ -17,7 +17,7 @@ from fckpt._call import ambient
 from fckpt._trace.real_layouts import with_real_strides
 from fckpt._trace.sizes import hashable, is_size, run_in, storage_of_size
 
-__all__ = ["RepeatedCalls"]
+__all__ = ["RepeatedCalls", "layouts_key"]
 
 
 class _Layout(NamedTuple):
@@ -52,12 +52,7 @@ class RepeatedCalls:
     def __call__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Returns the result of `func`, which writes over none of its arguments."""
         given: list[FakeTensor] = []
-        try:
-            if func.namespace != "aten":
-                raise _Unknown
-            key = (func, _key(args, given), _key((*kwargs.items(),), given), ambient.capture(), torch.is_grad_enabled())
-        except _Unknown:
-            key = None
+        key = layouts_key(func, args, kwargs, given)
         known = None if key is None else self._known.get(key)
         if known is None:
             result = with_real_strides(self.mode, func, args, kwargs, run_in(self.mode, func, args, kwargs), key)
@@ -79,6 +74,16 @@ class RepeatedCalls:
             if layout.neg:
                 torch._C._set_neg(tensor, True)
         return FakeTensor(self.mode, tensor, layout.device)
+
+
+def layouts_key(func: Any, args: Any, kwargs: dict[str, Any], given: list[FakeTensor]) -> Any:
+    """Returns everything on which the layouts of results depend; None if that is not known. Adds tensors to `given`."""
+    try:
+        if func.namespace != "aten":
+            return None
+        return func, _key(args, given), _key((*kwargs.items(),), given), ambient.capture(), torch.is_grad_enabled()
+    except _Unknown:
+        return None
 
 
 def _key(value: Any, given: list[FakeTensor]) -> Any:
