@@ -13,6 +13,7 @@ from fckpt.graph.graph import Graph
 
 __all__ = [
     "DECLARED_PURE",
+    "OPAQUE",
     "Backward",
     "Batch",
     "Call",
@@ -277,6 +278,13 @@ DECLARED_PURE = {"transformers.grouped_mm_fallback", "transformers.grouped_mm_fa
 
 The first ones are the products of a mixture of experts in the library transformers, which loop over `torch.mm`.
 """
+
+
+OPAQUE = {
+    "workspace", "reserve", "reserveSpace", "reservedSpace", "rng_state", "philox_seed", "philox_offset", "cum_seq_q",
+    "cum_seq_k", "offset2bag", "bag_size", "maximum_indices",
+}  # fmt: skip
+"""Names of arguments, in the schemas of operations, that are opaque tensors with a private format."""
 
 
 def is_random(op: Any) -> bool:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fckpt._call.levels import out_of_reach
 from fckpt._call.rng import RandomState
-from fckpt._trace.operations import Call, TensorSpec, is_random, mapped, strides_of, tensors_of
+from fckpt._trace.operations import OPAQUE, Call, TensorSpec, is_random, mapped, strides_of, tensors_of
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.errors import TraceError
 
@@ -137,6 +137,10 @@ def _is_laid_out(value: Any) -> bool:
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any], used: Sequence[FakeTensor]) -> _Strides | None:
     """Returns the strides of the results of an operation on zeros; None if it does not run on them."""
+    names = [argument.name for argument in func._schema.arguments]
+    passed = {name for name, value in (*zip(names, args, strict=False), *kwargs.items()) if value is not None}
+    if not OPAQUE.isdisjoint(passed):  # zeros in an opaque tensor could crash the process
+        return None
     if sum(t.untyped_storage().nbytes() for t in used) > _MOST_NBYTES:
         return None
 

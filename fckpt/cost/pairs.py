@@ -14,22 +14,16 @@ from typing import Any
 
 import torch
 
-from fckpt._trace.operations import Call, Ref, TensorSpec
+from fckpt._trace.operations import OPAQUE, Call, Ref, TensorSpec
 from fckpt.cost.calls import named, signature
 
 __all__ = ["code_of", "makers_of", "opaque_operands", "paired_signature", "workspace_maker"]
-
-_OPAQUE = {
-    "workspace", "reserve", "reserveSpace", "reservedSpace", "rng_state", "philox_seed", "philox_offset", "cum_seq_q",
-    "cum_seq_k", "offset2bag", "bag_size", "maximum_indices",
-}  # fmt: skip
-"""Names of arguments, in the schemas of operations, that are opaque tensors with a private format."""
 
 
 def opaque_operands(call: Call) -> list[int]:
     """Returns the opaque tensors that a call reads."""
     given = named(call)
-    return [given[name].tensor for name in sorted(_OPAQUE.intersection(given)) if isinstance(given[name], Ref)]
+    return [given[name].tensor for name in sorted(OPAQUE.intersection(given)) if isinstance(given[name], Ref)]
 
 
 def makers_of(calls: Sequence[Call]) -> dict[int, Call]:
