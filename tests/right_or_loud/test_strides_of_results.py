@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_equal
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fckpt
@@ -171,8 +174,8 @@ def test_cotangents_of_an_image_of_one_pixel(strides: tuple[int, ...]) -> None:
     region = fckpt.remat(fn, budget=1.0)
     x = torch.randn(2, 16, 8).requires_grad_()
     cotangent = torch.randn(200).as_strided((2, 8, 1, 1), strides)
-    for given in (torch.ones(2, 8, 1, 1), cotangent):
-        grads = [torch.autograd.grad(f(x), x, given)[0] for f in (fn, region)]
+    for ct in (torch.ones(2, 8, 1, 1), cotangent):
+        grads = [torch.autograd.grad(f(x), x, ct)[0] for f in (fn, region)]
         assert grads[0].stride() == grads[1].stride()
         assert_equal(*grads)
 
@@ -213,3 +216,83 @@ def test_operations_that_are_too_large_for_a_run_on_zeros_are_checked_later(monk
                 assert plain[1] == planned[1]
                 assert_equal(plain[::2], planned[::2])
     assert {"logsigmoid", "batch norm", "a power"} <= loud
+
+
+def _kernel(x: Tensor, *size: int) -> Tensor:
+    """A weight for the channels of `x`, which are its second dimension."""
+    count = x.shape[1] ** 2 * math.prod(size)
+    return torch.linspace(-0.5, 0.5, count, dtype=x.dtype).view(x.shape[1], x.shape[1], *size)
+
+
+STEPS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.transpose(0, -1),
+    lambda x: x.transpose(0, x.dim() // 2),
+    lambda x: x.transpose(-1, -2),
+    lambda x: x.movedim(-1, 1),
+    lambda x: x.movedim(0, -1).reshape(x.shape),
+    lambda x: x.contiguous(),
+    lambda x: x.contiguous().clone().mul_(1.5) + x,
+    lambda x: x.unsqueeze(0),
+    lambda x: x.unsqueeze(-1),
+    lambda x: x.flatten(0, 1),
+    lambda x: x.unflatten(0, (1, -1)),
+    lambda x: x.unflatten(-1, (-1, 2)),
+    lambda x: x[..., : x.shape[-1] // 2],
+    lambda x: torch.cat([x, x * 2], 0),
+    lambda x: F.dropout(x, 0.4),
+    lambda x: F.alpha_dropout(x, 0.4, True),
+    lambda x: x * torch.randn_like(x),
+    lambda x: x + torch.rand_like(x),
+    lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    lambda x: F.logsigmoid(x),
+    lambda x: F.softplus(x),
+    lambda x: 1.1 ** x.clamp(-5, 5),
+    lambda x: torch.logaddexp(x, x.flip(0)),
+    lambda x: x.softmax(0) + x.log_softmax(-1),
+    lambda x: F.layer_norm(x, x.shape[-1:]),
+    lambda x: x + x.sum(0, keepdim=True).expand(x.shape),
+    lambda x: x @ x.transpose(-1, -2) * 0.1,
+    lambda x: F.batch_norm(x, None, None, training=True),
+    lambda x: F.group_norm(x, 1),
+    lambda x: F.instance_norm(x),
+    lambda x: F.conv1d(x, _kernel(x, 1)),
+    lambda x: F.conv2d(x, _kernel(x, 1, 1)),
+    lambda x: F.conv2d(x, _kernel(x, 3, 3), padding=1),
+    lambda x: F.avg_pool2d(x, 2),
+    lambda x: F.max_pool2d(x, 2),
+    lambda x: F.adaptive_avg_pool2d(x, 1),
+    lambda x: F.interpolate(x, size=(4, 3), mode="bilinear"),
+    lambda x: F.pad(x, (1, 1), mode="replicate"),
+    lambda x: F.dropout2d(x, 0.4) if x.dim() == 4 else x * 2,
+    lambda x: x.contiguous(memory_format=torch.channels_last),
+]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_random_programs_on_all_layouts(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.sampled_from([1, 1, 2, 4, 8]), min_size=2, max_size=4))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    if data.draw(st.booleans()):
+        x = x.transpose(0, -1).contiguous().transpose(0, -1)
+    steps, last = [], x
+    for _ in range(data.draw(st.integers(2, 9))):
+        step = data.draw(st.sampled_from(STEPS))
+        try:
+            made = step(last)
+        except (RuntimeError, ValueError, IndexError, NotImplementedError):  # not for these dimensions or sizes
+            continue
+        if 0 < made.numel() <= 4096 and made.dim() <= 4:
+            steps.append(step)
+            last = made
+
+    def fn(x: Tensor) -> Tensor:
+        for step in steps:
+            x = step(x)
+        return x * 1
+
+    leaf = x.requires_grad_()
+    plain, planned = run(fn, leaf), run(fckpt.remat(fn, **data.draw(st.sampled_from([*OPTIONS.values()]))), leaf)
+    assert plain[1] == planned[1]
+    assert_equal(plain[::2], planned[::2])
