@@ -187,6 +187,24 @@ def test_a_model_of_pictures(name: str) -> None:
     assert verdict.kept, (verdict.error, verdict.over)
 
 
+def test_a_picture_at_a_time() -> None:
+    """A batch of one makes tokens an image whose memory format is ambiguous."""
+    torch.manual_seed(0)
+    sizes = {"hidden_sizes": [8] * 4, "decoder_hidden_size": 8, "depths": [1] * 4}
+    model = transformers.SegformerForSemanticSegmentation(transformers.SegformerConfig(**sizes, num_labels=3))
+    region = fckpt.remat(lambda **batch: model(**batch).loss, budget=1.0)
+    for size in (1, 2, 1):
+        batch = {"pixel_values": torch.randn(size, 3, 32, 32), "labels": torch.randint(3, (size, 32, 32))}
+        found = []
+        for call in (lambda **batch: model(**batch).loss, region):
+            torch.manual_seed(1)
+            loss = call(**batch)
+            loss.backward()
+            found.append([loss.detach(), *[p.grad for p in model.parameters() if p.grad is not None], torch.rand(1)])
+            model.zero_grad()
+        assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "vit"] if SLOW else ["bert"])
 def test_the_least_budget(name: str) -> None:
     """Nothing fits a hundredth; what would is said, and does."""
