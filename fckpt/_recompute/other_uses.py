@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fckpt._call.levels import is_legacy_batch
 from fckpt._recompute.primitives import Planned
 
 __all__ = ["is_of_user", "watch_sums"]
@@ -35,7 +36,9 @@ def watch_sums(operands: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | 
     """
     for place, even_last in planned.summed.items():
         operand, grad = operands[place], grads[place]
-        if grad is not None and not any(map(is_of_user, (operand._backward_hooks or {}).values())):
+        if grad is None or is_legacy_batch(grad):  # `is_grads_batched`: a batch has no memory of its own
+            continue
+        if not any(map(is_of_user, (operand._backward_hooks or {}).values())):
             _Sum(operand, grad, even_last, functools.partial(planned.used_elsewhere, place))
 
 
