@@ -210,6 +210,11 @@ class Execution:
         """See `Program.summed`; empty once the warning has been given."""
         return {} if self.ledger.warned_of_sums else self.program.summed
 
+    @property
+    def as_computed(self) -> bool:
+        """Whether gradients of leaves are not laid out as autograd stores them, see `Backward.stored`."""
+        return self.program.backward.stored is False
+
     def used_elsewhere(self, operand: int) -> None:
         """Warns that contributions of others have changed the order of the sum that is the gradient of an operand."""
         self.ledger.adds_later(self.program.origin(self._gradients()[operand]))

@@ -51,6 +51,7 @@ from fckpt._recompute.dependent_outputs import check_dependents, watch
 from fckpt._recompute.hooks_without_gradient import skip_hooks
 from fckpt._recompute.other_uses import watch_sums
 from fckpt._recompute.primitives import Batched, Dual, Primitive, Pullback, UserCall
+from fckpt._recompute.stored import each_once
 from fckpt.errors import MutationError, region_name
 
 __all__ = ["run_nodes", "run_planned"]
@@ -338,6 +339,7 @@ class _Recompute(_SingleLevelFunction):
         if not ctx.level:
             planned = ctx.primitive.planned if isinstance(ctx.primitive, UserCall) else None
             if planned is not None and not torch.is_grad_enabled():
+                grads = each_once(grads) if planned.as_computed else grads
                 watch_sums(saved, grads, planned)
             skip_hooks(x for x, need, grad in zip(saved, needs, grads, strict=True) if need and grad is None)
         return (None, None, None, None, None, None, *grads)

@@ -47,6 +47,11 @@ class Planned(Protocol):
         """
         ...
 
+    @property
+    def as_computed(self) -> bool:
+        """Whether the gradients of leaves are as the backward pass computes them: several may be one tensor."""
+        ...
+
     def used_elsewhere(self, operand: int) -> None:
         """Is called if others have contributed to the gradient of such an operand."""
         ...

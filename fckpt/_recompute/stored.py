@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from fckpt._call.levels import is_legacy_batch
 from fckpt._recompute.other_uses import is_of_user
 
-__all__ = ["are_stored", "is_seen"]
+__all__ = ["are_stored", "each_once", "is_seen"]
 
 
 def are_stored(receivers: Sequence[torch.Tensor]) -> bool:
@@ -25,6 +26,23 @@ def are_stored(receivers: Sequence[torch.Tensor]) -> bool:
     """
     leaves = [leaf for leaf in map(_leaf, receivers) if leaf is not None]
     return not any(is_seen(leaf) or _is_returned(leaf) for leaf in leaves)
+
+
+def each_once(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Returns gradients with one tensor in place of several that are the same part of memory.
+
+    Autograd takes a gradient over as `.grad` without a copy if nothing else refers to that tensor, even if another
+    tensor has the same memory. Two leaves would then have one `.grad`.
+    """
+    made: dict[Any, torch.Tensor] = {}
+
+    def only(grad: torch.Tensor | None) -> torch.Tensor | None:
+        if grad is None or is_legacy_batch(grad) or grad.layout is not torch.strided:
+            return grad
+        place = grad.data_ptr(), grad.dtype, tuple(grad.shape), grad.stride(), grad.is_conj(), grad.is_neg()
+        return made.setdefault(place, grad) if grad.numel() else grad
+
+    return [only(grad) for grad in grads]
 
 
 def is_seen(operand: torch.Tensor) -> bool:

@@ -125,20 +125,17 @@ def test_the_memory_of_returned_gradients() -> None:
     assert peak <= fckpt.measure_peak(lambda: torch.autograd.grad((x + y).sum(), [x, y])).peak_bytes + x.nbytes + 64
 
 
-@pytest.mark.parametrize("hooks", [1, 2])
-def test_the_copies_that_hooks_cause_are_said(hooks: int) -> None:
-    fn = lambda *leaves: sum(x.abs().sum() * 2 for x in leaves)
-    leaves = [transposed(300, 200).requires_grad_() for _ in range(2)]
-    fn(*leaves).backward()
-    for x in leaves:
-        x.grad = None
-    limit = sum(x.nbytes for x in leaves) + 100
+def test_the_copies_that_hooks_cause_are_said() -> None:
+    """Two leaves have one gradient, of which autograd makes copies after the hooks: three of them live at once."""
+    fn = lambda x, y: (x + y).tanh().sum()
+    leaves = [torch.randn(300, 200).requires_grad_() for _ in range(2)]
+    limit = fckpt.plan(fn, *leaves, budget=1.0).peak_bytes
+    assert limit < 3 * leaves[0].nbytes
     region = fckpt.remat(fn, budget=limit)
     region(*leaves).backward()
-    region = fckpt.remat(fn, budget=limit)
     for x in leaves:
         x.grad = None
-    for x in leaves[:hooks]:
         x.register_hook(lambda g: None)
     with pytest.warns(fckpt.BudgetWarning, match="a hook sees a gradient"):
         region(*leaves).backward()
+    assert leaves[0].grad is not None and leaves[0].grad.data_ptr() != leaves[1].grad.data_ptr()
