@@ -63,7 +63,11 @@ def with_real_strides(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[s
     made = [t for t in results if _is_laid_out(t) and not any(t is other for other in given)]
     if mode.shape_env is not None or func.namespace != "aten" or not _is_unclear(func, given, made):
         return result
-    if not all(map(_is_laid_out, given)) or any(t.device.type == "meta" for t in (*given, *made)):
+    if (
+        _reads_opaque(func, args, kwargs)
+        or not all(map(_is_laid_out, given))
+        or any(t.device.type == "meta" for t in (*given, *made))
+    ):
         return result
     if key is None or key not in _KNOWN:
         strides = _run(func, args, kwargs, [*given, *made])
@@ -131,16 +135,23 @@ def _is_unclear(func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.T
     return bool(made) and not views and func not in _PRODUCTS and not all(t.is_contiguous() for t in given)
 
 
+def _reads_opaque(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation reads an opaque tensor: zeros in it could crash the process.
+
+    The strides of such results stay those of the stand-ins. They are gradients of the operands of recurrent layers and
+    of attention, which are matrices or rows of heads.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+    given = (*zip(names, args, strict=False), *kwargs.items())
+    return not OPAQUE.isdisjoint({name for name, value in given if value is not None})
+
+
 def _is_laid_out(value: Any) -> bool:
     return isinstance(value, FakeTensor) and value.layout is torch.strided and not value.is_quantized
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any], used: Sequence[FakeTensor]) -> _Strides | None:
     """Returns the strides of the results of an operation on zeros; None if it does not run on them."""
-    names = [argument.name for argument in func._schema.arguments]
-    passed = {name for name, value in (*zip(names, args, strict=False), *kwargs.items()) if value is not None}
-    if not OPAQUE.isdisjoint(passed):  # zeros in an opaque tensor could crash the process
-        return None
     if sum(t.untyped_storage().nbytes() for t in used) > _MOST_NBYTES:
         return None
 
