@@ -8,6 +8,7 @@ the tracing context, which a compilation with `is_backward` reads. (torch 2.13; 
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -68,8 +69,12 @@ def compiled(kernel: Kernel) -> Callable[[list[torch.Tensor]], Sequence[torch.Te
     context = TracingContext(mode)
     context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=list(kernel.donated))  # type: ignore[assignment]  # the only field it reads
     settings = {**_SETTINGS, **_EXACT_SETTINGS} if kernel.exact else _SETTINGS
-    with tracing(context), config.patch(settings):
-        made: Any = compile_fx_inner(graph, given, is_backward=True)
+    limit = sys.getrecursionlimit()
+    try:
+        with tracing(context), config.patch(settings):
+            made: Any = compile_fx_inner(graph, given, is_backward=True)
+    finally:
+        sys.setrecursionlimit(limit)  # inductor raises it for good; code that is captured may have read it
     return _with_masks(kernel, made.current_callable)
 
 
