@@ -136,7 +136,7 @@ def capture() -> Ambient:
 
 
 def of_backward(settings: Ambient) -> Ambient:
-    """Returns those of the settings, a result of `capture`, under which operations of a backward pass differ.
+    """Returns the part of `settings`, a result of `capture`, on which the operations of a backward pass depend.
 
     Autograd runs them under the settings at the time of the backward pass. Autocast is not among them: plans are made
     for it. A backend of attention is not either: the forward pass has chosen it.

@@ -189,7 +189,9 @@ def _same_backward(trace: Trace, asked: Backward, guessed: bool) -> bool:
         asked = asked._replace(recorded=trace.backward.recorded)
     made = trace.backward
     wrapped = made.wrapped if made.wrapped is None or asked.wrapped is None else asked.wrapped
-    stored = made.stored if made.stored is None or (made.stored and asked.stored is None) else asked.stored
+    stored = asked.stored
+    if made.stored is None or (stored is None and made.stored):  # no difference, or what is assumed
+        stored = made.stored
     return asked._replace(observed=(), wrapped=wrapped, stored=stored) == made._replace(observed=())
 
 

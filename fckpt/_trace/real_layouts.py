@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fckpt._call.levels import out_of_reach
 from fckpt._call.rng import RandomState
 from fckpt._trace.operations import OPAQUE, Call, TensorSpec, is_random, mapped, strides_of, tensors_of
+from fckpt._trace.sizes import fake_on
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.errors import TraceError
 
@@ -72,21 +73,23 @@ def with_real_strides(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[s
     if key is None or key not in _KNOWN:
         strides = _run(func, args, kwargs, [*given, *made])
         if key is not None:
-            _KNOWN[key] = strides
-            if len(_KNOWN) > _MOST:
-                _KNOWN.popitem(last=False)
+            _remember(_KNOWN, key, strides)
     else:
         strides = _KNOWN[key]
     if strides is None or len(strides) != len(results):
-        _UNCHECKED[_place(func, given)] = None
-        if len(_UNCHECKED) > _MOST:
-            _UNCHECKED.popitem(last=False)
+        _remember(_UNCHECKED, _place(func, given), None)
         return result
     real = [
         _relaid(mode, t, stride) if any(t is other for other in made) else t
         for t, stride in zip(results, strides, strict=True)
     ]
     return type(result)(real) if isinstance(result, (list, tuple)) else real[0]
+
+
+def _remember(table: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    table[key] = value
+    if len(table) > _MOST:
+        table.popitem(last=False)
 
 
 def checked(run: Callable[..., Any], call: Call, specs: Sequence[TensorSpec]) -> Callable[..., Any]:
@@ -185,11 +188,6 @@ def _relaid(mode: FakeTensorMode, fake: FakeTensor, stride: tuple[int, ...] | No
     last = sum((size - 1) * step for size, step in zip(fake.shape, stride, strict=True))
     if (fake.storage_offset() + last + 1) * fake.dtype.itemsize > fake.untyped_storage().nbytes():
         return fake
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
-        tensor = torch.empty(0, dtype=fake.dtype, device="meta")
-        tensor.set_(fake.untyped_storage(), fake.storage_offset(), tuple(fake.shape), stride)
-        if fake.is_conj():
-            torch._C._set_conj(tensor, True)
-        if fake.is_neg():
-            torch._C._set_neg(tensor, True)
-    return FakeTensor(mode, tensor, fake.device)
+    place = fake.storage_offset(), tuple(fake.shape), stride
+    storage = fake.untyped_storage()
+    return fake_on(mode, storage, place, fake.dtype, fake.device, conj=fake.is_conj(), neg=fake.is_neg())

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fckpt._call import ambient
 from fckpt._trace.real_layouts import with_real_strides
-from fckpt._trace.sizes import hashable, is_size, run_in, storage_of_size
+from fckpt._trace.sizes import fake_on, hashable, is_size, run_in, storage_of_size
 
 __all__ = ["RepeatedCalls", "layouts_key"]
 
@@ -65,15 +65,9 @@ class RepeatedCalls:
         return tuple(made)
 
     def _made(self, layout: _Layout, given: list[FakeTensor]) -> FakeTensor:
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
-            storage = given[0].untyped_storage() if layout.views else storage_of_size(layout.storage_nbytes)
-            tensor = torch.empty(0, dtype=layout.dtype, device="meta")
-            tensor.set_(storage, layout.offset, layout.shape, layout.stride)
-            if layout.conj:
-                torch._C._set_conj(tensor, True)
-            if layout.neg:
-                torch._C._set_neg(tensor, True)
-        return FakeTensor(self.mode, tensor, layout.device)
+        storage = given[0].untyped_storage() if layout.views else storage_of_size(layout.storage_nbytes)
+        place = layout.offset, layout.shape, layout.stride
+        return fake_on(self.mode, storage, place, layout.dtype, layout.device, conj=layout.conj, neg=layout.neg)
 
 
 def layouts_key(func: Any, args: Any, kwargs: dict[str, Any], given: list[FakeTensor]) -> Any:

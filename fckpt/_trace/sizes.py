@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fckpt._trace.operations import mapped
 
 __all__ = [
+    "fake_on",
     "hashable",
     "is_size",
     "run_in",
@@ -52,14 +53,29 @@ def storage_of_size(nbytes: Any) -> torch.UntypedStorage:
 
 def viewing_symbolically(storage: torch.UntypedStorage, fake: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """Returns a tensor on `storage` with the layout of `fake`, like `stand_ins.viewing` for layouts with symbols."""
+    place = fake.storage_offset(), tuple(fake.shape), fake.stride()
+    return fake_on(mode, storage, place, fake.dtype, fake.device, conj=fake.is_conj(), neg=fake.is_neg())
+
+
+def fake_on(
+    mode: FakeTensorMode,
+    storage: torch.UntypedStorage,
+    place: tuple[Any, Any, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    conj: bool,
+    neg: bool,
+) -> FakeTensor:
+    """Returns a fake tensor on `storage`, at a place: its offset, shape and strides."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
-        tensor = torch.empty(0, dtype=fake.dtype, device="meta")
-        tensor.set_(storage, fake.storage_offset(), tuple(fake.shape), fake.stride())
-        if fake.is_conj():
+        tensor = torch.empty(0, dtype=dtype, device="meta")
+        tensor.set_(storage, *place)
+        if conj:
             torch._C._set_conj(tensor, True)
-        if fake.is_neg():
+        if neg:
             torch._C._set_neg(tensor, True)
-    return FakeTensor(mode, tensor, fake.device)
+    return FakeTensor(mode, tensor, device)
 
 
 def _run_on_zeros(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:

@@ -183,8 +183,8 @@ def _warn(source: Measured, before: set[str]) -> None:
 def _held(trace: Trace) -> dict[int, torch.Tensor]:
     """Returns, by tensor of the trace, a view of the caller's memory, for operands that can be read directly."""
     bases: dict[int, tuple[torch.Tensor, int]] = {}
-    for number, reference in zip(trace.operands, trace.given, strict=False):
-        tensor, spec = reference(), trace.tensors[number]
+    for number, memory in zip(trace.operands, trace.given, strict=False):
+        tensor, spec = memory(), trace.tensors[number]
         if tensor is None or spec.value < 0:  # -1: no operation uses the operand
             continue
         if (tuple(tensor.shape), tensor.stride()) == (spec.shape, spec.stride):
