@@ -53,6 +53,8 @@ class Rebuilt(NamedTuple):
     """The view operations, in order of application."""
     unrecorded: bool = False
     """Whether the view was made under `no_grad`: no gradients flow through it, and autograd refuses writes to it."""
+    refuses_writes: bool = False
+    """Whether autograd refuses writes to the view, as it does for views that a custom `autograd.Function` returns."""
 
     def of(self, tensor: torch.Tensor, made: dict[Any, Any]) -> torch.Tensor:
         """Returns the view of `tensor`; `made` holds the results of calls that several views share."""
@@ -60,6 +62,8 @@ class Rebuilt(NamedTuple):
             if not self.tracked or not self.steps:
                 tensor = tensor.view_as(tensor) if self.tracked else tensor.detach()
             path: tuple[Any, ...] = (self.source, self.tracked, self.unrecorded)
+            if self.refuses_writes:
+                tensor = _Unwritable.apply(tensor)
             for number, op, args, kwargs, index in self.steps:
                 path = (*path, number)
                 if path not in made:
@@ -68,6 +72,18 @@ class Rebuilt(NamedTuple):
                 tensor = found if isinstance(found, torch.Tensor) else found[index]
                 path = (*path, index)
             return tensor
+
+
+class _Unwritable(torch.autograd.Function):
+    """Returns a view that autograd takes for that of any custom function, so that it refuses writes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return cotangents[0]
 
 
 def numbered(leaves: list[Any], known: dict[int, tuple[str, int]], fn: Any = None) -> Flat:

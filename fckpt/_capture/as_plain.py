@@ -10,7 +10,9 @@ Only installed libraries get the other answer: they compute the same either way.
 something else, so it is always told that it is not compiled; if it then cannot be captured, it is traced by running it,
 or refused. That includes code to which a library passes the answer on. So a place gets the other answer only if the
 capture fails within the same call of a library, and no function of the user runs between that call and the failure. The
-code of torch and of fckpt, which asks in order to be captured, is always told that it is compiled.
+code of torch and of fckpt, which asks in order to be captured, is always told that it is compiled, with two exceptions:
+`nn.MultiheadAttention` and `nn.TransformerEncoder`, whose fast paths in evaluation mode round differently, and return
+zeros where the input is padding.
 
 Seen on torch 2.11 and 2.13: `TorchInGraphFunctionVariable._get_handlers`.
 """
@@ -43,6 +45,8 @@ _QUESTIONS = (
     torch._dynamo.external_utils.is_compiling,
     torch._utils.is_compiling,
 )
+_TRACED = torch.nn.modules.activation._is_make_fx_tracing
+"""`nn.MultiheadAttention` asks this, and `True` keeps it from its fast path."""
 _STREAMS = (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing)
 """Functions that Dynamo cannot call. Each is false unless a device graph is being recorded, in which no branch on data
 can be captured (`branches.py`).
@@ -93,6 +97,8 @@ class Answers:
         handlers = TorchInGraphFunctionVariable._get_handlers()
         before = {question: handlers[question] for question in _QUESTIONS if question in handlers}
         handlers.update({question: self._answering(handler) for question, handler in before.items()})
+        if _TRACED in handlers:
+            before[_TRACED], handlers[_TRACED] = handlers[_TRACED], lambda *_, **__: ConstantVariable.create(False)
         self._asked, self._failure = [], (None, [])
         try:
             with (
@@ -107,6 +113,8 @@ class Answers:
 
     def _answering(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def answer(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            if _is_on_fast_path(tx):
+                return ConstantVariable.create(False)
             if _package(tx) in ("torch", "fckpt"):
                 return original(variable, tx, *args, **kwargs)
             if not _is_of_library(tx):
@@ -214,6 +222,19 @@ def _uses_context_variable(tx: Any) -> bool:
     value = _value(tx.symbolic_locals.get("self"))
     held = getattr(value, "__dict__", {})
     return any(isinstance(held.get(name), ContextVar) for name in names)
+
+
+def _is_on_fast_path(tx: Any) -> bool:
+    """Whether a frame is that of an `nn.TransformerEncoder` which may put the input into a nested tensor.
+
+    It asks whether it is compiled before it looks at the data of the mask. If a parameter requires grad, it will not
+    take the fast path, whatever the mask.
+    """
+    if tx.f_code is not torch.nn.TransformerEncoder.forward.__code__:
+        return False
+    module = _value(tx.symbolic_locals.get("self"))
+    layers = module.layers[:1] if isinstance(module, torch.nn.TransformerEncoder) else ()
+    return not torch.is_grad_enabled() or not any(p.requires_grad for layer in layers for p in layer.parameters())
 
 
 def _value(variable: Any) -> Any:

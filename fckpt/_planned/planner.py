@@ -284,7 +284,10 @@ class Planner:
         with TRACING, ambient.unobserved():
             with self.ledger.timed("trace"):
                 traced = call(backward)
-                of_training = None if whole is None else whole(self.experience.likely())
+                of_training = None
+                if whole is not None:
+                    with contextlib.suppress(TraceError, RuntimeError):  # fused operations have no derivative
+                        of_training = whole(self.experience.likely())
             try:
                 plan = self.plan(traced, batches, of_training)
             except BudgetError as error:

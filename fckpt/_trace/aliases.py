@@ -34,6 +34,9 @@ def apart(
         operands: the arguments, then the captured tensors.
         count: the number of operands that are arguments.
         recorder: the recorder of the trace.
+
+    A view stays among the outputs if its gradient passes the user's code on the way to what it views: a hook, or a
+    custom `autograd.Function`.
     """
     groups: dict[int, list[int]] = {}
     for i, tensor in enumerate(results):
@@ -49,8 +52,15 @@ def apart(
                 bases[_place(base, members, results)] = base
             views |= found
         elif owner < count:
-            views |= _of(operands[owner], ("in", owner), members, results, recorder) or {}
+            base = operands[owner]
+            members = [i for i in members if not _passes_users_code(results[i], base)]
+            views |= _of(base, ("in", owner), members, results, recorder) or {}
     stay = [i for i in range(len(results)) if i not in views or i in bases]
+    for storage, members in groups.items():
+        if storage not in owners and _are_apart([i for i in members if i in stay], results, storage, recorder):
+            for i in members:
+                view = views.get(i) or Rebuilt(("out", i), results[i].requires_grad, ())
+                views[i] = view._replace(refuses_writes=view.tracked)
     new = {("out", old): ("out", i) for i, old in enumerate(stay)}
     views = {i: view._replace(source=new.get(view.source, view.source)) for i, view in views.items()}
     for position, leaf in enumerate(leaves):
@@ -64,6 +74,8 @@ def _of(
 ) -> dict[int, Rebuilt] | None:
     """Returns the view steps from `base` to each output; None if they are unknown for one of the outputs."""
     found = {}
+    if storage_of(unwrapped(base)) in recorder.hooked:
+        return None
     for i in members:
         steps = recorder.steps(base, results[i])
         if steps is None:
@@ -77,8 +89,8 @@ def _of_one_another(
     members: list[int], results: Sequence[torch.Tensor], recorder: Recorder
 ) -> tuple[torch.Tensor | None, dict[int, Rebuilt]]:
     """Returns the common base of outputs that share memory, and their view steps; (None, {}) if none are needed."""
-    tracked = [results[i] for i in members if results[i].requires_grad]
-    bases = [t._base if t._is_view() and t._base is not None else t for t in tracked]
+    members = [i for i in members if not _passes_users_code(results[i], _base_of(results[i]))]
+    bases = [_base_of(results[i]) for i in members if results[i].requires_grad]
     if not bases or any(base is not bases[0] for base in bases):
         return None, {}
     source = ("out", _place(bases[0], members, results))
@@ -88,6 +100,30 @@ def _of_one_another(
     several = any(isinstance(op._schema.returns[0].type, torch.ListType) for op in calls)
     several |= any(rebuilt.unrecorded for rebuilt in found.values())
     return (bases[0], found) if found and (len(members) > 1 or several) else (None, {})
+
+
+def _are_apart(members: list[int], results: Sequence[torch.Tensor], storage: int, recorder: Recorder) -> bool:
+    """Whether outputs with one storage are computed apart from each other, so that autograd cannot follow writes."""
+    tracked = [results[i] for i in members if results[i].requires_grad]
+    users = storage in recorder.hooked or any(_passes_users_code(t, _base_of(t)) for t in tracked)
+    return users and (len(tracked) > 1 or any(t._is_view() for t in tracked))
+
+
+def _base_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._base if tensor._is_view() and tensor._base is not None else tensor
+
+
+def _passes_users_code(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether the gradient of a view passes a custom `autograd.Function` on its way to the base.
+
+    Such a function may return its argument or a view of it, and compute another gradient, as for gradient reversal.
+    """
+    node = view.grad_fn
+    while node is not None and node is not base.grad_fn:
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        node = next((node for node, _ in node.next_functions if node is not None), None)
+    return False
 
 
 def is_unrecorded(tensor: torch.Tensor) -> bool:

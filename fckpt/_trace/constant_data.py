@@ -10,17 +10,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fckpt._call.levels import below_all
 from fckpt._trace.operations import Recorded, Ref, indices_of, is_random, tensors_of
 
-__all__ = ["LOOKING", "UnknownData", "looked_at"]
+__all__ = ["LOOKING", "UnknownData", "looked_at", "refuse_number"]
 
 aten = torch.ops.aten
 
 LOOKING = {aten.equal.default, aten.is_nonzero.default, aten._local_scalar_dense.default}
 """Operations that return data."""
+_UNTAGGED = {aten._nested_tensor_from_mask_left_aligned.default, aten._choose_qparams_per_tensor.default}
+"""Operations that return data although torch does not tag them so."""
 _MOST_CALLS = 64
 _MOST_ELEMENTS = 1 << 20
 """The most elements of a tensor that is computed once more."""
@@ -28,6 +31,15 @@ _MOST_ELEMENTS = 1 << 20
 
 class UnknownData(Exception):
     """The data depend on more than numbers and sizes."""
+
+
+def refuse_number(func: Any) -> None:
+    """Raises torch's error for operations that look at data if `func`, which returned a number, may be one.
+
+    ATen's others only describe tensors: `is_pinned`, `_fused_sdp_choice`. What custom operations return is not known.
+    """
+    if func in _UNTAGGED or func.namespace not in ("aten", "prims"):
+        raise DataDependentOutputException(func)
 
 
 def looked_at(

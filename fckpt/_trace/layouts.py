@@ -30,6 +30,7 @@ def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
                     leaf := t.is_leaf,
                     tracked and (not leaf or t._is_view()),
                     False,
+                    False,
                 )
             )
             for t in tensors
@@ -39,13 +40,14 @@ def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
 
 
 def as_differentiated(layouts: list[Layout]) -> tuple[list[Layout], list[Layout] | None]:
-    """Returns the layouts of operands as a call sees them: with grad mode off, nothing requires grad.
+    """Returns the layouts of operands as a call sees them: with grad mode off, nothing is differentiated.
 
     Also returns the layouts that the call would see with grad mode on, if these are others, otherwise None.
     """
     if torch.is_grad_enabled() or not any(layout.requires_grad for layout in layouts):
         return layouts, None
-    return [layout._replace(requires_grad=False, computed=False) for layout in layouts], layouts
+    hidden = [x._replace(requires_grad=False, computed=False, unrecorded=x.requires_grad) for x in layouts]
+    return hidden, layouts
 
 
 def _layout_below(tensor: torch.Tensor) -> Layout:

@@ -96,6 +96,9 @@ class Layout(NamedTuple):
     views."""
     transformed: bool = False
     """Whether a level of torch.func differentiates with respect to the tensor."""
+    unrecorded: bool = False
+    """Whether the tensor requires grad, but grad mode is off. torch chooses some operations by that: `matmul` of a
+    batch and a matrix is one product if the matrix requires grad, in whichever mode."""
 
 
 class Backward(NamedTuple):

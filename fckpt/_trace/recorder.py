@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from fckpt._call.levels import below_all, unwrapped
 from fckpt._call.results import View
 from fckpt._capture.sources import Source, current
-from fckpt._trace.constant_data import LOOKING, UnknownData, looked_at
+from fckpt._trace.constant_data import LOOKING, UnknownData, looked_at, refuse_number
 from fckpt._trace.lifetimes import Lifetimes, Sums
 from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, is_random, mapped, statistics_of
 from fckpt._trace.real_layouts import with_real_strides
@@ -97,6 +97,8 @@ class Recorder(TorchDispatchMode):
         self.ending: int | None = None
         """The number of calls before those that follow on the backward pass, if there are any. They may write to
         operands."""
+        self.hooked: set[int] = set()
+        """The storages with a tensor on which the function registers a hook, or of which it reads `grad_fn`."""
         self.in_last_backward = False
         """Whether the last backward pass is about to run."""
         self.autograd_nodes: list[Any] = []
@@ -118,7 +120,8 @@ class Recorder(TorchDispatchMode):
             with self._faking():
                 fake = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
             tensor = self._fresh(fake, held=True)
-            return as_computed(tensor) if layout.computed else tensor.requires_grad_(layout.requires_grad)
+            requires_grad = layout.requires_grad or layout.unrecorded
+            return as_computed(tensor) if layout.computed else tensor.requires_grad_(requires_grad)
 
     def refuse_writes(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
         """Makes any later write to the storage of a tensor raise `error()`."""
@@ -377,6 +380,8 @@ class Recorder(TorchDispatchMode):
         if not written and not any(isinstance(t, torch.Tensor) for t in found):
             if all(x is None for x in found):  # an assertion: its only effect is an error
                 self._record(func, args, kwargs, numbers, ())
+            else:
+                refuse_number(func)
             return result
         replaced = self._write(written, func) if written else ()
         for tensor in written:

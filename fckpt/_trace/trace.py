@@ -37,6 +37,7 @@ from fckpt._trace.effects import (
     undone_on_error,
     with_attributes_of,
 )
+from fckpt._trace.fast_paths import overrides_answered
 from fckpt._trace.late import LateReads, late_code_watched
 from fckpt._trace.memories import memory_of
 from fckpt._trace.named_device import DevicesMoved, NamedDevice, cuda_kernels
@@ -234,6 +235,7 @@ def _python_code(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(parameters_made(recorder))
+        stack.enter_context(overrides_answered(recorder))
         stack.enter_context(settings_unchanged())
         stack.enter_context(impure_calls_refused(reads, inference))
         stack.enter_context(with_attributes_of(tensors, operands))
@@ -241,10 +243,13 @@ def _python_code(
 
 
 def _refuse_lost_grad(results: Results, layouts: Sequence[Layout]) -> None:
-    if any(results.flags) and not any(layout.requires_grad for layout in layouts):
+    differentiable = results.differentiable or [True] * len(layouts)
+    if any(results.flags) and not any(x.requires_grad and led for x, led in zip(layouts, differentiable, strict=True)):
+        off = any(layout.unrecorded for layout in layouts)
+        why = "grad mode is off where it is called" if off else "its gradient leads to nothing that is passed to it"
         raise TraceError(
-            "the function returns a tensor that requires grad, although nothing that is passed to it does: a plan "
-            f"would lose that. Detach the result. {WAY_OUT}"
+            f"the function returns a tensor that requires grad, although {why}: a plan would lose that. Detach the "
+            f"result. {WAY_OUT}"
         )
     if results.levels is None and any(t.requires_grad and t.is_leaf for t in results.made()):
         raise TraceError(
@@ -305,4 +310,4 @@ def inlined(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _untracked(layout: Layout) -> Layout:
-    return layout._replace(requires_grad=False, computed=False)
+    return layout._replace(requires_grad=False, computed=False, unrecorded=False)

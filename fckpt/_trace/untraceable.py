@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fckpt._call.levels import is_wrapped, transforms_active, unwrapped
+from fckpt._call.modules import storage_of
 from fckpt._capture.sources import current, failing_module, is_users
 from fckpt._capture.tensor_states import STATES
 from fckpt._trace import formulas
@@ -68,6 +69,9 @@ class DataReadsRefused(TorchFunctionMode):
                 raise TraceError(f"{current()}: {reason}")
         if func in _REGISTERING:
             refuse_hook_in_c((*args[1:], *(kwargs or {}).values())[0])
+            self.recorder.hooked.add(storage_of(unwrapped(args[0])))
+        elif func is _GRAD_FN and _is_called_by_user(sys._getframe(1)):  # to register a hook on it, most likely
+            self.recorder.hooked.add(storage_of(unwrapped(args[0])))
         if self.wrapped and func in _COMPOSED and not transforms_active():
             return at_a_level(func, args, kwargs or {})
         if isinstance(func, torch._ops.HigherOrderOperator) and func.name() in _BRANCHING:
@@ -86,6 +90,7 @@ class DataReadsRefused(TorchFunctionMode):
             formulas.choose(node, wrapped=wrapped, saved=saved)
 
 
+_GRAD_FN = _TENSOR.grad_fn.__get__
 _REGISTERING = {_TENSOR.register_hook, _TENSOR.register_post_accumulate_grad_hook}
 _WATCHED = {*_READS, *_REFUSED, *_TEXTS, *STATES}
 _METHODS = (torch._tensor.__file__, torch.overrides.__file__)
@@ -183,7 +188,12 @@ def _looks(what: str) -> str:
 
 
 def _advice(error: Exception) -> str:
-    """Returns a way out for functions of torch that look at data only to validate it."""
+    """Returns a way out for functions of torch that can do without looking at data."""
+    if "_nested_tensor_from_mask" in str(error):
+        return (
+            " Or keep `nn.TransformerEncoder` from its fast path, which depends on the mask, with "
+            "`enable_nested_tensor=False`."
+        )
     if any("/distributions/" in f.filename for f in traceback.extract_tb(error.__traceback__)):
         return (
             " Or pass `validate_args=False` to the distribution, which looks at its parameters only to validate them."

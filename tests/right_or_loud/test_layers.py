@@ -398,3 +398,90 @@ def test_compiled_after() -> None:
     net.compile(backend="eager")
     f(x).sum().backward()
     assert fckpt.stats(f).plans == 1  # type: ignore[attr-defined]
+
+
+# -- calls without gradients: torch chooses other kernels
+
+
+ATTENTION: dict[str, Callable[[], nn.Module]] = {
+    "MultiheadAttention": lambda: nn.MultiheadAttention(16, 2, batch_first=True),
+    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+    "TransformerDecoderLayer": lambda: nn.TransformerDecoderLayer(16, 2, 32, batch_first=True),
+    "TransformerEncoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2),
+}
+
+
+def attended(module: nn.Module, x: Tensor, **options: Any) -> Tensor:
+    if isinstance(module, nn.MultiheadAttention):
+        return module(x, x, x, need_weights=False, **options)[0]
+    return module(x, x, **options) if isinstance(module, nn.TransformerDecoderLayer) else module(x, **options)
+
+
+@pytest.mark.parametrize("as_python", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_fast_paths_of_attention(name: str, frozen: bool, as_python: bool) -> None:
+    module, head = ATTENTION[name]().eval().requires_grad_(not frozen), torch.randn(16, 16, requires_grad=True)
+
+    def loss(x: Tensor) -> Tensor:
+        if as_python:
+            for _ in {1, 2}:  # Dynamo would iterate in another order, so this is not captured
+                pass
+        return attended(module, x) @ head
+
+    planned, x = fckpt.remat(loss, budget=1.0), torch.randn(4, 6, 16)
+    for _ in range(2):
+        assert torch.equal(planned(x), loss(x))
+        with torch.no_grad():
+            assert torch.equal(planned(x), loss(x))
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_an_encoder_in_evaluation_mode_with_padding(checked: bool) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    encoder, x = nn.TransformerEncoder(layer, 2, mask_check=checked).eval(), torch.randn(4, 6, 16, requires_grad=True)
+    mask = torch.zeros(4, 6, dtype=torch.bool)
+    mask[0, -2:] = True
+    loss = lambda x: encoder(x, src_key_padding_mask=mask)
+    planned = fckpt.remat(loss, budget=1.0)
+    assert torch.equal(planned(x), loss(x))
+    encoder.requires_grad_(False)
+    with pytest.raises(fckpt.TraceError, match=r"fast path|NestedTensor"):  # zeros where the input is padding
+        fckpt.remat(loss, budget=1.0)(x.detach())
+    encoder.enable_nested_tensor = encoder.use_nested_tensor = False  # type: ignore[assignment]
+    head = torch.randn(16, 16, requires_grad=True)
+    assert torch.equal(fckpt.remat(lambda x: loss(x) @ head, budget=1.0)(x.detach()), loss(x.detach()) @ head)
+
+
+@pytest.mark.parametrize("way", ["no_grad", "inference_mode"])
+@pytest.mark.parametrize("seed", range(4))
+def test_products_of_transposed_batches_without_gradients(way: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    linear, x = nn.Linear(16, 40), torch.randn(3, 17, 16).transpose(0, 1)
+    planned = fckpt.remat(linear, budget=1.0)
+    with getattr(torch, way)():
+        assert torch.equal(planned(x), linear(x))
+        assert torch.equal(fckpt.remat(lambda x: linear(x) @ linear.weight, budget=1.0)(x), linear(x) @ linear.weight)
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+def test_grad_mode_switched_on_inside_a_call_without_gradients(decorated: bool) -> None:
+    def inside(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return torch.tanh(x @ x)
+
+    planned, x = (
+        fckpt.remat(torch.enable_grad()(inside) if decorated else inside, budget=1.0),
+        torch.randn(6, 6, requires_grad=True),
+    )
+    with torch.no_grad(), pytest.raises(fckpt.TraceError, match="requires grad, although grad mode is off"):
+        planned(x)
+    assert torch.equal(planned(x), inside(x))
+
+
+def test_a_result_of_a_new_leaf_that_requires_grad() -> None:
+    def energy(x: Tensor) -> Tensor:
+        return (x @ x).detach().requires_grad_().sin()
+
+    with pytest.raises(fckpt.TraceError, match="leads to nothing that is passed to it"):
+        fckpt.remat(energy, budget=1.0)(torch.randn(6, 6, requires_grad=True))

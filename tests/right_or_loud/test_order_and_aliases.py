@@ -231,3 +231,84 @@ def test_hooks_of_parameters_run_in_the_order_of_plain_autograd(make: Any, kind:
         return [log, [p.grad for p in net.parameters()], x.grad, torch.get_rng_state()]
 
     assert_equal(outcome(lambda fn: fckpt.remat(fn, budget=1.0)), outcome(lambda fn: fn))
+
+
+class Reversed(torch.autograd.Function):
+    """The identity, with the gradient reversed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return -cotangents[0]
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = nn.Flatten(0)
+        self.flat.register_full_backward_hook(lambda module, given, made: (3 * given[0],))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.flat(x)
+
+
+def doubled(x: Tensor) -> Tensor:
+    x.register_hook(lambda cotangent: 2 * cotangent)
+    return x
+
+
+def hidden(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w)
+
+
+BETWEEN: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
+    "an argument reversed": lambda x, w: (Reversed.apply(x), hidden(x, w)),
+    "a part of an argument reversed": lambda x, w: (x[1:], Reversed.apply(x[:2]), hidden(x, w)),
+    "a part of what is reversed": lambda x, w: (Reversed.apply(x)[1:], hidden(x, w).t()),
+    "a value and its reversal": lambda x, w: (h := hidden(x, w), Reversed.apply(h)),
+    "a reversal first": lambda x, w: (Reversed.apply(h := hidden(x, w))[0], h[1], h),
+    "two reversals": lambda x, w: (Reversed.apply(w), Reversed.apply(x), hidden(x, w)),
+    "a view with a hook": lambda x, w: (h := hidden(x, w), doubled(h.view_as(h))),
+    "parts with hooks": lambda x, w: tuple(map(doubled, hidden(x, w).split(2))),
+    "an argument's view with a hook": lambda x, w: (doubled(w.t()), hidden(x, w)),
+    "a hook on the way": lambda x, w: (h := hidden(x, w), doubled(h[1:]).t()),
+    "a detached value beside": lambda x, w: ((h := hidden(x, w)).detach(), Reversed.apply(h)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::fckpt.errors.BudgetWarning", "ignore::fckpt.errors.GradientWarning")
+@pytest.mark.parametrize("options", [{"budget": 1.0}, {"policy": fckpt.policies.nothing_saveable}], ids=str)
+@pytest.mark.parametrize("name", BETWEEN)
+def test_users_code_between_an_output_and_what_it_views(name: str, options: Any) -> None:
+    leaves = [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
+    planned = fckpt.remat(BETWEEN[name], **options)
+    for _ in range(2):
+        found = []
+        for fn in (BETWEEN[name], planned):
+            results = fn(*leaves)
+            loss = torch.stack([(t * (i + 2)).sum() for i, t in enumerate(results)]).sum()
+            found.append([*results, *torch.autograd.grad(loss, leaves)])
+        assert_equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore::fckpt.errors.BudgetWarning")
+def test_hooks_of_a_module_beside_its_input() -> None:
+    module, x, w = Hooked(), torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    fn = lambda x: (h := x @ w, module(h))
+    found = []
+    for f in (fn, fckpt.remat(fn, budget=1.0)):
+        first, second = f(x)
+        found.append(torch.autograd.grad(first.sum() + second.square().sum(), (x, w)))
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("name", ["a value and its reversal", "a view with a hook"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_writes_to_outputs_with_users_code_between_are_refused(name: str, which: int) -> None:
+    leaves = [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
+    results = fckpt.remat(BETWEEN[name], budget=1.0)(*leaves)
+    with pytest.raises(RuntimeError, match="being modified inplace"):
+        results[which].mul_(2)
