@@ -76,6 +76,7 @@ from fckpt._capture.shadows import BuiltinNames, shadows_guarded
 from fckpt._capture.sources import Names
 from fckpt._capture.symbols import environments_released, symbols_remembered
 from fckpt._capture.tensor_states import state_reads_refused
+from fckpt._capture.tensor_subclasses import tensor_subclasses_refused
 from fckpt._capture.undecomposed import undecomposed
 from fckpt._capture.users_classes import users_classes_like_pythons
 from fckpt._capture.wrapped import WrappedTensors, name_of, without_tensors
@@ -512,6 +513,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(equivalents_evaluated())
         stack.enter_context(state_reads_refused())
         stack.enter_context(instance_checks_followed())
+        stack.enter_context(tensor_subclasses_refused())
         stack.enter_context(late_readers_refused())
         stack.enter_context(objects_like_pythons())
         stack.enter_context(environments_released())

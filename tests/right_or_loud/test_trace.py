@@ -588,3 +588,32 @@ def test_settings_of_modules_that_are_no_numbers_are_part_of_the_signature() -> 
     assert_equal(region(x), block(x))
     block.act = torch.sigmoid
     assert_equal(region(x), block(x))
+
+
+class Doubling(Tensor):
+    """A tensor whose `tanh` is doubled."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found * 2 if func is torch.tanh else found
+
+
+class Passing(Tensor):
+    """A tensor of another class, which treats it like any tensor."""
+
+
+def test_subclasses_made_inside() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    passing = lambda x: torch.tanh(x.as_subclass(Passing) @ x)
+    result = fckpt.remat(passing, budget=1.0)(x)
+    assert type(result) is Passing and torch.equal(result, passing(x))
+    with pytest.raises(fckpt.TraceError, match="defines __torch_function__"):
+        fckpt.remat(lambda x: torch.tanh(x.as_subclass(Doubling) @ x), budget=1.0)(x)
+
+
+def test_operations_that_return_numbers() -> None:
+    x, mask = torch.randn(4, 6, 16), torch.ones(4, 6, dtype=torch.bool)
+    aligned = lambda x, w: torch._nested_tensor_from_mask_left_aligned(x, mask) * (x * w).sum()
+    with pytest.raises(fckpt.TraceError, match="looks at the data"):
+        fckpt.remat(aligned, budget=1.0)(x, torch.ones(16, requires_grad=True))
