@@ -44,6 +44,7 @@ from fckpt._recompute import saved_tensors
 from fckpt._recompute.attached import run_nodes, run_planned
 from fckpt._recompute.hooked import run_segment
 from fckpt._recompute.primitives import UserCall
+from fckpt._recompute.registrations import Registrations
 from fckpt._recompute.saved_tensors import HooksUnavailable
 from fckpt._repeats import repeated_blocks, replace_modules
 from fckpt._trace.layouts import as_differentiated, layouts_below
@@ -93,11 +94,14 @@ class Region:
         """Runs `fn` unchanged; it runs again in the backward pass."""
         arguments = Arguments(args, kwargs, self.static)
         if not self.differentiates:
+            hooks = Registrations()
             try:
-                if transforms_active():
-                    return run_nodes(fn, arguments, self.buffer_writes)
-                return run_segment(fn, arguments, self.buffer_writes)
+                with hooks:
+                    if transforms_active():
+                        return run_nodes(fn, arguments, self.buffer_writes)
+                    return run_segment(fn, arguments, self.buffer_writes)
             except HooksUnavailable:
+                hooks.remove()
                 self.differentiates = True
         return run_nodes(fn, arguments, self.buffer_writes, discard=False)
 

@@ -416,6 +416,8 @@ class _Attempt:
         self.attributes = DictAttributes(taken[0].__globals__)
         self.distinct = Distinct(taken[0].__globals__, places)
         self.writes = False
+        self.hooks_inputs = False
+        """Whether the function registers hooks on tensors from outside."""
 
     def _writes_noted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the method of Dynamo that writes the code for changes of objects."""
@@ -425,6 +427,7 @@ class _Attempt:
             new = (AttributeMutationNew, ValueMutationNew)
             held = [item for item in effects.id_to_variable.values() if not isinstance(item.mutation_type, new)]
             self.writes |= any(map(effects.is_modified, held))
+            self.hooks_inputs |= bool(effects.tensor_hooks)
             return original(effects, *args, **kwargs)
 
         return write
@@ -439,6 +442,8 @@ class _Attempt:
         if replaced:
             raise CaptureError(f"Tensor.{replaced[0]} is not the method of torch")
         _check_inputs(captured)
+        if self.hooks_inputs and captured.graph is not None and captured.graph.takes_gradients:
+            raise CaptureError("the function registers a hook on an input, and takes gradients inside")
         return captured
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, list[str], BuiltinNames]:

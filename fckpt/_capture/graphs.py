@@ -45,6 +45,8 @@ class FlatGraph:
         """The positions of the inputs that are Python numbers."""
         self.differentiates = any("_grad_increment_nesting" in str(n.target) for n in module.graph.nodes)
         """Whether the graph takes gradients with torch.func."""
+        self.takes_gradients = any(n.target is torch.autograd.grad for n in module.graph.nodes)
+        """Whether the graph takes gradients with autograd; hooks on its inputs, which it lacks, would run then."""
         for node in module.graph.nodes:
             if getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
                 node.target = marks.checkpoint

@@ -13,6 +13,7 @@ autograd; generators and buffers are restored.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from fckpt._call.levels import version
 from fckpt._call.messages import Messages
 from fckpt._call.places import Slot, replaced, tensors_in
 from fckpt._recompute.gradients_inside import Gradients
+from fckpt._recompute.registrations import HooksRemoved, handles_made
 from fckpt._recompute.replay import (
     FEW,
     MANY,
@@ -85,6 +87,7 @@ class _Segment:
         "differentiated",
         "fn",
         "gradients",
+        "handles",
         "held",
         "inputs",
         "lock",
@@ -142,6 +145,8 @@ class _Segment:
         self.gradients: Gradients | None = Gradients((*tensors, *self.observation.held()))  # None after the forward
         self.differentiated = False
         """Whether a backward pass has run inside of the forward."""
+        self.handles = handles_made()
+        """The number of hooks before the forward; after the forward, how many it has registered."""
 
     def forward(self) -> Any:
         assert self.observation is not None
@@ -167,6 +172,7 @@ class _Segment:
         tensors = self.inputs.tensors
         needed: Any = self.used
         if self.saved:
+            self.handles = handles_made() - self.handles
             needed = range(len(tensors))
             for i, tensor in enumerate(tensors):
                 if version(tensor) != self.versions[i]:
@@ -335,7 +341,14 @@ class _Segment:
             held = (*tensors, *[t for t, _ in conditions.watched]) if self.differentiated else ()
             gradients = Gradients(held)
             placing = self._inputs_placed(tensors) if self.closed else ()
-            with conditions.restored(lambda: not (replay.stopped or inside), placing) as again, self.messages.reusing():
+            # The forward has registered its hooks, and the graph of the replay is not differentiated again.
+            registers = handles_made() != self.handles if inside else self.handles
+            completed = lambda: not (replay.stopped or inside)
+            with (
+                HooksRemoved() if registers else _NOTHING,
+                conditions.restored(completed, placing) as again,
+                self.messages.reusing(),
+            ):
                 replay.run(again, self.arguments, tensors, self.tangents)
             gradients.check(self.fn, differentiated=self.differentiated)
         return replay.found
@@ -380,4 +393,5 @@ def _closed_over_inputs(slots: list[Slot], inputs: dict[int, int]) -> list[tuple
 
 
 _NO_MEMORY = torch.empty(0)
+_NOTHING = contextlib.nullcontext()
 _EMPTY: dict[int, Found] = {}

@@ -25,6 +25,7 @@ from fckpt._call.places import Slot, replaced, tensors_in
 from fckpt._call.results import Flat, Rebuilt, Returned, is_number, numbered
 from fckpt._recompute.closed_over import UseRecorder, Watch
 from fckpt._recompute.gradients_inside import Gradients
+from fckpt._recompute.registrations import Registrations, handles_made, on_new_tensors
 from fckpt._recompute.saved_tensors import HooksUnavailable, allow_hooks, disallow_hooks, pop, push
 from fckpt.errors import ImpureFunctionError, MutationError, region_name
 
@@ -99,6 +100,8 @@ class UserCall:
         """The operands that are leaves, in the order in which plain autograd gives them their gradients, if known."""
         self.planned: Planned | None = None
         """The execution of a plan, which runs instead of the function where it can."""
+        self.registers = False
+        """Whether the function registers hooks."""
         self.stale: dict[int, weakref.ref[torch.Tensor]] = {}
         """Tensors of the forward that a recompute must not use."""
         self.conditions: Conditions
@@ -113,6 +116,7 @@ class UserCall:
         args, kwargs = self.arguments.given
         gradients = Gradients((*self.inputs, *observation.held()) if not transforms_active() else ())
         recorder = UseRecorder(self.fn[0], self.inputs, observation.reachable())
+        handles = handles_made()
         try:
             with _discard_saved() if discard else nullcontext(), recorder, self.messages.recording():
                 result = self.fn[0](*args, **kwargs)
@@ -124,6 +128,7 @@ class UserCall:
                 raise
             observation.undo()
             raise HooksUnavailable from error
+        self.registers = handles_made() != handles
         gradients.check(self.fn[0], differentiated=recorder.differentiated)
         conditions = observation.conditions()
         for i, _, _ in self._changed():
@@ -195,7 +200,12 @@ class UserCall:
         new = {key: present[number] for key, number in self.numbers.items()}
         closed = [(holder, key, replaced(value, new)) for holder, key, value in self.slots]
         watch = Watch(self.fn[0], self.stale, [*operands, *present])
-        with self.conditions.restored(lambda: True, closed) as again, watch, self.messages.reusing():
+        with (
+            self._hooks_once(present) if self.registers else nullcontext(),
+            self.conditions.restored(lambda: True, closed) as again,
+            watch,
+            self.messages.reusing(),
+        ):
             args, kwargs = self.arguments.rebuild(inputs, again.statics)
             result = again.fn(*args, **kwargs)
         leaves, spec = tree.flatten(result)
@@ -213,6 +223,25 @@ class UserCall:
                     f"its recompute: {_NOT_PURE}"
                 )
         return outputs
+
+    @contextmanager
+    def _hooks_once(self, present: Sequence[torch.Tensor]) -> Any:
+        """Removes the hooks that a recompute registers on tensors and modules from outside of it.
+
+        Hooks on operands would run before the gradients of the operands are complete; the forward has registered them.
+        """
+        captured = [x for _, _, value in self.conditions.slots for x in tensors_in(value)]
+        hooks, accepts = Registrations(), on_new_tensors([*present, *captured])
+        try:
+            with hooks:
+                yield
+            if hooks.on_modules_in_backward():
+                raise MutationError(
+                    f"{region_name(self.fn[0])} registers a backward hook on a module while it runs, and its recompute "
+                    "would run the hook of its forward as well. Register the hook before the call."
+                )
+        finally:
+            hooks.remove(accepts)
 
     def view_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
         """Makes the outputs that are views of inputs.

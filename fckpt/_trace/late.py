@@ -14,17 +14,21 @@ from typing import Any
 
 import torch
 
+from fckpt import _tree as tree
 from fckpt._call.closure import Snapshot, closure_of
 from fckpt._call.facts import is_library
+from fckpt._call.levels import unseen
 from fckpt._call.modules import facts_of
 from fckpt._call.places import Slot, moved, put
 from fckpt._capture.reads import Reads
 from fckpt._capture.sources import current
+from fckpt._recompute.registrations import Registrations, dicts_of
 from fckpt._trace.effects import impure_calls_refused, named_place
+from fckpt._trace.lifetimes import nodes_behind
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.errors import TraceError
 
-__all__ = ["LateReads", "late_code_watched", "refuse_hook_in_c"]
+__all__ = ["LateReads", "late_code_watched", "refuse_hook_in_c", "refuse_hooks"]
 
 
 class LateReads:
@@ -82,6 +86,34 @@ class _Watch:
 def _is_absent(holder: Any, key: Any, then: Any) -> bool:
     """Whether a global variable, for which a walk notes None where there is none, is not there."""
     return type(holder) is dict and then is None and key not in holder
+
+
+def refuse_hooks(hooks: Registrations, existing: Sequence[torch.Tensor], result: Any) -> None:
+    """Raises `TraceError` if a traced function has left a hook that would outlast the call.
+
+    Args:
+        hooks: the hooks that the function has registered.
+        existing: the tensors from outside of it.
+        result: the result of the function. Hooks on tensors and nodes that the function made are part of the trace.
+    """
+    if not hooks:
+        return
+    with unseen():
+        known = {id(t) for t in existing}
+        outside = {t.grad_fn for t in existing}
+        made = [t for t in tree.leaves(result) if isinstance(t, torch.Tensor) and id(t) not in known]
+        inside = {id(d): d for node in nodes_behind(made) if node not in outside for d in dicts_of(node)}
+
+    def accepts(owner: Any, found: Any) -> bool:
+        return id(found) in inside if owner is None else isinstance(owner, torch.Tensor) and id(owner) not in known
+
+    if hooks.outside(accepts):
+        hooks.remove()
+        raise TraceError(
+            "the function registers a hook on a tensor from outside of it, on a node of the graph behind one, or on a "
+            "module. A plan runs the operations of the function, not its Python code, so it would register nothing. "
+            f"Register the hook before the call. {WAY_OUT}"
+        )
 
 
 def refuse_hook_in_c(hook: Any) -> None:

@@ -25,6 +25,7 @@ from fckpt._capture.marks import marks_answered
 from fckpt._capture.reads import Reads
 from fckpt._memory import collector_paused
 from fckpt._recompute.gradients_inside import refuse_accumulated
+from fckpt._recompute.registrations import Registrations
 from fckpt._trace.assemble import Assembly
 from fckpt._trace.donation import written_over_donated
 from fckpt._trace.effects import (
@@ -38,7 +39,7 @@ from fckpt._trace.effects import (
     with_attributes_of,
 )
 from fckpt._trace.fast_paths import overrides_answered
-from fckpt._trace.late import LateReads, late_code_watched
+from fckpt._trace.late import LateReads, late_code_watched, refuse_hooks
 from fckpt._trace.memories import memory_of
 from fckpt._trace.named_device import DevicesMoved, NamedDevice, cuda_kernels
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
@@ -167,8 +168,11 @@ def _traced(
             moved = contextlib.nullcontext() if target is None else DevicesMoved(target, graph, recorder)
             python = contextlib.nullcontext() if graph else _python_code(reads, tensors, operands, recorder, inference)
             with undone_on_error(before), reads.holding(before):
-                with python, moved, contextlib.nullcontext() if graph else arguments_unchanged(args, kwargs):
+                hooks = Registrations()
+                unchanged = contextlib.nullcontext() if graph else arguments_unchanged(args, kwargs)
+                with python, moved, hooks, unchanged:
                     result = place[0](*args, **kwargs)  # a partial or a bound method may itself hold tensors
+                refuse_hooks(hooks, [*operands, *tensors], result)
                 check_assignments(closed, before, recorder)
                 refuse_accumulated(fn, operands)
         if donated:

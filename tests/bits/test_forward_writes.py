@@ -135,3 +135,102 @@ def test_an_embedding_with_a_largest_norm_scales_its_weight() -> None:
         wrap(lambda: table(ids).sin().exp().sum())().backward()
         rows.append((table.weight.detach().clone(), table.weight.grad))
     assert all(map(torch.equal, *rows))
+
+
+def of_argument(x: Tensor, layer: nn.Module) -> None:
+    x.register_hook(lambda grad: grad * 2)
+
+
+def of_parameter(x: Tensor, layer: Any) -> None:
+    layer.weight.register_hook(lambda grad: grad * 2)
+
+
+def after_accumulation(x: Tensor, layer: Any) -> None:
+    def double(parameter: Any) -> None:
+        parameter.grad.mul_(2)
+
+    layer.weight.register_post_accumulate_grad_hook(double)
+
+
+def of_node(x: Tensor, layer: nn.Module) -> None:
+    node: Any = x.grad_fn
+    node.register_prehook(lambda grads: (grads[0] * 2,))
+
+
+def of_accumulation(x: Tensor, layer: Any) -> None:
+    torch.autograd.graph.get_gradient_edge(layer.weight).node.register_prehook(lambda grads: (grads[0] * 2,))
+
+
+def of_module(x: Tensor, layer: nn.Module) -> None:
+    layer.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def of_module_backward(x: Tensor, layer: nn.Module) -> None:
+    layer.register_full_backward_hook(lambda module, grads, out: (grads[0] * 2,))
+
+
+class Registering(nn.Module):
+    def __init__(self, register: Any, differentiates: bool = False) -> None:
+        super().__init__()
+        self.layer, self.register, self.differentiates = nn.Linear(4, 4), register, differentiates
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.register(x, self.layer)
+        h = torch.tanh(self.layer(x)).sin()
+        return h * torch.func.grad(lambda y: y.sin().sum())(h) if self.differentiates else h
+
+
+REGISTERING = [
+    of_argument, of_parameter, after_accumulation, of_node, of_accumulation, of_module, of_module_backward,
+]  # fmt: skip
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("differentiates", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("register", REGISTERING)
+def test_hooks_that_a_call_registers_are_registered_once(register: Any, nested: bool, differentiates: bool) -> None:
+    """Also if the call is restarted, because it differentiates inside for the first time."""
+    if register is of_module_backward and differentiates:
+        with pytest.raises(fckpt.MutationError, match="registers a backward hook on a module"):
+            fckpt.remat(Registering(register, differentiates))(torch.ones(2, 4)).sum().backward()
+        return
+    found = []
+    for wrap in (lambda module: module, fckpt.remat):
+        torch.manual_seed(0)
+        module = Registering(register, differentiates)
+        run = wrap(module)
+        run = wrap(lambda x, run=run: run(x) * 2) if nested else run
+        grads: list[Any] = []
+        for _ in range(3):
+            x = torch.ones(2, 4, requires_grad=True)
+            run(x * 1).sum().backward()
+            grads += [
+                x.grad,
+                *[parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None],
+            ]
+        hooks = [len(module.layer._forward_hooks), len(module.layer.weight._backward_hooks or ())]
+        found.append((grads, hooks))
+    (plain, then), (ours, now) = found
+    assert then == now
+    assert all(map(torch.equal, ours, plain))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap of grad", "twice"])
+def test_hooks_under_a_transform_run_once(transform: str) -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        x.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
+        w.register_hook(lambda grad: grad * 3)
+        h = torch.tanh(x @ w)
+        h.register_hook(lambda grad: grad * 2)
+        return h.sin().sum()
+
+    def gradients(f: Any, x: Tensor, w: Tensor) -> Any:
+        loss = lambda x, w: f(x * 1, w)
+        if transform == "twice":
+            return torch.func.grad(lambda x, w: torch.func.grad(loss)(x, w).sin().sum(), argnums=(0, 1))(x, w)
+        take = torch.func.grad(loss, argnums=(0, 1))
+        return torch.func.vmap(take, in_dims=(0, None))(x, w) if transform == "vmap of grad" else take(x, w)
+
+    x, w = torch.randn(3, 4), torch.randn(4, 4)
+    assert all(map(torch.equal, gradients(fckpt.remat(fn), x, w), gradients(fn, x, w)))

@@ -223,3 +223,28 @@ def test_a_hook_of_the_planned_module_itself_writes() -> None:
     for calls in (1, 2):
         planned(X.clone().requires_grad_()).sum().backward()
         assert len(State.seen) == calls
+
+
+def on_node_behind_argument(x: Tensor) -> Tensor:
+    node: Any = x.grad_fn
+    node.register_prehook(lambda grads: (grads[0] * 3,))
+    return x.tanh().sin()
+
+
+def on_argument_with_gradient_inside(x: Tensor) -> Tensor:
+    x.register_hook(lambda grad: grad * 2)
+    (grad,) = torch.autograd.grad(x.tanh().sum(), x, create_graph=True)
+    return grad * x
+
+
+def on_several_arguments(x: Tensor) -> Tensor:
+    torch.autograd.graph.register_multi_grad_hook((x,), lambda grads: None)
+    return x.tanh().sin()
+
+
+@pytest.mark.parametrize("fn", [on_node_behind_argument, on_argument_with_gradient_inside, on_several_arguments])
+def test_a_plan_refuses_hooks_that_would_outlast_the_call(fn: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(4, requires_grad=True)
+    with pytest.raises(fckpt.TraceError, match=r"registers a hook .* Register the hook before the call"):
+        fckpt.remat(fn, budget=1.0)(x * 1)
+    assert not x._backward_hooks
