@@ -14,6 +14,7 @@ from torch.utils._device import DeviceContext
 
 from fckpt._call.ambient import function_modes, has_function_modes
 from fckpt._capture import marks
+from fckpt._capture.entered import Entered, entered_exited, enters
 from fckpt._capture.sources import Names, running, source_of
 
 __all__ = ["FlatGraph"]
@@ -57,6 +58,7 @@ class FlatGraph:
         self.decisive = tuple(i for i in self.numbers if _decides(nodes[i], fixed))
         """The positions of the numbers on which a trace depends: the value or shape of a tensor, or a number among the
         results that cannot be computed from input numbers alone."""
+        self._enters = enters(module.graph)
         self._strip(module, names)
         self._held = held(module.graph)
         module.recompile()
@@ -73,8 +75,9 @@ class FlatGraph:
         """Runs the calls on `inputs`, which end with the constants."""
         traced = marks.answered() is not None
         with _captured_modes_off():
-            if traced or get_dynamic_layer_stack_depth():
-                result = _Walk(self.module, self._held if traced else {}).run(*inputs)
+            if traced or self._enters or get_dynamic_layer_stack_depth():
+                with entered_exited() if self._enters else _NOTHING as entered:
+                    result = _Walk(self.module, self._held if traced else {}, entered).run(*inputs)
             else:
                 result = self.module.forward(*inputs)
         return list(result)
@@ -123,14 +126,18 @@ def _captured_modes_off() -> Iterator[None]:
         yield
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class _Walk(fx.Interpreter):
     """Runs the calls one by one, reporting the source of each call and shifting level numbers to the current depth.
 
     A result is freed after its last use, or after the call until which the plain function holds it (`held`).
     """
 
-    def __init__(self, module: fx.GraphModule, held: dict[fx.Node, fx.Node]):
+    def __init__(self, module: fx.GraphModule, held: dict[fx.Node, fx.Node], entered: Entered | None):
         super().__init__(module)
+        self.entered = entered
         self.depth = get_dynamic_layer_stack_depth()
         places = {node: place for place, node in enumerate(module.graph.nodes)}
         self.user_to_last_uses: dict[fx.Node, list[fx.Node]] = {}
@@ -148,6 +155,8 @@ class _Walk(fx.Interpreter):
         if self.depth and position is not None and len(args) > position and isinstance(args[position], int):
             args = (*args[:position], args[position] + self.depth, *args[position + 1 :])
         result = super().call_function(target, args, kwargs)
+        if self.entered is not None:
+            self.entered.note(target, result)
         if getattr(target, "__name__", "") == "autograd_function_apply" and marks.answered() is not None:
             for output in result if isinstance(result, (list, tuple)) else [result]:
                 _release_after_backward(output)

@@ -149,6 +149,12 @@ def errors_located() -> Iterator[None]:
                 f"{_line_of(error)}: the function makes a call here that torch cannot run on tensors without data, as "
                 f"a plan is made with ({_first_line(error)[:200]}). {WAY_OUT}"
             ) from error
+        if isinstance(error, RuntimeError) and "Cannot set version_counter for inference tensor" in str(error):
+            raise TraceError(
+                f"{_line_of(error)}: in inference mode, the function takes a view of a tensor that was made outside of "
+                "that mode (or detaches it), which torch cannot run on tensors without data, as a plan is made with. "
+                f"Use `torch.no_grad()` in place of `torch.inference_mode()`. {WAY_OUT}"
+            ) from error
         hidden = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_DATA)
         if not hidden and not any(word in kind for word in ("DataDependent", "DynamicOutputShape", "UnsupportedFake")):
             raise

@@ -28,7 +28,7 @@ PRIVATE = {
     "torch._dynamo": ("_capture/",),
     "torch._functorch": ("_call/levels.py", "_recompute/", "_capture/", "_trace/", "_compile/", "spmd/simulation.py"),
     "torch._C._functorch": ("_call/levels.py", "_recompute/", "_capture/", "_trace/"),
-    "torch._C._autograd": ("_recompute/saved_tensors.py", "_trace/aliases.py"),
+    "torch._C._autograd": ("_capture/entered.py", "_recompute/saved_tensors.py", "_trace/aliases.py"),
     "torch._C": ("_call/levels.py", "_call/ambient.py", "_call/casts.py", "_recompute/", "_capture/", "_trace/"),
     "torch._inductor": ("_compile/", "_fuse/inductor.py"),
     "torch._guards": ("_fuse/inductor.py",),

@@ -160,3 +160,79 @@ def test_a_setting_that_a_function_asks_for(name: str) -> None:
                     planned(torch.ones(3))
                 continue
             assert_equal(planned(torch.ones(3)), want)
+
+
+def no_saved_tensor_hooks() -> Any:
+    return torch.autograd.graph.disable_saved_tensors_hooks("disabled here")
+
+
+WITHIN: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "sdpa_kernel": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "saved-tensor hooks": no_saved_tensor_hooks,
+    "dual_level": torch.autograd.forward_ad.dual_level,
+    "device": lambda: torch.device("cpu"),
+}
+
+
+def ambient_state() -> tuple[Any, ...]:
+    with contextlib.ExitStack() as stack:
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        allowed = True
+        try:
+            stack.enter_context(hooks)
+        except RuntimeError:
+            allowed = False
+    attention = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
+    level = torch.autograd.forward_ad.enter_dual_level()
+    torch.autograd.forward_ad.exit_dual_level(level=level)
+    return (*seen(), torch.is_inference_mode_enabled(), attention, allowed, level, float(torch.ones(3).sum()))
+
+
+def selected(h: Tensor) -> Tensor:
+    return h[h > 0].sum()
+
+
+def raising(h: Tensor) -> Tensor:
+    return torch.linalg.cholesky(h) + h.reshape(5, 5)  # the shape does not fit
+
+
+def flat(h: Tensor) -> Tensor:
+    return h.detach().view(-1).sum()
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("transform", ["", "jvp", "vmap", "grad"])
+@pytest.mark.parametrize("last", [selected, raising, flat])
+@pytest.mark.parametrize("context", WITHIN)
+def test_contexts_are_exited_if_a_call_is_refused_or_raises(
+    context: str, last: Callable[[Tensor], Tensor], transform: str
+) -> None:
+    def within(x: Tensor, w: Tensor) -> Tensor:
+        with WITHIN[context](), torch.autocast("cpu", enabled=False):
+            return last(x) + last(torch.tanh(x @ w))
+
+    def fn(x: Tensor, w: Tensor) -> Any:
+        if transform == "jvp":
+            return torch.func.jvp(lambda x: within(x, w), (x,), (x,))
+        if transform == "vmap":
+            return torch.func.vmap(within, in_dims=(0, None))(x[None], w)
+        return torch.func.grad(within)(x, w) if transform == "grad" else within(x, w)
+
+    x, w = torch.randn(6, 6, requires_grad=True), torch.randn(6, 6, requires_grad=True)
+    before = ambient_state()
+    with contextlib.suppress(fckpt.TraceError, RuntimeError):  # `raising` raises an error in a plain call
+        fckpt.remat(fn, budget=1.0)(x, w)
+    assert ambient_state() == before
+
+
+def test_a_view_of_an_argument_in_inference_mode_is_refused() -> None:
+    def fn(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            x.detach().abs().max()
+        return x.sin()
+
+    with pytest.raises(fckpt.TraceError, match=r"inference mode.*view.*Use `torch.no_grad\(\)`"):
+        fckpt.remat(fn, budget=1.0)(torch.ones(3, requires_grad=True))
