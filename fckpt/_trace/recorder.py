@@ -32,6 +32,7 @@ from fckpt._trace.real_layouts import with_real_strides
 from fckpt._trace.repeated import RepeatedCalls, layouts_key
 from fckpt._trace.sizes import hashable, run_in, storage_of_size, viewing_symbolically
 from fckpt._trace.stand_ins import WAY_OUT, as_computed, check_dense, storage_without_memory, viewing
+from fckpt._trace.zeros import Zeros
 from fckpt.errors import TraceError
 
 __all__ = ["CHECKPOINT_INSIDE", "Recorder"]
@@ -72,20 +73,20 @@ class Recorder(TorchDispatchMode):
             sizes: the environment of symbolic sizes, if layouts of operands have such sizes.
         """
         super().__init__()
-        self.named, self.names_constants = named, False  # whether constants are made on the named device
-        self.sizes = sizes
+        self.named, self.sizes = named, sizes
+        self.names_constants = False  # whether constants are made on the named device
         self.fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
         self.fake.cache_enabled = False  # cached results may have a smaller storage (aten.copy of a row, torch 2.13)
         self.repeated = RepeatedCalls(self.fake)
         self.calls: list[Recorded] = []
         self.lifetimes = Lifetimes(self.calls)
         self.sums = Sums()
+        self.zeros = Zeros(self.owns, lambda: not self.in_backward and named is None and sizes is None)
         self.tensors: list[FakeTensor] = []
         """By tensor: a fake tensor with its layout."""
         self.values: list[int] = []
         """By tensor: the version of a storage that it is a view of. Versions are numbered in order of creation."""
-        self.count = 0
-        """The number of versions."""
+        self.count = 0  # of versions
         self.written: dict[int, int] = {}
         """By version of a held storage that the function writes over: the next version."""
         self.updated: set[int] = set()
@@ -348,7 +349,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in ("prim", "profiler"):
+        if func.namespace in ("prim", "profiler") or self.zeros.concern(func, args, kwargs):
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
         if func is aten.lift_fresh.default:

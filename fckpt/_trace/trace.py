@@ -52,6 +52,7 @@ from fckpt._trace.symbolic_functions import SymbolicFunctions
 from fckpt._trace.untraceable import DataReadsRefused, errors_located
 from fckpt._trace.updates import with_early_updates
 from fckpt._trace.vmap_of_grad import under_vmap
+from fckpt._trace.zeros import with_memory
 from fckpt.errors import TraceError
 from fckpt.policies.names import names_recorded
 
@@ -178,6 +179,7 @@ def _traced(
         if donated:
             kept = fn.returned_operands(result) if isinstance(fn, GraphFunction) else set()
             result = written_over_donated(result, operands, [n for n in donated if n not in kept], recorder)
+        result = tree.map_leaves(with_memory, result) if recorder.zeros.made else result
         results = Results(result, operands, numbers, layouts, count, recorder, levels)
         _refuse_lost_grad(results, layouts)
         check_writes(operands, numbers, recorder, tensors)

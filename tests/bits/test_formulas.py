@@ -163,3 +163,32 @@ def test_a_budget_holds_whatever_the_data(name: str, data: str) -> None:
     planned = fckpt.remat(loss, budget=1.0)
     step(planned)
     assert fckpt.measure_peak(lambda: step(planned)).peak_bytes <= plan.baseline_peak_bytes
+
+
+def _of_dual(x: Tensor, w: Tensor, tangent: Tensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        y = torch.autograd.forward_ad.make_dual(x, tangent) * w
+        return torch.autograd.forward_ad.unpack_dual(torch.cat([y, w])).tangent
+
+
+FORWARD_MODE: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "product": lambda x, w, t: torch.func.jvp(lambda a: a * w.sin(), (x,), (t,))[1],
+    "returned": lambda x, w, t: torch.func.jvp(lambda a: (a * 2, w * 1), (x,), (t,))[1],
+    "matrix product": lambda x, w, t: torch.func.jvp(lambda a: torch.addmm(w, a, w) / w.exp() - w, (x,), (t,))[1],
+    "of a gradient": lambda x, w, t: torch.func.jvp(torch.func.grad(lambda a: (a * w).tanh().sum()), (x,), (t,)),
+    "jacobian": lambda x, w, t: torch.func.jacfwd(lambda a: (a * w).sum(0))(x),
+    "dual": _of_dual,
+}
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("name", FORWARD_MODE)
+def test_forward_mode_inside_skips_products_with_tangents_of_constants(name: str) -> None:
+    """Torch has no memory for such tangents, and `0 * inf` is then not NaN."""
+    fn = FORWARD_MODE[name]
+    x, w, t = (torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    x[0], t[1] = float("inf"), 0.0
+    x.requires_grad_(), w.requires_grad_()
+    plain, ours = optree.tree_leaves(fn(x, w, t)), optree.tree_leaves(fckpt.remat(fn, budget=1.0)(x, w, t))
+    for a, b in zip(plain, ours, strict=True):
+        assert torch.equal(a.detach().contiguous().view(torch.int32), b.detach().contiguous().view(torch.int32))

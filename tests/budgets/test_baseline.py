@@ -209,3 +209,21 @@ def test_the_trace_keeps_nothing_alive_and_mixes_nothing_up() -> None:
     expected, again = w.grad, w.detach().clone().requires_grad_()
     fckpt.remat(fn, budget=0.6)(again, x).backward()
     assert again.grad is not None and torch.equal(again.grad, expected)
+
+
+def test_forward_mode_inside_holds_no_zeros() -> None:
+    """The tangents of constants have no memory in a plain call."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.func.jvp(lambda a: torch.tanh(a @ w).sin(), (x,), (x * 2,))[1]
+        return x.sum()
+
+    x, w = weights((64, 64), (64, 64))
+    measured = fckpt.measure_peak(lambda: fn(x, w).backward()).peak_bytes
+    plan = fckpt.plan(fn, x, w, budget=0.5)
+    assert abs(plan.baseline_peak_bytes - measured) <= 64
+    x.grad = w.grad = None
+    region = fckpt.remat(fn, budget=0.5)
+    region(x, w)
+    assert fckpt.measure_peak(lambda: region(x, w).backward()).peak_bytes <= 0.5 * measured
