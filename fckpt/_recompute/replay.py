@@ -20,7 +20,6 @@ from fckpt._call.conditions import Again, Versions, may_be_statistics, with_attr
 from fckpt._call.contents import WORD, is_dense, words_in
 from fckpt._call.levels import EXCLUDE_LEGACY_VMAP, below_all, is_wrapped, transforms_active
 from fckpt._call.modules import storage_of
-from fckpt._call.rng import SHARED
 from fckpt._recompute.saved_tensors import allow_hooks, disallow_hooks, pop, push
 from fckpt.errors import ImpureFunctionError, MutationError, RandomStateError, region_name
 
@@ -241,10 +240,10 @@ class Replay:
             _, before = self.versions.get(id(_base(tensor)), (None, 0))
             saved = saved._replace(version=saved.version + before)
         if saved != self.expected[number] and not self._is_excused(tensor, number, saved):
-            if self.threaded:
-                raise RandomStateError(SHARED)
-            difference = _difference(self.expected[number], saved)
-            raise ImpureFunctionError(f"saved value {number} of {region_name(self.fn)} {difference}: {_NOT_PURE}")
+            what = f"saved value {number} of {region_name(self.fn)} {_difference(self.expected[number], saved)}"
+            if self.threaded and saved[:3] == self.expected[number][:3]:
+                raise RandomStateError(f"{what}. {_THREADED}")
+            raise ImpureFunctionError(f"{what}: {_NOT_PURE}")
         self.found[number] = found
         # Autograd saves an operation's inputs before it computes, so the last operation need not run, unless it still
         # has to fill a tensor that it saved.
@@ -284,7 +283,15 @@ class Replay:
 
 _NOT_PURE = (
     "the function is not pure. Its result must depend only on its arguments; look for globals that change, counters, "
-    "caches, parameters whose requires_grad was switched, or a mode (such as a TorchDispatchMode) around only one run."
+    "caches, parameters whose requires_grad was switched, or a mode (a TorchDispatchMode or TorchFunctionMode) around "
+    "only one run."
+)
+
+_THREADED = (
+    "The function draws random numbers while other threads run. Either another thread drew from the same generator: "
+    "all threads of a process share torch's default CPU generator, so run such steps in separate processes, or draw "
+    f"the random tensors outside of `remat` and pass them as arguments. Or {_NOT_PURE} Saved-tensor hooks that change "
+    "values (such as a compression) have this effect too."
 )
 
 

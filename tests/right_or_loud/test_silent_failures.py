@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import linecache
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from helpers import assert_equal, leaf, seeded
 from torch import Tensor, nn
 from torch.func import grad
+from torch.overrides import TorchFunctionMode
 
 import fckpt
 
@@ -118,6 +120,33 @@ def test_a_thread_that_draws_between_is_noticed() -> None:
     try:
         with pytest.raises(fckpt.RandomStateError, match="another thread drew"):
             backward(fckpt.remat(fn))
+    finally:
+        idle.set()
+        waiting.join()
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.sin else result
+
+
+@pytest.mark.parametrize("cause", ["mode", "requires_grad"])
+def test_values_that_differ_are_not_put_down_to_threads_alone(cause: str) -> None:
+    """The other thread only waits."""
+    w = torch.randn(8, 8, requires_grad=True)
+    fn = lambda x: F.dropout(torch.sin(x @ w).exp(), 0.5).sin().sum()
+    idle = threading.Event()
+    waiting = threading.Thread(target=idle.wait)
+    waiting.start()
+    try:
+        with Doubling() if cause == "mode" else contextlib.nullcontext():
+            loss = fckpt.remat(fn)(torch.randn(8, 8, requires_grad=True))
+        w.requires_grad_(cause == "mode")
+        with pytest.raises(
+            fckpt.FckptError, match=r"^saved value .*not pure.*requires_grad was switched.*FunctionMode"
+        ):
+            loss.backward()
     finally:
         idle.set()
         waiting.join()
