@@ -137,6 +137,7 @@ class _Walk(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, held: dict[fx.Node, fx.Node], entered: Entered | None):
         super().__init__(module)
+        self.extra_traceback = False  # it would add lines of the graph to the messages of errors
         self.entered = entered
         self.depth = get_dynamic_layer_stack_depth()
         places = {node: place for place, node in enumerate(module.graph.nodes)}

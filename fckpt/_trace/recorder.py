@@ -31,7 +31,14 @@ from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, is_random
 from fckpt._trace.real_layouts import with_real_strides
 from fckpt._trace.repeated import RepeatedCalls, layouts_key
 from fckpt._trace.sizes import hashable, run_in, storage_of_size, viewing_symbolically
-from fckpt._trace.stand_ins import WAY_OUT, as_computed, check_dense, storage_without_memory, viewing
+from fckpt._trace.stand_ins import (
+    WAY_OUT,
+    as_computed,
+    check_dense,
+    refuse_quantized,
+    storage_without_memory,
+    viewing,
+)
 from fckpt._trace.zeros import Zeros
 from fckpt.errors import TraceError
 
@@ -96,12 +103,10 @@ class Recorder(TorchDispatchMode):
         self.sources: dict[int, Source] = {}
         self.boundary: int | None = None
         self.ending: int | None = None
-        """The number of calls before those that follow on the backward pass, if there are any. They may write to
-        operands."""
+        """The number of calls before those that follow on the backward pass, which may write to operands, if any."""
         self.hooked: set[int] = set()
         """The storages with a tensor on which the function registers a hook, or of which it reads `grad_fn`."""
-        self.in_last_backward = False
-        """Whether the last backward pass is about to run."""
+        self.in_last_backward = False  # whether the last backward pass is about to run
         self.autograd_nodes: list[Any] = []
         self.regions: list[tuple[range, set[int], Any]] = []
         """The rematerialised regions inside: their calls, the versions that they return, their policies."""
@@ -356,6 +361,7 @@ class Recorder(TorchDispatchMode):
             return args[0] if self._find(args[0]) is not None else self._constant(args[0])
         if func is aten._efficientzerotensor.default:  # a gradient of zeros without memory, which is not writable
             func = aten.zeros.default
+        refuse_quantized(func)
         if self.named is not None:
             func, kwargs = self._on_meta(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags:

@@ -21,6 +21,7 @@ __all__ = [
     "as_computed",
     "check_dense",
     "prepare_fake_tensors",
+    "refuse_quantized",
     "seems",
     "storage_without_memory",
     "viewing",
@@ -85,6 +86,16 @@ def check_dense(tensor: torch.Tensor) -> None:
         raise TraceError(
             "fake CUDA tensors cannot be traced on a machine without CUDA (autograd would end the process). To plan "
             'for a GPU, name it: fckpt.plan(fn, *args, device="cuda", costs="H100").'
+        )
+
+
+def refuse_quantized(func: Any) -> None:
+    """Raises `TraceError` for an operation that makes a quantized tensor: without data, torch takes it for a float."""
+    name = str(func.name())
+    if "quantize" in name and "fake_quant" not in name and "dequantize" not in name:
+        raise TraceError(
+            f"the function makes a quantized tensor ({name}), which cannot be traced: budgets and policies support "
+            f"dense torch.Tensors only. Use `torch.fake_quantize_per_tensor_affine`, which rounds floats. {WAY_OUT}"
         )
 
 

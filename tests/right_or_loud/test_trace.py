@@ -617,3 +617,13 @@ def test_operations_that_return_numbers() -> None:
     aligned = lambda x, w: torch._nested_tensor_from_mask_left_aligned(x, mask) * (x * w).sum()
     with pytest.raises(fckpt.TraceError, match="looks at the data"):
         fckpt.remat(aligned, budget=1.0)(x, torch.ones(16, requires_grad=True))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("options", [{"budget": 1.0}, {"policy": fckpt.policies.nothing_saveable}], ids=str)
+def test_quantized_tensors_are_refused(options: dict[str, Any]) -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.quantize_per_tensor((x @ w).detach(), 0.1, 0, torch.qint8).dequantize() * w
+
+    with pytest.raises(fckpt.TraceError, match="makes a quantized tensor"):
+        fckpt.remat(fn, **options)(torch.randn(4, 4), torch.randn(4, 4, requires_grad=True))
