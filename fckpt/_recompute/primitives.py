@@ -19,7 +19,7 @@ from torch._functorch.vmap import restore_vmap
 from fckpt import _tree as tree
 from fckpt._call.arguments import Arguments
 from fckpt._call.conditions import BufferWrites, Conditions, Observation, may_be_statistics
-from fckpt._call.levels import transforms_active, unseen, unwrapped, version
+from fckpt._call.levels import EXCLUDE_LEGACY_VMAP, transforms_active, unseen, unwrapped, version
 from fckpt._call.messages import Messages
 from fckpt._call.places import Slot, replaced, tensors_in
 from fckpt._call.results import Flat, Rebuilt, Returned, is_number, numbered
@@ -504,7 +504,8 @@ class Pullback:
                 # An alias, so that inputs that depend on one another have separate gradients.
                 if self.computed[i] or (same and dependent):
                     xs[i] = torch.ops.aten.alias(xs[i])
-            outputs = self.primitive(*xs)
+            with torch._C._ExcludeDispatchKeyGuard(EXCLUDE_LEGACY_VMAP):  # `is_grads_batched` forbids random numbers
+                outputs = self.primitive(*xs)
 
         def pull(*cts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             pairs = [(outputs[i], ct) for i, ct in zip(self.outputs, cts, strict=True) if outputs[i].requires_grad]
