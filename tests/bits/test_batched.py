@@ -152,14 +152,24 @@ def test_batches_of_cotangents_that_reach_a_write_in_place(fn: Callable[[Tensor]
     assert torch.equal(found, torch.autograd.grad(fn(x), x, cotangents, is_grads_batched=True)[0])
 
 
+class TwoResults(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.layers(x)
+        return h.sin(), h.tanh().sum(0)
+
+
 @pytest.mark.filterwarnings("ignore::fckpt.BudgetWarning")
 def test_batched_cotangents_of_a_module_that_draws_and_has_statistics() -> None:
     found = []
     for wrap in (lambda module: module, lambda module: fckpt.remat(module, budget=1.0)):
         torch.manual_seed(0)
-        module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5))
+        module = TwoResults()
         x = torch.randn(6, 4, requires_grad=True)
-        output = wrap(module)(x).sin().sum(0)
+        _, output = wrap(module)(x)
         (grad,) = torch.autograd.grad(output, x, torch.eye(8), is_grads_batched=True)
         found.append((grad, *module.buffers(), torch.get_rng_state()))
     assert all(map(torch.equal, *found))
