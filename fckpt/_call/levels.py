@@ -52,6 +52,7 @@ __all__ = [
     "unwrapped",
     "version",
     "vmap_around_grad",
+    "wraps_all",
 ]
 
 # Reading an attribute of a tensor also calls the active torch function modes, among them those of an enclosing region,
@@ -131,6 +132,11 @@ def vmap_around_grad() -> Any:
     stack = _stack()
     found = [level.key() for level in stack] == [TransformType.Vmap, TransformType.Grad]
     return coerce_cinterpreter(stack[0]) if found else None
+
+
+def wraps_all() -> bool:
+    """Whether an active transform wraps each tensor that an operation gets, as all but `vmap` do."""
+    return any(level.key() != TransformType.Vmap for level in _stack())
 
 
 def only_reverse() -> bool:

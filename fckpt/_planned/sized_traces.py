@@ -139,7 +139,7 @@ class SizedTraces:
         """
         if isinstance(function, BatchedGraph) or batch is not None or donated:
             return tracer
-        if any(layout.transformed for layout in layouts):
+        if any(layout.transformed or layout.at_level for layout in layouts):
             return tracer
         given = {i: function.inputs[i] for i in function.graph.decisive}
         numbers = {i: number for i, number in given.items() if type(number) is int}

@@ -20,7 +20,7 @@ from fckpt._call.modules import storage_of
 from fckpt._call.results import Rebuilt
 from fckpt._trace.recorder import Recorder
 
-__all__ = ["apart"]
+__all__ = ["apart", "is_unrecorded"]
 
 
 def apart(

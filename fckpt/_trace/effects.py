@@ -376,7 +376,7 @@ def check_writes(
                 "the function changes a captured tensor in place that shares memory with another tensor that it "
                 f"uses. Close over only one of the two. {WAY_OUT}"
             )
-        if written[i] and operands[i].requires_grad:
+        if written[i] and operands[i].requires_grad and torch.is_grad_enabled():
             raise TraceError(
                 "the function changes a captured tensor in place that requires grad (an embedding with max_norm, "
                 f"for example), which a plan cannot reproduce. {WAY_OUT}"

@@ -24,7 +24,7 @@ from fckpt._capture.sources import current
 from fckpt._trace.operations import DECLARED_PURE
 from fckpt.errors import TraceError
 
-__all__ = ["FormulaError", "choose", "depends_on_wrapping"]
+__all__ = ["FormulaError", "choose", "depends_on_wrapping", "operation"]
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -32,10 +32,10 @@ _library = torch.library.Library("fckpt_formulas", "DEF")
 """The operations are registered while this object lives."""
 
 
-def _operation(schema: str, shape: Callable[..., torch.Tensor]) -> Callable[[Callable[..., torch.Tensor]], Any]:
-    """Registers a formula as an operation. `shape` returns an empty tensor like the result, for fake tensors."""
+def operation(schema: str, shape: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Registers a function as an operation. `shape` returns empty tensors like the results, for fake tensors."""
 
-    def register(compute: Callable[..., torch.Tensor]) -> Any:
+    def register(compute: Callable[..., Any]) -> Any:
         name = schema.partition("(")[0]
         _library.define(schema)
         _library.impl(name, compute, "CompositeExplicitAutograd")
@@ -50,7 +50,7 @@ def _operation(schema: str, shape: Callable[..., torch.Tensor]) -> Callable[[Cal
 # -- masked_fill by a tensor ------------------------------------------------------------------------
 
 
-@_operation("masked_sum(Tensor x, Tensor mask) -> Tensor", lambda x, mask: x.new_empty(()))
+@operation("masked_sum(Tensor x, Tensor mask) -> Tensor", lambda x, mask: x.new_empty(()))
 def _masked_sum(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x.masked_select(mask).sum()
 
@@ -107,7 +107,7 @@ def _of_the_others(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tenso
     return grad * (before * after).conj()
 
 
-@_operation("prod_backward(Tensor grad, Tensor x, Tensor result, bool recorded) -> Tensor", _quotients)
+@operation("prod_backward(Tensor grad, Tensor x, Tensor result, bool recorded) -> Tensor", _quotients)
 def _prod_backward(grad: torch.Tensor, x: torch.Tensor, result: torch.Tensor, recorded: bool) -> torch.Tensor:
     zeros = (x == 0).nonzero().shape[0]
     quotients = _quotients(grad, x, result)
@@ -118,7 +118,7 @@ def _prod_backward(grad: torch.Tensor, x: torch.Tensor, result: torch.Tensor, re
     return quotients.copy_(_of_the_others(grad, x.reshape(-1), 0).view(x.shape))
 
 
-@_operation("prod_backward_dim(Tensor grad, Tensor x, Tensor result, int dim) -> Tensor", _quotients)
+@operation("prod_backward_dim(Tensor grad, Tensor x, Tensor result, int dim) -> Tensor", _quotients)
 def _prod_backward_dim(grad: torch.Tensor, x: torch.Tensor, result: torch.Tensor, dim: int) -> torch.Tensor:
     zeros = bool((x == 0).any())
     quotients = _quotients(grad, x, result)
@@ -178,7 +178,7 @@ def _cumprod_gradient(grad: torch.Tensor, x: torch.Tensor, result: torch.Tensor,
     return torch.where(at_zero, terms, quotients.masked_fill_(before.logical_not_(), 0))
 
 
-_cumprod_backward = _operation(
+_cumprod_backward = operation(
     "cumprod_backward(Tensor grad, Tensor x, Tensor result, int dim) -> Tensor", _cumprod_gradient
 )(_cumprod_gradient)
 

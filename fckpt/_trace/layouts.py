@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from fckpt._call.casts import remembers_casts_of
-from fckpt._call.levels import is_wrapped, layers, transforms_active, unseen
+from fckpt._call.levels import is_wrapped, layers, transforms_active, unseen, wraps_all
 from fckpt._trace.operations import Layout
 
 __all__ = ["as_differentiated", "layouts_below"]
@@ -31,12 +31,14 @@ def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
                     tracked and (not leaf or t._is_view()),
                     False,
                     False,
+                    False,
                 )
             )
             for t in tensors
         ]
     with unseen():
-        return [_layout_below(t) for t in tensors]
+        at_level = wraps_all()
+        return [_layout_below(t, at_level) for t in tensors]
 
 
 def as_differentiated(layouts: list[Layout]) -> tuple[list[Layout], list[Layout] | None]:
@@ -46,11 +48,10 @@ def as_differentiated(layouts: list[Layout]) -> tuple[list[Layout], list[Layout]
     """
     if torch.is_grad_enabled() or not any(layout.requires_grad for layout in layouts):
         return layouts, None
-    hidden = [x._replace(requires_grad=False, computed=False, unrecorded=x.requires_grad) for x in layouts]
-    return hidden, layouts
+    return [layout._replace(requires_grad=False, unrecorded=layout.requires_grad) for layout in layouts], layouts
 
 
-def _layout_below(tensor: torch.Tensor) -> Layout:
+def _layout_below(tensor: torch.Tensor, at_level: bool) -> Layout:
     tracked = tensor.requires_grad
     transformed = False
     remembered = remembers_casts_of(tensor)
@@ -67,6 +68,7 @@ def _layout_below(tensor: torch.Tensor) -> Layout:
         tensor.is_leaf and tensor.requires_grad,
         tracked and not remembered,
         transformed,
+        at_level,
     )
 
 

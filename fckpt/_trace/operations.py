@@ -96,9 +96,15 @@ class Layout(NamedTuple):
     views."""
     transformed: bool = False
     """Whether a level of torch.func differentiates with respect to the tensor."""
+    at_level: bool = False
+    """Whether a level of torch.func wraps all tensors during the call."""
     unrecorded: bool = False
-    """Whether the tensor requires grad, but grad mode is off. torch chooses some operations by that: `matmul` of a
-    batch and a matrix is one product if the matrix requires grad, in whichever mode."""
+    """Whether the tensor requires grad in a call with grad mode off. `torch.matmul` chooses its kernel by that."""
+
+    @property
+    def is_tracked(self) -> bool:
+        """Whether the tensor requires grad."""
+        return self.requires_grad or self.unrecorded
 
 
 class Backward(NamedTuple):

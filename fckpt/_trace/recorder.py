@@ -28,6 +28,7 @@ from fckpt._capture.sources import Source, current
 from fckpt._trace.constant_data import LOOKING, UnknownData, looked_at, refuse_number
 from fckpt._trace.lifetimes import Lifetimes, Sums
 from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, is_random, mapped, statistics_of
+from fckpt._trace.plain_kernels import PlainKernels
 from fckpt._trace.real_layouts import with_real_strides
 from fckpt._trace.repeated import RepeatedCalls, layouts_key
 from fckpt._trace.sizes import hashable, run_in, storage_of_size, viewing_symbolically
@@ -89,6 +90,7 @@ class Recorder(TorchDispatchMode):
         self.lifetimes = Lifetimes(self.calls)
         self.sums = Sums()
         self.zeros = Zeros(self.owns, lambda: not self.in_backward and named is None and sizes is None)
+        self.kernels = PlainKernels()
         self.tensors: list[FakeTensor] = []
         """By tensor: a fake tensor with its layout."""
         self.values: list[int] = []
@@ -126,8 +128,7 @@ class Recorder(TorchDispatchMode):
             with self._faking():
                 fake = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
             tensor = self._fresh(fake, held=True)
-            requires_grad = layout.requires_grad or layout.unrecorded
-            return as_computed(tensor) if layout.computed else tensor.requires_grad_(requires_grad)
+            return as_computed(tensor) if layout.computed else tensor.requires_grad_(layout.is_tracked)
 
     def refuse_writes(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
         """Makes any later write to the storage of a tensor raise `error()`."""
@@ -364,6 +365,7 @@ class Recorder(TorchDispatchMode):
         refuse_quantized(func)
         if self.named is not None:
             func, kwargs = self._on_meta(func, args, kwargs)
+        func, args = self.kernels.of(func, args)
         if torch.Tag.inplace_view in func.tags:
             return self._reshaped(func, args, kwargs)
         given: dict[int, torch.Tensor] = {}  # by storage of a fake tensor: an argument with that storage

@@ -11,7 +11,7 @@ from fckpt import _tree as tree
 from fckpt._call import ambient
 from fckpt._call.results import is_number, numbered
 from fckpt._trace import formulas
-from fckpt._trace.aliases import apart
+from fckpt._trace.aliases import apart, is_unrecorded
 from fckpt._trace.assemble import Interface
 from fckpt._trace.lifetimes import nodes_behind
 from fckpt._trace.operations import Backward, Layout, Observed, is_dense, places_of, strides_of
@@ -69,7 +69,11 @@ class Results:
         results: list[torch.Tensor] = numbered(self.leaves, known)
         # Under vmap, results are separate batches even where they share memory with others.
         self.results = apart(self.leaves, results, operands, count, recorder) if levels is None else results
-        self.flags = tuple(t.requires_grad for t in self.results)
+        recorded, given = torch.is_grad_enabled(), set(map(id, operands))
+        # With grad mode off, operands that require grad, and views of them, are returned as tensors that do not.
+        self.flags = tuple(
+            [t.requires_grad and (recorded or not (id(t) in given or is_unrecorded(t))) for t in self.results]
+        )
         found = [self._below(t) for t in self.results]
         self.outputs = tuple(recorder.number(t) for t, _ in found)
         self.out_dims = tuple(dim for _, dim in found)
@@ -92,9 +96,9 @@ class Results:
         return tuple([id(t) in variables or (t.grad_fn is not None and t.grad_fn in nodes) for t in self.operands])
 
     def made(self) -> list[torch.Tensor]:
-        """Returns the results that are not operands."""
+        """Returns the results that require grad and are not operands."""
         given = set(map(id, self.operands))
-        return [t for t in self.results if id(t) not in given]
+        return [t for t, flag in zip(self.results, self.flags, strict=True) if flag and id(t) not in given]
 
     def interface(self) -> Interface:
         """Returns the inputs and outputs of both passes; call `differentiate` first."""
@@ -130,7 +134,7 @@ class Results:
             backward = self._expected(observed)
         differentiated = backward.outputs if backward.chosen is None else self._chosen(backward.chosen)
         if differentiated is None:
-            differentiated = tuple(likely_differentiated(self.results))
+            differentiated = tuple([i for i in likely_differentiated(self.results) if self.flags[i]])
         cotangents, strides = self._cotangents(differentiated, backward.strides or ())
         wanted = [t for t in self.operands if t.requires_grad]
         pairs = [(y, ct) for y, ct in zip(self.results, cotangents, strict=True) if ct is not None]

@@ -112,7 +112,8 @@ _anchor = torch.zeros((), requires_grad=True)
 
 def as_computed(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor that requires grad and is not a leaf, on the storage of `tensor`."""
-    return _Computed.apply(_anchor, [tensor])
+    with torch.enable_grad():
+        return _Computed.apply(_anchor, [tensor])
 
 
 @functools.cache

@@ -144,7 +144,7 @@ def _traced(
 ) -> Trace:
     tensors = [*arguments.tensors, *closure]
     enabled = torch.is_grad_enabled() or any(layout.requires_grad for layout in layouts)
-    wrapped = batch is not None or any(layout.transformed for layout in layouts)
+    wrapped = batch is not None or any(layout.transformed or layout.at_level for layout in layouts)
     graph, inference = isinstance(fn, (GraphFunction, BatchedGraph)), torch.is_inference_mode_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_recording(recorder, wrapped, enabled, target))
@@ -155,7 +155,7 @@ def _traced(
         count = len(arguments.tensors)
         _protect(stand_ins[:count], arguments, origins, donated, recorder)
         levels = None if batch is None else stack.enter_context(under_vmap(batch))
-        tracked = [layout.requires_grad for layout in layouts]
+        tracked = [layout.is_tracked for layout in layouts]
         computed = [layout.computed for layout in layouts]
         operands = stand_ins if levels is None else levels.wrapped(stand_ins, tracked, computed)
         del stand_ins
@@ -251,13 +251,16 @@ def _python_code(
 def _refuse_lost_grad(results: Results, layouts: Sequence[Layout]) -> None:
     differentiable = results.differentiable or [True] * len(layouts)
     if any(results.flags) and not any(x.requires_grad and led for x, led in zip(layouts, differentiable, strict=True)):
-        off = any(layout.unrecorded for layout in layouts)
-        why = "grad mode is off where it is called" if off else "its gradient leads to nothing that is passed to it"
+        if any(layout.unrecorded for layout in layouts):
+            raise TraceError(
+                "the function switches grad mode on, and returns a tensor that requires grad, in a call with grad mode "
+                f"off: a plan would lose that. Detach the result, or switch grad mode on around the call. {WAY_OUT}"
+            )
         raise TraceError(
-            f"the function returns a tensor that requires grad, although {why}: a plan would lose that. Detach the "
-            f"result. {WAY_OUT}"
+            "the function returns a tensor that requires grad, although its gradient leads to nothing that is passed "
+            f"to it: a plan would lose that. Detach the result. {WAY_OUT}"
         )
-    if results.levels is None and any(t.requires_grad and t.is_leaf for t in results.made()):
+    if results.levels is None and any(t.is_leaf for t in results.made()):
         raise TraceError(
             "the function returns a parameter that it makes, or another new leaf that requires grad: a plan would "
             f"return a tensor without `.grad`. Make it outside, and pass it as an argument. {WAY_OUT}"

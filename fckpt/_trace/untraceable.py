@@ -18,6 +18,7 @@ from fckpt._capture.tensor_states import STATES
 from fckpt._trace import formulas
 from fckpt._trace.late import refuse_hook_in_c
 from fckpt._trace.lifetimes import nodes_behind
+from fckpt._trace.plain_kernels import decides
 from fckpt._trace.recorder import Recorder
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt._trace.vmap_of_grad import at_a_level
@@ -80,6 +81,9 @@ class DataReadsRefused(TorchFunctionMode):
             if not self.recorder.in_last_backward:
                 self._choose_formulas(args[0] if args else (kwargs or {})["outputs"])
             self.recorder.in_last_backward = False
+        if decides(func):
+            with self.recorder.kernels.within(func, args, kwargs or {}, self.wrapped):
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _choose_formulas(self, given: torch.Tensor | Sequence[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Gradients by a plan are those of the formulas that autograd uses in the same place without one.
+"""Gradients by a plan are those of the formulas that autograd uses in the same place without one, and so are values.
 
 Autograd chooses formulas by whether tensors are subclasses (as all are below a dispatch mode), whether the backward
 pass runs at a level of torch.func, and whether it is recorded.
@@ -192,3 +192,90 @@ def test_forward_mode_inside_skips_products_with_tangents_of_constants(name: str
     plain, ours = optree.tree_leaves(fn(x, w, t)), optree.tree_leaves(fckpt.remat(fn, budget=1.0)(x, w, t))
     for a, b in zip(plain, ours, strict=True):
         assert torch.equal(a.detach().contiguous().view(torch.int32), b.detach().contiguous().view(torch.int32))
+SYMMETRIC = torch.randn(4, 6, 6, generator=torch.Generator().manual_seed(0))
+SYMMETRIC = SYMMETRIC @ SYMMETRIC.mT + torch.eye(6)
+
+SPECTRA: dict[str, Callable[[Tensor], Tensor]] = {
+    "svdvals": torch.linalg.svdvals,
+    "eigvals": lambda x: torch.linalg.eigvals(x).abs(),
+    "eigvalsh": torch.linalg.eigvalsh,
+    "matrix_norm": lambda x: torch.linalg.matrix_norm(x, 2),
+    "norm": lambda x: torch.linalg.norm(x, "nuc", dim=(1, 2)),
+    "torch.norm": lambda x: torch.norm(x, "nuc", dim=(1, 2)),
+    "a method": lambda x: x.norm("nuc", dim=(1, 2)),
+    "cond": torch.linalg.cond,
+    "cond by name": lambda x: torch.linalg.cond(x, "nuc"),
+    "matrix_rank": lambda x: torch.linalg.matrix_rank(x, hermitian=True).float(),
+    "svd without vectors": lambda x: torch.svd(x, compute_uv=False)[1],
+    "svd": lambda x: torch.linalg.svd(x, full_matrices=False)[1],
+    "eigh": lambda x: torch.linalg.eigh(x)[0],
+    "pinv": lambda x: torch.linalg.pinv(x, hermitian=True),
+    "an operation": torch.ops.aten.linalg_svdvals.default,
+    "a batch": torch.func.vmap(torch.linalg.svdvals),
+    "a gradient": lambda x: torch.func.grad(lambda y: torch.linalg.svdvals(y).sum())(x),
+    "data at a level": lambda x: torch.func.grad(lambda s: (torch.linalg.svdvals(x) * s).sum())(torch.ones(())),
+}
+
+
+def without_grad(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with torch.no_grad():
+            return fn(*args)
+
+    return call
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of torch, for `cond` by name in a batch
+@pytest.mark.parametrize("where", ["data", "no_grad inside", "no_grad around", "differentiated", "level", "batches"])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_values_are_computed_without_vectors_where_no_gradient_is_needed(name: str, where: str) -> None:
+    scale, x = leaf(torch.tensor(1.3)), SYMMETRIC.clone().requires_grad_(where not in ("data", "batches"))
+    inner = without_grad(SPECTRA[name]) if where == "no_grad inside" else SPECTRA[name]
+    fn = lambda x: inner(x) * scale
+    planned = fckpt.remat(fn, budget=1.0)
+
+    def outcome(fn: Callable[..., Any]) -> Any:
+        if where == "no_grad around":
+            return without_grad(fn)(x)
+        if where == "level":
+            return torch.func.grad_and_value(lambda s: (fn(x) * s).sum())(torch.ones(()))
+        if where == "batches":
+            return torch.func.vmap(lambda y: fn(y[None]))(x)
+        result = fn(x)
+        return result, torch.autograd.grad(
+            result.sum(), [scale, x][: 1 + (where == "differentiated")], allow_unused=True
+        )
+
+    for _ in range(2):
+        assert_equal(outcome(planned), outcome(fn))
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_lstm_without_grad(frozen: bool, around: bool) -> None:
+    torch.manual_seed(0)
+    lstm = torch.nn.LSTM(16, 8, 2, batch_first=True, bidirectional=True).requires_grad_(not frozen)
+    scale = leaf(torch.tensor(1.3))
+    fn = lambda x: without_grad(lstm)(x)[0] * scale
+    planned = fckpt.remat(fn, budget=1.0)
+    for size in (3, 4, 5, 6, 7):  # the later ones by a trace with symbolic sizes
+        x = torch.randn(size, 2 * size, 16)
+        outcome = lambda fn, x=x: without_grad(fn)(x) if around else (y := fn(x), torch.autograd.grad(y.sum(), [scale]))
+        assert_equal(outcome(planned), outcome(fn))
+
+
+@pytest.mark.parametrize("product", ["a parameter", "a layer", "attention", "a recurrent layer"])
+def test_products_without_grad_with_what_requires_it(product: str) -> None:
+    torch.manual_seed(0)
+    weight, layer = leaf(torch.randn(16, 8)), torch.nn.Linear(16, 40)
+    attention, recurrent = torch.nn.MultiheadAttention(16, 2), torch.nn.RNN(16, 8)
+    fn = {
+        "a parameter": lambda x: weight.t() @ x.transpose(1, 2),
+        "a layer": lambda x: layer(x[:, None].expand(-1, 2, -1, -1)),
+        "attention": lambda x: attention(x, x, x)[0],
+        "a recurrent layer": lambda x: recurrent(x)[0],
+    }[product]
+    planned = fckpt.remat(fn, budget=1.0)
+    for _ in range(3):
+        x = torch.randn(3, 17, 16).transpose(0, 1)
+        assert_equal(without_grad(planned)(x), without_grad(fn)(x))

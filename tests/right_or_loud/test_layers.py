@@ -477,7 +477,7 @@ def test_grad_mode_switched_on_inside_a_call_without_gradients(decorated: bool) 
         fckpt.remat(torch.enable_grad()(inside) if decorated else inside, budget=1.0),
         torch.randn(6, 6, requires_grad=True),
     )
-    with torch.no_grad(), pytest.raises(fckpt.TraceError, match="requires grad, although grad mode is off"):
+    with torch.no_grad(), pytest.raises(fckpt.TraceError, match="switches grad mode on"):
         planned(x)
     assert torch.equal(planned(x), inside(x))
 
