@@ -312,6 +312,9 @@ class _Walk:
             self.items(dict(value.mapping), depth - 1)
         elif isinstance(value, type):
             self.constants(value)
+        elif isinstance(value, torch.library.CustomOpDef):  # its other attributes do not change what a trace contains
+            for name in ("_setup_context_fn", "_backward_fn", "_vmap_fn"):
+                self.visit(None, attribute(value, name), depth)
         elif not isinstance(value, logging.Logger):
             state = self.state
             if not is_user_class(kind) and kind not in RECORDS:

@@ -13,13 +13,11 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch._dynamo.variables import NestedUserFunctionVariable, TensorVariable, UserFunctionVariable
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 
-from fckpt._call.closure import global_names
-from fckpt._call.facts import is_library
 from fckpt._capture.patching import patched
+from fckpt._capture.variables import variable_read
 
 __all__ = ["late_readers_refused"]
 
@@ -36,10 +34,10 @@ def _registering(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_hook(hook: Any) -> None:
     if type(hook) is UserFunctionVariable:
-        found = _reads(hook.fn.__code__, hook.fn.__globals__, hook.fn.__closure__)
+        found = variable_read(hook.fn.__code__, hook.fn.__globals__, hook.fn.__closure__)
     elif type(hook) is NestedUserFunctionVariable:
         code = hook.get_code()
-        found = ", ".join(code.co_freevars) or _reads(code, hook.get_globals(), None)
+        found = ", ".join(code.co_freevars) or variable_read(code, hook.get_globals(), None)
     else:
         raise LookupError(f"a hook of a tensor is a {hook.python_type_name()}, which may read variables")
     if found:
@@ -50,40 +48,11 @@ def _applying(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def trace(this: Any, *args: Any, **kwargs: Any) -> Any:
         fn: Any = getattr(this.bwd_fn, "__func__", this.bwd_fn)
-        if type(fn) is types.FunctionType and (found := _reads(fn.__code__, fn.__globals__, fn.__closure__)):
+        if type(fn) is types.FunctionType and (found := variable_read(fn.__code__, fn.__globals__, fn.__closure__)):
             raise LookupError(f"`{fn.__qualname__}` reads `{found}` in the backward pass")
         return original(this, *args, **kwargs)
 
     return trace
-
-
-def _reads(code: types.CodeType, scope: dict[str, Any], cells: Any, depth: int = 4) -> str:
-    """Returns the name of a changeable variable that a function may read; empty if the function reads none."""
-    if is_library(str(scope.get("__name__", ""))):
-        return ""
-    names = global_names(code)
-    held = [(name, scope[name]) for name in names if name in scope]
-    for name, cell in zip(code.co_freevars, cells or (), strict=False):
-        with contextlib.suppress(ValueError):  # an empty cell
-            held.append((name, cell.cell_contents))
-    for owner in [value for _, value in held if _has_own_names(value)]:
-        held += [(name, vars(owner)[name]) for name in names if name in vars(owner)]
-    for name, value in held:
-        if type(value) is types.FunctionType and depth and value.__code__ is not code:
-            if found := _reads(value.__code__, value.__globals__, value.__closure__, depth - 1):
-                return found
-        elif not callable(value) and not isinstance(value, _CONSTANT):
-            return name
-    return ""
-
-
-_CONSTANT = (types.ModuleType, torch.Tensor, torch.dtype, staticmethod, classmethod)
-
-
-def _has_own_names(value: Any) -> bool:
-    if isinstance(value, types.ModuleType):
-        return not is_library(value.__name__)
-    return isinstance(value, type) and not is_library(value.__module__)
 
 
 @contextlib.contextmanager

@@ -15,18 +15,21 @@ import builtins
 import contextlib
 import decimal
 import functools
+import gc
 import logging
 import os
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from fckpt._call.closure import Closure, Snapshot, class_attributes, closure_of, global_names
 from fckpt._call.facts import Unguarded, attribute, fact, is_library, is_user_class, levels_of, see_caches
 from fckpt._call.modules import facts_of
 from fckpt._capture.classes import ClassFacts
 
-__all__ = ["Guards", "Reads"]
+__all__ = ["Guards", "Reads", "is_faking"]
 
 
 class Reads:
@@ -42,6 +45,8 @@ class Reads:
         """The names of all environment variables, if the code has listed them."""
         self.loggers: dict[str | None, tuple[Any, ...]] = {}
         """The loggers that were looked up, by name, and their settings."""
+        self.registered: dict[types.CodeType, list[Any]] = {}
+        """By code of a function of a custom operation: the functions with this code, and the object of a method."""
         self._held: Snapshot | None = None
         self._seen: set[int] = set()
 
@@ -71,6 +76,8 @@ class Reads:
         if is_library(str(scope.get("__name__", ""))):
             return
         self.codes[frame.f_code] = scope
+        if frame.f_code not in self.registered and _is_registered(frame):
+            self.registered[frame.f_code] = _holders(frame)
         for value in frame.f_locals.values():
             self._add(value if isinstance(value, type) else type(value))
         if self._held is not None and id(frame.f_code) not in self._seen:
@@ -129,6 +136,38 @@ def _functions_of_modules(codes: dict[types.CodeType, dict[str, Any]]) -> Iterat
         yield from ((_BUILTINS, name, _BUILTINS[name]) for name in names if name not in scope and name in _BUILTINS)
 
 
+def _is_registered(frame: types.FrameType) -> bool:
+    """Whether torch calls a function because it is registered for a custom operation, to compute values."""
+    return frame.f_back is not None and _module_of(frame.f_back).startswith(_CALLING) and not is_faking(frame)
+
+
+_CALLING = ("torch._ops", "torch._library.")
+
+
+def _module_of(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def is_faking(frame: types.FrameType | None) -> bool:
+    """Whether a frame is beneath a run on tensors without data, which only determines layouts."""
+    while frame is not None:
+        if _module_of(frame) == "torch._subclasses.fake_tensor":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _holders(frame: types.FrameType) -> list[Any]:
+    """Returns all functions with the code of a frame, whose cells only the registry of torch reaches; and the object of
+    a method.
+    """
+    code = frame.f_code
+    found: list[Any] = [fn for fn in gc.get_referrers(code) if type(fn) is types.FunctionType and fn.__code__ is code]
+    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    own = owner is not None and is_user_class(type(owner))
+    return [*found, owner] if own and not isinstance(owner, torch.autograd.function.FunctionCtx) else found
+
+
 class Guards:
     """The values that the code of a trace may have read, as they were at the trace."""
 
@@ -138,7 +177,7 @@ class Guards:
         self._loggers = reads.loggers
         self._decimals = _decimals()
         self._scopes = list(reads.codes.items())
-        self._called = list(_called(reads))
+        self._called = [*_called(reads), *(held for found in reads.registered.values() for held in found)]
         self._attributes = list(_functions_of_modules(reads.codes))
         self._lists_subclasses = any("__subclasses__" in code.co_names for code in reads.codes)
         self._lineages = [(cls, self._lineage(cls)) for cls in reads.classes.values()]

@@ -73,6 +73,7 @@ class _Watch:
         if frame.f_code not in self.scopes and not is_library(module) and not module.startswith("namedtuple_"):
             self.scopes[frame.f_code] = frame.f_globals
             held = [value for value in frame.f_locals.values() if _may_change(value)]
+            held += self._reads.registered.get(frame.f_code, ())
             self.held += held
             reached = closure_of(held, scopes=[(frame.f_code, frame.f_globals)])
             self.places += [reached.own, reached.given]

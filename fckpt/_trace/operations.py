@@ -26,6 +26,7 @@ __all__ = [
     "Trace",
     "arguments_of",
     "indices_of",
+    "is_built_in",
     "is_dense",
     "is_random",
     "is_tagged_random",
@@ -294,6 +295,12 @@ OPAQUE = {
     "cum_seq_k", "offset2bag", "bag_size", "maximum_indices",
 }  # fmt: skip
 """Names of arguments, in the schemas of operations, that are opaque tensors with a private format."""
+
+
+def is_built_in(op: Any) -> bool:
+    """Whether an operation belongs to torch or fckpt."""
+    name = getattr(op, "_qualified_op_name", None) or op.name()
+    return name.partition("::")[0] in _BUILT_IN
 
 
 def is_random(op: Any) -> bool:

@@ -45,6 +45,7 @@ from fckpt._trace.named_device import DevicesMoved, NamedDevice, cuda_kernels
 from fckpt._trace.operations import Backward, Batch, Layout, Trace
 from fckpt._trace.parameters import parameters_made
 from fckpt._trace.recorder import Recorder
+from fckpt._trace.registered import registered_code_watched
 from fckpt._trace.results import Results
 from fckpt._trace.settings import settings_unchanged
 from fckpt._trace.stand_ins import WAY_OUT
@@ -167,7 +168,9 @@ def _traced(
             before = state.again()
             carried = {} if backward.then is None else backward.then.begun(operands)
             moved = contextlib.nullcontext() if target is None else DevicesMoved(target, graph, recorder)
-            python = contextlib.nullcontext() if graph else _python_code(reads, tensors, operands, recorder, inference)
+            python = (
+                registered_code_watched(fn) if graph else _python_code(reads, tensors, operands, recorder, inference)
+            )
             with undone_on_error(before), reads.holding(before):
                 hooks = Registrations()
                 unchanged = contextlib.nullcontext() if graph else arguments_unchanged(args, kwargs)
@@ -185,7 +188,7 @@ def _traced(
         check_writes(operands, numbers, recorder, tensors)
         recorder.start_backward()
         late: list[LateReads] = []
-        with contextlib.nullcontext() if graph else late_code_watched(reads, before.again(), slots, late):
+        with registered_code_watched(fn) if graph else late_code_watched(reads, before.again(), slots, late):
             results.differentiate(backward, carried)
     names = [*origins, *[""] * (len(operands) - len(origins))]
     assembly = Assembly(recorder, results.interface(), names)

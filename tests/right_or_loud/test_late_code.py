@@ -248,3 +248,81 @@ def test_a_plan_refuses_hooks_that_would_outlast_the_call(fn: Callable[[Tensor],
     with pytest.raises(fckpt.TraceError, match=r"registers a hook .* Register the hook before the call"):
         fckpt.remat(fn, budget=1.0)(x * 1)
     assert not x._backward_hooks
+
+
+# -- the Python code of custom operations
+
+
+class Scale:
+    factor = 1.0
+
+    def backward(self, ctx: Any, grad: Tensor) -> Tensor:
+        return grad * self.factor
+
+
+def registered(how: str) -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
+    """Returns a custom operation whose Python code reads a number, and a function that sets this number."""
+    number, held, scale = 1.0, {"factor": 1.0}, Scale()
+
+    def set_to(value: float) -> None:
+        nonlocal number
+        number = held["factor"] = scale.factor = FACTORS["factor"] = value
+
+    set_to(1.0)
+    name = f"with_{how.replace(' ', '_')}"
+    if how == "kernel":
+        LIBRARY.define(f"{name}(Tensor x) -> Tensor")
+        LIBRARY.impl(name, lambda x: x * held["factor"], "CompositeImplicitAutograd")
+        return getattr(torch.ops.fckpt_late, name), set_to
+
+    @torch.library.custom_op(f"fckpt_late::{name}", mutates_args=())
+    def operation(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    operation.register_fake(torch.empty_like)
+    setup: Callable[..., None] = lambda ctx, inputs, output: None
+    if how == "setup_context":
+        setup = lambda ctx, inputs, output: setattr(ctx, "factor", held["factor"])
+    backward: Callable[..., Tensor] = {
+        "global": lambda ctx, grad: grad * FACTORS["factor"],
+        "cell": lambda ctx, grad: grad * number,
+        "dict in a cell": lambda ctx, grad: grad * held["factor"],
+        "method": scale.backward,
+        "setup_context": lambda ctx, grad: grad * ctx.factor,
+        "vmap": lambda ctx, grad: grad * 2,
+    }[how]
+    operation.register_autograd(backward, setup_context=setup)
+    if how == "vmap":
+        operation.register_vmap(lambda info, in_dims, x: (operation(x * held["factor"]), in_dims[0]))
+        return torch.func.vmap(operation), set_to
+    return operation, set_to
+
+
+LIBRARY = torch.library.Library("fckpt_late", "FRAGMENT")
+FACTORS = {"factor": 1.0}
+KINDS = ["global", "cell", "dict in a cell", "method", "setup_context", "vmap", "kernel"]
+
+
+@pytest.mark.filterwarnings("ignore:fckpt does not run custom operations", "ignore::fckpt.PlanWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_code_of_custom_operations(kind: str) -> None:
+    operation, set_to = registered(kind)
+    fn = lambda x: operation(x).sin()
+    planned = fckpt.remat(fn, budget=1.0)
+    x = torch.randn(4, requires_grad=True)
+
+    def outcome(fn: Callable[..., Any]) -> Any:
+        y = fn(x)
+        return y, torch.autograd.grad(y.sum(), x)
+
+    for value in (1.0, 2.0, 3.0, 1.0):
+        set_to(value)
+        assert_equal(outcome(planned), outcome(fn))
+    y, expected = planned(x), fn(x)
+    set_to(5.0)
+    (gradient,) = torch.autograd.grad(expected.sum(), x)
+    if kind in ("setup_context", "vmap", "kernel"):  # read in the forward pass
+        assert_equal(torch.autograd.grad(y.sum(), x), (gradient,))
+    else:
+        with pytest.raises(fckpt.TraceError, match="has changed since the forward pass"):
+            torch.autograd.grad(y.sum(), x)
