@@ -35,6 +35,7 @@ from fckpt._planned.sized_traces import SizedTraces
 from fckpt._planned.stored import StoredPlans, stored_plans
 from fckpt._planned.tiling import Tile, tiled_as_planned, tiled_or_hinted
 from fckpt._planned.tracing import (
+    REACHES,
     TRACING,
     CapturedTensors,
     as_on_cpu,
@@ -392,15 +393,16 @@ class Planner:
         try:
             yield
         except TraceError as error:
-            reasons = self.refused()
+            reasons = self.refused().replace(WAY_OUT, "").strip().rstrip(".")
             self.refusals.clear()  # the obstacle may be gone at the next call
-            if not reasons or _is_same_place(str(error), reasons):
+            if not reasons or reasons in str(error) or _is_same_place(str(error), reasons):
                 raise
-            if str(error).startswith(ASSIGNS):
-                raise TraceError(
-                    f"the function cannot be captured: {reasons}. It is traced by running its Python code instead, "
-                    f"which may assign nothing: {error}"
-                ) from error
+            for beginning, why in ((ASSIGNS, "which may assign nothing"), (REACHES, "which is not possible here")):
+                if str(error).startswith(beginning):  # more distant than the obstacle to a capture
+                    raise TraceError(
+                        f"the function cannot be captured: {reasons}. It is traced by running its Python code instead, "
+                        f"{why}: {error}"
+                    ) from error
             raise TraceError(f"{error} (Nor could it be captured: {reasons}.)") from error
 
     def refused(self) -> str:

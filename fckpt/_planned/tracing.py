@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fckpt._trace.sized import Symbols
 
 __all__ = [
+    "REACHES",
     "TRACING",
     "CapturedTensors",
     "GraphTracer",
@@ -103,10 +104,14 @@ def released(lock: Any) -> Iterator[None]:
             lock._acquire_restore(state)
 
 
+REACHES = "the function reaches"
+"""The beginning of the message about objects whose changes cannot be detected."""
+
+
 def unguarded_error(value: Unguarded) -> TraceError:
     """Returns the error for an object in a closure whose changes cannot be detected."""
     return TraceError(
-        f"the function reaches {value.what}, and a plan cannot tell whether it has changed. Pass what the function "
+        f"{REACHES} {value.what}, and a plan cannot tell whether it has changed. Pass what the function "
         f"needs of it as an argument, or as a tensor. {WAY_OUT}"
     )
 

@@ -78,9 +78,9 @@ def _has_custom_operations(fn: Any) -> bool:
 def _held(frame: types.FrameType) -> str:
     """Returns the name of an object whose method is called, or of a variable in a cell of the function."""
     code, values = frame.f_code, frame.f_locals
-    first = code.co_varnames[:1] if code.co_argcount else ()
-    if any(is_user_class(type(values.get(name))) and not isinstance(values[name], _GIVEN) for name in first):
-        return first[0]
+    first = code.co_varnames[0] if code.co_argcount else ""
+    if first and is_user_class(type(values.get(first))) and not isinstance(values.get(first), _GIVEN):
+        return first
     return changeable([(name, values[name]) for name in code.co_freevars if name in values], code)
 
 

@@ -110,6 +110,11 @@ def _refusal(func: Any, frame: Any) -> str:
     if func in _READS:
         return _looks(f"`{func.__name__}`")
     if func in _REFUSED:
+        if _is_within(frame, torch.nn.Module._apply.__code__):
+            return (
+                "the function converts a module (`module.to(...)`, `module.half()` or the like), which replaces the "
+                f"memory of its parameters. A plan would not do so. Convert the module before the call. {WAY_OUT}"
+            )
         return f"the function {_REFUSED[func]} {WAY_OUT}"
     if not _is_called_by_user(frame):
         return ""
@@ -117,6 +122,15 @@ def _refusal(func: Any, frame: Any) -> str:
         f"the function reads `{STATES[func]}` of a tensor here, which may differ between the tensors of calls that one "
         f"trace serves. {WAY_OUT}"
     )
+
+
+def _is_within(frame: Any, code: Any) -> bool:
+    """Whether a frame runs this code, or torch does below it."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_called_by_user(frame: Any) -> bool:
@@ -148,6 +162,12 @@ def errors_located() -> Iterator[None]:
         if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
             name = str(error).partition("HigherOrderOperator ")[2].partition(" ")[0] or "an operator"
             raise _refused_operator(_line_of(error), name) from error
+        if "no fake impl registered" in str(error) or "UnsupportedOperator" in kind:
+            raise TraceError(
+                f"{_line_of(error)}: the function calls a custom operation without `register_fake`, and a plan cannot "
+                f"infer the layouts of its results. Register a function for that ({_first_line(error)[:200]}). "
+                f"{WAY_OUT}"
+            ) from error
         if isinstance(error, RuntimeError) and "INTERNAL ASSERT FAILED" in str(error):
             raise TraceError(
                 f"{_line_of(error)}: the function makes a call here that torch cannot run on tensors without data, as "

@@ -244,3 +244,54 @@ def test_a_checkpoint_inside_that_draws_or_writes_is_refused(layer: nn.Module) -
     for options in ({"budget": 1.0}, {"policy": fckpt.policies.dots_saveable}):
         with pytest.raises(fckpt.TraceError, match=r"torch.utils.checkpoint inside.*gradient_checkpointing_disable"):
             fckpt.remat(fn, **options)(torch.randn(6, 4))
+
+
+LIBRARY = torch.library.Library("fckpt_messages", "FRAGMENT")
+LIBRARY.define("double(Tensor x) -> Tensor")
+LIBRARY.impl("double", lambda x: x * 2, "CPU")
+
+
+@torch.library.custom_op("fckpt_messages::triple", mutates_args=())
+def triple(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+def message(fn: Any, *args: Any) -> str:
+    with pytest.raises(fckpt.TraceError) as caught:
+        fckpt.remat(fn, budget=1.0)(*args)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("operation", [triple, torch.ops.fckpt_messages.double])
+def test_a_custom_operation_without_layouts(operation: Any) -> None:
+    text = message(lambda x: operation(x).sin(), X)
+    assert "a custom operation without `register_fake`" in text and "reaches" not in text
+
+
+def test_a_module_that_is_converted_inside() -> None:
+    layer = nn.Linear(3, 3)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return layer.to(torch.float64)(x.double())
+
+    text = message(fn, X)
+    assert "converts a module" in text and "Convert the module before the call" in text and ".grad" not in text
+
+
+def test_the_obstacle_to_a_capture_comes_before_what_the_python_code_reaches() -> None:
+    deep = {"a": {"b": {"c": {"d": {"e": {"f": [1]}}}}}}
+    norm = nn.BatchNorm1d(3, momentum=None)
+    text = message(lambda x: norm(x) * len(deep), X.expand(4, 3))
+    assert text.startswith("the function cannot be captured: ") and text.index("batchnorm.py") < text.index("reaches")
+
+
+def test_reasons_are_not_repeated() -> None:
+    weight = nn.Parameter(X)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return x * weight
+
+    with torch.no_grad():
+        text = message(fn, X)
+    assert text.count("nothing is traced then") == 1 and "Nor could it be captured" not in text
