@@ -25,6 +25,7 @@ __all__ = [
     "TensorSpec",
     "Trace",
     "arguments_of",
+    "flat",
     "indices_of",
     "is_built_in",
     "is_dense",
@@ -36,6 +37,7 @@ __all__ = [
     "statistics_of",
     "tensors_of",
     "text_of",
+    "unflat",
 ]
 
 aten = torch.ops.aten
@@ -327,6 +329,20 @@ def indices_of(value: Any) -> Iterator[int]:
 def tensors_of(call: Any) -> list[int]:
     """Returns the tensors among the arguments of a call, in order, each as often as it occurs."""
     return [*indices_of(call.args), *indices_of(tuple(call.kwargs.values()))]
+
+
+def flat(result: Any) -> list[Any]:
+    """Returns the results of an operation, without the lists among them."""
+    if isinstance(result, (list, tuple)):
+        return [inner for part in result for inner in flat(part)]
+    return [result]
+
+
+def unflat(like: Any, leaves: Iterator[Any]) -> Any:
+    """Puts results into lists as in `like`."""
+    if isinstance(like, (list, tuple)):
+        return type(like)(unflat(part, leaves) for part in like)
+    return next(leaves)
 
 
 def mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:

@@ -27,7 +27,7 @@ from fckpt._call.results import View
 from fckpt._capture.sources import Source, current
 from fckpt._trace.constant_data import LOOKING, UnknownData, looked_at, refuse_number
 from fckpt._trace.lifetimes import Lifetimes, Sums
-from fckpt._trace.operations import Layout, Recorded, Ref, indices_of, is_random, mapped, statistics_of
+from fckpt._trace.operations import Layout, Recorded, Ref, flat, indices_of, is_random, mapped, statistics_of, unflat
 from fckpt._trace.plain_kernels import PlainKernels
 from fckpt._trace.real_layouts import with_real_strides
 from fckpt._trace.repeated import RepeatedCalls, layouts_key
@@ -385,7 +385,7 @@ class Recorder(TorchDispatchMode):
                 refs = [mapped(a, lambda t: Ref(numbers[id(t)])) for a in args]
                 return looked_at(func, refs, self.calls, self.constants, self.tensors)
         result = self._ran(func, sent, written)
-        found = _flat(result)
+        found = flat(result)
         if not written and not any(isinstance(t, torch.Tensor) for t in found):
             if all(x is None for x in found):  # an assertion: its only effect is an error
                 self._record(func, args, kwargs, numbers, ())
@@ -470,8 +470,8 @@ class Recorder(TorchDispatchMode):
             return tensor
 
         known = len(self.tensors)
-        leaves = iter([tensor_of(leaf) for leaf in _flat(result)])
-        tensors = _unflat(result, leaves)
+        leaves = iter([tensor_of(leaf) for leaf in flat(result)])
+        tensors = unflat(result, leaves)
         random = torch.Tag.nondeterministic_seeded in func.tags
         is_view = not fresh and not replaced and not random
         if not is_view or len(self.tensors) > known:
@@ -583,7 +583,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tor
         for position, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
-                found += [t for t in _flat(value) if isinstance(t, torch.Tensor)]
+                found += [t for t in flat(value) if isinstance(t, torch.Tensor)]
     found += [args[i] for i in statistics_of(func, args)]
     return found
 
@@ -593,15 +593,3 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     if type(tensor) is FakeTensor and tensor.fake_mode.shape_env is not None:
         place = hashable(place)
     return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
-
-
-def _unflat(like: Any, leaves: Iterator[Any]) -> Any:
-    if isinstance(like, (list, tuple)):
-        return type(like)(_unflat(part, leaves) for part in like)
-    return next(leaves)
-
-
-def _flat(result: Any) -> list[Any]:
-    if isinstance(result, (list, tuple)):
-        return [inner for part in result for inner in _flat(part)]
-    return [result]

@@ -192,6 +192,8 @@ def test_forward_mode_inside_skips_products_with_tangents_of_constants(name: str
     plain, ours = optree.tree_leaves(fn(x, w, t)), optree.tree_leaves(fckpt.remat(fn, budget=1.0)(x, w, t))
     for a, b in zip(plain, ours, strict=True):
         assert torch.equal(a.detach().contiguous().view(torch.int32), b.detach().contiguous().view(torch.int32))
+
+
 SYMMETRIC = torch.randn(4, 6, 6, generator=torch.Generator().manual_seed(0))
 SYMMETRIC = SYMMETRIC @ SYMMETRIC.mT + torch.eye(6)
 
