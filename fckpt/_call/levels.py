@@ -11,6 +11,7 @@ dispatch keys.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -187,12 +188,45 @@ def below_all() -> Iterator[None]:
     """Runs the body as if no transform of torch.func were active. If the body fails, leaves the levels that it opened:
     a captured graph opens and closes levels by separate calls.
     """
-    with temporarily_clear_interpreter_stack():
-        try:
-            yield
-        except BaseException:
-            pop_dynamic_layer_stack_and_undo_to_depth(0)
-            raise
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    try:
+        with temporarily_clear_interpreter_stack():
+            try:
+                yield
+            except BaseException:
+                pop_dynamic_layer_stack_and_undo_to_depth(0)
+                raise
+    except BaseException as error:
+        _end_printing(error)
+        _restore(*keys)
+        raise
+
+
+def _end_printing(error: BaseException) -> None:
+    """Clears the frames in which torch was printing a tensor when the error occurred.
+
+    Each holds a guard that sets the thread's dispatch keys when the frame dies, to those from before the printing. By
+    then they may be others, and autograd would ignore all later calls of the thread (seen on torch 2.13, where Dynamo
+    prints a tensor at a level of torch.func).
+    """
+    todo, known = [error], set[int]()
+    while todo:
+        found = todo.pop()
+        if id(found) not in known:
+            known.add(id(found))
+            for frame, _ in traceback.walk_tb(found.__traceback__):
+                if frame.f_code is torch._tensor_str._str.__code__:
+                    frame.clear()
+            todo += [e for e in (found.__cause__, found.__context__) if e is not None]
+
+
+def _restore(included: Any, excluded: Any) -> None:
+    """Sets the thread's dispatch keys again."""
+    for key in torch._C.DispatchKey.__members__.values():
+        if torch._C._dispatch_tls_is_dispatch_key_included(key) != included.has(key):
+            torch._C._dispatch_tls_set_dispatch_key_included(key, included.has(key))
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(key) != excluded.has(key):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded.has(key))
 
 
 @contextlib.contextmanager

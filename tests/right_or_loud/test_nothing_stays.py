@@ -246,3 +246,19 @@ def test_parameters_can_be_swapped_after_a_call(options: dict[str, Any], monkeyp
         torch.__future__.set_swap_module_params_on_conversion(False)
     x = torch.randn(2, 8).double()
     assert torch.equal(region(x), net(x).square().sum())
+
+
+def test_dispatch_keys_after_dynamo_fails_at_a_level() -> None:
+    """Dynamo prints a tensor for its error; a guard of the printing must not outlive it."""
+    x, tangent, norm = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4), nn.LayerNorm(4)
+
+    def fn(x: Tensor, tangent: Tensor) -> Tensor:
+        layer = lambda a: torch.nn.functional.layer_norm(a, (4,), norm.weight, norm.bias)
+        return torch.func.jvp(layer, (x,), (tangent,))[1].square().sum()
+
+    planned = fckpt.remat(fn, budget=1.0)
+    assert torch.equal(planned(x, tangent), fn(x, tangent))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        assert torch.equal(torch.autograd.forward_ad.unpack_dual(dual).tangent, tangent)
+    assert torch.equal(*(torch.autograd.grad(f(x, tangent), x)[0] for f in (planned, fn)))
