@@ -1,8 +1,8 @@
 """Python code that runs in the backward pass: hooks of tensors, and `backward` of an `autograd.Function`.
 
 Dynamo evaluates it with the forward, so it would see what variables were then, and change them too early. A function
-whose hooks, or whose `backward`, may read variables is not captured. It is traced by running it, see `_trace/late.py`.
-Seen on torch 2.11 and 2.13.
+whose hooks, or whose `backward`, may read variables is not captured, nor is one whose `backward` may get None. It is
+traced by running it, see `_trace/late.py`. Seen on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from torch._dynamo.variables import NestedUserFunctionVariable, TensorVariable, UserFunctionVariable
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
+from torch._dynamo.variables.misc import AutogradFunctionContextVariable
 
 from fckpt._capture.patching import patched
 from fckpt._capture.variables import variable_read
@@ -55,11 +56,22 @@ def _applying(original: Callable[..., Any]) -> Callable[..., Any]:
     return trace
 
 
+def _of_context(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def read(this: Any, tx: Any, name: str) -> Any:
+        if name == "set_materialize_grads":  # Dynamo always passes zeros to `backward`, and never None
+            raise LookupError("an autograd.Function calls `ctx.set_materialize_grads`")
+        return original(this, tx, name)
+
+    return read
+
+
 @contextlib.contextmanager
 def late_readers_refused() -> Iterator[None]:
     """Ends a capture by Dynamo, within the body, at code that would read variables in the backward pass."""
     with (
         patched(TensorVariable, "_method_register_hook", _registering),
         patched(AutogradFunctionApplyVariable, "trace_backward_graph", _applying),
+        patched(AutogradFunctionContextVariable, "var_getattr", _of_context),
     ):
         yield

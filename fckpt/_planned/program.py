@@ -194,9 +194,14 @@ def _dependents(trace: Trace, outputs: Sequence[int]) -> dict[int, tuple[int, ..
 
 
 def _read(trace: Trace) -> list[int]:
-    """Returns the operands that operations read, or that are results."""
+    """Returns the operands that operations read, that are results, or that get a gradient.
+
+    A gradient may lead to a tensor whose value nothing reads: to the bias of a value that a custom
+    `autograd.Function` replaces by another.
+    """
     used = {v for node in trace.graph.nodes for v in node.inputs} | {trace.tensors[t].value for t in trace.outputs}
-    return [i for i, t in enumerate(trace.operands) if trace.tensors[t].value in used]
+    led = trace.differentiable or [gradient is not None for gradient in trace.gradients]
+    return [i for i, t in enumerate(trace.operands) if led[i] or trace.tensors[t].value in used]
 
 
 def _returned(trace: Trace) -> Returned:

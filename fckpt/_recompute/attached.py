@@ -52,7 +52,7 @@ from fckpt._recompute.hooks_without_gradient import skip_hooks
 from fckpt._recompute.other_uses import watch_sums
 from fckpt._recompute.primitives import Batched, Dual, Primitive, Pullback, UserCall
 from fckpt._recompute.stored import each_once
-from fckpt.errors import MutationError, region_name
+from fckpt.errors import ArgumentValueError, MutationError, region_name
 
 __all__ = ["run_nodes", "run_planned"]
 
@@ -281,8 +281,16 @@ def _node(
     given = operands
     if not level and isinstance(primitive, UserCall):
         given = delivered_in_order(operands, primitive.delivered)
-    with enable_single_level_autograd_function():
-        return list(_Recompute.apply(primitive, level, floor, outputs, flags, list(operands), *given))
+    try:
+        with enable_single_level_autograd_function():
+            return list(_Recompute.apply(primitive, level, floor, outputs, flags, list(operands), *given))
+    except RuntimeError as error:
+        if "Inference tensors cannot be saved" not in str(error):
+            raise
+        raise ArgumentValueError(
+            "an argument or a captured tensor was made in inference mode, so autograd cannot keep it for the backward "
+            "pass. Make it under torch.no_grad(), or pass its clone."
+        ) from error
 
 
 class _Recompute(_SingleLevelFunction):

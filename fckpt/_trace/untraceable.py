@@ -43,6 +43,8 @@ _REFUSED = {
     _TENSOR.grad.__delete__: "deletes `.grad` of a tensor, which a plan would not do.",
     _TENSOR.data.__set__: "replaces the memory of a tensor (`tensor.data = ...`), which a plan would not do. Write to "
     "the tensor instead (`tensor.copy_(...)`), or use a new tensor in its place.",
+    _TENSOR.retain_grad: "calls `retain_grad()` on a tensor, whose gradient a plan would not store. Return the tensor, "
+    "and call `retain_grad()` on what the call returns.",
     _TENSOR.__deepcopy__: "copies a tensor with `copy.deepcopy`. Use `tensor.clone()`.",
 }
 _TEXTS = {_TENSOR.__repr__, _TENSOR.__format__}

@@ -393,3 +393,78 @@ def test_the_graph_behind_an_operand_without_a_gradient(
 ) -> None:
     """It belongs to another backward pass, which may be over."""
     assert all(map(torch.equal, program(lambda fn: fn), program(wrapped)))
+
+
+class WithoutZeros(torch.autograd.Function):
+    """Two outputs, whose `backward` treats an output without a gradient in another way than one with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        first, second = cotangents
+        return first * 2 if second is None else (0 if first is None else first) * 2 + second * 3 + 100
+
+
+def test_a_function_that_gets_none_for_outputs_without_a_gradient() -> None:
+    x = torch.randn(8, requires_grad=True)
+    unused = lambda x: WithoutZeros.apply(x.sin())[0].sum()
+    both = lambda x: WithoutZeros.apply(x.sin())
+    assert torch.equal(*(torch.autograd.grad(f(x), x)[0] for f in (unused, fckpt.remat(unused, budget=1.0))))
+    with pytest.raises(fckpt.FckptError, match="other outputs than the plan was made for"):
+        torch.autograd.grad(fckpt.remat(both, budget=1.0)(x)[0].sum(), x)
+
+
+class Replaced(torch.autograd.Function):
+    """The value of one tensor, with the gradient for another."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, other: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return None, cotangents[0]
+
+
+@pytest.mark.parametrize("options", [{"budget": 1.0}, {"policy": fckpt.policies.nothing_saveable}], ids=str)
+@pytest.mark.parametrize("deep", [False, True])
+def test_gradients_of_parameters_whose_values_nothing_reads(deep: bool, options: Any) -> None:
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)]
+    net = nn.Sequential(*(layers if deep else layers[:1]))
+    x, value = torch.randn(3, 8), torch.randn(3, 4 if deep else 8)
+    loss = lambda x: Replaced.apply(value, net(x)).square().mean()
+    found = []
+    for f in (loss, fckpt.remat(loss, **options)):
+        net.zero_grad()
+        f(x).backward()
+        found.append([p.grad for p in net.parameters()])
+    assert_equal(*found)
+
+
+def test_retain_grad_inside_is_refused() -> None:
+    def with_features(x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = x.sin()
+        hidden.retain_grad()
+        return hidden.exp().sum(), hidden
+
+    x = torch.randn(8, requires_grad=True)
+    with pytest.raises(fckpt.TraceError, match="on what the call returns"):
+        fckpt.remat(with_features, budget=1.0)(x)
+
+
+def test_operands_made_in_inference_mode_are_refused() -> None:
+    with torch.inference_mode():
+        teacher = nn.Linear(8, 8)
+    student = nn.Linear(8, 8)
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(x)
+        return (student(x) - wanted).square().mean()
+
+    with pytest.raises(fckpt.ArgumentValueError, match="made in inference mode"):
+        fckpt.remat(loss, budget=1.0)(torch.randn(6, 8))
