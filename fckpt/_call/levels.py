@@ -28,6 +28,7 @@ from torch._C._functorch import (
 )
 from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_clear_interpreter_stack
 from torch._functorch.vmap import restore_vmap
+from torch._tensor_str import _str
 from torch.autograd import forward_ad
 
 __all__ = [
@@ -215,7 +216,7 @@ def _end_printing(error: BaseException) -> None:
         if id(found) not in known:
             known.add(id(found))
             for frame, _ in traceback.walk_tb(found.__traceback__):
-                if frame.f_code is torch._tensor_str._str.__code__:
+                if frame.f_code is _str.__code__:
                     frame.clear()
             todo += [e for e in (found.__cause__, found.__context__) if e is not None]
 

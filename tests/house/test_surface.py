@@ -31,6 +31,7 @@ PRIVATE = {
     "torch._C._autograd": ("_capture/entered.py", "_recompute/saved_tensors.py", "_trace/aliases.py"),
     "torch._C": ("_call/levels.py", "_call/ambient.py", "_call/casts.py", "_recompute/", "_capture/", "_trace/"),
     "torch._inductor": ("_compile/", "_fuse/inductor.py"),
+    "torch._tensor_str": ("_call/levels.py",),
     "torch._guards": ("_fuse/inductor.py",),
     "torch._subclasses": (
         "_fuse/inductor.py",
