@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal
+from helpers import TORCH, assert_equal
 from judge import Session, judge
 from torch import Tensor, nn
 
@@ -283,6 +283,8 @@ BETWEEN: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
 @pytest.mark.parametrize("options", [{"budget": 1.0}, {"policy": fckpt.policies.nothing_saveable}], ids=str)
 @pytest.mark.parametrize("name", BETWEEN)
 def test_users_code_between_an_output_and_what_it_views(name: str, options: Any) -> None:
+    if TORCH < (2, 12) and name == "parts with hooks":
+        pytest.skip("Dynamo's graph does not run")
     leaves = [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
     planned = fckpt.remat(BETWEEN[name], **options)
     for _ in range(2):
