@@ -29,7 +29,7 @@ from fckpt._call.facts import Unguarded, attribute, fact, is_library, is_user_cl
 from fckpt._call.modules import facts_of
 from fckpt._capture.classes import ClassFacts
 
-__all__ = ["Guards", "Reads", "is_faking"]
+__all__ = ["Guards", "Reads", "is_beneath_operation", "is_faking"]
 
 
 class Reads:
@@ -146,6 +146,15 @@ _CALLING = ("torch._ops", "torch._library.")
 
 def _module_of(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
+
+
+def is_beneath_operation(frame: types.FrameType | None) -> bool:
+    """Whether a frame is beneath a call of an operation. Others may be of libraries: of progress bars, for example."""
+    while frame is not None:
+        if _module_of(frame).startswith(_CALLING):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_faking(frame: types.FrameType | None) -> bool:

@@ -127,7 +127,9 @@ class Noting(Protocol):
 
 
 @contextlib.contextmanager
-def impure_calls_refused(reads: Noting, inference: bool = False) -> Iterator[None]:
+def impure_calls_refused(
+    reads: Noting, inference: bool = False, within: Callable[[Any], bool] = lambda frame: True
+) -> Iterator[None]:
     """Raises `TraceError` if the body reads a clock, opens a file, prints, or makes another call with a side effect.
 
     Calls made by torch or fckpt are allowed.
@@ -135,11 +137,14 @@ def impure_calls_refused(reads: Noting, inference: bool = False) -> Iterator[Non
     Args:
         reads: records all functions that are called.
         inference: whether the call is in inference mode, in which nothing is traced.
+        within: whether a frame matters.
     """
     found: list[str] = []
     restore = _profiler_restorer()
 
     def look(frame: Any, event: str, argument: Any) -> None:
+        if not within(frame):
+            return
         if event == "call":
             reads.note(frame)
             if frame.f_code in _WRAPPERS and not found:

@@ -18,7 +18,7 @@ import torch
 
 from fckpt._call.facts import is_library, is_user_class
 from fckpt._capture.function import BatchedGraph, GraphFunction
-from fckpt._capture.reads import is_faking
+from fckpt._capture.reads import is_beneath_operation, is_faking
 from fckpt._capture.variables import changeable, variable_read
 from fckpt._trace.effects import impure_calls_refused
 from fckpt._trace.operations import is_built_in
@@ -58,7 +58,7 @@ def registered_code_watched(fn: Callable[..., Any]) -> Iterator[None]:
         yield
         return
     watch = _Watch()
-    with impure_calls_refused(watch):
+    with impure_calls_refused(watch, within=is_beneath_operation):
         yield
     if watch.found:
         raise TraceError(

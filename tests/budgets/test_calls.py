@@ -239,7 +239,7 @@ def test_a_call_inside_a_transform_that_tracks_none_of_its_operands() -> None:
 
 
 def test_a_result_that_requires_grad_by_itself_is_refused() -> None:
-    with pytest.raises(fckpt.TraceError, match="returns a tensor that requires grad, although nothing"):
+    with pytest.raises(fckpt.TraceError, match="returns a tensor that requires grad, although its gradient"):
         fckpt.remat(lambda x: x.sin().requires_grad_(), budget=1.0)(X)
 
 
