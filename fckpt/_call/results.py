@@ -59,11 +59,11 @@ class Rebuilt(NamedTuple):
     def of(self, tensor: torch.Tensor, made: dict[Any, Any]) -> torch.Tensor:
         """Returns the view of `tensor`; `made` holds the results of calls that several views share."""
         with torch.no_grad() if self.unrecorded else nullcontext():
-            if not self.tracked or not self.steps:
-                tensor = tensor.view_as(tensor) if self.tracked else tensor.detach()
-            path: tuple[Any, ...] = (self.source, self.tracked, self.unrecorded)
             if self.refuses_writes:
                 tensor = _Unwritable.apply(tensor)
+            elif not self.tracked or not self.steps:
+                tensor = tensor.view_as(tensor) if self.tracked else tensor.detach()
+            path: tuple[Any, ...] = (self.source, self.tracked, self.unrecorded)
             for number, op, args, kwargs, index in self.steps:
                 path = (*path, number)
                 if path not in made:
@@ -75,7 +75,7 @@ class Rebuilt(NamedTuple):
 
 
 class _Unwritable(torch.autograd.Function):
-    """Returns a view that autograd takes for that of any custom function, so that it refuses writes to it."""
+    """Returns a view to which autograd refuses writes, as to all views that custom functions return."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -225,10 +225,10 @@ def _uses_context_variable(tx: Any) -> bool:
 
 
 def _is_on_fast_path(tx: Any) -> bool:
-    """Whether a frame is that of an `nn.TransformerEncoder` which may put the input into a nested tensor.
+    """Whether a frame runs an `nn.TransformerEncoder` that may turn its input into a nested tensor.
 
-    It asks whether it is compiled before it looks at the data of the mask. If a parameter requires grad, it will not
-    take the fast path, whatever the mask.
+    The encoder does so only if no parameter requires grad or grad mode is off, and then looks at the data of the mask,
+    unless it is compiled.
     """
     if tx.f_code is not torch.nn.TransformerEncoder.forward.__code__:
         return False

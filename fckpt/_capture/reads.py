@@ -148,22 +148,21 @@ def _module_of(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def is_beneath_operation(frame: types.FrameType | None) -> bool:
+def is_beneath_operation(frame: types.FrameType) -> bool:
     """Whether a frame is beneath a call of an operation. Others may be of libraries: of progress bars, for example."""
-    while frame is not None:
-        if _module_of(frame).startswith(_CALLING):
-            return True
-        frame = frame.f_back
-    return False
+    return any(module.startswith(_CALLING) for module in _modules_above(frame))
 
 
-def is_faking(frame: types.FrameType | None) -> bool:
+def is_faking(frame: types.FrameType) -> bool:
     """Whether a frame is beneath a run on tensors without data, which only determines layouts."""
+    return "torch._subclasses.fake_tensor" in _modules_above(frame)
+
+
+def _modules_above(frame: types.FrameType | None) -> Iterator[str]:
+    """Yields the names of the modules of a frame and of its callers."""
     while frame is not None:
-        if _module_of(frame) == "torch._subclasses.fake_tensor":
-            return True
+        yield _module_of(frame)
         frame = frame.f_back
-    return False
 
 
 def _holders(frame: types.FrameType) -> list[Any]:

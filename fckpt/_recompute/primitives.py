@@ -278,8 +278,8 @@ class UserCall:
             if isinstance(planned, Rebuilt):
                 if planned.source[0] == "out" and planned.tracked:
                     view = outputs[leaf[1]]
-                    base = view if view._base is None or not planned.steps else view._base
-                    found.setdefault(planned.source[1], base)
+                    is_view = planned.steps and view._base is not None
+                    found.setdefault(planned.source[1], view._base if is_view else view)
             elif is_number(planned) and planned[0] == "out":
                 found[planned[1]] = outputs[leaf[1]]
         return [found[i] for i in range(len(self.shapes))]

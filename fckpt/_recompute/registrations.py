@@ -46,14 +46,14 @@ class Registrations:
         self._thread = threading.get_ident()
         with _LOCK:
             if not _ACTIVE:
-                setattr(RemovableHandle, "__init__", _noting)  # noqa: B010  # a type checker refuses the assignment
+                _HANDLE.__init__ = _noting
             _ACTIVE.append(self)
 
     def __exit__(self, *error: Any) -> None:
         with _LOCK:
             _ACTIVE.remove(self)
             if not _ACTIVE:
-                setattr(RemovableHandle, "__init__", _ORIGINAL)  # noqa: B010
+                _HANDLE.__init__ = _ORIGINAL
 
     def __bool__(self) -> bool:
         """Whether any hook has been registered."""
@@ -65,7 +65,7 @@ class Registrations:
             self._made.append((handle, owner))
 
     def outside(self, accepts: Accepts) -> list[RemovableHandle]:
-        """Returns the handles of the hooks that still exist and that `accepts` does not accept."""
+        """Returns the handles of the hooks that still exist and for which `accepts` is false."""
         held = [(handle, owner, handle.hooks_dict_ref()) for handle, owner in self._made]
         return [h for h, owner, hooks in held if hooks is not None and h.id in hooks and not accepts(owner, hooks)]
 
@@ -75,7 +75,7 @@ class Registrations:
         return any(handle.id in vars(owner)[name] for handle, owner in held for name in _OF_BACKWARD)
 
     def remove(self, accepts: Accepts = lambda owner, hooks: False) -> None:
-        """Removes the hooks, except those that `accepts` accepts."""
+        """Removes each hook for which `accepts` is false."""
         for handle in self.outside(accepts):
             handle.remove()
         self._made = []
@@ -95,6 +95,7 @@ _OF_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 _LOCK = threading.RLock()
 _ACTIVE: list[Registrations] = []
 """The bodies that run now, of all threads."""
+_HANDLE: Any = RemovableHandle
 _ORIGINAL = RemovableHandle.__init__
 
 
@@ -121,7 +122,8 @@ def on_new_tensors(existing: Iterable[torch.Tensor]) -> Accepts:
     def accepts(owner: Any, hooks: Any) -> bool:
         if isinstance(owner, torch.Tensor):
             return id(owner) not in known
-        return owner is None and id(hooks) not in on_nodes and not _is_of_all_modules(hooks)
+        on_node = owner is None and not _is_of_all_modules(hooks)
+        return on_node and id(hooks) not in on_nodes
 
     return accepts
 

@@ -106,7 +106,9 @@ def refuse_hooks(hooks: Registrations, existing: Sequence[torch.Tensor], result:
         inside = {id(d): d for node in nodes_behind(made) if node not in outside for d in dicts_of(node)}
 
     def accepts(owner: Any, found: Any) -> bool:
-        return id(found) in inside if owner is None else isinstance(owner, torch.Tensor) and id(owner) not in known
+        if owner is None:  # a hook on a node
+            return id(found) in inside
+        return isinstance(owner, torch.Tensor) and id(owner) not in known
 
     if hooks.outside(accepts):
         hooks.remove()

@@ -1,4 +1,4 @@
-"""Operations whose kernel depends on whether autograd records: a trace contains those of a plain run.
+"""Kernels that torch chooses by whether autograd records an operation: a trace contains the kernels of a plain run.
 
 * `torch.linalg.svdvals`, `eigvalsh`, `eigvals`, and the norms of matrices that are computed from these, compute
   singular vectors or eigenvectors too if a gradient may be needed. The values then differ in their last bits. Where a

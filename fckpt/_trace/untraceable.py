@@ -72,8 +72,8 @@ class DataReadsRefused(TorchFunctionMode):
                 raise TraceError(f"{current()}: {reason}")
         if func in _REGISTERING:
             refuse_hook_in_c((*args[1:], *(kwargs or {}).values())[0])
-            self.recorder.hooked.add(storage_of(unwrapped(args[0])))
-        elif func is _GRAD_FN and _is_called_by_user(sys._getframe(1)):  # to register a hook on it, most likely
+        # A function that reads `grad_fn` most likely registers a hook on it.
+        if func in _REGISTERING or (func is _GRAD_FN and _is_called_by_user(sys._getframe(1))):
             self.recorder.hooked.add(storage_of(unwrapped(args[0])))
         if self.wrapped and func in _COMPOSED and not transforms_active():
             return at_a_level(func, args, kwargs or {})

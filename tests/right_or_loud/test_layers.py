@@ -451,7 +451,8 @@ def test_an_encoder_in_evaluation_mode_with_padding(checked: bool) -> None:
     encoder.requires_grad_(False)
     with pytest.raises(fckpt.TraceError, match=r"fast path|NestedTensor"):  # zeros where the input is padding
         fckpt.remat(loss, budget=1.0)(x.detach())
-    encoder.enable_nested_tensor = encoder.use_nested_tensor = False  # type: ignore[assignment]
+    setting: Any = encoder
+    setting.enable_nested_tensor = setting.use_nested_tensor = False
     head = torch.randn(16, 16, requires_grad=True)
     assert torch.equal(fckpt.remat(lambda x: loss(x) @ head, budget=1.0)(x.detach()), loss(x.detach()) @ head)
 
