@@ -29,7 +29,7 @@ from fckpt._call.facts import Unguarded, attribute, fact, is_library, is_user_cl
 from fckpt._call.modules import facts_of
 from fckpt._capture.classes import ClassFacts
 
-__all__ = ["Guards", "Reads", "is_beneath_operation", "is_faking"]
+__all__ = ["Guards", "Reads", "is_beneath_operation", "is_faking", "receiver"]
 
 
 class Reads:
@@ -171,9 +171,18 @@ def _holders(frame: types.FrameType) -> list[Any]:
     """
     code = frame.f_code
     found: list[Any] = [fn for fn in gc.get_referrers(code) if type(fn) is types.FunctionType and fn.__code__ is code]
+    return found if (owner := receiver(frame)) is None else [*found, owner]
+
+
+def receiver(frame: types.FrameType) -> Any:
+    """Returns the object of the user whose method a frame runs; None if there is none."""
+    code = frame.f_code
     owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    own = owner is not None and is_user_class(type(owner))
-    return [*found, owner] if own and not isinstance(owner, torch.autograd.function.FunctionCtx) else found
+    return owner if is_user_class(type(owner)) and not isinstance(owner, _OF_CALL) else None
+
+
+_OF_CALL = (torch.autograd.function.FunctionCtx, torch.Tensor)
+"""Classes of objects that belong to one call, of which the user may have subclasses."""
 
 
 class Guards:

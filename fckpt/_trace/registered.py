@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from fckpt._call.facts import is_library, is_user_class
+from fckpt._call.facts import is_library
 from fckpt._capture.function import BatchedGraph, GraphFunction
-from fckpt._capture.reads import is_beneath_operation, is_faking
+from fckpt._capture.reads import is_beneath_operation, is_faking, receiver
 from fckpt._capture.variables import changeable, variable_read
 from fckpt._trace.effects import impure_calls_refused
 from fckpt._trace.operations import is_built_in
@@ -78,10 +78,6 @@ def _has_custom_operations(fn: Any) -> bool:
 def _held(frame: types.FrameType) -> str:
     """Returns the name of an object whose method is called, or of a variable in a cell of the function."""
     code, values = frame.f_code, frame.f_locals
-    first = code.co_varnames[0] if code.co_argcount else ""
-    if first and is_user_class(type(values.get(first))) and not isinstance(values.get(first), _GIVEN):
-        return first
+    if receiver(frame) is not None:
+        return code.co_varnames[0]
     return changeable([(name, values[name]) for name in code.co_freevars if name in values], code)
-
-
-_GIVEN = (torch.autograd.function.FunctionCtx, torch.Tensor)
