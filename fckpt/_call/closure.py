@@ -335,7 +335,8 @@ class _Walk:
         if self.state is not None:
             self.state.places.append(slot)
         _, _, value = slot
-        self.visit(slot, value, depth)
+        if value is not ABSENT:
+            self.visit(slot, value, depth)
 
     def container(self, value: Any, kind: type, depth: int) -> None:
         """Visits the entries of a dict, a list, a deque or a set, and the attributes that a subclass adds."""
@@ -440,7 +441,7 @@ class _Walk:
         """Visits the globals with these names, and the attributes with these names of modules imported there."""
         self.names.update(names)
         for name in names:
-            held = scope.get(name)
+            held = scope.get(name, ABSENT)  # for example if it is the name of a built-in function
             if type(held) is types.ModuleType:
                 self.module(held, names, depth)
             elif isinstance(held, type):

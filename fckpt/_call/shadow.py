@@ -411,8 +411,9 @@ class _Graph:
     def fill_scope(self, scope: dict[str, Any]) -> None:
         own = self.made.get(id(scope))
         if own is not None and not own:
-            own.update(scope)
-            own.update({name: self.copied(value) for name, value in self.items(scope).items()})
+            held = self.items(scope)
+            own.update(held)  # first, as a value may refer back to the scope
+            own.update({name: self.copied(value) for name, value in held.items()})
 
 
 def _is_compiled(attributes: dict[str, Any]) -> bool:

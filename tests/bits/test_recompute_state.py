@@ -591,3 +591,55 @@ def test_a_captured_tensor_that_was_filled_in_place_before(place: str, shape: tu
         assert torch.equal(torch.autograd.grad(wrapped(x), w)[0], torch.autograd.grad(fn(x), w)[0])
         if turn == 1:
             mask.add_(1)
+
+
+class Kept(nn.Module):
+    """Holds a method of another module, as `PeftModelForCausalLM` does, which reads a name of a built-in function."""
+
+    def __init__(self, inner: nn.Module, kept: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.inner, self.kept = inner, kept(inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).cos().sum()
+
+
+class Numbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sin() * float("2")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    "kept", [lambda m: m.forward, lambda m: [m.forward], lambda m: type(m).forward, lambda m: m.linear.forward]
+)
+def test_a_module_that_holds_a_method_of_another(kept: Callable[[Any], Any], whole: bool) -> None:
+    model, x = Kept(Numbers(), kept), torch.randn(2, 6)
+    model(x).backward()
+    weight: Any = model.inner.linear.weight
+    expected, weight.grad = weight.grad, None
+    (fckpt.remat(model) if whole else fckpt.remat(lambda x: model(x)))(x).backward()
+    assert torch.equal(weight.grad, expected) and "float" not in globals()
+
+
+def test_a_global_that_is_made_after_the_forward_is_absent_in_the_recompute() -> None:
+    def fn(x: Tensor) -> Tensor:
+        try:
+            scale = ADDED  # type: ignore[name-defined]  # noqa: F821
+        except NameError:
+            scale = 1.0
+        return (x.sin() * scale).sum()
+
+    x = leaf(W)
+    y = fckpt.remat(fn)(x)
+    globals()["ADDED"] = 2.0
+    try:
+        y.backward()
+        assert globals()["ADDED"] == 2.0
+    finally:
+        del globals()["ADDED"]
+    assert_equal(x.grad, W.cos())
