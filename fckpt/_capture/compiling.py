@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._dynamo.backends.common import AotAutograd
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.utils._pytree import tree_leaves
 
@@ -14,6 +15,7 @@ from fckpt._capture import marks
 __all__ = [
     "Settings",
     "compiler_name",
+    "differentiates",
     "is_capturing",
     "key_of",
     "key_of_settings",
@@ -45,6 +47,14 @@ def compiler_name() -> str:
     Frames without tensors are not traced: if a region's function has no arguments, this runs as Python code.
     """
     return str(getattr(_backend(), "compiler_name", ""))
+
+
+@torch.compiler.assume_constant_result
+def differentiates() -> bool:
+    """Whether the backend for which Dynamo is tracing is known to differentiate graphs before they run."""
+    name = compiler_name()
+    known = name in ("inductor", "fckpt", "cudagraphs") or name.startswith("aot_eager")
+    return known or isinstance(getattr(_backend(), "compiler_fn", None), AotAutograd)
 
 
 @torch.compiler.assume_constant_result

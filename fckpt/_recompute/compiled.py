@@ -32,7 +32,9 @@ def call(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     wrong. So a region without a plan becomes torch's checkpoint operator, which tells the compiler what to recompute. A
     region with a budget or a policy breaks the graph. It is then compiled by itself, with the backend "fckpt" and the
     options, mode and `dynamic` of the compiler around it; for other compilers than Inductor, it runs as it does without
-    a compiler. So do regions under torch.func, which the checkpoint operator does not support.
+    a compiler. So do regions under torch.func, which the checkpoint operator does not support, and regions without a
+    plan for compilers that do not differentiate the graph before it runs ("eager", for example): there, the operator
+    draws other random numbers in the recompute (seen on torch 2.13).
 
     If fckpt itself is capturing an enclosing function, the region's operations become part of its graph, between two
     marks.
@@ -45,6 +47,8 @@ def call(region: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         if region.compiled_options is not None and compiling.compiler_name() in ("inductor", "fckpt"):
             return _separately(region, compiling.key_of_settings(), fn, args, kwargs)
         return _planned_eagerly(region, fn, args, kwargs)
+    if not compiling.differentiates():
+        return _eagerly(region, fn, args, kwargs)  # type: ignore[call-arg]  # as above
     return checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)
 
 
@@ -67,6 +71,8 @@ def made(
             return _made_eagerly(remat, fn, args, kwargs)  # type: ignore[call-arg]  # as above
         if planned is not None:
             return _made_planned(planned, fn, args, kwargs)
+        if not compiling.differentiates():
+            return _made_eagerly(remat, fn, args, kwargs)  # type: ignore[call-arg]  # as above
         return checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)
 
     return rematerialised

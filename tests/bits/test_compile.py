@@ -45,6 +45,16 @@ def test_compiled_caller_with_dropout(fullgraph: bool) -> None:
     assert_equal(actual, expected)
 
 
+@pytest.mark.parametrize("backend", ["eager", "ts", lambda graph, inputs: graph.forward], ids=["eager", "ts", "own"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiled_caller_that_does_not_differentiate_its_graphs(backend: Any, inside: bool) -> None:
+    region = fckpt.remat(fn)
+    caller = (lambda p, x: fckpt.remat(fn)(p, x)) if inside else (lambda p, x: region(p, x))
+    compiled = torch.compile(caller, backend=backend)
+    (actual, expected) = (seeded(lambda f=f: (backward(f), torch.rand(2))) for f in (compiled, fn))
+    assert_equal(actual, expected)
+
+
 def test_compiled_caller_keeps_the_recompute() -> None:
     """The partitioner saves no intermediate of the region: only what a plain checkpoint saves."""
     saved: dict[str, int] = {}
