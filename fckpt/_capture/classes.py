@@ -2,22 +2,24 @@
 
 Dynamo guards the class of an object but not the contents of the class: its guards still hold after `Block.forward =
 other`, or after `Block.scale = 2` on a subclass. The guards here compare the entries of the guarded classes and of
-their bases, for all names that occur in the evaluated code.
+their bases, for all names that occur in the evaluated code, and the code of methods: IPython's autoreload replaces the
+code and keeps the function.
 """
 
 from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.modules import module as nn_module
 
+from fckpt._call.facts import attribute
 from fckpt._late import registrations
 
-__all__ = ["ClassFacts", "classes_of", "guards_script", "patched_methods"]
+__all__ = ["ClassFacts", "classes_of", "functions_in", "guards_script", "patched_methods"]
 
 _ABSENT = object()
 _HOOKS = [value for name, value in vars(nn_module).items() if name.startswith("_global_") and isinstance(value, dict)]
@@ -26,7 +28,7 @@ _HOOKS = [value for name, value in vars(nn_module).items() if name.startswith("_
 class ClassFacts:
     """The class attributes that evaluated code may have read, as they were at the capture."""
 
-    __slots__ = ("_abstract", "_dicts", "_hooks", "_names", "_sizes", "_values")
+    __slots__ = ("_abstract", "_codes", "_dicts", "_functions", "_hooks", "_names", "_sizes", "_values")
 
     def __init__(
         self,
@@ -53,6 +55,9 @@ class ClassFacts:
         self._dicts = [held for held, _ in read]
         self._names = [name for _, name in read]
         self._values = self._read()
+        methods = [fn for cls, name in found for fn in functions_in(vars(cls)[name])]
+        self._functions = [fn for fn in methods if not (fn.__module__ or "").startswith("torch.")]
+        self._codes = list(map(_code_of, self._functions))
         # An absent name can only appear as a new entry, which makes the dict grow.
         self._sizes = [(vars(cls), len(vars(cls))) for cls in mutable]
         self._hooks = [tuple(hooks.values()) for hooks in _HOOKS]
@@ -67,6 +72,7 @@ class ClassFacts:
         values = map(types.MappingProxyType.get, self._dicts, self._names)
         return (
             all(map(operator.is_, values, self._values))
+            and all(map(operator.is_, map(_code_of, self._functions), self._codes))
             and all(len(held) == size for held, size in self._sizes)
             and all(tuple(hooks.values()) == then for hooks, then in zip(_HOOKS, self._hooks, strict=True))
             and self._abstract in (None, registrations())
@@ -78,11 +84,27 @@ class ClassFacts:
         names = [name for name, now, then in pairs if now is not then]
         if names:
             return f"a class has another {names[0]!r}"
+        for fn, code in zip(self._functions, self._codes, strict=True):
+            if fn.__code__ is not code:
+                return f"the code of {fn.__qualname__} was replaced"
         if any(len(held) != size for held, size in self._sizes):
             return "a class has gained or lost an attribute"
         if self._abstract not in (None, registrations()):
             return "a class was registered with an abstract base class"
         return "" if self.hold() else "global module hooks have changed"
+
+
+_code_of = operator.attrgetter("__code__")
+
+
+def functions_in(value: Any) -> Iterator[types.FunctionType]:
+    """Yields the functions that an entry of a class consists of: a method, or the accessors of a property."""
+    parts = (value, *(attribute(value, name) for name in ("__func__", "func", "__wrapped__")))
+    if isinstance(value, property):
+        parts = (value.fget, value.fset, value.fdel, None)
+    for part in parts:
+        if type(part) is types.FunctionType:
+            yield part
 
 
 _METHODS = dict(vars(torch.Tensor))
@@ -103,12 +125,12 @@ _HEAPTYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was created by Python code,
 def classes_of(guard: Any) -> list[type]:
     """Returns the classes that one of Dynamo's guards checks."""
     found = []
-    for attribute in ("guarded_class_weakref", "obj_weakref"):
-        reference = getattr(guard, attribute, None)
+    for name in ("guarded_class_weakref", "obj_weakref"):
+        reference = getattr(guard, name, None)
         value = reference() if callable(reference) else None
         if isinstance(value, type):
             found.append(value)
-        elif attribute == "obj_weakref" and value is not None and not isinstance(value, types.ModuleType):
+        elif name == "obj_weakref" and value is not None and not isinstance(value, types.ModuleType):
             found.append(type(value))
     return found
 

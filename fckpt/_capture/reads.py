@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from fckpt._call.closure import Closure, Snapshot, class_attributes, closure_of, global_names
-from fckpt._call.facts import Unguarded, attribute, fact, is_library, is_user_class, levels_of, see_caches
+from fckpt._call.facts import Unguarded, fact, is_library, is_user_class, levels_of, see_caches
 from fckpt._call.modules import facts_of
-from fckpt._capture.classes import ClassFacts
+from fckpt._capture.classes import ClassFacts, functions_in
 
 __all__ = ["Guards", "Reads", "is_beneath_operation", "is_faking", "receiver"]
 
@@ -92,7 +92,7 @@ class Reads:
                 if self._held is not None and id(base) not in self._seen and is_user_class(base):
                     self._seen.add(id(base))
                     self._held.classes.append((base, frozenset(vars(base))))
-                    functions = [fn for value in list(vars(base).values()) for fn in _functions_in(value)]
+                    functions = [fn for value in list(vars(base).values()) for fn in functions_in(value)]
                     data = [vars(base)[name] for holder, name in class_attributes(base) if holder is base]
                     self._held.places += [(base, name, value) for name, value in vars(base).items() if _is_open(name)]
                     self._hold(closure_of([*filter(_has_state, functions), *data]))
@@ -262,21 +262,12 @@ def _called(reads: Reads) -> Iterator[Any]:
         for value in list(vars(cls).values()):
             if not isinstance(value, type) and is_user_class(type(value)):
                 yield value
-            for fn in _functions_in(value):
+            for fn in functions_in(value):
                 found[id(fn)] = fn
     for value in _globals(reads.codes):
-        for fn in _functions_in(value):
+        for fn in functions_in(value):
             found[id(fn)] = fn
     yield from (fn for fn in found.values() if fn.__code__ in reads.codes)
-
-
-def _functions_in(value: Any) -> Iterator[types.FunctionType]:
-    parts = (value, *(attribute(value, name) for name in ("__func__", "func", "__wrapped__")))
-    if isinstance(value, property):
-        parts = (value.fget, value.fset, value.fdel, None)
-    for part in parts:
-        if type(part) is types.FunctionType:
-            yield part
 
 
 def _caches(reads: Reads) -> Iterator[Any]:

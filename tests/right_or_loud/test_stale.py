@@ -243,3 +243,62 @@ def test_what_fckpt_imports_does_not_invalidate_captures(tmp_path: Path, monkeyp
     importlib.import_module("users_library")
     planned(x, [1])
     assert fckpt.stats(planned).captures == 2
+
+
+def _sine(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+class Edited(nn.Module):
+    """Its methods are edited while the program runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method(x) * self.scale + self.static(x) * self.of_class(x) + _sine(x)
+
+    def method(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+    @property
+    def scale(self) -> float:
+        return 0.5
+
+    @staticmethod
+    def static(x: Tensor) -> Tensor:
+        return x.exp()
+
+    @classmethod
+    def of_class(cls, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+class New:
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method(x).cos()  # type: ignore[attr-defined]  # runs on an Edited
+
+    def method(self, x: Tensor) -> Tensor:
+        return x.cos()
+
+
+EDITS: dict[str, tuple[Any, Any]] = {
+    "forward": (Edited.forward, New.forward),
+    "method": (Edited.method, New.method),
+    "property": (vars(Edited)["scale"].fget, lambda self: 2.0),
+    "static": (Edited.static, lambda x: x.sigmoid()),
+    "class": (Edited.of_class.__func__, lambda cls, x: x.sigmoid()),
+    "function": (_sine, lambda x: x.cos()),
+}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", EDITS)
+def test_code_that_is_replaced_in_place(name: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As IPython's autoreload does: the function stays, with other code."""
+    model, x = Edited(), torch.randn(6, requires_grad=True)
+    planned = fckpt.remat(model if whole else lambda x: model(x), budget=1.0)
+    assert torch.equal(planned(x), model(x))
+    edited, new = EDITS[name]
+    monkeypatch.setattr(edited, "__code__", new.__code__)
+    expected = torch.autograd.grad(model(x).sum(), x)[0]
+    assert torch.equal(torch.autograd.grad(planned(x).sum(), x)[0], expected)
+    monkeypatch.undo()
+    assert torch.equal(planned(x), model(x))
