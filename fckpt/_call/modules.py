@@ -104,10 +104,10 @@ class ModuleParts:
         # All other attributes hold plain values, such as a rate, a stride or an activation function. They are compared
         # by identity at every call, without Python code per attribute, because there are thousands of them.
         closed = [(m, k) for m, k, v in own if is_closed(v)]
-        closed += [(m, k) for m in modules for k in ("training", *HOOKS)]
+        closed += [(m, k) for m in modules for k in ("training", *HOOKS, *_WITH_KWARGS)]
         self._owners = [m for m, _ in closed]
         self._names = [k for _, k in closed]
-        self._hooked = [(m, k) for m in modules for k in HOOKS]
+        self._hooked = [(m, k) for m in modules for k in (*HOOKS, *_WITH_KWARGS)]
         self._hooks = [m[k] for m in modules for k in (*HOOKS, *_BACKWARD_HOOKS)]
         self._children = [m["_modules"] for m in modules]
         places = {id(m): i for i, m in enumerate(tree)}
@@ -167,7 +167,7 @@ class ModuleParts:
         return ModuleState(self, self._values, self._structure[0], self.registered(), self.unset())
 
     def registered(self) -> list[tuple[int, dict[int, Any]]]:
-        """Returns the forward hooks of each module that has some, by position in `_hooked`."""
+        """Returns the forward hooks of each module that has some, and their kinds, by position in `_hooked`."""
         return [(i, m[k].copy()) for i, (m, k) in enumerate(self._hooked) if m[k]]
 
     def unset(self) -> list[tuple[dict[str, Any], str]]:
@@ -309,6 +309,8 @@ class _Settings:
 
 _DICTS = operator.itemgetter("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_WITH_KWARGS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+"""The attributes that say which forward hooks of a module take keyword arguments, by the id of the hook."""
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 

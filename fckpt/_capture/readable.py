@@ -24,7 +24,7 @@ def explained(part: str) -> str:
     condition, _, comment = functions_named(part).partition("  # ")
     line, _, place = comment.strip().partition("  # ")
     condition = _SOURCE.sub(lambda found: readable(found.group(0)), condition.strip())
-    place = place.strip().rpartition("/")[2]
+    place = place.partition(" (HINT:")[0].strip().rpartition("/")[2]
     return condition + (f", read by `{line.strip()}`" if line.strip() else "") + (f" ({place})" if place else "")
 
 
@@ -36,13 +36,15 @@ _CELL = re.compile(r"^L\['(?:fn|this)'\]\.__closure__\[(\d+)\]\.cell_contents")
 
 
 def readable(text: str, fn: Any = None) -> str:
-    """Formats a source as the user would write it: `L['this']._modules['a']._parameters['w']` is `a.w`."""
+    """Formats a source as the user would write it: `L['this']._modules['a'].p` is `a.p`."""
     if PASSED.fullmatch(text):
         return re.sub(r"L\['(args|kwargs)'\]", r"\1", text)
     text = functions_named(text)
-    members = _MEMBER.findall(text)
+    members = list(_MEMBER.finditer(text))
     if members:
-        return ".".join(members)
+        rest = re.sub(r"\.__dict__\['(\w+)'\]", r".\1", text[members[-1].end() :])
+        names = ".".join([member[1] for member in members])
+        return names if "__" in rest else names + rest
     cell = _CELL.search(text)
     if cell and isinstance(fn, types.FunctionType):
         return f"closed-over {fn.__code__.co_freevars[int(cell.group(1))]!r}"

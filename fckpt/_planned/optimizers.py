@@ -28,7 +28,7 @@ from fckpt._trace.updates import runs
 from fckpt.cost.calls import OpCost, named, register_cost
 from fckpt.cost.measured import _isolated, _run, _temporaries
 from fckpt.cost.store import Store, environment
-from fckpt.errors import ArgumentTypeError, ArgumentValueError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError
 
 __all__ = ["Updates", "bytes_of_updates"]
 
@@ -329,7 +329,15 @@ class Updates:
             def later() -> None:
                 self._run(sibling, made, gradient)
 
-            at_first, _ = _temporaries(first, device)
+            try:
+                at_first, _ = _temporaries(first, device)
+            except Exception as error:
+                raise TraceError(
+                    f"{type(self.optimizer).__name__} raises an error when it updates a parameter of shape "
+                    f"{list(parameter.shape)} and {parameter.dtype}: {type(error).__name__}: {error}. A plain "
+                    "`optimizer.step()` raises it as well, for example if the model was converted to another dtype "
+                    "after the optimizer had made its state. Make the optimizer after the conversion."
+                ) from error
             seconds, temporary, _ = _run(later, device, 10)
         return OpCost(seconds, 4 * parameter.numel(), temporary), at_first
 

@@ -80,13 +80,7 @@ class _Watch:
 
     def changes(self) -> list[Slot]:
         """Returns the places that the functions can reach and have changed, with their former values."""
-        changes = [change for snapshot in self.places for change in snapshot.changes()]
-        return [change for change in changes if not _is_absent(*change)]
-
-
-def _is_absent(holder: Any, key: Any, then: Any) -> bool:
-    """Whether a global variable, for which a walk notes None where there is none, is not there."""
-    return type(holder) is dict and then is None and key not in holder
+        return [change for snapshot in self.places for change in snapshot.changes()]
 
 
 def refuse_hooks(hooks: Registrations, existing: Sequence[torch.Tensor], result: Any) -> None:

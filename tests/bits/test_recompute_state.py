@@ -643,3 +643,36 @@ def test_a_global_that_is_made_after_the_forward_is_absent_in_the_recompute() ->
     finally:
         del globals()["ADDED"]
     assert_equal(x.grad, W.cos())
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+@pytest.mark.parametrize("place", ["block", "inside"])
+def test_hooks_with_keyword_arguments_that_are_there_for_one_forward(kind: str, place: str) -> None:
+    """As peft registers them for `adapter_names` and aLoRA."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return super().forward(x) * scale
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Scaled(6, 6)
+
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return self.inner(x).sin() * scale
+
+    hooks: dict[str, Any] = {
+        "forward": lambda module, args, kwargs, out: out * 2,
+        "forward_pre": lambda module, args, kwargs: (args, {**kwargs, "scale": 2.0}),
+    }
+    model, x = nn.Sequential(Block(), Block()), torch.randn(2, 6)
+    got = []
+    for net in (model, nn.Sequential(*map(fckpt.remat, model))):
+        chosen: list[Any] = [block if place == "block" else block.inner for block in net]
+        handles = [getattr(m, f"register_{kind}_hook")(hooks[kind], with_kwargs=True) for m in chosen]
+        loss = net(x).cos().sum()
+        for handle in handles:
+            handle.remove()
+        got.append((loss.detach(), torch.autograd.grad(loss, list(model.parameters()))))
+    assert_equal(got[1], got[0])

@@ -128,3 +128,18 @@ def test_no_state_appears_for_parameters_that_have_none() -> None:
     optimizer.param_groups[1]["momentum"] = 0.9
     step(batch)
     assert list(optimizer.state_dict()["state"]) == [0, 1]
+
+
+def test_an_update_that_plain_code_refuses_too() -> None:
+    """State of Adam that was loaded, or made before the conversion, has another dtype than the parameter."""
+    net = mlp()
+    optimizer = optim.AdamW(net.parameters())
+    step = fckpt.step(net, optimizer, squares)
+    step((torch.randn(16, 32), torch.randn(16, 32)))
+    net.bfloat16()
+    batch = torch.randn(16, 32, dtype=torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
+    with pytest.raises(fckpt.TraceError, match=r"AdamW raises an error when it updates.*Make the optimizer after"):
+        step(batch)
+    squares(net, batch).backward()
+    with pytest.raises(RuntimeError, match="dtype"):
+        optimizer.step()

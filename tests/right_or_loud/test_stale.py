@@ -225,6 +225,16 @@ def test_traced_python_that_reads_what_changes_at_every_call_is_said() -> None:
             region(x).sum().backward()
 
 
+def test_what_changes_at_every_call_is_named_with_its_attribute() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+    region = fckpt.remat(lambda x: model(x).sin(), budget=1.0)
+    dropout: Any = model[1]
+    with pytest.warns(fckpt.PlanWarning, match=r"changed: 1\.p == 0\.\d, read by .* in forward\)\. Pass"):
+        for turn in range(4):
+            dropout.p = 0.1 * (turn + 1)
+            region(torch.ones(2, 4)).sum().backward()
+
+
 def test_what_fckpt_imports_does_not_invalidate_captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SciPy, which the first solved plan imports, registers classes with abstract base classes."""
     for name in ("late_library", "users_library"):
