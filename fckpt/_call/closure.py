@@ -550,7 +550,7 @@ def method_globals(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
         imported_here = [held for name in names if type(held := fn.__globals__.get(name)) is types.ModuleType]
         users = [vars(module) for module in imported_here if not is_library(module.__name__)]
         for scope, name in itertools.product((fn.__globals__, *users), names):
-            held = scope.get(name)
+            held = scope.get(name, ABSENT)
             if type(held) is types.FunctionType:
                 todo.append(held)
             elif type(held) in PLAIN or (not (held is None or isinstance(held, _CODE)) and is_data(held)):

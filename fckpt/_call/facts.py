@@ -212,7 +212,7 @@ def is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "optree", "fckpt"}) - {"__main__"}
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "optree", "fckpt", "sympy", "mpmath"}) - {"__main__"}
 
 
 def attribute(value: Any, name: str, default: Any = None) -> Any:
