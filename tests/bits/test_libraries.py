@@ -266,3 +266,17 @@ def test_a_diffusion_model() -> None:
     whole = peak(loss(plain), plain)
     assert peak(loss(model), model) < 0.7 * whole
     assert peak(within, plain) <= 0.81 * whole
+
+
+def test_what_a_recompute_compares_around_a_model_of_transformers_is_little() -> None:
+    """Each place is compared at each call. Generation, saving and loading refer to far more than a forward reads."""
+    from fckpt._call.closure import Snapshot
+    from fckpt._call.conditions import Observation
+
+    model, batch = make("llama", "none")
+    fckpt.remat(lambda **b: model(**b).loss)(**batch).backward()  # what the first call imports
+    observation = Observation([lambda **b: model(**b).loss], [], [], {})
+    snapshots = [s for s in observation.state if isinstance(s, Snapshot)]
+    assert sum(len(s.places) + len(s.dicts) + len(s.lists) for s in snapshots) < 10_000
+    held = [holder.get("__name__", "") for s in snapshots for holder, _, _ in s.places if isinstance(holder, dict)]
+    assert not [name for name in held if str(name).startswith(("sympy", "mpmath"))]
