@@ -212,7 +212,8 @@ def is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "optree", "fckpt", "sympy", "mpmath"}) - {"__main__"}
+_DEPENDENCIES = ("torch", "numpy", "optree", "fckpt", "sympy", "mpmath")
+_LIBRARIES = frozenset({*sys.stdlib_module_names, *_DEPENDENCIES}) - {"__main__"}
 
 
 def attribute(value: Any, name: str, default: Any = None) -> Any:

@@ -74,7 +74,12 @@ from fckpt._capture.recurrent import steps_alike
 from fckpt._capture.settings import changed_setting
 from fckpt._capture.shadows import BuiltinNames, shadows_guarded
 from fckpt._capture.sources import Names
-from fckpt._capture.symbols import environments_released, symbols_remembered
+from fckpt._capture.symbols import (
+    TOO_LARGE,
+    environments_released,
+    large_expressions_refused,
+    symbols_remembered,
+)
 from fckpt._capture.tensor_states import state_reads_refused
 from fckpt._capture.tensor_subclasses import tensor_subclasses_refused
 from fckpt._capture.undecomposed import undecomposed
@@ -389,7 +394,8 @@ def capture(
             except CaptureError as error:
                 first = first or error
                 # A branch on data that depends on sizes is known if they are constants; then nothing is conceded.
-                if (dynamic and "ata-dependent" in str(error)) or not answers.concede():
+                constant = "ata-dependent" in str(error) or TOO_LARGE in str(error)
+                if (dynamic and constant) or not answers.concede():
                     break
     raise first
 
@@ -523,6 +529,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(objects_like_pythons())
         stack.enter_context(environments_released())
         stack.enter_context(symbols_remembered())
+        stack.enter_context(large_expressions_refused())
         # The names of functions in Dynamo's log lines, for which it would split whole files into tokens.
         stack.enter_context(patched(symbolic_convert, "get_funcname", lambda _: lambda *_: None))
         # Dynamo flushes the processor's caches (tens of milliseconds) and times the guards, only to log the latency.

@@ -27,10 +27,12 @@ from torch.utils._sympy.interp import handlers
 from fckpt._capture.patching import patched
 
 __all__ = [
+    "TOO_LARGE",
     "FloatProduct",
     "FloatSum",
     "environments_released",
     "floats_in_order",
+    "large_expressions_refused",
     "symbol",
     "symbols_remembered",
 ]
@@ -98,6 +100,40 @@ def environments_released() -> Iterator[None]:
             env.fake_tensor_cache.clear()
         for clear in _caches():
             clear()
+
+
+@contextlib.contextmanager
+def large_expressions_refused() -> Iterator[None]:
+    """Raises `LookupError` where torch would compare large expressions of symbols within the body.
+
+    Sizes that are padded, rolled and cut into windows (Swin, for example) become expressions of thousands of terms,
+    which sympy simplifies for minutes. They are better captured and traced as constants.
+    """
+
+    @functools.lru_cache(4096)
+    def is_large(expression: sympy.Basic) -> bool:
+        count, todo = 0, [expression]
+        while todo and count <= _MOST_TERMS:
+            count += 1
+            todo += todo.pop().args
+        return count > _MOST_TERMS
+
+    def checked(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def evaluate_expr(self: ShapeEnv, expression: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(expression, sympy.Basic) and is_large(expression):
+                raise LookupError(TOO_LARGE)
+            return original(self, expression, *args, **kwargs)
+
+        return evaluate_expr
+
+    with patched(ShapeEnv, "evaluate_expr", checked):
+        yield
+
+
+_MOST_TERMS = 100
+"""The largest number of terms of an expression. In BERT, T5, GPT-2, ViT and ConvNeXt there are at most 55."""
+TOO_LARGE = "the expressions of sizes are too large"
 
 
 @functools.cache

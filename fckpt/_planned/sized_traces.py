@@ -215,13 +215,19 @@ def _general(
         backward: the backward pass of the latest call.
         computed: see `same_trace`.
     """
-    from fckpt._capture.symbols import environments_released, floats_in_order, symbols_remembered
+    from fckpt._capture.symbols import (
+        environments_released,
+        floats_in_order,
+        large_expressions_refused,
+        symbols_remembered,
+    )
     from fckpt._trace.sized import SizedTrace, Symbols, same_trace
 
     try:
         with environments_released():
             symbols = Symbols(example.layouts, example.numbers, classes)
-            with warnings.catch_warnings(), _unlogged(), symbols_remembered(), floats_in_order(symbols.env):
+            remembered, refused = symbols_remembered(), large_expressions_refused()
+            with warnings.catch_warnings(), _unlogged(), remembered, refused, floats_in_order(symbols.env):
                 warnings.simplefilter("ignore")
                 traced = tracer(backward, symbols)
             guessed = backward.outputs is None and all(o.flags != traced.flags for o in backward.observed)

@@ -629,7 +629,7 @@ def test_a_module_that_holds_a_method_of_another(kept: Callable[[Any], Any], who
 def test_a_global_that_is_made_after_the_forward_is_absent_in_the_recompute() -> None:
     def fn(x: Tensor) -> Tensor:
         try:
-            scale = ADDED  # type: ignore[name-defined]  # noqa: F821
+            scale = ADDED  # type: ignore[name-defined]
         except NameError:
             scale = 1.0
         return (x.sin() * scale).sum()

@@ -344,3 +344,29 @@ def test_a_counter_among_the_results_is_no_obstacle(compared: list[bool]) -> Non
         assert (then, twice) == (step + 1, rows * 2)
         assert_equal(torch.autograd.grad(loss, W), torch.autograd.grad(fn(x, step)[0], W))
     assert compared and all(compared)
+
+
+def _in_windows(x: Tensor, w: Tensor, size: int) -> Tensor:
+    """Applies a layer to windows of an image, which is padded to whole windows, as Swin does."""
+    n, height, width, channels = x.shape
+    x = F.pad(x, (0, 0, 0, -width % size, 0, -height % size))
+    rows, columns = x.shape[1] // size, x.shape[2] // size
+    x = x.view(n, rows, size, columns, size, channels).transpose(2, 3).reshape(-1, size * size, channels)
+    x = torch.tanh(x @ w).view(n, rows, columns, size, size, channels)
+    return x.transpose(2, 3).reshape(n, rows * size, columns * size, channels)
+
+
+def test_expressions_of_sizes_that_grow_do_not_stall_a_capture() -> None:
+    """Sympy would simplify them for hours. The sizes are constants of such a capture."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        for size in (4, 7, 3, 5, 7, 4):
+            x = _in_windows(x, w, size)
+            x = F.avg_pool2d(x.permute(0, 3, 1, 2), 2, 1, 1).permute(0, 2, 3, 1)
+        return x.square().sum()
+
+    planned, w = fckpt.remat(fn, budget=0.9), torch.randn(6, 6, requires_grad=True)
+    for edge in (8, 9):
+        x = torch.randn(2, edge, edge, 6)
+        assert_equal(torch.autograd.grad(planned(x, w), w), torch.autograd.grad(fn(x, w), w))
+    assert fckpt.stats(planned).captures == 2
