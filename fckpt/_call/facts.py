@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fckpt._call.caches import is_cache, is_packaged, results_in
 from fckpt._call.places import ARRAYS, PLAIN
 from fckpt._tree import STRUCTURE
 
@@ -79,7 +80,9 @@ def fact(value: Any) -> Any:
         return _fact_of_container(value, kind)
     if isinstance(value, (torch.Generator, types.BuiltinFunctionType)):
         return (kind, id(value))
-    if isinstance(value, functools._lru_cache_wrapper):
+    if is_cache(value):
+        if not is_packaged(value) and (held := next(filter(_is_changeable, results_in(value)), None)) is not None:
+            return Unguarded(f"a {type(held).__name__} that the cache of {attribute(value, '__name__')} holds")
         return (kind, *_entries_of(value))
     if isinstance(value, contextvars.ContextVar):
         return (kind, fact(value.get(None)))
@@ -115,6 +118,20 @@ def _entries_of(cache: Any) -> tuple[int, int]:
         cleared += 1
     _SEEN[cache] = cleared, now.hits, now.misses
     return cleared, now.misses
+
+
+def _is_changeable(value: Any) -> bool:
+    """Whether something may be changed that a walk through the closure does not reach. A tensor is found when it is
+    used.
+    """
+    if isinstance(value, _CHANGEABLE):
+        return True
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    frozen = isinstance(value, (enum.Enum, torch.Tensor)) or getattr(parameters, "frozen", False)
+    return is_user_class(type(value)) and not frozen
+
+
+_CHANGEABLE = (list, dict, set, collections.deque, bytearray, np.ndarray, types.SimpleNamespace)
 
 
 def see_caches() -> None:

@@ -1,76 +1,211 @@
 """Functions under `functools.lru_cache` in a captured call.
 
-Dynamo looks through the cache: it captures what the function would compute now. The plain function returns what it
-computed at its first call with the same arguments. The two differ if the function reads state that changes, so such a
-function must not be captured.
+Dynamo looks through the cache: it captures what the function would compute now, at each call. The plain function
+returns the object that it made at its first call with the same arguments. Here, the cache's entry is an object that the
+captured function reads, like one in a dict: it is guarded, and may be a tensor, or be changed. An entry that the cache
+does not have yet is made during the capture, if nothing but its value can depend on when it is made.
+
+Other calls of cached functions end the capture. Their caller is then traced by running its Python code, which asks the
+cache. Seen on torch 2.11 and 2.13: `WrapperUserFunctionVariable`, `CallFunctionNoArgsSource`.
 """
 
 from __future__ import annotations
 
-import dis
+import contextlib
+import enum
 import functools
 import itertools
 import types
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import CallFunctionNoArgsSource, GlobalSource
+from torch._dynamo.variables import SymNodeVariable
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+from torch._dynamo.variables.lists import TupleVariable
+
+from fckpt._call.caches import entries_of, is_cache, is_packaged, key_for
 from fckpt._call.closure import global_names
-from fckpt._capture.sources import is_users
+from fckpt._call.facts import is_library
+from fckpt._call.places import PLAIN
+from fckpt._call.rng import RandomState
+from fckpt._capture.patching import patched
 
-__all__ = ["cached_reader"]
-
-_WRAPPED = ".__wrapped__"
+__all__ = ["caches_asked"]
 
 
-def cached_reader(guards: Any, scope: dict[str, Any], local: dict[str, Any]) -> str:
-    """Returns the name of a cached function of the user that reads state which may change; empty if there is none.
+@contextlib.contextmanager
+def caches_asked() -> Iterator[None]:
+    """Makes Dynamo read the caches of the user's functions, within the body, or raise a `LookupError`."""
+    with patched(WrapperUserFunctionVariable, "call_function", _calling):
+        yield
+
+
+def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        cached = this.wrapper_obj
+        if not is_cache(cached) or is_packaged(cached) or cached.cache_parameters()["maxsize"] == 0:
+            return original(this, tx, args, kwargs)
+        given = [value.realize() for value in (*this.self_args(), *args)]
+        named = {name: value.realize() for name, value in kwargs.items()}
+        if not all(map(_is_constant, (*given, *named.values()))):
+            raise LookupError(f"the cached function `{_name(cached)}` takes a tensor, or an object that may change")
+        if any(isinstance(value, SymNodeVariable) for value in (*given, *named.values())):
+            return _computed(cached, original(this, tx, args, kwargs))
+        if this.source is None:
+            raise LookupError(f"the cached function `{_name(cached)}` is made in the captured function")
+        install_guard(this.source.make_guard(GuardBuilder.ID_MATCH))
+        values = [value.as_python_constant() for value in given]
+        entry = _entry(cached, values, {name: value.as_python_constant() for name, value in named.items()})
+        if entry() is _ABSENT:
+            _fill(cached, entry)
+        tx.output.global_scope[entry.name] = entry
+        return VariableTracker.build(tx, entry(), CallFunctionNoArgsSource(GlobalSource(entry.name)))
+
+    return call
+
+
+def _computed(cached: Any, result: Any) -> Any:
+    """Returns the result of a function that Dynamo has called with sizes, which are variables of the graph."""
+    if found := _state(cached.__wrapped__, []):
+        raise LookupError(f"the cached function `{_name(cached)}` reads `{found}`, and takes a size that varies")
+    if not _is_constant(result):
+        raise LookupError(f"the cached function `{_name(cached)}` makes an object for a size that varies")
+    return result
+
+
+def _name(cached: Any) -> str:
+    return str(getattr(cached, "__name__", "function"))
+
+
+def _is_constant(variable: Any) -> bool:
+    """Whether Dynamo knows a value, which cannot change, or computes it from sizes."""
+    variable = variable.realize()
+    if isinstance(variable, TupleVariable):
+        return all(map(_is_constant, variable.items))
+    return isinstance(variable, SymNodeVariable) or (
+        variable.is_python_constant() and _is_unchangeable(variable.as_python_constant())
+    )
+
+
+def _is_unchangeable(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_unchangeable, value))
+    return type(value) in PLAIN or isinstance(value, _UNCHANGEABLE)
+
+
+_UNCHANGEABLE = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
+
+
+# -- entries -----------------------------------------------------------------------------------------------------
+
+
+class _Entry:
+    """The entry of a cache for certain arguments. A call returns its value, or `_ABSENT` if there is no entry now."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, cached: Any, args: Any, kwargs: Any, key: Any):
+        self._cached, self._key = weakref.ref(cached), key
+        self.args, self.kwargs = args, kwargs
+        shown = _name(cached) if _name(cached).isidentifier() else "function"
+        self.name = f"__fckpt_cached_{next(_Entry._numbers)}_{shown}"
+        """The global name under which Dynamo's code finds the entry."""
+
+    def __call__(self) -> Any:
+        cached = self._cached()
+        return _ABSENT if cached is None or self._key not in entries_of(cached) else cached(*self.args, **self.kwargs)
+
+
+class _Absent:
+    """Stands for the value of an entry that a cache does not have."""
+
+
+_ABSENT = _Absent()
+_entries: weakref.WeakKeyDictionary[Any, dict[Any, _Entry]] = weakref.WeakKeyDictionary()
+"""By function with a cache: its entries that captured functions read, by the cache's own keys."""
+
+
+def _entry(cached: Any, args: Any, kwargs: Any) -> _Entry:
+    key = key_for(cached, args, kwargs)
+    known = _entries.setdefault(cached, {})
+    return known.setdefault(key, _Entry(cached, args, kwargs, key))
+
+
+def _fill(cached: Any, entry: _Entry) -> None:
+    """Makes an entry of a cache.
+
+    Raises:
+        LookupError: it would matter that the entry is made before the captured function runs.
+    """
+    if found := _state(cached.__wrapped__, []):
+        raise LookupError(f"the cached function `{_name(cached)}` reads `{found}`, and has not been called before")
+    random = RandomState.capture([torch.device("cuda")] if torch.cuda.is_initialized() else ())
+    cached.__wrapped__(*entry.args, **entry.kwargs)
+    if random.moved():
+        random.rewind()
+        raise LookupError(f"the cached function `{_name(cached)}` draws random numbers, and has not been called before")
+    cached(*entry.args, **entry.kwargs)
+
+
+# -- what a function reads ---------------------------------------------------------------------------------------
+
+
+def _state(fn: Any, seen: list[Any]) -> str:
+    """Returns the name of a variable that a function may read, or of a function of a library that it may call, whose
+    value or result may change; empty if there is none. Follows the calls of the user's functions.
 
     Args:
-        guards: Dynamo's guards.
-        scope: the globals in which the sources of the guards are evaluated.
-        local: the local variables likewise.
+        fn: the function.
+        seen: the functions that have been looked at.
     """
-    names = {guard.name.removesuffix(_WRAPPED) for guard in guards if guard.name.endswith(_WRAPPED)}
-    for name in sorted(names):
-        try:
-            found = eval(name, {"L": local, "G": scope})
-        except Exception:  # a source that only Dynamo's own guards can evaluate
-            continue
-        found = getattr(found, "__func__", found)  # of a method
-        if isinstance(found, functools._lru_cache_wrapper) and _reads_state(found.__wrapped__):
-            return str(getattr(found, "__name__", name))
-    return ""
+    if not isinstance(fn, types.FunctionType) or fn in seen:
+        return ""
+    seen.append(fn)
+    return next((found for name, value, owner in _held(fn) if (found := _changing(name, value, owner, seen))), "")
 
 
-def _reads_state(fn: Any) -> bool:
-    """Whether a function of the user reads variables that hold neither functions, nor classes, nor modules, or reads
-    attributes of its arguments, as a method does.
-    """
-    if not isinstance(fn, types.FunctionType) or not is_users(fn.__code__.co_filename):
-        return False
-    if "-packages" in fn.__code__.co_filename:
-        return False
-    if any(a.startswith("LOAD_FAST") and b in _ATTRIBUTE for a, b in itertools.pairwise(_instructions(fn))):
-        return True
-    return not all(isinstance(value, _CODE) for value in _read(fn))
+def _changing(name: str, value: Any, owner: str, seen: list[Any]) -> str:
+    """Returns the name under which `_held` found a value, or a name that the value reads, if it may change."""
+    value = getattr(value, "__func__", value)  # of a method
+    if isinstance(value, _CALLED):
+        module = str(getattr(value, "__module__", ""))
+        if not is_library(module):
+            return _state(value, seen)
+        return "" if module.partition(".")[0] in _PURE else name
+    if isinstance(value, (type, types.ModuleType)) or is_cache(value):
+        return ""
+    return "" if is_library(owner) and _is_unchangeable(value) else name
 
 
-_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+_CALLED = (types.FunctionType, types.BuiltinFunctionType)
+_PURE = ("math", "cmath", "operator", "_operator", "functools", "_functools", "itertools", "builtins", "torch", "numpy")
+"""Libraries whose functions have no effect that matters, apart from random numbers."""
 
 
-def _instructions(fn: types.FunctionType) -> list[str]:
-    return [instruction.opname for instruction in dis.get_instructions(fn)]
+def _held(fn: types.FunctionType) -> Iterator[tuple[str, Any, str]]:
+    """Yields name, value, and the name of the module of what a function may read outside of its arguments."""
+    names, module = global_names(fn.__code__), fn.__module__ or ""
+    held = [(name, fn.__globals__[name]) for name in names if name in fn.__globals__]
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            held.append((name, cell.cell_contents))
+    found = [(name, value, module) for name, value in held]
+    for name, owner, _ in found:  # grows meanwhile
+        yield name, owner, _
+        for base in getattr(owner, "__mro__", (owner,)) if isinstance(owner, _NAMESPACES) else ():
+            where = base.__name__ if isinstance(base, types.ModuleType) else str(base.__module__)
+            if not (isinstance(base, type) and is_library(where)):
+                new = [(n, vars(base)[n], where) for n in names if n in vars(base)]
+                found += [item for item in new if not any(item[1] is value for _, value, _ in found)]
+    for value in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
+        if not _is_unchangeable(value):
+            yield "a default", value, module
 
 
-def _read(fn: types.FunctionType) -> Iterator[Any]:
-    for cell in fn.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # empty
-            continue
-    for name in global_names(fn.__code__):
-        if name in fn.__globals__:
-            yield fn.__globals__[name]
-
-
-_CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType, functools._lru_cache_wrapper)
+_NAMESPACES = (types.ModuleType, types.FunctionType, type)

@@ -48,7 +48,7 @@ from fckpt._capture import marks
 from fckpt._capture.absences import absences_guarded
 from fckpt._capture.as_plain import Answers
 from fckpt._capture.branches import Branches
-from fckpt._capture.cached import cached_reader
+from fckpt._capture.cached import caches_asked
 from fckpt._capture.certain import certain_comparisons
 from fckpt._capture.checks import validation_captured
 from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
@@ -216,9 +216,6 @@ class Captured:
         if any(map(guards_script, graph_guards.guards)):
             raise CaptureError("the function calls TorchScript, which has its own derivative formulas")
         local = _scope(taken, *passed)
-        reader = cached_reader(graph_guards.guards, taken[0].__globals__, local)
-        if reader:
-            raise CaptureError(f"the cached function `{reader}` reads variables, and Dynamo looks through the cache")
         sources = self.graph.sources if self.graph is not None else ()
         compared = compared_constants(graph_guards.guards, sources, taken[0].__globals__, local, folded)
         self._classes = ClassFacts(classes, output.graph_capture_output.traced_code, compared)
@@ -522,6 +519,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(numpy_not_computed())
         stack.enter_context(options_constant())
         stack.enter_context(equivalents_evaluated())
+        stack.enter_context(caches_asked())
         stack.enter_context(state_reads_refused())
         stack.enter_context(instance_checks_followed())
         stack.enter_context(tensor_subclasses_refused())

@@ -200,7 +200,8 @@ class Guards:
         self._lineages = [(cls, self._lineage(cls)) for cls in reads.classes.values()]
         self._caches = [(c, fact(c)) for c in _caches(reads)]
         self._facts = facts_of(self._called, self._scopes)
-        self.unguarded = next((found for found in self._facts if isinstance(found, Unguarded)), None)
+        facts = (*self._facts, *(found for _, found in self._caches))
+        self.unguarded = next((found for found in facts if isinstance(found, Unguarded)), None)
         """A fact that cannot be guarded, or None."""
         classes = [found for found in self._facts if isinstance(found, type)]
         self._classes = ClassFacts([*reads.classes.values(), *classes], reads.codes)

@@ -67,8 +67,10 @@ def unsourced_guarded(folded: set[str]) -> Iterator[None]:
 
 
 def functions_named(text: str) -> str:
-    """Replaces the global names of functions by their own names, in an expression of Dynamo."""
-    return re.sub(rf"G\['{_PREFIX}_\d+_(\w+)'\]\(\)", r"\1", text)
+    """Replaces the global names of functions, and of entries of caches, by the functions' names, in an expression of
+    Dynamo.
+    """
+    return re.sub(r"G\['__fckpt_(?:function|cached)_\d+_(\w+)'\]\(\)", r"\1", text)
 
 
 def _binding_with_source(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,129 @@ def test_a_cached_function_whose_variables_change(wrap: Any, cleared: bool) -> N
         result = region(x)
         assert_equal(result, expected)
         assert_equal(torch.autograd.grad(result.sum(), x), torch.autograd.grad(expected.sum(), x))
+
+
+W = torch.randn(5, 5, generator=torch.Generator().manual_seed(1)).requires_grad_()
+LOG: list[int] = []
+
+
+class Box:
+    def __init__(self) -> None:
+        self.bias = torch.zeros(5)
+        self.scale = 2.0
+
+
+def counted(n: int) -> float:
+    LOG.append(n)
+    return 2.0
+
+
+def written(x: Tensor, get: Any) -> Tensor:
+    h = (x @ W + get(5)).tanh()
+    get(5).add_(h.detach())
+    return h
+
+
+def appended(x: Tensor, get: Any) -> Tensor:
+    get(3).append(0.5)
+    return (x @ W * sum(get(3))).tanh()
+
+
+def squared(x: Tensor, get: Any) -> Tensor:
+    return (x @ W + get(5)).tanh()
+
+
+Cached = tuple[Callable[[int], Any], Callable[[Tensor, Any], Any], Callable[[Any], Any]]
+CACHED: dict[str, Cached] = {
+    "random": (torch.randn, squared, lambda get: None),
+    "written by the caller": (torch.zeros, squared, lambda get: get(5).add_(1)),
+    "written by the function": (torch.zeros, written, lambda get: None),
+    "cleared": (torch.zeros, squared, lambda get: (get(5).add_(1), get.cache_clear() if get(5)[0] > 1.5 else None)),
+    "returned": (torch.zeros, lambda x, get: ((x @ W).tanh(), get(5)), lambda get: None),
+    "list": (lambda n: [1.0] * n, lambda x, get: (x @ W * sum(get(3))).tanh(), lambda get: get(3).append(2.0)),
+    "list of a tensor": (
+        lambda n: [torch.zeros(n)],
+        lambda x, get: (x @ W + get(5)[0]).tanh(),
+        lambda get: get(5).__setitem__(0, get(5)[0] + 1),
+    ),
+    "list written by the function": (lambda n: [1.0] * n, appended, lambda get: None),
+    "dict": (
+        lambda n: {"scale": 1.0},
+        lambda x, get: (x @ W * get(3)["scale"]).tanh(),
+        lambda get: get(3).update(scale=get(3)["scale"] + 1),
+    ),
+    "object": (
+        lambda n: Box(),
+        lambda x, get: (x @ W * get(3).scale + get(3).bias).tanh(),
+        lambda get: (setattr(get(3), "scale", get(3).scale + 1), get(3).bias.add_(1)),
+    ),
+    "counted": (counted, lambda x, get: (x @ W * get(3) * len(LOG)).tanh(), lambda get: None),
+    "pure": (lambda n: n / 2, lambda x, get: (x @ W * get(3)).tanh(), lambda get: None),
+    "pure of a size": (lambda n: (n + 7) // 8, lambda x, get: (x @ W * get(len(x))).tanh(), lambda get: None),
+    "drawn number": (lambda n: random.random(), lambda x, get: (x @ W * get(3)).tanh(), lambda get: None),
+}
+DRAWN_OR_COUNTED = ("random", "counted", "drawn number")
+"""The cached functions whose first call a plan cannot make at the right time."""
+
+
+@pytest.mark.filterwarnings("ignore:.*is captured for the:fckpt.PlanWarning")
+@pytest.mark.parametrize("limit", [None, 4])
+@pytest.mark.parametrize("filled", [True, False])
+@pytest.mark.parametrize("name", CACHED)
+def test_what_a_cache_holds_is_read_and_written(name: str, filled: bool, limit: int | None) -> None:
+    make, use, change = CACHED[name]
+
+    def run(wrap: Any) -> list[Any]:
+        torch.manual_seed(0)
+        random.seed(0)
+        LOG.clear()
+        get = functools.lru_cache(limit)(lambda n: make(n))  # a lambda, as Dynamo takes no functions of torch
+        if filled:
+            get(3), get(5)
+        region, found = wrap(lambda x: use(x, get)), list[Any]()
+        for number in range(5):
+            result = region(X + number)
+            loss, *rest = result if isinstance(result, tuple) else (result,)
+            assert all(value is get(5) for value in rest)
+            found += [loss, torch.autograd.grad(loss.sum(), W), torch.rand(()), len(LOG)]
+            change(get)
+        return found
+
+    want = run(lambda fn: fn)
+    if filled or name not in DRAWN_OR_COUNTED:
+        assert_equal(run(planned), want)
+    else:
+        with pytest.raises(fckpt.TraceError):
+            run(planned)
+
+
+@pytest.mark.parametrize("filled", [True, False])
+@pytest.mark.parametrize("make", [lambda: [2.0], lambda: {"a": 2.0}, Box, lambda: torch.ones(5)])
+def test_what_a_cache_holds_for_an_object_is_refused_if_it_may_change(make: Callable[[], Any], filled: bool) -> None:
+    class Held:
+        @functools.lru_cache  # noqa: B019  # such a cache is the subject
+        def read(self) -> Any:
+            return make()
+
+    def fn(x: Tensor) -> Tensor:
+        found = held.read()
+        return x @ W * (found if isinstance(found, Tensor) else found.scale if isinstance(found, Box) else len(found))
+
+    held = Held()
+    if filled:
+        held.read()
+    with pytest.raises(fckpt.TraceError):
+        planned(fn)(X)
+
+
+def test_pure_cached_functions_are_captured() -> None:
+    @functools.lru_cache
+    def padded(n: int) -> tuple[int, torch.dtype]:
+        return (n + 7) // 8 * 8, torch.float64
+
+    plan = planned(lambda x: (x @ W * padded(5)[0]).to(padded(5)[1]))
+    assert plan(X).dtype == torch.float64
+    assert fckpt.stats(plan).captures
 
 
 def test_a_structure_that_is_closed_over_and_changes() -> None:
