@@ -28,7 +28,7 @@ def entries_of(cache: Any) -> dict[Any, Any]:
 
 
 def key_for(cache: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the key of the entry for certain arguments. Another cache makes the same; only functools knows its form."""
+    """Returns the key of an entry, as another cache makes it: only functools knows the form of keys."""
     other = functools.lru_cache(None, cache.cache_parameters()["typed"])(lambda *args, **kwargs: None)
     other(*args, **kwargs)
     return next(iter(entries_of(other)))

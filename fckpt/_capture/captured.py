@@ -57,6 +57,7 @@ from fckpt._capture.containers import containers_like_pythons
 from fckpt._capture.dict_attributes import DictAttributes, keep_factories
 from fckpt._capture.distinct import Distinct
 from fckpt._capture.equivalents import equivalents_evaluated
+from fckpt._capture.exceptions import exceptions_only_caught
 from fckpt._capture.frames import Frames
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.generators import unfinished_generators_refused
@@ -520,6 +521,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(options_constant())
         stack.enter_context(equivalents_evaluated())
         stack.enter_context(caches_asked())
+        stack.enter_context(exceptions_only_caught())
         stack.enter_context(state_reads_refused())
         stack.enter_context(instance_checks_followed())
         stack.enter_context(tensor_subclasses_refused())

@@ -2,6 +2,8 @@
 
 * `x.requires_grad = value` is `x.requires_grad_(value)`.
 * Names of torch's classes, such as `type(module.weight).__module__`, are constants.
+* An attribute that a container does not have is an error, also if nothing uses it: Dynamo reads it only when it is
+  used. Here it ends the capture.
 
 Seen on torch 2.11 and 2.13.
 """
@@ -23,6 +25,7 @@ from fckpt._capture.patching import instructions_patched
 __all__ = ["equivalents_evaluated"]
 
 _NAMES = ("__module__", "__name__", "__qualname__")
+_CONTAINERS = (list, tuple, dict, set, frozenset, range, slice)
 
 
 def _storing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,6 +49,12 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
             known = found.obj.realize()
             if isinstance(known, BaseTorchVariable) and isinstance(known.value, type):
                 tx.stack[-1] = ConstantVariable.create(getattr(known.value, inst.argval))
+        elif tx.stack and isinstance(found := tx.stack[-1], GetAttrVariable):
+            known = found.obj.realize()
+            with contextlib.suppress(NotImplementedError):  # something of Dynamo that has no type
+                kind = known.python_type()
+                if kind in _CONTAINERS and not hasattr(kind, found.name):
+                    raise LookupError(f"a {kind.__name__} has no attribute {found.name!r}")
         return result
 
     return load

@@ -390,3 +390,118 @@ def test_a_check_that_fails_says_that_attributes_are_unchanged() -> None:
     planned(X)
     with pytest.warns(fckpt.GradientWarning, match="not changed in this call"), pytest.raises(RuntimeError):
         planned(X * float("nan"))
+
+
+class OwnText(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(first)
+        self.second = second
+
+    def __str__(self) -> str:
+        return f"{self.args} and {self.second}"
+
+
+class OwnKey(KeyError):
+    pass
+
+
+RAISED: dict[str, Callable[[], Any]] = {
+    "key": lambda: {}["scale"],
+    "popped key": lambda: {}.pop("scale"),
+    "attribute of None": lambda: None.scale,  # type: ignore[attr-defined]
+    "attribute of a list": lambda: [].scale,  # type: ignore[attr-defined]
+    "length": lambda: len(5),  # type: ignore[arg-type]
+    "index": lambda: [1].index(5),
+    "number": lambda: int("x"),
+    "division": lambda: 1 // 0,
+}
+
+
+def raising_key() -> None:
+    raise KeyError("scale")
+
+
+def raising_own_key() -> None:
+    raise OwnKey("scale")
+
+
+def raising_own() -> None:
+    raise OwnText(1, 2)
+
+
+def raising_two() -> None:
+    raise ValueError("a", "b")
+
+
+def raising_none() -> None:
+    raise ValueError
+
+
+def raising_system() -> None:
+    raise OSError(2, "no file", "name")
+
+
+RAISED |= {
+    f.__name__: f for f in (raising_key, raising_own_key, raising_own, raising_two, raising_none, raising_system)
+}
+TEXTS: dict[str, Callable[[BaseException], Any]] = {
+    "str": str,
+    "repr": repr,
+    "f-string": lambda e: f"{e}",
+    "f-string of repr": lambda e: f"{e!r}",
+    "%": lambda e: "%s" % e,  # noqa: UP031
+    "% of two": lambda e: "%s %r" % (e, e),  # noqa: UP031
+    "format": lambda e: "{} {x}".format(e, x=e),  # noqa: UP032
+    "__str__": lambda e: e.__str__(),
+    "args": lambda e: e.args,
+    "class": lambda e: type(e).__name__,
+    "list": lambda e: str([e]),
+    "join": lambda e: ", ".join(map(str, [e, 1])),
+}
+
+
+@pytest.mark.parametrize("how", TEXTS)
+@pytest.mark.parametrize("name", RAISED)
+def test_texts_of_exceptions_are_pythons(name: str, how: str) -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Any]:
+        note = ""
+        try:
+            RAISED[name]()
+        except Exception as error:
+            note = TEXTS[how](error)
+        return (x @ W).tanh() * len(note), note
+
+    planned = fckpt.remat(fn, budget=1.0)
+    for _ in range(2):
+        try:
+            got, want = planned(X), fn(X)
+        except fckpt.TraceError:
+            continue
+        assert got[1] == want[1] and type(got[1]) is type(want[1])
+        assert_equal(got[0], want[0])
+
+
+def test_an_exception_that_is_only_caught_is_captured() -> None:
+    def fn(x: Tensor) -> Tensor:
+        try:
+            scale = {"other": 1.0}["scale"]
+        except KeyError:
+            scale = 2.0
+        return (x @ W * scale).tanh()
+
+    planned = fckpt.remat(fn, budget=1.0)
+    assert_equal(planned(X), fn(X))
+    assert fckpt.stats(planned).captures
+
+
+@pytest.mark.parametrize("value", [[1.0], {}, (1,), {1}, range(2), "a", 3, X], ids=lambda value: type(value).__name__)
+def test_an_attribute_that_is_asked_for_by_reading_it(value: Any) -> None:
+    def fn(x: Tensor) -> Tensor:
+        try:
+            value.shape  # noqa: B018
+            scale = 1.0
+        except AttributeError:
+            scale = 2.0
+        return (x @ W * scale).tanh()
+
+    assert_equal(fckpt.remat(fn, budget=1.0)(X), fn(X))
