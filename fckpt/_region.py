@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -63,7 +63,13 @@ Untraceable = Literal["raise", "remat"]
 class Region:
     """A rematerialised function without a plan, with what earlier calls have shown about it."""
 
-    __slots__ = ("__weakref__", "buffer_writes", "differentiates", "key", "policy", "static")
+    __slots__ = ("__weakref__", "buffer_writes", "differentiates", "key", "options", "policy", "static")
+
+    def __new__(cls, *options: Any) -> Self:
+        made = super().__new__(cls)
+        made.options = options
+        """The arguments that make another such region."""
+        return made
 
     def __init__(self, static: StaticArguments, policy: PolicyLike | None = reductions_saveable):
         self.key = marks.register(self)
@@ -84,6 +90,9 @@ class Region:
         if not (torch.is_grad_enabled() or self.plans_calls) or is_recorded() or is_followed():
             return fn(*args, **kwargs)
         return self.run(fn, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.options  # a copy has seen no calls
 
     is_planned = False
     """Whether calls run by a plan."""

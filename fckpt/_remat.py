@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -153,8 +154,9 @@ def remat(
         name: the name of the function in warnings; by default its `__qualname__`.
 
     Returns:
-        A function with the signature of `fn`. For a module, a module of the same class that shares parameters, buffers,
-        hooks, submodules and `state_dict` keys with it.
+        A function with the signature of `fn`. For a bound method, a partial or a callable object, a partial that is
+        copied and pickled together with `fn`: a copy of a model that keeps it uses the copy's weights. For a module, a
+        module of the same class that shares parameters, buffers, hooks, submodules and `state_dict` keys with it.
 
     Raises:
         ArgumentTypeError: `fn` is not callable; `static_argnums` or `static_argnames` has a wrong type.
@@ -232,6 +234,8 @@ def remat(
     if isinstance(fn, nn.Module):
         return remat_module(fn, make)
     region = make()
+    if not _becomes_method(fn):
+        return _copyable(region, fn)
 
     @functools.wraps(fn)
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
@@ -239,6 +243,30 @@ def remat(
 
     rematerialised._fckpt_region = region  # type: ignore[attr-defined]  # an attribute of a function
     return rematerialised
+
+
+def _becomes_method(fn: Callable[..., Any]) -> bool:
+    """Whether `fn` becomes a method as an attribute of a class."""
+    # Partials do so from Python 3.14 on, and ours then too.
+    return hasattr(type(fn), "__get__") and not isinstance(fn, (types.MethodType, functools.partial))
+
+
+def _copyable(region: Region, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the rematerialised `fn`, whose copies call copies of `fn`.
+
+    A copied model must not compute with the original's weights through a bound method that it keeps as an attribute.
+    `copy.deepcopy` and pickle treat a function as a constant, but copy what a partial holds; so do Dynamo's guards and
+    the copies for a recompute.
+    """
+    made = functools.partial(_called, region, fn)
+    # The attributes of an object are its state, which may change; those of a method are marks on its function.
+    functools.update_wrapper(made, fn, updated=("__dict__",) if isinstance(fn, types.MethodType) else ())
+    made._fckpt_region = region  # type: ignore[attr-defined]  # an attribute of a partial
+    return made
+
+
+def _called(region: Region, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return region(fn, args, kwargs)
 
 
 def _check_function(fn: Any) -> None:

@@ -273,7 +273,7 @@ class _Walk:
                 self.constants(kind)
         elif isinstance(value, functools.partial):
             for item in (value.func, *value.args, *value.keywords.values()):
-                self.visit(slot, item, depth - 1)
+                self.visit(slot, item, depth)
             if vars(value):
                 self.items(vars(value), depth - 1)
         elif id(value) in self.seen:
