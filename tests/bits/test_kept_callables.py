@@ -128,7 +128,10 @@ def test_a_copy_is_rematerialised(way: str) -> None:
         held = [fckpt.measure_peak(lambda m=m: m(X)).retained_bytes for m in (region, other, Net("object"))]
         assert held[0] == held[1] < held[2]
     if way in ("budget", "policy"):
-        assert fckpt.stats(copy.deepcopy(region).loss).calls == 0 < fckpt.stats(region.loss).calls
+        other = copy.deepcopy(region)
+        assert fckpt.stats(other.loss).calls == 0 < fckpt.stats(region.loss).calls
+        other(X)
+        assert fckpt.stats(other.loss).calls == fckpt.stats(other.loss).plans == 1
 
 
 def test_averaged_model() -> None:
@@ -187,7 +190,7 @@ def test_in_a_training_step(way: str, kind: str) -> None:
     results = []
     for wrap in (as_it_is, WAYS[way]):
         model = Net(kind, wrap)
-        step = fckpt.step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m.loss(x), budget=1.0)
+        step = fckpt.step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x), budget=1.0)
         results.append(([step(X) for _ in range(3)], model.state_dict()))
     assert_equal(*results)
 
@@ -206,6 +209,34 @@ def test_changed_attributes_are_seen(around: str, way: str) -> None:
         assert_equal(gradients(region, whole), gradients(plain, lambda x: fn(plain, x)))
         if around != "traced as Python":  # which cannot compare the plans that a region inside of it then has
             assert_equal(gradients(region), gradients(plain))
+
+
+@pytest.mark.filterwarnings("ignore:.*is captured for the third time:fckpt.PlanWarning")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("around", AROUND)
+def test_another_callable_is_seen(around: str, way: str) -> None:
+    fn, outer = AROUND[around]
+    plain, region = Net(), Net()
+    whole = outer(lambda x: fn(region, x))
+    for kind, scale in (("object", 0.5), ("object", 0.25), ("method", 2.0), ("partial", 2.0)):
+        for model, wrap in ((plain, as_it_is), (region, WAYS[way])):
+            model.loss = wrap(Loss(model, scale) if kind == "object" else KINDS[kind](model))
+        assert_equal(gradients(region, whole), gradients(plain, lambda x: fn(plain, x)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_and_its_copy_in_one_enclosing_region(way: str, kind: str) -> None:
+    plain, region = Net(kind), Net(kind, WAYS[way])
+    plain_copy, region_copy = changed(copy.deepcopy(plain)), changed(copy.deepcopy(region))
+    whole = fckpt.remat(lambda m, x: twice(m, x), budget=1.0)
+    for _ in range(2):
+        for expected, model in ((plain, region), (plain_copy, region_copy)):
+            result = gradients(model, lambda x, model=model: whole(model, x))
+            assert_equal(result, gradients(expected, lambda x, expected=expected: twice(expected, x)))
+    both = fckpt.remat(lambda x: region.loss(x) + region_copy.loss(x), budget=1.0)
+    sums = gradients(region, both), gradients(plain, lambda x: plain.loss(x) + plain_copy.loss(x))
+    assert_equal(*sums)
 
 
 @pytest.mark.parametrize("kind", KINDS)
