@@ -255,8 +255,8 @@ def _copyable(region: Region, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the rematerialised `fn`, whose copies call copies of `fn`.
 
     A copied model must not compute with the original's weights through a bound method that it keeps as an attribute.
-    `copy.deepcopy` and pickle treat a function as a constant, but copy what a partial holds; so do Dynamo's guards and
-    the copies for a recompute.
+    `copy.deepcopy` treats a function as a constant, but copies what a partial holds. Dynamo and the walk through a
+    closure follow partials too.
     """
     made = functools.partial(_called, region, fn)
     # The attributes of an object are its state, which may change; those of a method are marks on its function.
