@@ -177,7 +177,7 @@ def _changing(name: str, value: Any, owner: str, seen: list[Any]) -> str:
         module = str(getattr(value, "__module__", ""))
         if not is_library(module):
             return _state(value, seen)
-        return "" if module.partition(".")[0] in _PURE else name
+        return "" if module.partition(".")[0] in _PURE and value not in _WITH_EFFECTS else name
     if isinstance(value, (type, types.ModuleType)) or is_cache(value):
         return ""
     return "" if is_library(owner) and _is_unchangeable(value) else name
@@ -186,12 +186,14 @@ def _changing(name: str, value: Any, owner: str, seen: list[Any]) -> str:
 _CALLED = (types.FunctionType, types.BuiltinFunctionType)
 _PURE = ("math", "cmath", "operator", "_operator", "functools", "_functools", "itertools", "builtins", "torch", "numpy")
 """Libraries whose functions have no effect that matters, apart from random numbers."""
+_WITH_EFFECTS = (print, input, open, exec, eval, setattr, delattr)
 
 
 def _held(fn: types.FunctionType) -> Iterator[tuple[str, Any, str]]:
     """Yields name, value, and the name of the module of what a function may read outside of its arguments."""
     names, module = global_names(fn.__code__), fn.__module__ or ""
     held = [(name, fn.__globals__[name]) for name in names if name in fn.__globals__]
+    held += [(f.__name__, f) for f in _WITH_EFFECTS if f.__name__ in names and f.__name__ not in fn.__globals__]
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
             held.append((name, cell.cell_contents))

@@ -48,6 +48,7 @@ __all__ = [
     "impure_calls_refused",
     "named_place",
     "refuse_leftover_tensors",
+    "remove_leftover_tensors",
     "seeding_refused",
     "undone_on_error",
 ]
@@ -227,14 +228,7 @@ def refuse_leftover_tensors(recorder: Recorder) -> None:
     if not recorder.alive():
         return
     gc.collect()
-    addresses = recorder.alive()
-    if not addresses:
-        return
-    held = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and storage_of(t) in addresses]
-    names: set[str] = set()
-    while held:
-        names.add(_removed(held.pop(), held))
-    names -= {""}
+    names = remove_leftover_tensors(recorder)
     if not names:
         return  # held by torch, for example in the cache of autocast, which is freed at the end of its block
     raise TraceError(
@@ -242,6 +236,18 @@ def refuse_leftover_tensors(recorder: Recorder) -> None:
         "operations, not its Python code, so it would keep nothing there. Return them, or fill the cache before. "
         f"{WAY_OUT}"
     )
+
+
+def remove_leftover_tensors(recorder: Recorder) -> set[str]:
+    """Removes the tensors of a trace from all containers and caches; returns descriptions of these."""
+    addresses = recorder.alive()
+    if not addresses:
+        return set()
+    held = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and storage_of(t) in addresses]
+    names: set[str] = set()
+    while held:
+        names.add(_removed(held.pop(), held))
+    return names - {""}
 
 
 def _removed(value: Any, ours: list[torch.Tensor], depth: int = 3) -> str:

@@ -34,6 +34,7 @@ from fckpt._trace.effects import (
     check_writes,
     impure_calls_refused,
     refuse_leftover_tensors,
+    remove_leftover_tensors,
     seeding_refused,
     undone_on_error,
     with_attributes_of,
@@ -103,22 +104,28 @@ def trace(
     if target is not None:
         layouts = [layout._replace(device=target.device) for layout in layouts]
     recorder = Recorder(None if target is None else target.device, sizes)
-    traced = _traced(
-        fn,
-        arguments,
-        closure,
-        slots,
-        layouts,
-        origins,
-        state or Snapshot(),
-        backward,
-        batch,
-        reads or Reads(),
-        recorder,
-        donated,
-        target,
-    )
-    if not isinstance(fn, (GraphFunction, BatchedGraph)):  # a captured graph only calls torch
+    captured = isinstance(fn, (GraphFunction, BatchedGraph))  # such a graph only calls torch
+    try:
+        traced = _traced(
+            fn,
+            arguments,
+            closure,
+            slots,
+            layouts,
+            origins,
+            state or Snapshot(),
+            backward,
+            batch,
+            reads or Reads(),
+            recorder,
+            donated,
+            target,
+        )
+    except BaseException:
+        if not captured:
+            remove_leftover_tensors(recorder)  # a cache would give them to the next call
+        raise
+    if not captured:
         refuse_leftover_tensors(recorder)
     return traced
 

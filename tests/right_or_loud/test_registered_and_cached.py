@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Callable
@@ -212,3 +213,40 @@ def test_a_structure_that_is_closed_over_and_changes() -> None:
         else:
             with pytest.raises(AttributeError):  # a tuple has no exp, in the plain function as well
                 region(x)
+
+
+@pytest.mark.parametrize("keeping", ["cache", "list of an object", "default"])
+def test_a_trace_that_is_refused_leaves_no_tensors_behind(keeping: str) -> None:
+    """Tensors of a trace have no memory: a call that found one in a cache would crash."""
+
+    @functools.lru_cache(None)
+    def table(n: int) -> Tensor:
+        print("made", end="")  # refused, after the table is made
+        return torch.arange(n).float()
+
+    class Kept:
+        __slots__ = ("tables",)
+
+        def __init__(self) -> None:
+            self.tables: list[Tensor] = []
+
+        def get(self, n: int) -> Tensor:
+            if not self.tables:
+                self.tables.append(torch.arange(n).float())
+                print("made", end="")
+            return self.tables[0]
+
+    def kept(n: int, tables: dict[int, Tensor] = {}) -> Tensor:  # noqa: B006
+        if n not in tables:
+            tables[n] = torch.arange(n).float()
+            print("made", end="")
+        return tables[n]
+
+    get: Any = {"cache": table, "list of an object": Kept().get, "default": kept}[keeping]
+    x = torch.ones(4, requires_grad=True)
+    fn = lambda x: (x * get(4)).sin().sum()
+    planned = fckpt.remat(fn, budget=1.0)
+    with contextlib.suppress(fckpt.TraceError):
+        planned(x)
+    assert torch.equal(get(4), torch.arange(4).float())
+    assert torch.equal(planned(x), fn(x))
