@@ -283,8 +283,8 @@ class Replay:
 
 _NOT_PURE = (
     "the function is not pure. Its result must depend only on its arguments; look for globals that change, counters, "
-    "caches, parameters whose requires_grad was switched, or a mode (a TorchDispatchMode or TorchFunctionMode) around "
-    "only one run."
+    "caches, parameters whose requires_grad was switched, a mode (a TorchDispatchMode or TorchFunctionMode) around "
+    "only one run, or an operation whose results differ from run to run without fckpt too (torch.linalg.lstsq)."
 )
 
 _THREADED = (
