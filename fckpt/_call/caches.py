@@ -37,8 +37,8 @@ def key_for(cache: Any, args: Any, kwargs: Any) -> Any:
 def results_in(cache: Any) -> Iterator[Any]:
     """Yields the results that a cache holds, and the items of tuples among them."""
     own = entries_of(cache)
-    todo = [v for v in gc.get_referents(cache) if v is not own and v is not vars(cache)]
-    todo += own.values()
+    others = {id(own), id(vars(cache)), *map(id, own)}  # the collector also sees the keys
+    todo = [v for v in (*gc.get_referents(cache), *own.values()) if id(v) not in others]
     for value in todo:  # grows meanwhile
         if isinstance(value, tuple):
             todo += value
