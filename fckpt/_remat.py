@@ -259,7 +259,7 @@ def _copyable(region: Region, fn: Callable[..., Any]) -> Callable[..., Any]:
     closure follow partials too.
     """
     made = functools.partial(_called, region, fn)
-    # The attributes of an object are its state, which may change; those of a method are marks on its function.
+    # The attributes of a method do not change. Those of an object may, and a copy of them would be stale.
     functools.update_wrapper(made, fn, updated=("__dict__",) if isinstance(fn, types.MethodType) else ())
     made._fckpt_region = region  # type: ignore[attr-defined]  # an attribute of a partial
     return made

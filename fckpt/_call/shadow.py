@@ -24,7 +24,7 @@ from torch import nn
 from fckpt._call.closure import DEPTH, RECORDS, global_names, imported, is_compilers, slot_names
 from fckpt._call.closure import method_globals as globals_of_methods
 from fckpt._call.facts import attribute, is_user_class
-from fckpt._call.modules import INTERNAL, is_closed, known_parts
+from fckpt._call.modules import HOOKS, INTERNAL, is_closed, known_parts
 from fckpt._call.places import ABSENT, ARRAYS, BUILTIN, INERT, Slot, content, entries, put, referent
 
 __all__ = ["shadow"]
@@ -210,7 +210,7 @@ class _Graph:
             for name, value in self.items(attributes).items():
                 if name not in INTERNAL and not is_closed(value):
                     self.edge(attributes, value, DEPTH)
-        for name in _HOOKS:
+        for name in HOOKS:  # hooks may write to their captured values
             if attributes[name]:
                 self.edge(attributes, attributes[name], DEPTH)
         for name in slot_names(type(module)):
@@ -420,12 +420,8 @@ def _is_compiled(attributes: dict[str, Any]) -> bool:
     return attributes.get("_compiled_call_impl") is not None
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-"""The attributes that hold the forward hooks of a module, which may write to their captured values."""
-
-
 def _is_hooked(attributes: dict[str, Any]) -> bool:
-    return any(attributes[name] for name in _HOOKS)
+    return any(attributes[name] for name in HOOKS)
 
 
 def _empty(node: Any, kind: Any) -> Any:

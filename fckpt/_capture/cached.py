@@ -187,6 +187,7 @@ _CALLED = (types.FunctionType, types.BuiltinFunctionType)
 _PURE = ("math", "cmath", "operator", "_operator", "functools", "_functools", "itertools", "builtins", "torch", "numpy")
 """Libraries whose functions have no effect that matters, apart from random numbers."""
 _WITH_EFFECTS = (print, input, open, exec, eval, setattr, delattr)
+"""Built-in functions that are not pure."""
 
 
 def _held(fn: types.FunctionType) -> Iterator[tuple[str, Any, str]]:

@@ -175,7 +175,7 @@ def _holders(frame: types.FrameType) -> list[Any]:
 
 
 def receiver(frame: types.FrameType) -> Any:
-    """Returns the object of the user whose method a frame runs; None if there is none."""
+    """Returns the object whose method runs in a frame, if its class is the user's; otherwise None."""
     code = frame.f_code
     owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     return owner if is_user_class(type(owner)) and not isinstance(owner, _OF_CALL) else None
