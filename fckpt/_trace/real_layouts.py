@@ -6,25 +6,22 @@ dimensions of size 1 (`view` of a permuted batch of one, `bmm`). Torch considers
 images choose their memory format by all strides. After one that differs, others follow; dropout masks are laid out in
 another order, and `contiguous()` copies or does not copy.
 
-So such operations run once, on zeros with the layouts of their operands. Those that are too large, or do not run on
+So such operations run once, on zeros. Those that are too large, or do not run on
 zeros, are checked as they run in a planned call.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
-from fckpt._call.levels import out_of_reach
-from fckpt._call.rng import RandomState
-from fckpt._trace.operations import OPAQUE, Call, TensorSpec, is_random, mapped, strides_of, tensors_of
+from fckpt._trace.on_zeros import run_on_zeros
+from fckpt._trace.operations import OPAQUE, Call, TensorSpec, mapped, strides_of, tensors_of
 from fckpt._trace.sizes import fake_on
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.errors import TraceError
@@ -157,26 +154,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], used: Sequence[FakeTensor
     """Returns the strides of the results of an operation on zeros; None if it does not run on them."""
     if sum(t.untyped_storage().nbytes() for t in used) > _MOST_NBYTES:
         return None
-
-    def zeros(fake: torch.Tensor) -> torch.Tensor:
-        made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
-        if fake.is_conj():
-            torch._C._set_conj(made, True)
-        if fake.is_neg():
-            torch._C._set_neg(made, True)
-        return made
-
-    sent = {k: None if isinstance(v, torch.Generator) else v for k, v in kwargs.items()}
-    before = RandomState.capture({t.device for t in used}) if is_random(func) else None
-    with out_of_reach(), _disable_current_modes(), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            results = func(*mapped(tuple(args), zeros), **{k: mapped(v, zeros) for k, v in sent.items()})
-        except Exception:  # a kernel may raise any exception on zeros
-            return None
-        finally:
-            if before is not None:
-                before.drawn().rewind()
+    try:
+        results = run_on_zeros(func, args, kwargs)
+    except Exception:  # a kernel may raise any exception on zeros
+        return None
     found = results if isinstance(results, (list, tuple)) else [results]
     return tuple([t.stride() if isinstance(t, torch.Tensor) and t.layout is torch.strided else None for t in found])
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
+from fckpt._trace.on_zeros import run_on_zeros
 from fckpt._trace.operations import mapped
 
 __all__ = [
@@ -78,18 +78,6 @@ def fake_on(
     return FakeTensor(mode, tensor, device)
 
 
-def _run_on_zeros(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
-    """Returns fakes, on this device, of the results of an operation on zeros with the layouts of its fake arguments."""
-    cpu = torch.device("cpu")
-    zeros = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=cpu).zero_()
-    fake_of = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
-    with _disable_current_modes(), torch.no_grad():
-        sent = {k: cpu if isinstance(v, torch.device) else mapped(v, zeros) for k, v in kwargs.items()}
-        results = func(*mapped(tuple(args), zeros), **sent)
-    with mode, torch.no_grad():
-        return mapped(results, fake_of)
-
-
 def run_in(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an operation on fake tensors, whose sizes may be symbolic."""
     if mode.shape_env is None:
@@ -103,7 +91,10 @@ def run_in(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -
             mapped((*args, *kwargs.values()), given.append)
             if func._schema.is_mutable or all(t.numel() for t in given):
                 raise
-            return _run_on_zeros(mode, func, args, kwargs, given[0].device)
+            device = given[0].device
+            results = run_on_zeros(func, args, kwargs, torch.device("cpu"))
+            with mode, torch.no_grad():
+                return mapped(results, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device))
     with mode:
         return _with_symbolic_sizes(func)(*args, **kwargs)
 
