@@ -28,12 +28,12 @@ from fckpt._call.places import (
     ARRAYS,
     BUILTIN,
     FORGOTTEN,
-    INERT,
     PLAIN,
     SEQUENCES,
     Slot,
     content,
     entries,
+    is_inert,
     present,
     referent,
     same_place,
@@ -244,8 +244,8 @@ class _Walk:
             kind = type(value)
         if self.facts is not None:
             self.facts.append(fact(value))
-        if kind in INERT:
-            if kind is types.ModuleType and self.facts is not None:
+        if is_inert(kind):
+            if issubclass(kind, types.ModuleType) and self.facts is not None:
                 self.imported.append(value)
             elif kind is type and id(value) not in self.seen:
                 self.seen[id(value)] = len(self.seen)
@@ -442,7 +442,7 @@ class _Walk:
         self.names.update(names)
         for name in names:
             held = scope.get(name, ABSENT)  # for example if it is the name of a built-in function
-            if type(held) is types.ModuleType:
+            if isinstance(held, types.ModuleType):
                 self.module(held, names, depth)
             elif isinstance(held, type):
                 self.constants(held)
@@ -472,7 +472,7 @@ class _Walk:
             held = vars(module).get(name)
             if isinstance(held, type):
                 self.constants(held)
-            elif levels and type(held) is types.ModuleType:
+            elif levels and isinstance(held, types.ModuleType):
                 self.module(held, names, depth, levels - 1)
 
 
@@ -547,7 +547,7 @@ def method_globals(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
         seen.add(id(fn))
         todo += [cell.cell_contents for cell in fn.__closure__ or () if content(cell, None) is not ABSENT]
         names = global_names(fn.__code__)
-        imported_here = [held for name in names if type(held := fn.__globals__.get(name)) is types.ModuleType]
+        imported_here = [held for name in names if isinstance(held := fn.__globals__.get(name), types.ModuleType)]
         users = [vars(module) for module in imported_here if not is_library(module.__name__)]
         for scope, name in itertools.product((fn.__globals__, *users), names):
             held = scope.get(name, ABSENT)

@@ -23,13 +23,13 @@ __all__ = [
     "ARRAYS",
     "BUILTIN",
     "FORGOTTEN",
-    "INERT",
     "PLAIN",
     "SEQUENCES",
     "Slot",
     "content",
     "entries",
     "frozen",
+    "is_inert",
     "moved",
     "placed",
     "present",
@@ -61,12 +61,18 @@ ARRAYS = (bytearray, array.array, np.ndarray)
 """Types that hold numbers and no objects (except NumPy arrays of dtype object)."""
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
-INERT = frozenset(
+_INERT = frozenset(
     {
         type(None), bool, int, float, complex, str, bytes, types.ModuleType, type, torch.dtype, torch.device,
         torch.Size, STRUCTURE,
     }
 )  # fmt: skip
+
+
+def is_inert(kind: type) -> bool:
+    """Whether nothing is read of values of this type. Packages that import lazily are modules of types of their own."""
+    return kind in _INERT or issubclass(kind, types.ModuleType)
+
 
 ABSENT: Any = object()
 FORGOTTEN: Any = object()
@@ -236,7 +242,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """Returns the tensors in the value of a slot."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if type(value) in INERT or type(value) is types.FunctionType:
+    if is_inert(type(value)) or type(value) is types.FunctionType:
         return []
     return [tensor for part in _parts(value) for tensor in tensors_in(part)]
 

@@ -25,7 +25,7 @@ from fckpt._call.closure import DEPTH, RECORDS, global_names, imported, is_compi
 from fckpt._call.closure import method_globals as globals_of_methods
 from fckpt._call.facts import attribute, is_user_class
 from fckpt._call.modules import HOOKS, INTERNAL, is_closed, known_parts
-from fckpt._call.places import ABSENT, ARRAYS, BUILTIN, INERT, Slot, content, entries, put, referent
+from fckpt._call.places import ABSENT, ARRAYS, BUILTIN, Slot, content, entries, is_inert, put, referent
 
 __all__ = ["shadow"]
 
@@ -85,7 +85,7 @@ class _Graph:
     def edge(self, parent: Any, child: Any, depth: int) -> None:
         """Records a reference from `parent` to `child`, which is searched `depth` levels deep."""
         kind = type(child)
-        if kind in INERT or depth < 0:
+        if is_inert(kind) or depth < 0:
             return
         if kind not in weakref.ProxyTypes and isinstance(child, (torch.Tensor, type)):
             return
@@ -181,7 +181,7 @@ class _Graph:
             self.below.setdefault(id(fn), []).append(id(scope))
             for name in names:
                 held = given.get(name, scope.get(name))
-                if type(held) is types.ModuleType:
+                if isinstance(held, types.ModuleType):
                     for _, _, value in imported(held, names):
                         self.fix(value)
                 else:
@@ -234,7 +234,7 @@ class _Graph:
             self.method_global(scope, name)
         for owner, name in parts.open:
             value = self.given.get(id(owner), {}).get(name, owner.get(name))
-            if type(value) not in INERT:
+            if not is_inert(type(value)):
                 found.append(id(owner))
                 self.edge(owner, value, DEPTH)
         if found:

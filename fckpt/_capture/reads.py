@@ -130,7 +130,7 @@ def _functions_of_modules(codes: dict[types.CodeType, dict[str, Any]]) -> Iterat
     """Yields the functions of imported modules that code may call, such as `F.relu`, and the built-in functions."""
     for code, scope in codes.items():
         names = global_names(code)
-        for held in [scope[name] for name in names if type(scope.get(name)) is types.ModuleType]:
+        for held in [scope[name] for name in names if isinstance(scope.get(name), types.ModuleType)]:
             found = vars(held)
             yield from ((found, name, found[name]) for name in names if callable(found.get(name)))
         yield from ((_BUILTINS, name, _BUILTINS[name]) for name in names if name not in scope and name in _BUILTINS)

@@ -72,7 +72,8 @@ class _Watch:
         module = str(frame.f_globals.get("__name__", ""))
         if frame.f_code not in self.scopes and not is_library(module) and not module.startswith("namedtuple_"):
             self.scopes[frame.f_code] = frame.f_globals
-            held = [value for value in frame.f_locals.values() if _may_change(value)]
+            # `.0` is the iterator of a comprehension, made by the code around it.
+            held = [value for name, value in frame.f_locals.items() if name != ".0" and _may_change(value)]
             held += self._reads.registered.get(frame.f_code, ())
             self.held += held
             reached = closure_of(held, scopes=[(frame.f_code, frame.f_globals)])

@@ -68,12 +68,13 @@ class DataReadsRefused(TorchFunctionMode):
         if func in _WATCHED and self.recorder.owns(unwrapped(args[0])):
             if func in _TEXTS:
                 return f"<a tensor of a trace, {args[0].dtype}{list(args[0].shape)}>"
-            if reason := _refusal(func, sys._getframe(1)):
+            at_level = self.wrapped or transforms_active()
+            if (func != _IS_LEAF or at_level) and (reason := _refusal(func, sys._getframe(1))):
                 raise TraceError(f"{current()}: {reason}")
         if func in _REGISTERING:
             refuse_hook_in_c((*args[1:], *(kwargs or {}).values())[0])
         # A function that reads `grad_fn` most likely registers a hook on it.
-        if func in _REGISTERING or (func is _GRAD_FN and _is_called_by_user(sys._getframe(1))):
+        if func in _REGISTERING or (func == _GRAD_FN and _is_called_by_user(sys._getframe(1))):
             self.recorder.hooked.add(storage_of(unwrapped(args[0])))
         if self.wrapped and func in _COMPOSED and not transforms_active():
             return at_a_level(func, args, kwargs or {})
@@ -97,6 +98,8 @@ class DataReadsRefused(TorchFunctionMode):
 
 
 _GRAD_FN = _TENSOR.grad_fn.__get__
+_IS_LEAF = _TENSOR.is_leaf.__get__
+"""Stand-ins are leaves where the tensors of the call are, except at levels of torch.func."""
 _REGISTERING = {_TENSOR.register_hook, _TENSOR.register_post_accumulate_grad_hook}
 _WATCHED = {*_READS, *_REFUSED, *_TEXTS, *STATES}
 _METHODS = (torch._tensor.__file__, torch.overrides.__file__)

@@ -21,7 +21,6 @@ import functools
 import io
 import itertools
 import threading
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,11 +34,11 @@ from fckpt._call.facts import is_user_class
 from fckpt._call.modules import INTERNAL
 from fckpt._call.places import (
     ABSENT,
-    INERT,
     SEQUENCES,
     Slot,
     content,
     entries,
+    is_inert,
     present,
     put,
     replaced,
@@ -290,10 +289,10 @@ def _is_closed(value: Any) -> bool:
     """Whether a value is an object of a library class, such as an optimizer."""
     kind = type(value)
     return (
-        kind not in INERT
+        not is_inert(kind)
         and kind.__module__.partition(".")[0] != "fckpt"
         and not is_user_class(kind)
-        and not isinstance(value, (*_LOOKED_INTO, torch.Tensor, torch.nn.Module, type, types.ModuleType))
+        and not isinstance(value, (*_LOOKED_INTO, torch.Tensor, torch.nn.Module, type))
         and type(getattr(value, "__dict__", None)) is dict
         and not callable(value)
     )

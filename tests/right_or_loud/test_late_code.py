@@ -326,3 +326,18 @@ def test_code_of_custom_operations(kind: str) -> None:
     else:
         with pytest.raises(fckpt.TraceError, match="has changed since the forward pass"):
             torch.autograd.grad(y.sum(), x)
+
+
+def test_a_hook_on_a_node_with_a_comprehension() -> None:
+    def loss(w: Tensor) -> Tensor:
+        y = (w * X).tanh()
+        y.grad_fn.next_functions[0][0].register_hook(lambda grads, _: tuple(g if g is None else g * 5 for g in grads))
+        return (y.sin() * y).sum()
+
+    found = []
+    for fn in (loss, planned := fckpt.remat(loss, budget=BUDGET), planned):
+        w = torch.ones(4, requires_grad=True)
+        fn(w).backward()
+        found.append(w.grad)
+    assert_equal(found[1], found[0])
+    assert_equal(found[2], found[0])

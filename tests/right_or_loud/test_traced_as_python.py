@@ -558,3 +558,21 @@ def test_generators_in_globals_behind_methods(name: str, where: str) -> None:
     for other in found[1:]:
         assert torch.equal(other[0], found[0][0])
         assert other[1:] == found[0][1:]
+
+
+class LazyModule(types.ModuleType):
+    """Like the modules of packages that import lazily: they hold large sets of names."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.scale, self.unread = 1.0, set(range(5000))
+
+
+LAZY: Any = LazyModule("lazy")
+
+
+def test_a_module_of_a_class_of_its_own() -> None:
+    plain = lambda x: drawn(x.sin() * LAZY.scale)
+    planned = fckpt.remat(plain, budget=1.0)
+    for LAZY.scale in (1.0, 2.0):
+        assert_same(planned, plain)
