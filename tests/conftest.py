@@ -26,6 +26,15 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def dispatch_keys_as_before() -> Iterator[None]:
+    """No test leaves the thread with other dispatch keys: later calls would take other paths through torch."""
+    keys = lambda: (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+    before = [str(found) for found in keys()]
+    yield
+    assert [str(found) for found in keys()] == before
+
+
 @pytest.fixture(scope="session", autouse=True)
 def exact_kernels_of_the_session() -> Iterator[None]:
     """With FCKPT_KERNELS, all plans run with exact kernels, see `exact_kernels.py`."""

@@ -190,17 +190,17 @@ def below_all() -> Iterator[None]:
     a captured graph opens and closes levels by separate calls.
     """
     keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    try:
-        with temporarily_clear_interpreter_stack():
-            try:
-                yield
-            except BaseException:
-                pop_dynamic_layer_stack_and_undo_to_depth(0)
-                raise
-    except BaseException as error:
-        _end_printing(error)
-        _restore(*keys)
-        raise
+    with torch._C._ForceDispatchKeyGuard(*keys):  # sets the thread's keys again at its end
+        try:
+            with temporarily_clear_interpreter_stack():
+                try:
+                    yield
+                except BaseException:
+                    pop_dynamic_layer_stack_and_undo_to_depth(0)
+                    raise
+        except BaseException as error:
+            _end_printing(error)
+            raise
 
 
 def _end_printing(error: BaseException) -> None:
@@ -219,15 +219,6 @@ def _end_printing(error: BaseException) -> None:
                 if frame.f_code is _str.__code__:
                     frame.clear()
             todo += [e for e in (found.__cause__, found.__context__) if e is not None]
-
-
-def _restore(included: Any, excluded: Any) -> None:
-    """Sets the thread's dispatch keys again."""
-    for key in torch._C.DispatchKey.__members__.values():
-        if torch._C._dispatch_tls_is_dispatch_key_included(key) != included.has(key):
-            torch._C._dispatch_tls_set_dispatch_key_included(key, included.has(key))
-        if torch._C._dispatch_tls_is_dispatch_key_excluded(key) != excluded.has(key):
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded.has(key))
 
 
 @contextlib.contextmanager

@@ -74,7 +74,9 @@ def test_a_branch_that_does_more_than_raise_is_no_check(fn: Callable[[Tensor], T
         fckpt.remat(fn, budget=1.0)(leaf(torch.randn(8)))
 
 
-def test_distributions_validate_their_parameters() -> None:
+def test_distributions_validate_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `torch.compile` turns the validation off for the rest of the process.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     linear = nn.Linear(6, 12)
 
     def policy(x: Tensor) -> Tensor:
@@ -93,6 +95,9 @@ def test_distributions_validate_their_parameters() -> None:
         linear.weight.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="a check failed"):
         planned(torch.randn(3, 6))
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", False)
+    assert planned(torch.randn(3, 6)).isnan()
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     kl = lambda x: torch.distributions.kl_divergence(
         torch.distributions.Normal(linear(x), 1.0), torch.distributions.Normal(0.0, 1.0)
     ).sum()
