@@ -3,7 +3,8 @@
 Dynamo looks through the cache: it captures what the function would compute now, at each call. The plain function
 returns the object that it made at its first call with the same arguments. Here, the cache's entry is an object that the
 captured function reads, like one in a dict: it is guarded, and may be a tensor, or be changed. An entry that the cache
-does not have yet is made during the capture, if nothing but its value can depend on when it is made.
+does not have yet is made during the capture, if nothing but its value can depend on when it is made. An argument is a
+constant, or an object that equals no other one, such as the module of a method.
 
 Other calls of cached functions end the capture. Their caller is then traced by running its Python code, which asks the
 cache. Seen on torch 2.11 and 2.13: `WrapperUserFunctionVariable`, `CallFunctionNoArgsSource`.
@@ -12,9 +13,11 @@ cache. Seen on torch 2.11 and 2.13: `WrapperUserFunctionVariable`, `CallFunction
 from __future__ import annotations
 
 import contextlib
+import dis
 import enum
 import functools
 import itertools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,15 +25,16 @@ from typing import Any
 
 import torch
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import CallFunctionNoArgsSource, GlobalSource
+from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource, GlobalSource
 from torch._dynamo.variables import SymNodeVariable
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from fckpt._call.caches import entries_of, is_cache, is_packaged, key_for
 from fckpt._call.closure import global_names
-from fckpt._call.facts import is_library
+from fckpt._call.facts import attribute, is_library
 from fckpt._call.places import PLAIN
 from fckpt._call.rng import RandomState
 from fckpt._capture.patching import patched
@@ -53,16 +57,24 @@ def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(this, tx, args, kwargs)
         given = [value.realize() for value in (*this.self_args(), *args)]
         named = {name: value.realize() for name, value in kwargs.items()}
-        if not all(map(_is_constant, (*given, *named.values()))):
+        objects = [value for value in (*given, *named.values()) if _is_unequalled(value)]
+        if not all(value in objects or _is_constant(value) for value in (*given, *named.values())):
             raise LookupError(f"the cached function `{_name(cached)}` takes a tensor, or an object that may change")
         if any(isinstance(value, SymNodeVariable) for value in (*given, *named.values())):
+            if objects:
+                raise LookupError(f"the cached function `{_name(cached)}` takes an object, and a size that varies")
             return _computed(cached, original(this, tx, args, kwargs))
         if this.source is None:
             raise LookupError(f"the cached function `{_name(cached)}` is made in the captured function")
-        install_guard(this.source.make_guard(GuardBuilder.ID_MATCH))
-        values = [value.as_python_constant() for value in given]
-        entry = _entry(cached, values, {name: value.as_python_constant() for name, value in named.items()})
+        # What is read of an object is its method, made at each reading.
+        place = AttrSource(this.source, "__func__") if this.self_args() else this.source
+        for source in (place, *[value.source for value in objects]):
+            install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+        held = lambda value: weakref.ref(value.value) if value in objects else value.as_python_constant()
+        entry = _entry(cached, tuple(map(held, given)), {name: held(value) for name, value in named.items()})
         if entry() is _ABSENT:
+            if objects:
+                _check_objects(tx, cached, [value.value for value in objects])
             _fill(cached, entry)
         tx.output.global_scope[entry.name] = entry
         return VariableTracker.build(tx, entry(), CallFunctionNoArgsSource(GlobalSource(entry.name)))
@@ -99,6 +111,14 @@ def _is_unchangeable(value: Any) -> bool:
     return type(value) in PLAIN or isinstance(value, _UNCHANGEABLE)
 
 
+def _is_unequalled(variable: Any) -> bool:
+    """Whether Dynamo got an object from outside, which equals no other object and has a hash of its own."""
+    held = attribute(variable, "value")
+    kind = type(held)
+    found = variable.source is not None and isinstance(variable, UserDefinedObjectVariable) and held is not None
+    return found and kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__
+
+
 _UNCHANGEABLE = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
 
 
@@ -110,16 +130,23 @@ class _Entry:
 
     _numbers = itertools.count()
 
-    def __init__(self, cached: Any, args: Any, kwargs: Any, key: Any):
-        self._cached, self._key = weakref.ref(cached), key
-        self.args, self.kwargs = args, kwargs
+    def __init__(self, cached: Any, args: Any, kwargs: Any):
+        self._cached = weakref.ref(cached)
+        self._args, self._kwargs = args, kwargs
         shown = _name(cached) if _name(cached).isidentifier() else "function"
         self.name = f"__fckpt_cached_{next(_Entry._numbers)}_{shown}"
         """The global name under which Dynamo's code finds the entry."""
 
+    def arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the arguments of the function. An object that is gone is None."""
+        return list(map(_referent, self._args)), {name: _referent(value) for name, value in self._kwargs.items()}
+
     def __call__(self) -> Any:
         cached = self._cached()
-        return _ABSENT if cached is None or self._key not in entries_of(cached) else cached(*self.args, **self.kwargs)
+        if cached is None:
+            return _ABSENT
+        args, kwargs = self.arguments()
+        return cached(*args, **kwargs) if key_for(cached, args, kwargs) in entries_of(cached) else _ABSENT
 
 
 class _Absent:
@@ -131,10 +158,13 @@ _entries: weakref.WeakKeyDictionary[Any, dict[Any, _Entry]] = weakref.WeakKeyDic
 """By function with a cache: its entries that captured functions read, by the cache's own keys."""
 
 
+def _referent(value: Any) -> Any:
+    return value() if isinstance(value, weakref.ref) else value
+
+
 def _entry(cached: Any, args: Any, kwargs: Any) -> _Entry:
-    key = key_for(cached, args, kwargs)
     known = _entries.setdefault(cached, {})
-    return known.setdefault(key, _Entry(cached, args, kwargs, key))
+    return known.setdefault(key_for(cached, args, kwargs), _Entry(cached, args, kwargs))
 
 
 def _fill(cached: Any, entry: _Entry) -> None:
@@ -146,11 +176,45 @@ def _fill(cached: Any, entry: _Entry) -> None:
     if found := _state(cached.__wrapped__, []):
         raise LookupError(f"the cached function `{_name(cached)}` reads `{found}`, and has not been called before")
     random = RandomState.capture([torch.device("cuda")] if torch.cuda.is_initialized() else ())
-    cached.__wrapped__(*entry.args, **entry.kwargs)
+    args, kwargs = entry.arguments()
+    cached.__wrapped__(*args, **kwargs)
     if random.moved():
         random.rewind()
         raise LookupError(f"the cached function `{_name(cached)}` draws random numbers, and has not been called before")
-    cached(*entry.args, **entry.kwargs)
+    cached(*args, **kwargs)
+
+
+def _check_objects(tx: Any, cached: Any, objects: list[Any]) -> None:
+    """Raises `LookupError` if it would matter that a cached function of objects is called before the captured function
+    runs: the captured function has changed something before it calls the cached one, or the cached one changes them.
+    """
+    effects = tx.output.side_effects
+    known = [v for v in effects.id_to_variable.values() if isinstance(v.mutation_type, _EXISTING)]
+    changed = any(map(effects.is_modified, known))
+    if changed or any(map(_writes, tx.output.graph.nodes)):
+        raise LookupError(f"the cached function `{_name(cached)}` takes an object, and is called after a change")
+    todo = [cached.__wrapped__]
+    for fn in todo:  # grows meanwhile
+        code = getattr(fn, "__code__", None)
+        if code is None or any(instruction.opname in _STORES for instruction in dis.get_instructions(code)):
+            raise LookupError(f"the cached function `{_name(cached)}` takes an object, and assigns attributes")
+        methods = [attribute(type(held), name) for held in objects for name in code.co_names]
+        todo += [method for method in methods if isinstance(method, types.FunctionType) and method not in todo]
+
+
+_STORES = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL")
+
+
+def _writes(node: Any) -> bool:
+    """Whether a node of a captured graph may write to a tensor."""
+    target = node.target
+    name = target if node.op == "call_method" else getattr(target, "__name__", "") if node.op == "call_function" else ""
+    in_place = getattr(operator, str(name), None) is target and name.startswith("i") and hasattr(operator, name[1:])
+    return name.endswith("_") or target is operator.setitem or in_place or not node.kwargs.keys().isdisjoint(_WRITTEN)
+
+
+_WRITTEN = ("out", "inplace")
+_EXISTING = (AttributeMutationExisting, ValueMutationExisting)
 
 
 # -- what a function reads ---------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Code that Dynamo does not evaluate, for which it has an equivalent.
 
 * `x.requires_grad = value` is `x.requires_grad_(value)`.
+* A `functools.cached_property` sets an attribute, which is repeated like any other; Python's code for it takes a lock
+  (until Python 3.11) and writes to the `__dict__` of the object.
 * Names of torch's classes, such as `type(module.weight).__module__`, are constants.
 * An attribute that a container does not have is an error, also if nothing uses it: Dynamo reads it only when it is
   used. Here it ends the capture.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +23,8 @@ from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import BaseTorchVariable
 
-from fckpt._capture.patching import instructions_patched
+from fckpt._call.facts import attribute
+from fckpt._capture.patching import instructions_patched, lookups_patched, patched
 
 __all__ = ["equivalents_evaluated"]
 
@@ -60,8 +64,31 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
+def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def read(this: Any, tx: Any, name: str) -> Any:
+        held = inspect.getattr_static(type(attribute(this, "value")), name, None)
+        if type(held) is not functools.cached_property:
+            return original(this, tx, name)
+        with patched(functools.cached_property, "__get__", lambda _: _get_cached):
+            return original(this, tx, name)
+
+    return read
+
+
+def _get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
+    if instance is None:
+        return self
+    value = self.func(instance)
+    object.__setattr__(instance, self.attrname, value)
+    return value
+
+
 @contextlib.contextmanager
 def equivalents_evaluated() -> Iterator[None]:
     """Makes Dynamo evaluate the equivalents within the body."""
-    with instructions_patched({"STORE_ATTR": _storing, "LOAD_ATTR": _loading}):
+    with (
+        instructions_patched({"STORE_ATTR": _storing, "LOAD_ATTR": _loading}),
+        lookups_patched(_reading, lambda original: original),
+    ):
         yield

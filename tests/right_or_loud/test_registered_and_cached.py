@@ -12,7 +12,7 @@ import optree
 import pytest
 import torch
 from helpers import assert_equal, leaf
-from torch import Tensor
+from torch import Tensor, nn
 
 import fckpt
 
@@ -167,23 +167,100 @@ def test_what_a_cache_holds_is_read_and_written(name: str, filled: bool, limit: 
             run(planned)
 
 
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "list": (lambda: [2.0], sum, lambda held: held.append(1.0)),
+    "dict": (lambda: {"a": 2.0}, lambda held: held["a"], lambda held: held.update(a=held["a"] + 1)),
+    "object": (Box, lambda held: held.scale, lambda held: setattr(held, "scale", held.scale + 1)),
+    "tensor": (lambda: torch.ones(5), lambda held: held, lambda held: held.mul_(2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is captured for the:fckpt.PlanWarning")
 @pytest.mark.parametrize("filled", [True, False])
-@pytest.mark.parametrize("make", [lambda: [2.0], lambda: {"a": 2.0}, Box, lambda: torch.ones(5)])
-def test_what_a_cache_holds_for_an_object_is_refused_if_it_may_change(make: Callable[[], Any], filled: bool) -> None:
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_cache_holds_for_an_object(name: str, filled: bool) -> None:
+    make, use, change = HELD[name]
+
     class Held:
         @functools.lru_cache  # noqa: B019  # such a cache is the subject
         def read(self) -> Any:
             return make()
 
-    def fn(x: Tensor) -> Tensor:
-        found = held.read()
-        return x @ W * (found if isinstance(found, Tensor) else found.scale if isinstance(found, Box) else len(found))
-
     held = Held()
     if filled:
         held.read()
-    with pytest.raises(fckpt.TraceError):
-        planned(fn)(X)
+    fn = lambda x: x @ W * use(held.read())
+    region = planned(fn)
+    for number in range(4):
+        assert_equal(region(X), fn(X))
+        if number == 2:
+            Held.read.cache_clear()
+        else:
+            change(held.read())
+
+
+class Positions(nn.Module):
+    """Computes what its layers need when it is first asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale, self.calls = nn.Parameter(torch.ones(5)), 3, 0
+
+    @functools.lru_cache(8)  # noqa: B019
+    def positions(self, n: int) -> Tensor:
+        return torch.arange(n) * 1.0 * self.factor()
+
+    @functools.lru_cache(8)  # noqa: B019
+    def counted(self, n: int) -> float:
+        self.calls += 1
+        return n / 2
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        return torch.arange(5.0) * self.root
+
+    @functools.cached_property
+    def root(self) -> float:
+        self.calls += 1
+        return self.scale**0.5
+
+    def factor(self) -> int:
+        return self.scale
+
+
+FORWARDS: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
+    "method": (lambda net, x: (x * net.weight + net.positions(x.shape[-1])).sin().sum(), True),
+    "after a change": (
+        lambda net, x: (setattr(net, "scale", net.scale + 1), x * net.weight + net.positions(5))[1].sin().sum(),
+        False,
+    ),
+    "counted": (lambda net, x: (x * net.weight * net.counted(3)).sin().sum(), False),
+    "properties": (lambda net, x: (x * net.weight * net.root + net.table).sin().sum(), True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is captured for the:fckpt.PlanWarning")
+@pytest.mark.parametrize("name", FORWARDS)
+def test_methods_and_properties_with_a_cache(name: str) -> None:
+    forward, works = FORWARDS[name]
+    one, two = Positions(), Positions()
+    region = planned(forward)
+    if not works:
+        with pytest.raises(fckpt.TraceError, match="assign"):
+            region(one, X)
+        return
+    for number in range(5):
+        found = []
+        for fn, net in ((forward, two), (region, one)):
+            if number == 3:
+                net.scale = 7
+                vars(net).pop("table", None)
+                Positions.positions.cache_clear()
+            loss = fn(net, X + number)
+            found.append([loss, *torch.autograd.grad(loss, net.weight)])
+        assert_equal(*found)
+        assert (one.calls, list(vars(one))) == (two.calls, list(vars(two)))
+    assert fckpt.stats(region).captures <= 4
 
 
 def test_pure_cached_functions_are_captured() -> None:
