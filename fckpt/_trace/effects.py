@@ -251,20 +251,23 @@ def remove_leftover_tensors(recorder: Recorder) -> set[str]:
 
 
 def _removed(value: Any, ours: list[torch.Tensor], depth: int = 3) -> str:
-    """Removes a tensor, or a tuple with it, from its container; returns a description of the container."""
+    """Removes a tensor, or a tuple with it, from its container; returns a description of the container. Methods of the
+    container that are not Python's, such as those of Hugging Face's results, are not called.
+    """
     for holder in gc.get_referrers(value):
         if isinstance(holder, dict):
-            for key in [key for key, held in list(holder.items()) if held is value]:
-                del holder[key]
+            kind = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
+            for key in [key for key, held in list(kind.items(holder)) if held is value]:
+                kind.__delitem__(holder, key)
                 return f"under the key {key!r}"
         elif isinstance(holder, list) and holder is not ours:
-            holder[:] = [held for held in holder if held is not value]
+            list.__setitem__(holder, slice(None), [held for held in list.__iter__(holder) if held is not value])
             return "in a list"
         elif isinstance(holder, functools._lru_cache_wrapper):
             holder.cache_clear()
             return f"in the cache of {getattr(holder, '__name__', 'a function')}"
         elif isinstance(holder, set):
-            holder.discard(value)
+            set.discard(holder, value)
             return "in a set"
         elif isinstance(holder, tuple) and depth and (found := _removed(holder, ours, depth - 1)):
             return found

@@ -25,6 +25,7 @@ __all__ = [
     "TensorSpec",
     "Trace",
     "arguments_of",
+    "draws",
     "flat",
     "indices_of",
     "is_built_in",
@@ -316,6 +317,15 @@ def is_random(op: Any) -> bool:
 def is_tagged_random(op: Any) -> bool:
     """Whether an operation is tagged as drawing random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+
+
+def draws(call: Call) -> bool:
+    """Whether a call may draw random numbers. Attention without dropout does not."""
+    if not is_random(call.op):
+        return False
+    named = enumerate(call.op._schema.arguments)
+    given = [(i, a.default_value if a.has_default_value() else None) for i, a in named if a.name == "dropout_p"]
+    return all(call.args[i] if i < len(call.args) else call.kwargs.get("dropout_p", default) for i, default in given)
 
 
 def indices_of(value: Any) -> Iterator[int]:

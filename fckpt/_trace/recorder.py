@@ -27,7 +27,7 @@ from fckpt._call.results import View
 from fckpt._capture.sources import Source, current
 from fckpt._trace.constant_data import LOOKING, UnknownData, looked_at, refuse_number
 from fckpt._trace.lifetimes import Lifetimes, Sums
-from fckpt._trace.operations import Layout, Recorded, Ref, flat, indices_of, is_random, mapped, statistics_of, unflat
+from fckpt._trace.operations import Layout, Recorded, Ref, draws, flat, indices_of, mapped, statistics_of, unflat
 from fckpt._trace.plain_kernels import PlainKernels
 from fckpt._trace.real_layouts import with_real_strides
 from fckpt._trace.repeated import RepeatedCalls, layouts_key
@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode):
         """
         first, written = len(self.calls), len(self.written)
         yield
-        if len(self.written) > written or any(is_random(call.op) for call in self.calls[first:]):
+        if len(self.written) > written or any(map(draws, self.calls[first:])):
             raise TraceError(f"{CHECKPOINT_INSIDE} {WAY_OUT}")
 
     def start_backward(self) -> None:

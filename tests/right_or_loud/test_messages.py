@@ -217,6 +217,14 @@ def test_a_checkpoint_inside_a_planned_function() -> None:
         fckpt.remat(differentiates, budget=1.0)(x)
 
 
+def test_attention_without_dropout_in_a_checkpoint() -> None:
+    attention = torch.nn.functional.scaled_dot_product_attention
+    fn = lambda x: checkpoint(lambda h: attention(h, h, h, is_causal=True), x, use_reentrant=False).square().sum()
+    x = torch.randn(2, 2, 4, 8, requires_grad=True)
+    found = [torch.autograd.grad(f(x), x)[0] for f in (fn, fckpt.remat(fn, budget=1.0))]
+    assert torch.equal(*found)
+
+
 def test_a_policy_warning_points_at_the_users_line() -> None:
     region = fckpt.remat(lambda x: x.sin().exp().sum(), policy=fckpt.policies.save_only_these_names("nobody"))
     with pytest.warns(fckpt.PolicyWarning, match="'nobody'") as caught:

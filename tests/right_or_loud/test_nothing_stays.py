@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import fckpt
+from fckpt._trace.effects import remove_leftover_tensors
 
 
 class InDict(nn.Module):
@@ -262,3 +265,22 @@ def test_dispatch_keys_after_dynamo_fails_at_a_level() -> None:
         dual = torch.autograd.forward_ad.make_dual(x, tangent)
         assert torch.equal(torch.autograd.forward_ad.unpack_dual(dual).tangent, tangent)
     assert torch.equal(*(torch.autograd.grad(f(x, tangent), x)[0] for f in (planned, fn)))
+
+
+class Result(collections.OrderedDict[str, Any]):
+    """A result of a model, from which nothing may be deleted, as those of transformers."""
+
+    def __delitem__(self, key: str) -> None:
+        raise TypeError("nothing can be deleted")
+
+
+@pytest.mark.parametrize("kind", [Result, dict, list, set])
+def test_the_tensors_of_a_refused_trace_are_removed_from_any_container(kind: Any) -> None:
+    made, other = torch.ones(3), torch.ones(3)
+    held = kind({"made": made, "other": other} if issubclass(kind, dict) else (made, other))
+    addresses, reference = {made.untyped_storage()._cdata}, weakref.ref(made)
+    del made
+    trace: Any = types.SimpleNamespace(alive=lambda: addresses)
+    assert remove_leftover_tensors(trace)
+    assert reference() is None
+    assert all(t is other for t in (held.values() if isinstance(held, dict) else held))
