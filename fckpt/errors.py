@@ -170,6 +170,11 @@ def region_name(fn: Any) -> str:
 def users_stacklevel() -> int:
     """Returns the `stacklevel` that makes a warning of the caller point at the line that called fckpt."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "fckpt":
+    while frame.f_back is not None and _is_on_the_way(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _is_on_the_way(module: str) -> bool:
+    """Whether code of a Python module stands between the user's line and fckpt."""
+    return module.partition(".")[0] == "fckpt" or module == "torch.nn.modules.module"

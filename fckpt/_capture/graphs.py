@@ -48,9 +48,13 @@ class FlatGraph:
         """Whether the graph takes gradients with torch.func."""
         self.takes_gradients = any(n.target is torch.autograd.grad for n in module.graph.nodes)
         """Whether the graph takes gradients with autograd; hooks on its inputs, which it lacks, would run then."""
-        for node in module.graph.nodes:
-            if getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
-                node.target = marks.checkpoint
+        checkpoints = [
+            n for n in module.graph.nodes if getattr(n.target, "__name__", "") == "tag_activation_checkpoint"
+        ]
+        self.checkpoints_draw = any(marks.draws(module.get_submodule(str(n.args[0].target))) for n in checkpoints)
+        """Whether random numbers are drawn in calls of `torch.utils.checkpoint`."""
+        for node in checkpoints:
+            node.target = marks.checkpoint
         self.constants = _constants_as_inputs(module)
         """Tensors that the graph holds, which become additional inputs."""
         (output,) = (node for node in module.graph.nodes if node.op == "output")

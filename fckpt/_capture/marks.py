@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import fx
 from torch.utils import checkpoint as torch_checkpoint
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "begin",
     "capturing",
     "checkpoint",
+    "draws",
     "end",
     "is_capturing",
     "key_of",
@@ -46,8 +48,8 @@ class Marks(Protocol):
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Handles a `checkpoint_name` of a tensor."""
 
-    def checkpointing(self) -> AbstractContextManager[None]:
-        """Handles a call of `torch.utils.checkpoint`, which is the body."""
+    def checkpointing(self, drawing: bool) -> AbstractContextManager[None]:
+        """Handles a call of `torch.utils.checkpoint`, which is the body, and may draw random numbers if `drawing`."""
         ...
 
 
@@ -137,15 +139,37 @@ def name(tensor: torch.Tensor, text: str) -> torch.Tensor:
 def checkpoint(function: Any, *args: Any, preserve_rng_state: bool = True, **_: Any) -> Any:
     """Calls `torch.utils.checkpoint`, as the function in the graph does.
 
-    Dynamo represents such a call by an operator that leaves the random numbers of the recompute to a compiler.
+    Dynamo represents such a call by an operator that leaves the random numbers of the recompute to a compiler. In a
+    trace, a function that draws random numbers is called without a checkpoint: results and gradients are the same.
     """
     options = {"context_fn": function.meta[_CONTEXT]} if _CONTEXT in function.meta else {}
     call = functools.partial(torch_checkpoint.checkpoint, function, *args, use_reentrant=False, **options)
     with torch_checkpoint.set_checkpoint_early_stop(False):  # the end of a recompute may close a level of torch.func
         if _state.marks is None:
             return call(preserve_rng_state=preserve_rng_state)
-        with _state.marks.checkpointing():
-            return call(preserve_rng_state=False)
+        drawing = preserve_rng_state and draws(function)
+        with _state.marks.checkpointing(drawing):
+            return function(*args) if drawing else call(preserve_rng_state=False)
 
 
 _CONTEXT = "_checkpoint_context_fn"
+
+
+def draws(module: Any) -> bool:
+    """Whether a graph calls dropout or the like, for all that is known. A graph that draws otherwise is refused."""
+    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
+    return any(map(_draws, (node for graph in graphs for node in graph.nodes)))
+
+
+def _draws(node: fx.Node) -> bool:
+    name = str(getattr(node.target, "__name__", node.target))
+    if "dropout" in name:
+        chance = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+        training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+        return chance != 0.0 and training is not False
+    if name == "scaled_dot_product_attention":
+        return (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0.0
+    return name in _DRAWING
+
+
+_DRAWING = {"bernoulli", "multinomial", "normal", "rand", "randn", "rand_like", "randn_like", "bernoulli_", "normal_"}

@@ -253,6 +253,20 @@ class Ledger:
             stacklevel=users_stacklevel(),
         )
 
+    def plans_without_checkpoint(self, fraction: float) -> None:
+        """Warns, once, that a budget is a fraction of another peak than that of the plain function."""
+        if "checkpoint" in self._warned:
+            return
+        self._warned.add("checkpoint")
+        warnings.warn(
+            f"{self.name} uses torch.utils.checkpoint inside, with random numbers (dropout). The plan takes its place "
+            f"and decides about recomputation for the whole function. The budget {fraction} is a fraction of the peak "
+            "without torch.utils.checkpoint, so the peak may be above that of the plain call. Give the budget in "
+            "bytes, or remove the checkpoints (`model.gradient_checkpointing_disable()` for Hugging Face).",
+            BudgetWarning,
+            stacklevel=users_stacklevel(),
+        )
+
     def captured_again(self, why: str) -> None:
         """Warns at the third capture in a row, which means that values that the function reads keep changing.
 

@@ -195,6 +195,8 @@ class Planner:
             made.guard_wrapped(fn, args, kwargs)
         self.ledger.count("captures")
         self.ledger.told_compiled(made.told_compiled)
+        if isinstance(self.budget, float) and made.graph is not None and made.graph.checkpoints_draw:
+            self.ledger.plans_without_checkpoint(self.budget)
         if "grad_mode" not in why:  # one capture each for training and for evaluation
             self.ledger.captured_again(why)
         programs = next((known for other, known in self.captures if other.same_graph(made)), {})

@@ -203,16 +203,16 @@ class Recorder(TorchDispatchMode):
             self.regions.append((range(first, len(self.calls)), returned, policy))
 
     @contextlib.contextmanager
-    def checkpointing(self) -> Iterator[None]:
+    def checkpointing(self, drawing: bool) -> Iterator[None]:
         """Handles a call of `torch.utils.checkpoint`.
 
         Raises:
-            TraceError: random numbers are drawn in the call, which its recompute would have to repeat, or buffers are
-                written, which it would write again.
+            TraceError: random numbers are drawn in the call, which its recompute would have to repeat, though not
+                `drawing`, or buffers are written, which it would write again.
         """
         first, written = len(self.calls), len(self.written)
         yield
-        if len(self.written) > written or any(map(draws, self.calls[first:])):
+        if len(self.written) > written or (not drawing and any(map(draws, self.calls[first:]))):
             raise TraceError(f"{CHECKPOINT_INSIDE} {WAY_OUT}")
 
     def start_backward(self) -> None:

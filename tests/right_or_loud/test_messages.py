@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -244,14 +245,50 @@ def test_errors_go_from_one_process_to_another(copied: Any) -> None:
         assert vars(other) == vars(error) and vars(error)["__notes__"]
 
 
-@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(4)])
-def test_a_checkpoint_inside_that_draws_or_writes_is_refused(layer: nn.Module) -> None:
+CHECKPOINTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropout": lambda h: torch.nn.functional.dropout(h.sin(), 0.5).exp(),
+    "of a module": nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()),
+    "attention": lambda h: torch.nn.functional.scaled_dot_product_attention(h, h, h, dropout_p=0.5),
+    "noise": lambda h: (h + torch.randn_like(h)).tanh(),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_a_checkpoint_inside_that_draws(name: str) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        inside = checkpoint(CHECKPOINTED[name], x, use_reentrant=False)
+        return (torch.nn.functional.dropout(inside, 0.5) * x).square().sum()
+
+    planned = fckpt.remat(fn, budget=1.0)
+    with pytest.warns(fckpt.BudgetWarning, match=r"fraction of the peak without torch.utils.checkpoint") as caught:
+        planned(torch.randn(6, 4))
+    assert [warning.filename for warning in caught] == [__file__]
+    for region in (planned, fckpt.remat(fn, budget="1MiB")):
+        for seed in range(2):
+            x = torch.randn(6, 4, requires_grad=True)
+            found = []
+            for f in (fn, region):
+                torch.manual_seed(seed)
+                found.append([*torch.autograd.grad(f(x), x), torch.rand(3)])
+            assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(
+    ("layer", "options"),
+    [
+        (nn.BatchNorm1d(4), {}),
+        (nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(4)), {}),
+        (nn.Dropout(0.5), {"preserve_rng_state": False}),
+    ],
+    ids=["writes", "writes and draws", "draws again"],
+)
+def test_a_checkpoint_inside_that_does_something_again_is_refused(layer: nn.Module, options: Any) -> None:
     """Dynamo's operator for it leaves that to a compiler."""
     net = nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh())
-    fn = lambda x: checkpoint(net, x, use_reentrant=False).square().sum()
-    for options in ({"budget": 1.0}, {"policy": fckpt.policies.dots_saveable}):
+    fn = lambda x: checkpoint(net, x, use_reentrant=False, **options).square().sum()
+    for given in ({"budget": 10**6}, {"policy": fckpt.policies.dots_saveable}):
         with pytest.raises(fckpt.TraceError, match=r"torch.utils.checkpoint inside.*gradient_checkpointing_disable"):
-            fckpt.remat(fn, **options)(torch.randn(6, 4))
+            fckpt.remat(fn, **given)(torch.randn(6, 4))
 
 
 LIBRARY = torch.library.Library("fckpt_messages", "FRAGMENT")
