@@ -166,9 +166,9 @@ def _draws(node: fx.Node) -> bool:
     if "dropout" in name:
         chance = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
         training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-        return chance != 0.0 and training is not False
+        return bool(chance != 0.0 and training is not False)
     if name == "scaled_dot_product_attention":
-        return (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0.0
+        return bool((node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0.0)
     return name in _DRAWING
 
 

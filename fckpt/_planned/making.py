@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import warnings
 from typing import Any
 
 from fckpt import solve
@@ -17,7 +16,6 @@ from fckpt._units import parse_bytes
 from fckpt.cost import Measured, price
 from fckpt.cost.allocators import warn_of_whole_blocks
 from fckpt.cost.calls import CostSource
-from fckpt.cost.pricing import WARNINGS
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import plain_schedule
@@ -69,8 +67,7 @@ def priced(
     """
     graph = traced.graph
     if budgeted:
-        with TRACING, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=WARNINGS)  # about operations that had to be estimated
+        with TRACING:
             graph = price(traced, costs or Measured(), progress=sys.stderr.isatty())
         if costs is None or isinstance(costs, Measured):
             warn_of_whole_blocks(spec.device for spec in traced.tensors)

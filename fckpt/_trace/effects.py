@@ -256,7 +256,7 @@ def _removed(value: Any, ours: list[torch.Tensor], depth: int = 3) -> str:
     """
     for holder in gc.get_referrers(value):
         if isinstance(holder, dict):
-            kind = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
+            kind: Any = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
             for key in [key for key, held in list(kind.items(holder)) if held is value]:
                 kind.__delitem__(holder, key)
                 return f"under the key {key!r}"

@@ -10,9 +10,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fckpt._call.levels import out_of_reach
 from fckpt._call.rng import RandomState
-from fckpt._trace.operations import is_random, mapped
+from fckpt._trace.operations import is_random
 
-__all__ = ["run_on_zeros"]
+__all__ = ["hinted", "run_on_zeros"]
+
+
+def hinted(value: Any) -> Any:
+    """Returns a value; in place of a symbolic size, its value in the call that is traced."""
+    return value.node.hint if isinstance(value, torch.SymInt) else value
 
 
 def run_on_zeros(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device | None = None) -> Any:
@@ -21,7 +26,7 @@ def run_on_zeros(func: Any, args: Any, kwargs: dict[str, Any], device: torch.dev
     Args:
         func: the operation.
         args: its arguments.
-        kwargs: its keyword arguments. Generators are left out.
+        kwargs: its keyword arguments. Generators are left out. Symbolic sizes have their values in the traced call.
         device: where to run; by default, on the devices of the operands.
 
     No mode and no transform sees the operation, and it draws nothing. Whatever the kernel raises is raised.
@@ -30,7 +35,8 @@ def run_on_zeros(func: Any, args: Any, kwargs: dict[str, Any], device: torch.dev
 
     def zeros(fake: torch.Tensor) -> torch.Tensor:
         devices.add(fake.device if device is None else device)
-        made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device or fake.device).zero_()
+        shape, stride = tuple(map(hinted, fake.shape)), tuple(map(hinted, fake.stride()))
+        made = torch.empty_strided(shape, stride, dtype=fake.dtype, device=device or fake.device).zero_()
         if fake.is_conj():
             torch._C._set_conj(made, True)
         if fake.is_neg():
@@ -38,9 +44,13 @@ def run_on_zeros(func: Any, args: Any, kwargs: dict[str, Any], device: torch.dev
         return made
 
     def sent(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return zeros(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(sent, value))
         if isinstance(value, torch.Generator):
             return None
-        return device if device is not None and isinstance(value, torch.device) else mapped(value, zeros)
+        return device if device is not None and isinstance(value, torch.device) else hinted(value)
 
     with out_of_reach(), _disable_current_modes(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

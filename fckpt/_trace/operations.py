@@ -319,7 +319,7 @@ def is_tagged_random(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
-def draws(call: Call) -> bool:
+def draws(call: Call | Recorded) -> bool:
     """Whether a call may draw random numbers. Attention without dropout does not."""
     if not is_random(call.op):
         return False

@@ -1,10 +1,13 @@
-"""Strides of results as torch's kernels make them, where those of fake tensors may be others.
+"""Strides and dtypes of results as torch's kernels make them, where those of fake tensors may be others.
 
 Torch computes the strides of fake results in Python. They may differ from those of the kernels (torch 2.11 and 2.13) if
 an operand is not contiguous (`logsigmoid` of a transposed matrix, batch normalisation of permuted sequences), and in
 dimensions of size 1 (`view` of a permuted batch of one, `bmm`). Torch considers the latter harmless, but kernels for
 images choose their memory format by all strides. After one that differs, others follow; dropout masks are laid out in
 another order, and `contiguous()` copies or does not copy.
+
+Nor are their dtypes always those of the kernels, if an operand in half precision meets one in single precision, as the
+input and the weight of a normalisation do under autocast: the kernels keep statistics in single precision.
 
 So such operations run once, on zeros. Those that are too large, or do not run on
 zeros, are checked as they run in a planned call.
@@ -20,35 +23,36 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fckpt._trace.on_zeros import run_on_zeros
+from fckpt._trace.on_zeros import hinted, run_on_zeros
 from fckpt._trace.operations import OPAQUE, Call, TensorSpec, mapped, strides_of, tensors_of
 from fckpt._trace.sizes import fake_on
 from fckpt._trace.stand_ins import WAY_OUT
 from fckpt.errors import TraceError
 
-__all__ = ["checked", "with_real_strides"]
+__all__ = ["checked", "with_real_layouts"]
 
 aten = torch.ops.aten
 
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 """Operations whose results are contiguous whatever their operands are, except for dimensions of size 1."""
 
-_Strides = tuple[tuple[int, ...] | None, ...]
+_Layouts = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+"""By result of an operation: its strides and dtype; None for a result that is not a dense tensor."""
 
 _MOST_NBYTES = 2**30
 """The bytes of operands and results up to which an operation runs."""
 _MOST = 4096
-_KNOWN: OrderedDict[Any, _Strides | None] = OrderedDict()
-"""By operation and layouts of its operands: the strides of its results; None if it does not run on zeros."""
+_KNOWN: OrderedDict[Any, _Layouts | None] = OrderedDict()
+"""By operation and layouts of its operands: the layouts of its results; None if it does not run on zeros."""
 _UNCHECKED: OrderedDict[Any, None] = OrderedDict()
 """The operations, with layouts of their operands, that did not run on zeros."""
 
 
-def with_real_strides(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any], result: Any, key: Any) -> Any:
-    """Returns a result of an operation on fake tensors with the strides that the kernel gives it.
+def with_real_layouts(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any], result: Any, key: Any) -> Any:
+    """Returns a result of an operation on fake tensors with the strides and dtypes that the kernel gives it.
 
     Args:
-        mode: the mode of the fake tensors. Layouts with symbols are returned as they are.
+        mode: the mode of the fake tensors. Strides with symbols are returned as they are.
         func: the operation.
         args: its arguments.
         kwargs: its keyword arguments.
@@ -59,7 +63,9 @@ def with_real_strides(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[s
     given: list[Any] = []
     mapped((*args, *kwargs.values()), given.append)
     made = [t for t in results if _is_laid_out(t) and not any(t is other for other in given)]
-    if mode.shape_env is not None or func.namespace != "aten" or not _is_unclear(func, given, made):
+    symbolic = mode.shape_env is not None
+    unclear = _mixes_precisions(func, given) or (not symbolic and _is_unclear(func, given, made))
+    if func.namespace != "aten" or not made or not unclear:
         return result
     if (
         _reads_opaque(func, args, kwargs)
@@ -68,17 +74,18 @@ def with_real_strides(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[s
     ):
         return result
     if key is None or key not in _KNOWN:
-        strides = _run(func, args, kwargs, [*given, *made])
+        layouts = _run(func, args, kwargs, [*given, *made])
         if key is not None:
-            _remember(_KNOWN, key, strides)
+            _remember(_KNOWN, key, layouts)
     else:
-        strides = _KNOWN[key]
-    if strides is None or len(strides) != len(results):
-        _remember(_UNCHECKED, _place(func, given), None)
+        layouts = _KNOWN[key]
+    if layouts is None or len(layouts) != len(results):
+        if not symbolic:
+            _remember(_UNCHECKED, _place(func, given), None)
         return result
     real = [
-        _relaid(mode, t, stride) if any(t is other for other in made) else t
-        for t, stride in zip(results, strides, strict=True)
+        _relaid(mode, t, layout) if layout is not None and any(t is other for other in made) else t
+        for t, layout in zip(results, layouts, strict=True)
     ]
     return type(result)(real) if isinstance(result, (list, tuple)) else real[0]
 
@@ -106,7 +113,7 @@ def checked(run: Callable[..., Any], call: Call, specs: Sequence[TensorSpec]) ->
 
 
 @functools.lru_cache(256)
-def _checking(run: Callable[..., Any], name: str, wanted: _Strides) -> Callable[..., Any]:
+def _checking(run: Callable[..., Any], name: str, wanted: tuple[Any, ...]) -> Callable[..., Any]:
     def run_checked(*args: Any, **kwargs: Any) -> Any:
         results = run(*args, **kwargs)
         found = results if isinstance(results, (list, tuple)) else [results]
@@ -135,6 +142,11 @@ def _is_unclear(func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.T
     return bool(made) and not views and func not in _PRODUCTS and not all(t.is_contiguous() for t in given)
 
 
+def _mixes_precisions(func: Any, given: Sequence[torch.Tensor]) -> bool:
+    """Whether the dtypes of fake results may be others than those of real ones."""
+    return len({t.dtype for t in given if t.is_floating_point()}) > 1 and torch.Tag.pointwise not in func.tags
+
+
 def _reads_opaque(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operation reads an opaque tensor: zeros in it could crash the process.
 
@@ -150,21 +162,28 @@ def _is_laid_out(value: Any) -> bool:
     return isinstance(value, FakeTensor) and value.layout is torch.strided and not value.is_quantized
 
 
-def _run(func: Any, args: Any, kwargs: dict[str, Any], used: Sequence[FakeTensor]) -> _Strides | None:
-    """Returns the strides of the results of an operation on zeros; None if it does not run on them."""
-    if sum(t.untyped_storage().nbytes() for t in used) > _MOST_NBYTES:
+def _run(func: Any, args: Any, kwargs: dict[str, Any], used: Sequence[FakeTensor]) -> _Layouts | None:
+    """Returns the layouts of the results of an operation on zeros; None if it does not run on them."""
+    if sum(hinted(t.untyped_storage().nbytes()) for t in used) > _MOST_NBYTES:
         return None
     try:
         results = run_on_zeros(func, args, kwargs)
     except Exception:  # a kernel may raise any exception on zeros
         return None
     found = results if isinstance(results, (list, tuple)) else [results]
-    return tuple([t.stride() if isinstance(t, torch.Tensor) and t.layout is torch.strided else None for t in found])
+    dense = [isinstance(t, torch.Tensor) and t.layout is torch.strided for t in found]
+    return tuple([(t.stride(), t.dtype) if known else None for t, known in zip(found, dense, strict=True)])
 
 
-def _relaid(mode: FakeTensorMode, fake: FakeTensor, stride: tuple[int, ...] | None) -> FakeTensor:
-    """Returns a fake tensor with other strides on the same storage."""
-    if stride is None or stride == fake.stride() or len(stride) != fake.dim():
+def _relaid(mode: FakeTensorMode, fake: FakeTensor, layout: tuple[tuple[int, ...], torch.dtype]) -> FakeTensor:
+    """Returns a fake tensor with another dtype, or with other strides on the same storage."""
+    stride, dtype = layout if mode.shape_env is None else (fake.stride(), layout[1])
+    if len(stride) != fake.dim():
+        return fake
+    if dtype != fake.dtype:
+        with mode, torch.no_grad():
+            return torch.empty_strided(fake.shape, stride, dtype=dtype, device=fake.device)  # type: ignore[return-value]
+    if stride == fake.stride():
         return fake
     last = sum((size - 1) * step for size, step in zip(fake.shape, stride, strict=True))
     if (fake.storage_offset() + last + 1) * fake.dtype.itemsize > fake.untyped_storage().nbytes():

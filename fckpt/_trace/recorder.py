@@ -29,7 +29,7 @@ from fckpt._trace.constant_data import LOOKING, UnknownData, looked_at, refuse_n
 from fckpt._trace.lifetimes import Lifetimes, Sums
 from fckpt._trace.operations import Layout, Recorded, Ref, draws, flat, indices_of, mapped, statistics_of, unflat
 from fckpt._trace.plain_kernels import PlainKernels
-from fckpt._trace.real_layouts import with_real_strides
+from fckpt._trace.real_layouts import with_real_layouts
 from fckpt._trace.repeated import RepeatedCalls, layouts_key
 from fckpt._trace.sizes import hashable, run_in, storage_of_size, viewing_symbolically
 from fckpt._trace.stand_ins import (
@@ -402,7 +402,7 @@ class Recorder(TorchDispatchMode):
         if not written:
             return self.repeated(func, *sent)
         key = layouts_key(func, *sent, [])
-        result = with_real_strides(self.fake, func, *sent, run_in(self.fake, func, *sent), key)
+        result = with_real_layouts(self.fake, func, *sent, run_in(self.fake, func, *sent), key)
         if any(self._of(t).shape != t.shape for t in written):
             raise TraceError(f"{current()}: {func} changes the size of a tensor in place. {WAY_OUT}")
         return result

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fckpt._call import ambient
-from fckpt._trace.real_layouts import with_real_strides
+from fckpt._trace.real_layouts import with_real_layouts
 from fckpt._trace.sizes import fake_on, hashable, is_size, run_in, storage_of_size
 
 __all__ = ["RepeatedCalls", "layouts_key"]
@@ -55,7 +55,7 @@ class RepeatedCalls:
         key = layouts_key(func, args, kwargs, given)
         known = None if key is None else self._known.get(key)
         if known is None:
-            result = with_real_strides(self.mode, func, args, kwargs, run_in(self.mode, func, args, kwargs), key)
+            result = with_real_layouts(self.mode, func, args, kwargs, run_in(self.mode, func, args, kwargs), key)
             if key is not None and (layouts := _layouts(result, given)) is not None:
                 self._known[key] = layouts
             return result

@@ -18,7 +18,7 @@ from fckpt._memory import collector_paused, measure_operation, undisturbed
 from fckpt._trace.operations import Call, TensorSpec, statistics_of
 from fckpt.cost.analytic import Analytic, flops_of
 from fckpt.cost.calls import OpCost, is_custom, is_pure, packet, refs, registered
-from fckpt.cost.devices import profile_of
+from fckpt.cost.devices import profile_of, profiles
 from fckpt.cost.pairs import code_of, opaque_operands, paired_signature, workspace_maker
 from fckpt.cost.store import Store, environment
 from fckpt.cost.synthetic import EXTREMES, FILLS, PRODUCTS, arguments, made_up
@@ -125,8 +125,9 @@ class Measured:
         return cost
 
     def _estimated(self, call: Call, specs: Sequence[TensorSpec], device: torch.device) -> OpCost:
+        # The CPU of this machine is not measured for an estimate: that would take 128 MiB, within someone's budget.
         with _isolated(device):
-            profile = profile_of(device)
+            profile = profiles["cpu"] if device.type == "cpu" else profile_of(device)
         return Analytic(profile)(call, specs)
 
     def _measure(

@@ -20,7 +20,7 @@ from fckpt.cost.calls import CostSource, OpCost, registered
 from fckpt.cost.measured import Measured
 from fckpt.cost.pairs import makers_of, paired_signature, workspace_maker
 from fckpt.cost.store import environment
-from fckpt.errors import ArgumentTypeError, name_of, users_stacklevel
+from fckpt.errors import ArgumentTypeError, BudgetWarning, name_of, users_stacklevel
 from fckpt.graph.graph import Graph, Node, Value, changed
 from fckpt.report.progress import Line
 
@@ -158,16 +158,14 @@ def _with_states(trace: Trace, calls: Sequence[Call], nodes: Sequence[Node]) -> 
     return tuple(found)
 
 
-WARNINGS = "fckpt estimated what it could not measure"
-
-
 def _warn(source: Measured, before: set[str]) -> None:
     """Warns once about operations that were estimated."""
     if failed := {k: v for k, v in source.failures.items() if k not in before}:
         listed = "; ".join(f"{op}: {reason}" for op, reason in failed.items())
         warnings.warn(
-            f"{WARNINGS}, as these operations do not run on synthetic data. "
-            f"Set their costs with fckpt.cost.register_cost. {listed}",
+            "fckpt estimated the time and temporary memory of operations that do not run on synthetic data. A budget "
+            f"holds only if the estimates are right. Set their costs with fckpt.cost.register_cost. {listed}",
+            BudgetWarning,
             stacklevel=users_stacklevel(),
         )
     if refused := [op for op in source.refused if op not in before]:
@@ -176,6 +174,7 @@ def _warn(source: Measured, before: set[str]) -> None:
             f"{', '.join(refused)}. A budget holds only if the estimates are right. Set the cost of such an operation "
             "with fckpt.cost.register_cost, or declare with fckpt.cost.register_pure that it has no side effects, so "
             "that it can be measured.",
+            BudgetWarning,
             stacklevel=users_stacklevel(),
         )
 
