@@ -48,13 +48,8 @@ class FlatGraph:
         """Whether the graph takes gradients with torch.func."""
         self.takes_gradients = any(n.target is torch.autograd.grad for n in module.graph.nodes)
         """Whether the graph takes gradients with autograd; hooks on its inputs, which it lacks, would run then."""
-        checkpoints = [
-            n for n in module.graph.nodes if getattr(n.target, "__name__", "") == "tag_activation_checkpoint"
-        ]
-        self.checkpoints_draw = any(marks.draws(module.get_submodule(str(n.args[0].target))) for n in checkpoints)
+        self.checkpoints_draw = _take_checkpoints(module)
         """Whether random numbers are drawn in calls of `torch.utils.checkpoint`."""
-        for node in checkpoints:
-            node.target = marks.checkpoint
         self.constants = _constants_as_inputs(module)
         """Tensors that the graph holds, which become additional inputs."""
         (output,) = (node for node in module.graph.nodes if node.op == "output")
@@ -184,6 +179,23 @@ def _release_after_backward(output: Any) -> None:
 
 def _is_same(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, str) and a == b)
+
+
+def _take_checkpoints(module: fx.GraphModule) -> bool:
+    """Replaces Dynamo's operator for `torch.utils.checkpoint`, which may be nested, by `marks.checkpoint`.
+
+    Returns:
+        Whether random numbers are drawn in such calls, as far as `marks.draws` knows.
+    """
+    drawn = False
+    for owner in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
+        nodes = [n for n in owner.graph.nodes if getattr(n.target, "__name__", "") == "tag_activation_checkpoint"]
+        for node in nodes:
+            node.target = marks.checkpoint
+            drawn = drawn or marks.draws(owner.get_submodule(str(node.args[0].target)))
+        if nodes:
+            owner.recompile()
+    return drawn
 
 
 def _is_number(node: fx.Node) -> bool:

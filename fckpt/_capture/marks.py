@@ -167,6 +167,8 @@ def _draws(node: fx.Node) -> bool:
         chance = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
         training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
         return bool(chance != 0.0 and training is not False)
+    if name == "multi_head_attention_forward":
+        return bool(node.args[10] != 0.0 and node.kwargs.get("training", True))
     if name == "scaled_dot_product_attention":
         return bool((node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0.0)
     return name in _DRAWING

@@ -229,7 +229,13 @@ def _advice(error: Exception) -> str:
             " Or keep `nn.TransformerEncoder` from its fast path, which depends on the mask, with "
             "`enable_nested_tensor=False`."
         )
-    if any("/distributions/" in f.filename for f in traceback.extract_tb(error.__traceback__)):
+    files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
+    if any(file == torch.nn.modules.batchnorm.__file__ for file in files):
+        return (
+            " Or give batch normalisation a momentum: with `momentum=None`, it reads its counter. (`update_bn` and "
+            "stochastic weight averaging set None for a while. Let them run the model without a plan.)"
+        )
+    if any("/distributions/" in file for file in files):
         return (
             " Or pass `validate_args=False` to the distribution, which looks at its parameters only to validate them."
         )

@@ -218,6 +218,12 @@ def test_a_checkpoint_inside_a_planned_function() -> None:
         fckpt.remat(differentiates, budget=1.0)(x)
 
 
+def test_a_batch_normalisation_that_reads_its_counter() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
+    with pytest.raises(fckpt.TraceError, match="momentum=None"):
+        fckpt.remat(net, budget=1.0)(torch.randn(5, 4))
+
+
 def test_attention_without_dropout_in_a_checkpoint() -> None:
     attention = torch.nn.functional.scaled_dot_product_attention
     fn = lambda x: checkpoint(lambda h: attention(h, h, h, is_causal=True), x, use_reentrant=False).square().sum()
@@ -250,6 +256,13 @@ CHECKPOINTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "of a module": nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()),
     "attention": lambda h: torch.nn.functional.scaled_dot_product_attention(h, h, h, dropout_p=0.5),
     "noise": lambda h: (h + torch.randn_like(h)).tanh(),
+    "nested": lambda h: checkpoint(lambda g: torch.dropout(g.exp(), 0.5, True), h, use_reentrant=False).sin(),
+    "nested and own": lambda h: torch.dropout(
+        checkpoint(lambda g: torch.dropout(g.exp(), 0.5, True), h, use_reentrant=False), 0.5, True
+    ),
+    "heads": lambda h: torch.nn.functional.multi_head_attention_forward(
+        *[h[None]] * 3, 4, 2, torch.eye(12, 4), None, None, None, False, 0.5, torch.eye(4), None, need_weights=False
+    )[0],
 }
 
 
