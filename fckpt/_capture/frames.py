@@ -4,11 +4,15 @@ A graph has no variables: by itself, it would free each tensor after its last us
 when nothing refers to it any more: a local variable refers to it until its frame ends or the variable changes, and the
 call of a module refers to its arguments until it returns. Dynamo evaluates each frame, so these points can be recorded.
 
-Left out: results that the function never uses, which Dynamo leaves out too; frames within `torch.utils.checkpoint`, an
-`autograd.Function` and other operators that call functions; attributes, items and variables shared with functions
-defined inside that are overwritten while something refers to them.
+The same holds for the frames of both functions of an `autograd.Function`, which are graphs of their own.
 
-In torch 2.11 and 2.13, frames keep their variables in `symbolic_locals`.
+Left out: results that the function never uses, which Dynamo leaves out too; frames within `torch.utils.checkpoint` and
+other operators that call functions; attributes, items and variables shared with functions defined inside that are
+overwritten while something refers to them.
+
+In torch 2.11 and 2.13, frames keep their variables in `symbolic_locals`, and Dynamo copies the graph of the `backward`
+of an `autograd.Function`, with `Node.meta`. In torch 2.11, its `forward` returns the results of all of its calls, which
+count as long as its own result: the plain peak is too high there.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ __all__ = ["Frames"]
 _PARTS = ("items", "_base_vt", "func", "args", "keywords", "obj", "iterable", "closure", "defaults", "kwdefaults")
 """The fields in which Dynamo's variables have what they refer to: containers, `functools.partial`, bound methods,
 iterators, and functions defined inside."""
+_TRACED = "fckpt_traced"
+"""In the metadata of a call: the call as Dynamo added it to a graph, which it may have copied since."""
 _DEPTH = 4
 """How many levels of containers and objects are searched for tensors."""
 
@@ -54,19 +60,22 @@ class Frames:
             return
         if not self._calls or self._calls[-1] is not last:
             self._calls.append(last)
+            last.meta[_TRACED] = last
         for variable in variables:
             for node in _tensors(variable, output.side_effects.store_attr_mutations, _DEPTH):
                 self._ends[node] = len(self._calls) - 1
+                node.meta[_TRACED] = node
 
     def ends(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         """Returns, for each call whose result a frame holds, the last call of `graph` during which it does so."""
-        kept = {*graph.nodes}  # the others are of functions that operators of the graph call, or were removed
+        # The others are of functions that operators of the graph call, of the function that calls it, or were removed.
+        kept = {node.meta.pop(_TRACED, node): node for node in graph.nodes}
         last: fx.Node | None = None
         calls: list[fx.Node | None] = []
         for call in self._calls:
-            last = call if call in kept else last
+            last = kept.get(call, last)
             calls.append(last)
-        found = {node: calls[position] for node, position in self._ends.items() if node in kept}
+        found = {kept[node]: calls[position] for node, position in self._ends.items() if node in kept}
         return {node: end for node, end in found.items() if end is not None}
 
     @contextlib.contextmanager

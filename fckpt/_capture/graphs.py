@@ -58,6 +58,8 @@ class FlatGraph:
         """The positions of the numbers on which a trace depends: the value or shape of a tensor, or a number among the
         results that cannot be computed from input numbers alone."""
         self._enters = enters(module.graph)
+        for function in _functions_of_autograd(module):
+            _hold(function, held(function.graph))
         self._strip(module, names)
         self._held = held(module.graph)
         module.recompile()
@@ -161,6 +163,32 @@ class _Walk(fx.Interpreter):
             for output in result if isinstance(result, (list, tuple)) else [result]:
                 _release_after_backward(output)
         return result
+
+
+def _functions_of_autograd(module: fx.GraphModule) -> list[Any]:
+    """Returns the graphs of the `forward` and the `backward` of each `autograd.Function`."""
+    found: list[Any] = []
+    for owner in module.modules():
+        for node in owner.graph.nodes if isinstance(owner, fx.GraphModule) else ():
+            if getattr(node.target, "__name__", "") == "autograd_function_apply":
+                found += [owner.get_submodule(body.target) for body in node.args[:2]]
+    return found
+
+
+def _hold(module: fx.GraphModule, held: dict[fx.Node, fx.Node]) -> None:
+    """Adds calls that do nothing to a graph, which torch interprets, so that it frees each result after its end."""
+    by_end: dict[fx.Node, list[fx.Node]] = {}
+    for node, end in held.items():
+        if "placeholder" not in (node.op, end.op):
+            by_end.setdefault(end, []).append(node)
+    for end, nodes in by_end.items():
+        with module.graph.inserting_after(end):
+            module.graph.call_function(_do_nothing, (*nodes,))
+    module.recompile()
+
+
+def _do_nothing(*_: Any) -> None:
+    return
 
 
 def _release_after_backward(output: Any) -> None:

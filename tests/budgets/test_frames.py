@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import TORCH
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -160,6 +161,65 @@ def of_exhausted_generators(x: Tensor) -> Tensor:
     return (more + 7).sum()
 
 
+def steps_of(x: Tensor) -> Tensor:
+    a = x + 1
+    b = a + 2
+    del a
+    b = b.exp()
+    c = b + 3
+    return c * 2
+
+
+class Formula(torch.autograd.Function):
+    """Its backward has variables, and calls a function that has some."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        a = x.cos()
+        b = steps_of(a) * grad
+        c = b + a
+        del b
+        d = c * grad
+        e = d.exp().clamp(max=2)
+        a = a + e
+        f = a * 3
+        return f + 1
+
+
+def of_formulas(x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = Formula.apply(x)
+    return x.sum()
+
+
+class WithVariables(Formula):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        a = x.sin()
+        b = steps_of(a) + a
+        c = b * 2
+        return c + 1
+
+
+def of_formulas_with_variables(x: Tensor) -> Tensor:
+    return WithVariables.apply(WithVariables.apply(x)).sum()
+
+
+def of_formulas_in_checkpoints(x: Tensor) -> Tensor:
+    def block(x: Tensor) -> Tensor:
+        return Formula.apply(x).sin()
+
+    out: Tensor = checkpoint(block, x * 2, use_reentrant=False, preserve_rng_state=False)
+    return out.sum()
+
+
 class Inner(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + 1
@@ -181,7 +241,10 @@ class Arguments(nn.Module):
 FUNCTIONS = [
     variables, assigned_again, deleted, of_inner_functions, in_containers, in_objects, saved, overwritten, Arguments(),
     names_in_checkpoints, in_callables, of_callables_that_are_gone, of_suspended_generators, of_exhausted_generators,
+    of_formulas, of_formulas_in_checkpoints,
 ]  # fmt: skip
+if TORCH >= (2, 12):  # in torch 2.11, Dynamo makes the results of all calls in `forward` outputs
+    FUNCTIONS.append(of_formulas_with_variables)
 
 
 def assert_peak_is_known(fn: Callable[..., Tensor]) -> None:
