@@ -117,7 +117,8 @@ class Backward(NamedTuple):
     outputs: tuple[int, ...] | None = None
     """The outputs that get a cotangent; None to guess them."""
     autocast: Any = None
-    """The state of autocast during the backward pass, see `ambient.autocast`; usually None."""
+    """The state of autocast during the backward pass, see `ambient.autocast`; usually None. If autocast is on, the
+    block of the forward pass is taken to be still open, otherwise to have ended, which frees the casts in its cache."""
     strides: tuple[tuple[int, ...], ...] | None = None
     """The strides of the cotangents, see `strides_of`; None for the strides of the outputs."""
     chosen: tuple[int | str, ...] | None = None

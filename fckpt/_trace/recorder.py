@@ -218,6 +218,7 @@ class Recorder(TorchDispatchMode):
     def start_backward(self) -> None:
         """Notes the end of the forward pass."""
         self.boundary = len(self.calls)
+        self.lifetimes.casts.start_backward()
 
     @property
     def in_backward(self) -> bool:
@@ -472,6 +473,9 @@ class Recorder(TorchDispatchMode):
         known = len(self.tensors)
         leaves = iter([tensor_of(leaf) for leaf in flat(result)])
         tensors = unflat(result, leaves)
+        self.lifetimes.casts.called(
+            func, args, tensors, self.values[-1], map(self.values.__getitem__, numbers.values())
+        )
         random = torch.Tag.nondeterministic_seeded in func.tags
         is_view = not fresh and not replaced and not random
         if not is_view or len(self.tensors) > known:

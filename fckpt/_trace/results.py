@@ -159,6 +159,9 @@ class Results:
                 found = torch.autograd.grad(ys, wanted, cts, allow_unused=True)
             recorder.release()
             del ys
+        inside = guess and backward.recorded is None  # torch.func differentiates before the function's caller goes on
+        if backward.autocast is None and not inside:
+            recorder.lifetimes.end_casts()
         differentiable = self.differentiable or [True] * len(self.operands)
         tracked = [flag for t, flag in zip(self.operands, differentiable, strict=True) if t.requires_grad]
         assert all(flag for grad, flag in zip(found, tracked, strict=True) if grad is not None)

@@ -227,3 +227,77 @@ def test_forward_mode_inside_holds_no_zeros() -> None:
     region = fckpt.remat(fn, budget=0.5)
     region(x, w)
     assert fckpt.measure_peak(lambda: region(x, w).backward()).peak_bytes <= 0.5 * measured
+
+
+class Mixed(nn.Module):
+    """Under autocast: its parameters are read several times, without gradients, and in layers that do not save them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(64, 512), nn.LayerNorm(512)
+        self.again, self.last = nn.Parameter(torch.randn(512, 512) / 20), nn.Linear(512, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(F.gelu(self.first(x)))
+        for _ in range(3):
+            x = torch.tanh(x @ self.again)
+        with torch.no_grad():
+            same = self.last(x)
+        return (self.last(x) - same * 0.5).float()
+
+
+def mixed_step(fn: Callable[[Tensor], Tensor], x: Tensor, inside: bool, around: bool = True) -> None:
+    """Runs both passes, the backward one inside of a block of autocast or, as PyTorch recommends, after it."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        loss = fn(x)
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+
+
+@pytest.mark.parametrize("around", [True, False], ids=["autocast around the call", "none around"])
+@pytest.mark.parametrize("own", [False, True], ids=["none inside", "autocast inside"])
+@pytest.mark.parametrize("takes", [False, True], ids=["constant input", "input with gradient"])
+def test_casts_that_autocast_caches_end_with_its_block(around: bool, own: bool, takes: bool) -> None:
+    model, x = Mixed(), torch.randn(16, 64, requires_grad=takes)
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=own or around):
+            y = model(x)
+        return y.square().mean()
+
+    mixed_step(fn, x, False, around)
+    model.zero_grad()
+    x.grad = None
+    measured = fckpt.measure_peak(lambda: mixed_step(fn, x, False, around)).peak_bytes
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        predicted = fckpt.plan(fn, x).baseline_peak_bytes
+    assert abs(predicted - measured) <= 0.01 * measured
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward after the block", "backward inside"])
+def test_a_share_is_kept_wherever_the_block_of_autocast_ends(inside: bool) -> None:
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(8))), torch.randn(256, 128)
+    fn = lambda x: model(x).float().square().mean()
+    mixed_step(fn, x, inside)
+    model.zero_grad()
+    measured = fckpt.measure_peak(lambda: mixed_step(fn, x, inside)).peak_bytes
+    region = fckpt.remat(fn, budget=0.8)
+    for _ in range(2):  # the first backward pass shows where the block ends
+        mixed_step(region, x, inside)
+    model.zero_grad()
+    assert fckpt.measure_peak(lambda: mixed_step(region, x, inside)).peak_bytes <= 0.8 * measured
+    plans = region._fckpt_region.planner.plans.values()  # type: ignore[attr-defined]  # set by remat
+    assert abs([*plans][-1].baseline_peak_bytes - measured) <= 0.01 * measured
+
+
+def test_plans_leave_what_autocast_caches() -> None:
+    """Other code in the same block shares the casts."""
+    model, x = nn.Linear(64, 64), torch.randn(16, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        before: Any = model(x).grad_fn
+        fckpt.plan(lambda x: model(x).float().square().mean(), x, budget=1.0)
+        after: Any = model(x).grad_fn
+    casts = [node.next_functions[-1][0].next_functions[0][0] for node in (before, after)]
+    assert casts[0] is casts[1] and "ToCopy" in casts[0].name()
