@@ -21,6 +21,19 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+def built(name: str) -> tuple[nn.Module, nn.Module, list[nn.Parameter], Callable[[int], Tensor]]:
+    """Returns a layer, a normalisation of its results, their parameters, and a function that draws a batch."""
+    make, (width, features) = CASES[name]
+    norm = make()
+    if features > 8:
+        layer: nn.Module = nn.Linear(width, features)
+        draw = lambda size: torch.randn(size, width)
+    else:
+        layer = nn.Conv2d(3, features, 3)
+        draw = lambda size: torch.randn(size, 3, 12, 12)
+    return layer, norm, [*layer.parameters(), *norm.parameters()], draw
+
+
 def run(fn: Callable[[Tensor], Tensor], x: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
     for parameter in parameters:
         parameter.grad = None
@@ -32,16 +45,13 @@ def run(fn: Callable[[Tensor], Tensor], x: Tensor, parameters: list[nn.Parameter
 
 @pytest.mark.parametrize("name", CASES)
 def test_normalisations_within_their_budgets(name: str) -> None:
-    make, (width, features) = CASES[name]
-    norm = make()
-    layer = nn.Linear(width, features) if features > 8 else nn.Conv2d(3, features, 3)
-    parameters = [*layer.parameters(), *norm.parameters()]
+    layer, norm, parameters, draw = built(name)
 
     def fn(x: Tensor) -> Tensor:
         return norm(layer(x)).float().square().mean() * F.mse_loss(layer(x), torch.ones(()).expand_as(layer(x)))
 
     for size in (4, 7, 12):
-        x = torch.randn(size, width) if features > 8 else torch.randn(size, 3, 12, 12)
+        x = draw(size)
         with torch.autocast("cpu", torch.bfloat16):
             least = fckpt.plan(fn, x, budget=1.0).peak_bytes
         region = fckpt.remat(fn, budget=least)
@@ -53,14 +63,11 @@ def test_normalisations_within_their_budgets(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_budget_for_all_sizes(name: str) -> None:
     """The traces of later sizes are made from one with symbols."""
-    make, (width, features) = CASES[name]
-    norm = make()
-    layer = nn.Linear(width, features) if features > 8 else nn.Conv2d(3, features, 3)
-    parameters = [*layer.parameters(), *norm.parameters()]
+    layer, norm, parameters, draw = built(name)
     fn = lambda x: norm(layer(x)).float().square().mean()
     region = fckpt.remat(fn, budget=10**9)
     for size in (4, 7, 12, 20):
-        x = torch.randn(size, width) if features > 8 else torch.randn(size, 3, 12, 12)
+        x = draw(size)
         with torch.autocast("cpu", torch.bfloat16):
             expected = fckpt.plan(fn, x, budget=10**9).peak_bytes
         run(region, x, parameters)
