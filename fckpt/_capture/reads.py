@@ -94,7 +94,7 @@ class Reads:
                     self._seen.add(id(base))
                     self._held.classes.append((base, frozenset(vars(base))))
                     functions = [fn for value in list(vars(base).values()) for fn in functions_in(value)]
-                    data = [vars(base)[name] for holder, name in class_attributes(base) if holder is base]
+                    data = [vars(base)[k] for holder, k in class_attributes(base) if holder is base and k in vars(base)]
                     self._held.places += [(base, name, value) for name, value in vars(base).items() if _is_open(name)]
                     self._hold(closure_of([*filter(_has_state, functions), *data]))
 

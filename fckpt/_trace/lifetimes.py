@@ -97,9 +97,10 @@ class _Casts:
         return found
 
 
-def _is_cached(tensor: torch.Tensor) -> bool:
+def _is_cached(tensor: Any) -> bool:
     """Whether autocast caches the result of the current call, if that casts `tensor`. Others may be taken for such."""
-    return remembers_casts_of(tensor) and not torch._C._is_any_autocast_enabled()
+    # Torch may convert a number, too.
+    return isinstance(tensor, torch.Tensor) and remembers_casts_of(tensor) and not torch._C._is_any_autocast_enabled()
 
 
 def _is_alone(cast: weakref.ref[torch.Tensor], storage: StorageWeakRef) -> bool:
