@@ -304,13 +304,13 @@ def test_plans_leave_what_autocast_caches() -> None:
 
 
 @pytest.mark.parametrize("uses", [2, 3])
-@pytest.mark.parametrize("kind", ["linear", "matmul", "embedding"])
+@pytest.mark.parametrize("kind", ["linear", "matmul"])
 def test_a_weight_that_is_used_several_times(kind: str, uses: int) -> None:
     """The engine adds to the gradient of a matrix product in place, but not to the view that `F.linear` returns."""
-    weight, tokens = torch.randn(150, 150, requires_grad=True), torch.randint(150, (4,))
+    weight = torch.randn(150, 150, requires_grad=True)
 
     def loss() -> Tensor:
-        h = torch.nn.functional.embedding(tokens, weight) if kind == "embedding" else torch.ones(4, 150)
+        h = torch.ones(4, 150)
         for _ in range(uses):
             h = (h @ weight if kind == "matmul" else torch.nn.functional.linear(h, weight)).tanh()
         return h.square().sum()
