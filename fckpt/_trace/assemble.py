@@ -316,8 +316,6 @@ class Assembly:
         overwrites = () if once or len(new) > 1 else self._overwrites(recorded, replaced)
         first = overwrites[:1] if overwrites[:1] == read[:1] else ()
         maker = self.values[first[0]].producer if backward and first else None
-        if recorded.viewed and first:
-            self.values[first[0]] = dataclasses.replace(self.values[first[0]], viewed=True)
         built = maker is not None and builds_gradient(op, self.nodes[maker].op)
         self.nodes.append(
             Node(

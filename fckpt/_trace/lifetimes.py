@@ -142,15 +142,13 @@ class Sums:
             prepare(node)
             node.register_hook(ended)
 
-    def looked_at(self, func: Any, args: Any) -> tuple[bool, bool]:
-        """Returns whether the engine makes the current call, after a node's formula, and whether it adds to a view.
+    def is_one(self, func: Any) -> bool:
+        """Whether the current call is made by the engine, after a node's formula.
 
-        In a plain run, the engine adds in place if it holds the only reference to the memory of the first operand,
-        which the base of a view holds as well. Below a dispatch mode it never does.
+        In a plain run, the engine adds in place if it holds the only reference. Below a dispatch mode it never does.
         """
         wanted = self._done is not None and func is torch.ops.aten.add.Tensor
-        adds = wanted and torch._C._current_autograd_node() is self._done
-        return adds, adds and args[0]._is_view()
+        return wanted and torch._C._current_autograd_node() is self._done
 
     def release(self) -> None:
         """Drops the reference to the last autograd node."""

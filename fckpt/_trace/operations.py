@@ -262,8 +262,6 @@ class Recorded(NamedTuple):
     """Whether this call is an addition of gradients by autograd's engine, in place if nothing else holds the sum."""
     differentiates: bool = False
     """Whether autograd's engine made this call, in a backward pass of its own or in one inside of the function."""
-    viewed: bool = False
-    """Whether this call is such an addition to a view. The view's base holds the sum, too, so it is not in place."""
 
 
 def statistics_of(op: Any, args: Sequence[Any]) -> tuple[int, ...]:

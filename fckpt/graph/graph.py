@@ -26,7 +26,7 @@ __all__ = ["DECISIONS", "Graph", "Node", "Value", "changed", "checked"]
 
 FORMAT = 3
 FORMATS = (2, 3)
-"""Format 2 lacks `Node.module`, `in_place`, `writes`, `arguments`, `accumulates` and `Value.held_to`, `viewed`."""
+"""Format 2 lacks `Node.module`, `in_place`, `writes`, `arguments`, `accumulates` and `Value.held_to`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,6 @@ class Value:
     """The policy's decision about saving the value for the backward pass: one of `DECISIONS`, or empty."""
     held_to: int | None = None
     """The last node during which the plain function holds the value; None if that node is the last reader."""
-    viewed: bool = False
-    """Whether autograd's engine holds the value through a view. The view holds the value too, so the engine, which
-    counts references, does not add to it in place."""
 
 
 DECISIONS = ("must_save", "prefer_save", "prefer_recompute", "must_recompute")
@@ -215,10 +212,9 @@ class Graph:
     def eager(self) -> Graph:
         """The same computation as autograd runs it.
 
-        An operand is overwritten where the user's program does so, and where autograd accumulates gradients in place.
+        An operand is overwritten where the user's program does so, and where autograd accumulates gradients.
         """
-        viewed = {value.id for value in self.values if value.viewed}
-        return self._overwriting(lambda node: node.accumulates if viewed.isdisjoint(node.accumulates) else ())
+        return self._overwriting(lambda node: node.accumulates)
 
     def _overwriting(self, allowed: Callable[[Node], tuple[int, ...]]) -> Graph:
         """Returns the graph in which nodes overwrite these values only, except where the user's program is in place."""
@@ -349,7 +345,7 @@ _NODE = {
 }  # fmt: skip
 _VALUE = {
     "id": _INT, "nbytes": _INT, "producer": _or_none, "origin": _TEXT, "names": _texts, "shape": _ints, "dtype": _TEXT,
-    "decision": _decision, "held_to": _or_none, "viewed": _FLAG,
+    "decision": _decision, "held_to": _or_none,
 }  # fmt: skip
 
 
