@@ -70,7 +70,7 @@ _INERT = frozenset(
 
 
 def is_inert(kind: type) -> bool:
-    """Whether nothing is read of values of this type. Packages that import lazily are modules of types of their own."""
+    """Whether the contents of values of this type are not read. A package may be a module of its own subclass."""
     return kind in _INERT or issubclass(kind, types.ModuleType)
 
 

@@ -112,7 +112,7 @@ def _is_unchangeable(value: Any) -> bool:
 
 
 def _is_unequalled(variable: Any) -> bool:
-    """Whether Dynamo got an object from outside, which equals no other object and has a hash of its own."""
+    """Whether a variable is an object from outside of the function, compared and hashed by its identity."""
     held = attribute(variable, "value")
     kind = type(held)
     found = variable.source is not None and isinstance(variable, UserDefinedObjectVariable) and held is not None
@@ -138,7 +138,7 @@ class _Entry:
         """The global name under which Dynamo's code finds the entry."""
 
     def arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments of the function. An object that is gone is None."""
+        """Returns the arguments of the function. An object that was deleted is None."""
         return list(map(_referent, self._args)), {name: _referent(value) for name, value in self._kwargs.items()}
 
     def __call__(self) -> Any:

@@ -254,7 +254,7 @@ class Ledger:
         )
 
     def plans_without_checkpoint(self, fraction: float) -> None:
-        """Warns, once, that a budget is a fraction of another peak than that of the plain function."""
+        """Warns, once, that a budget is a fraction of the peak without checkpoints, not of the plain peak."""
         if "checkpoint" in self._warned:
             return
         self._warned.add("checkpoint")

@@ -206,11 +206,11 @@ class Positions(nn.Module):
         super().__init__()
         self.weight, self.scale, self.calls = nn.Parameter(torch.ones(5)), 3, 0
 
-    @functools.lru_cache(8)  # noqa: B019
+    @functools.lru_cache(8)  # noqa: B019  # such a cache is the subject
     def positions(self, n: int) -> Tensor:
         return torch.arange(n) * 1.0 * self.factor()
 
-    @functools.lru_cache(8)  # noqa: B019
+    @functools.lru_cache(8)  # noqa: B019  # such a cache is the subject
     def counted(self, n: int) -> float:
         self.calls += 1
         return n / 2
