@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fckpt._call.levels import below_autograd
 from fckpt._fuse.kernel import Kernel
 from fckpt._fuse.operations import fusible
 from fckpt._fuse.option import Kernels
 from fckpt._fuse.trial import Compiled, guarded, tried
+from fckpt._trace.in_place import out_of_place
 from fckpt._trace.operations import Call, Trace, is_dense, tensors_of
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import Compute, Free, FusedBlock, FusedSchedule, FusedStep, Schedule, Step, with_freed
@@ -102,7 +104,12 @@ class _Blocks:
         for call in trace.calls:
             if call.node is not None:
                 calls.setdefault(call.node, []).append(call)
-        self.calls = {node: found[0] for node, found in calls.items() if len(found) == 1}
+        with below_autograd():
+            self.calls = {
+                node: (out_of_place(found[0], trace.tensors) if found[0].replaced else None) or found[0]
+                for node, found in calls.items()
+                if len(found) == 1
+            }
         self.fusible = {node for node in self.calls if self._is_fusible(node)}
         self.live: set[int] = set(graph.inputs) | set(graph.cotangents)
 

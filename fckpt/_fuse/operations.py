@@ -62,7 +62,7 @@ def fusible(node: Node, call: Call, specs: tuple[TensorSpec, ...], *, exact: boo
         specs: the specs of the tensors, by number.
         exact: whether the kernel must give the bits of torch's kernels.
     """
-    if node.once or node.random or node.writes or node.in_place or call.replaced or is_random(call.op):
+    if node.once or node.random or node.writes or call.replaced or is_random(call.op):
         return False
     made = [t for t in call.outputs if t is not None]
     used = [specs[t] for t in (*made, *tensors_of(call))]

@@ -7,14 +7,15 @@ operation, and the time to map fresh memory.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fckpt._trace.operations import Ref, indices_of, is_dense
+from fckpt._trace.operations import Call, Ref, TensorSpec, indices_of, is_dense, tensors_of
 
-__all__ = ["builds_gradient", "overwritable", "writer_of"]
+__all__ = ["builds_gradient", "out_of_place", "overwritable", "writer_of"]
 
 aten = torch.ops.aten
 
@@ -66,8 +67,58 @@ _WRITERS |= {op: (writer, "") for op, writer in (_SELF | _SCATTERING).items()}
 
 
 def writer_of(op: Any) -> tuple[Any, str]:
-    """Returns the operation that writes the result of `op` over an operand, and the keyword of the operand, if any."""
-    return _WRITERS[op]
+    """Returns the operation that writes the result of `op` over an operand, and the keyword of the operand, if any.
+
+    It is `op` itself, without a keyword, if there is no such operation.
+    """
+    return _WRITERS.get(op, (op, ""))
+
+
+def out_of_place(call: Call, specs: Sequence[TensorSpec]) -> Call | None:
+    """Returns the call of the functional variant of an in-place operation; None if that computes something else.
+
+    Args:
+        call: a call that writes the whole of its first operand, and nothing else.
+        specs: the specs of the tensors, by number.
+    """
+    if (
+        len(call.replaced) != 1
+        or any(t is not None for t in call.outputs)
+        or call.args[:1] != (Ref(call.replaced[0][1]),)
+    ):
+        return None
+    ((old, new),) = call.replaced
+    if any(t != new and specs[t].value == specs[new].value for t in tensors_of(call)):
+        return None  # reads another view of the memory, or writes to one
+    functional = getattr(getattr(aten, call.op._opname.removesuffix("_"), None), call.op._overloadname, None)
+    if functional is None or functional is call.op:
+        return None
+    args = tuple(_with_ref(a, new, old) for a in call.args)
+    found = dataclasses.replace(call, op=functional, args=args, outputs=(new,), replaced=())
+    given = {t: _on_meta(specs[t]) for t in tensors_of(found)}
+    try:
+        made = functional(*(_with_tensors(a, given) for a in args), **call.kwargs)
+    except (RuntimeError, TypeError):
+        return None
+    spec = specs[new]
+    same = isinstance(made, torch.Tensor) and (made.shape, made.stride(), made.dtype) == (
+        spec.shape,
+        spec.stride,
+        spec.dtype,
+    )
+    return found if same else None
+
+
+def _with_ref(value: Any, new: int, old: int) -> Any:
+    return Ref(old) if value == Ref(new) else value
+
+
+def _with_tensors(value: Any, given: dict[int, torch.Tensor]) -> Any:
+    return given[value.tensor] if isinstance(value, Ref) else value
+
+
+def _on_meta(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
 
 
 def overwritable(op: Any, args: Sequence[Any], tensors: Sequence[Any], storages: Sequence[int], out: int) -> list[int]:
