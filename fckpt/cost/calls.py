@@ -131,6 +131,8 @@ def register_cost(op: Any, fn: Callable[[Call, Sequence[TensorSpec]], OpCost]) -
 
 def registered(call: Call, specs: Sequence[TensorSpec]) -> OpCost | None:
     """Returns the registered cost of a call; None if its operation has none."""
+    if not _REGISTRY:
+        return None
     fn = _REGISTRY.get(str(call.op)) or _REGISTRY.get(packet(call))
     if fn is None:
         return None

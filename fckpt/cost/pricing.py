@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -96,7 +97,7 @@ def _costs(
     """Returns the costs of distinct calls, by signature, and warns about operations that were estimated."""
     costs: dict[str, OpCost] = {}
     before = {*source.failures, *source.refused} if isinstance(source, Measured) else set()
-    held = _held(trace)
+    held = functools.cache(lambda: _Held(trace))
     if trace.other_sizes is not None:
         trace.other_sizes.under(environment(torch.device("cpu")))
     with Line(progress) as line:
@@ -125,17 +126,17 @@ def _measured(
     calls: Sequence[Call],
     position: int,
     makers: Mapping[int, Call],
-    held: Mapping[int, torch.Tensor],
+    held: Callable[[], Mapping[int, torch.Tensor]],
 ) -> OpCost:
     """Returns the cost of a call. If enough other sizes are known, only its memory is measured, or nothing at all."""
     others: CostsBySize | None = trace.other_sizes
     if others is None or registered(calls[position], trace.tensors) is not None:
-        return source(calls[position], trace.tensors, makers, held)
+        return source(calls[position], trace.tensors, makers, held())
     operation = Operation(calls, position, trace.tensors)
     found = others.cost(operation)
     if found is None:
         seconds = others.seconds(operation)
-        found = source(calls[position], trace.tensors, makers, held, seconds)
+        found = source(calls[position], trace.tensors, makers, held(), seconds)
         others.add(operation, found, timed=seconds is None)
     return found
 
@@ -144,11 +145,14 @@ def _with_states(trace: Trace, calls: Sequence[Call], nodes: Sequence[Node]) -> 
     """Returns the nodes with the memory of generator states, which a planned call copies around random operations."""
     # These operations read the generator's state while memory for their result is already allocated: those that write
     # to existing memory, and custom ones, whose generators are observed.
+    draws = [n for n in nodes if n.random and _is_on_cpu(trace, n)]
     late = {
-        call.node for call in calls if is_random(call.op) and (not any(_made(call)) or not is_tagged_random(call.op))
+        call.node
+        for call in (calls if draws else ())
+        if is_random(call.op) and (not any(_made(call)) or not is_tagged_random(call.op))
     }
     found = list(nodes)
-    for node in [n for n in nodes if n.random and _is_on_cpu(trace, n)]:
+    for node in draws:
         # A planned call copies the generator's state before a random operation that it will recompute. If other threads
         # might draw, it copies the state after the operation too.
         early = node.id not in late and threading.active_count() == 1
@@ -179,21 +183,38 @@ def _warn(source: Measured, before: set[str]) -> None:
         )
 
 
-def _held(trace: Trace) -> dict[int, torch.Tensor]:
-    """Returns, by tensor of the trace, a view of the caller's memory, for operands that can be read directly."""
-    bases: dict[int, tuple[torch.Tensor, int]] = {}
-    for number, memory in zip(trace.operands, trace.given, strict=False):
-        tensor, spec = memory(), trace.tensors[number]
-        if tensor is None or spec.value < 0:  # -1: no operation uses the operand
-            continue
-        if (tuple(tensor.shape), tensor.stride()) == (spec.shape, spec.stride):
-            bases[spec.value] = tensor, int(tensor.storage_offset()) - spec.offset
-    found = {}
-    for number, spec in enumerate(trace.tensors):
-        base, offset = bases.get(spec.value, (None, 0))
-        if base is not None and (base.dtype, base.device) == (spec.dtype, spec.device):
-            found[number] = base.as_strided(spec.shape, spec.stride, spec.offset + offset)
-    return found
+class _Held(Mapping[int, torch.Tensor]):
+    """By tensor of a trace, a view of the caller's memory, for operands that can be read directly."""
+
+    def __init__(self, trace: Trace):
+        self._specs = trace.tensors
+        self._bases: dict[int, tuple[torch.Tensor, int]] = {}
+        for number, memory in zip(trace.operands, trace.given, strict=False):
+            tensor, spec = memory(), trace.tensors[number]
+            if tensor is None or spec.value < 0:  # -1: no operation uses the operand
+                continue
+            if (tuple(tensor.shape), tensor.stride()) == (spec.shape, spec.stride):
+                self._bases[spec.value] = tensor, int(tensor.storage_offset()) - spec.offset
+
+    def __contains__(self, number: object) -> bool:
+        if not isinstance(number, int) or not 0 <= number < len(self._specs):
+            return False
+        spec = self._specs[number]
+        base = self._bases.get(spec.value)
+        return base is not None and (base[0].dtype, base[0].device) == (spec.dtype, spec.device)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        if number not in self:
+            raise KeyError(number)
+        spec = self._specs[number]
+        base, offset = self._bases[spec.value]
+        return base.as_strided(spec.shape, spec.stride, spec.offset + offset)
+
+    def __iter__(self) -> Iterator[int]:
+        return (number for number in range(len(self._specs)) if number in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _measured_sizes(trace: Trace, calls: Sequence[Call], made: Sequence[dict[int, int]]) -> list[Value]:
