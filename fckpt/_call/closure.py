@@ -12,7 +12,6 @@ import collections
 import functools
 import itertools
 import logging
-import operator
 import sys
 import types
 import weakref
@@ -27,25 +26,23 @@ from fckpt._call.places import (
     ABSENT,
     ARRAYS,
     BUILTIN,
-    FORGOTTEN,
     PLAIN,
     SEQUENCES,
     Slot,
     content,
     entries,
     is_inert,
-    present,
     referent,
     same_place,
 )
 from fckpt._call.rng import generator_types
+from fckpt._call.snapshots import Snapshot
 from fckpt.errors import ArgumentTypeError
 
 __all__ = [
     "DEPTH",
     "RECORDS",
     "Closure",
-    "Snapshot",
     "check_scripted",
     "class_attributes",
     "closure_of",
@@ -100,8 +97,9 @@ def closure_of(
 ) -> Closure:
     """Walks a function's cells, bound object, partial arguments and defaults, and the globals that its code refers to.
 
-    Containers and plain objects are searched `DEPTH` levels deep, large ones not at all; functions at any depth. The
-    walk is fast (microseconds for a lambda) and runs at every call, because cells and attributes change.
+    Containers and plain objects are searched `DEPTH` levels deep, and without `facts`, which a plan compares at every
+    call, as many levels again. Large ones are not searched at all; functions at any depth. The walk is fast
+    (microseconds for a lambda) and runs at every call, because cells and attributes change.
 
     Args:
         fn: the function, in a list, so that it is itself in a place (it may be a method of a tensor).
@@ -125,107 +123,17 @@ def closure_of(
     for code, scope in scopes:
         walk.globals_of(scope, global_names(code), DEPTH)
     walk.contents_of_imported()
+    walk.visit_deeper()
     return walk.found
 
 
-class Snapshot:
-    """The values in some places at one time."""
-
-    __slots__ = ("classes", "dicts", "kinds", "lists", "places", "values")
-
-    def __init__(self) -> None:
-        self.classes: list[tuple[type, frozenset[str]]] = []
-        """Classes, each with the names of its attributes."""
-        self.dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        """Dicts, each with a copy."""
-        self.lists: list[Slot] = []
-        self.values: list[tuple[Any, Any]] = []
-        """Sets and arrays, each with a copy. They are compared by value."""
-        self.places: list[Slot] = []
-        """Other places: globals, `__slots__` of objects, class attributes."""
-        self.kinds: list[tuple[Any, type]] = []
-        """Objects of the user's classes, each with its class."""
-
-    def extend(self, other: Snapshot) -> None:
-        """Adds the contents of `other`."""
-        self.classes += other.classes
-        self.dicts += other.dicts
-        self.lists += other.lists
-        self.values += other.values
-        self.places += other.places
-        self.kinds += other.kinds
-
-    def changes(self) -> list[Slot]:
-        """Returns the places whose values have changed, with their former values."""
-        changes = [slot for slot in self.places if not present(slot)]
-        changes += [slot for slot in self.lists if not present(slot)]
-        changes += [slot for held, then in self.values if not present(slot := (held, None, then))]
-        for held, then in self.dicts:
-            if not _same_entries(held, then):
-                pairs = [(key, value) for key, value in then.items() if value is not FORGOTTEN]
-                changes += [(held, key, value) for key, value in pairs if dict.get(held, key, ABSENT) is not value]
-                changes += [(held, key, ABSENT) for key in held if key not in then]
-        for cls, names in self.classes:
-            changes += [(cls, name, ABSENT) for name in set(vars(cls)) - names if not name.startswith("__")]
-        return changes
-
-    def reordered(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-        """Returns the dicts that have the same entries in another order, each with its former entries."""
-        same = [(held, then) for held, then in self.dicts if _same_entries(held, then)]
-        return [(held, then) for held, then in same if not all(map(operator.is_, entries(held), then))]
-
-    def reclassed(self) -> list[tuple[Any, type]]:
-        """Returns the objects that have another class now, each with its former class."""
-        return [(value, kind) for value, kind in self.kinds if type(value) is not kind]
-
-    def again(self) -> Snapshot:
-        """Returns a snapshot of the same places now."""
-        new = Snapshot()
-        new.classes = [(cls, frozenset(vars(cls))) for cls, _ in self.classes]
-        new.dicts = [(held, entries(held)) for held, _ in self.dicts]
-        new.lists = [(held, None, content(held, None)) for held, _, _ in self.lists]
-        new.values = [(held, content(held, None)) for held, _ in self.values]
-        new.places = [(holder, key, content(holder, key)) for holder, key, _ in self.places]
-        new.kinds = [(value, type(value)) for value, _ in self.kinds]
-        return new
-
-    def forget_changes(self) -> None:
-        """Removes the changed places from the snapshot, except places that held or now hold a tensor."""
-        self.places = [slot for slot in self.places if present(slot) or _of_tensors(slot)]
-        self.lists = [slot for slot in self.lists if present(slot) or _of_tensors(slot)]
-        self.values = [(held, then) for held, then in self.values if present((held, None, then))]
-        for held, then in self.dicts:
-            if not _same_entries(held, then):
-                for key in [*then, *held]:
-                    before = then.get(key, ABSENT)
-                    if dict.get(held, key, ABSENT) is not before and not _of_tensors((held, key, before)):
-                        then[key] = FORGOTTEN
-
-
-def _of_tensors(slot: Slot) -> bool:
-    """Whether a place held a tensor, or holds one now."""
-    holder, key, before = slot
-    return _has_tensor(before) or _has_tensor(content(holder, key))
-
-
-def _has_tensor(value: Any, depth: int = DEPTH) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if depth and isinstance(value, (list, tuple, dict, collections.deque)) and len(value) <= LARGE:
-        return any(_has_tensor(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
-    return False
-
-
-def _same_entries(held: dict[Any, Any], then: dict[Any, Any]) -> bool:
-    now = map(dict.get, itertools.repeat(held), then)
-    return len(held) == len(then) and all(map(operator.is_, now, then.values()))
-
-
 class _Walk:
-    __slots__ = ("facts", "found", "generators", "imported", "names", "seen", "state")
+    __slots__ = ("deeper", "facts", "found", "generators", "imported", "names", "seen", "state")
 
     def __init__(self, facts: list[Any] | None) -> None:
         self.facts = facts
+        self.deeper: list[tuple[Slot | None, Any, Snapshot | None]] = []
+        """Values deeper than `DEPTH` levels, each with its place and the snapshot that its contents belong to."""
         self.imported: list[types.ModuleType] = []
         """The user's imported modules that cells, attributes and containers hold."""
         self.names: set[str] = set()
@@ -252,7 +160,7 @@ class _Walk:
                 self.constants(value)
             return
         if depth < 0 or len(self.seen) > _MOST:
-            self.skip(value)
+            self.skip(slot, value)
             return
         if isinstance(value, torch.Tensor):
             slots = self.found.slots
@@ -290,11 +198,23 @@ class _Walk:
             else:
                 self.mutable(value, kind, depth)
 
-    def skip(self, value: Any) -> None:
+    def skip(self, slot: Slot | None, value: Any) -> None:
         """Notes that `value` is too deep, or behind too many others, to be looked into."""
-        if self.facts is not None and not _is_leaf(value):
+        if self.facts is None:
+            if len(self.deeper) <= _MOST:
+                self.deeper.append((slot, value, self.state))
+        elif not _is_leaf(value):
             where = f"deeper than {DEPTH} levels or behind {_MOST} others"
             self.facts.append(Unguarded(f"a {type(value).__name__}, {where}"))
+
+    def visit_deeper(self) -> None:
+        """Visits what lies up to `DEPTH` levels below the values that were too deep.
+
+        That comes last: what is close to the function must not be left out because of many values far from it.
+        """
+        deeper, self.deeper = self.deeper, []
+        for slot, value, self.state in deeper:
+            self.visit(slot, value, DEPTH - 1)
 
     def mutable(self, value: Any, kind: type, depth: int) -> None:
         if kind is types.FunctionType:
@@ -424,6 +344,8 @@ class _Walk:
                 continue
             slot = (cell, None, held)
             self.found.slots.append(slot)
+            if self.state is self.found.given:  # a counter of a function that a module holds
+                self.found.given.places.append(slot)
             if isinstance(held, type):
                 self.constants(held)
             self.visit(slot, held, depth)
@@ -510,7 +432,8 @@ def is_compilers(fn: types.FunctionType) -> bool:
 
 
 RECORDS = (
-    types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap
+    types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap,
+    weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet,
 )  # fmt: skip
 """Standard library classes that hold data of the user."""
 

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fckpt._call import ambient
-from fckpt._call.closure import Closure, Snapshot, closure_of, method_globals
+from fckpt._call.closure import Closure, closure_of, method_globals
 from fckpt._call.levels import transforms_active, unseen, unwrapped, version
-from fckpt._call.modules import BufferKey, BufferWrites, ModuleParts, ModuleState, parts_of
+from fckpt._call.modules import BufferKey, BufferWrites, ModuleParts, ModuleState, add_parts, open_closures, parts_of
 from fckpt._call.places import Slot, frozen, placed, present, replaced, tensors_in
 from fckpt._call.rng import RandomState, generator_types
 from fckpt._call.shadow import shadow
+from fckpt._call.snapshots import Snapshot
 from fckpt.errors import ImpureFunctionError, MutationError, region_name
 
 __all__ = [
@@ -122,15 +123,12 @@ class Observation:
         installed = [(name, unwrapped(t)) for holder, name, t in self.installed if id(holder) not in scaling]
         return [(name, tensor, version(tensor)) for name, tensor in installed]
 
-    def _observe_open(self, closure: Closure, facts: list[Any] | None) -> None:
+    def _observe_open(self, closure: Closure, facts: list[Any] | None, start: int = 0) -> None:
         """Records what attributes of modules refer to, which the cache of modules does not cover."""
-        attributes = [(m, k) for part in self.parts for m, k in part.open]
-        if attributes:
-            further = closure_of([], attributes=attributes, facts=facts)
+        for further in open_closures(self.parts, facts, start):
             closure.slots += further.slots
             closure.generators += further.generators
             self.state.append(further.given)
-            self.parts += [parts_of(module) for module in further.modules]
 
     def _observe_hooks(self, closure: Closure, facts: list[Any]) -> None:
         """Records what the hooks of modules refer to."""
@@ -150,8 +148,10 @@ class Observation:
 
     def _observe_classes(self, closure: Closure) -> None:
         """Records the globals that methods refer to, and the class attributes of the modules."""
-        named, known = [place for part in self.parts for place in part.named], set[type]()
-        while named or closure.kinds.keys() - known:
+        known, start = set[type](), 0
+        while start < len(self.parts) or closure.kinds.keys() - known:
+            named = [place for part in self.parts[start:] for place in part.named]
+            start = len(self.parts)
             named += [place for kind in closure.kinds.keys() - known for place in method_globals(kind)]
             known |= closure.kinds.keys()
             outside = closure_of([], attributes=named)
@@ -159,7 +159,8 @@ class Observation:
             closure.generators += outside.generators
             closure.own.extend(outside.given)
             closure.kinds |= outside.kinds
-            named = []
+            add_parts(self.parts, outside.modules)
+            self._observe_open(closure, None, start)
         closure.own.places += [(c, name, vars(c).get(name)) for part in self.parts for c, name in part.constants]
 
     def _copy(self, key: BufferKey, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from fckpt._call.closure import check_scripted, class_attributes, closure_of, method_globals, slot_names
+from fckpt._call.closure import Closure, check_scripted, class_attributes, closure_of, method_globals, slot_names
 from fckpt._call.facts import fact
 from fckpt._call.levels import unwrapped, version
 from fckpt._call.places import ABSENT, PLAIN, Slot
@@ -28,9 +28,11 @@ __all__ = [
     "BufferWrites",
     "ModuleParts",
     "ModuleState",
+    "add_parts",
     "facts_of",
     "is_closed",
     "known_parts",
+    "open_closures",
     "parts_of",
     "storage_of",
 ]
@@ -324,10 +326,28 @@ def facts_of(values: Sequence[Any], scopes: Iterable[tuple[types.CodeType, dict[
     facts: list[Any] = []
     modules = closure_of(list(values), scopes=scopes, facts=facts).modules
     parts = [parts_of(module) for module in modules]
-    attributes = [(m, k) for part in parts for m, k in part.open]
-    if attributes:
-        parts += [parts_of(m) for m in closure_of([], attributes=attributes, facts=facts).modules]
+    open_closures(parts, facts)
     return (*facts, *(part.settings() for part in parts))
+
+
+def open_closures(parts: list[ModuleParts], facts: list[Any] | None, start: int = 0) -> list[Closure]:
+    """Walks through what attributes of modules refer to, which `parts_of` does not remember; from `parts[start]` on.
+
+    An object that a module holds may hold another module, such as a metric, which holds further objects. `parts`
+    receives the parts of the modules that are found.
+    """
+    closures = []
+    while attributes := [(m, k) for part in parts[start:] for m, k in part.open]:
+        start = len(parts)
+        closures.append(closure_of([], attributes=attributes, facts=facts))
+        add_parts(parts, closures[-1].modules)
+    return closures
+
+
+def add_parts(parts: list[ModuleParts], modules: Iterable[nn.Module]) -> None:
+    """Adds the parts of modules, except those that are in a tree already."""
+    known = {id(m) for part in parts for m in part.modules}
+    parts += [parts_of(module) for module in modules if id(vars(module)) not in known]
 
 
 def known_parts(module: nn.Module) -> ModuleParts | None:

@@ -9,6 +9,7 @@ import array
 import collections
 import contextlib
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -177,8 +178,10 @@ def _fill(holder: Any, items: Any) -> None:
 
 @contextlib.contextmanager
 def placed(slots: list[Slot]) -> Iterator[None]:
-    """Sets the values of `slots` for the body, and restores the previous values after it."""
+    """Sets the values of `slots` for the body, and restores the previous values after it; dicts keep their order."""
     before = [(holder, key, content(holder, key)) for holder, key, _ in slots]
+    shortened = {id(holder): holder for holder, _, value in slots if value is ABSENT and isinstance(holder, dict)}
+    orders = [(holder, list(entries(holder))) for holder in shortened.values()]
     try:
         for slot in slots:
             put(*slot)
@@ -186,6 +189,18 @@ def placed(slots: list[Slot]) -> Iterator[None]:
     finally:
         for slot in reversed(before):
             put(*slot)
+        for holder, order in orders:
+            _reorder(holder, order)
+
+
+def _reorder(holder: dict[Any, Any], order: list[Any]) -> None:
+    """Gives the keys of a dict the order that they had; other keys come last."""
+    held = entries(holder)
+    wanted = dict.fromkeys(key for key in (*order, *held) if key in held)
+    moving = list(itertools.dropwhile(lambda pair: pair[0] is pair[1], zip(wanted, held, strict=True)))
+    for key, _ in moving:  # taken out one at a time: another thread may read the rest
+        put(holder, key, ABSENT)
+        put(holder, key, held[key])
 
 
 def frozen(fn: Callable[..., Any], slots: list[Slot]) -> tuple[Callable[..., Any], list[Slot]]:

@@ -71,6 +71,8 @@ class _Graph:
         self.live: set[tuple[int, Any]] = set()
         """Globals that methods read from the original scope."""
         self.todo: list[tuple[Any, int]] = []
+        self.deeper: list[tuple[Any, Any]] = []
+        """References that lie deeper than `DEPTH` levels."""
         self.chosen: set[int] = set()
         self.made: dict[int, Any] = {}
 
@@ -79,13 +81,25 @@ class _Graph:
     def explore(self, roots: Iterable[Any]) -> None:
         for root in roots:
             self.edge(None, root, DEPTH)
+        self.search()
+        if any(id(holder) not in self.nodes and not isinstance(holder, type) for holder, _, _ in self.changes):
+            deeper, self.deeper = self.deeper, []
+            for parent, child in deeper:
+                self.edge(parent, child, DEPTH - 1)
+            self.search()
+
+    def search(self) -> None:
         while self.todo:
             self.visit(*self.todo.pop())
 
     def edge(self, parent: Any, child: Any, depth: int) -> None:
         """Records a reference from `parent` to `child`, which is searched `depth` levels deep."""
         kind = type(child)
-        if is_inert(kind) or depth < 0:
+        if is_inert(kind):
+            return
+        if depth < 0:
+            if len(self.deeper) < _MOST:
+                self.deeper.append((parent, child))
             return
         if kind not in weakref.ProxyTypes and isinstance(child, (torch.Tensor, type)):
             return
@@ -102,6 +116,8 @@ class _Graph:
         kind = type(node)
         if kind in weakref.ProxyTypes:
             self.edge(node, referent(node), depth)
+        elif isinstance(node, weakref.ref):
+            self.fix(node())  # it would not keep a copy alive
         elif kind is types.FunctionType:
             self.function(node, depth)
         elif kind is types.CellType:

@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from fckpt._call.closure import Closure, Snapshot, class_attributes, closure_of, global_names
+from fckpt._call.closure import Closure, class_attributes, closure_of, global_names
 from fckpt._call.facts import Unguarded, fact, is_library, is_user_class, levels_of, see_caches
 from fckpt._call.modules import facts_of
+from fckpt._call.snapshots import Snapshot
 from fckpt._capture.classes import ClassFacts, functions_in
 
 __all__ = ["Guards", "Reads", "is_beneath_operation", "is_faking", "receiver"]

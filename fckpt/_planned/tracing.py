@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from fckpt._call.arguments import Arguments
-from fckpt._call.closure import Snapshot, Unguarded
+from fckpt._call.closure import Unguarded
 from fckpt._call.conditions import Observation
 from fckpt._call.levels import below_all, is_wrapped, unseen, unwrapped
 from fckpt._call.modules import HOOKS
 from fckpt._call.places import Slot, placed, replaced, tensors_in
 from fckpt._call.rng import RandomState
+from fckpt._call.snapshots import Snapshot
 from fckpt._capture.function import GraphFunction
 from fckpt._capture.reads import Reads
 from fckpt._capture.sources import Names, named

@@ -178,7 +178,7 @@ def _closure_error(tensor: torch.Tensor, fn: Any) -> ClosureError:
     return ClosureError(
         f"{region_name(fn)} uses a captured tensor (shape {list(tensor.shape)}, {tensor.dtype}) that fckpt did not "
         "find in the function's closure, so the recompute could not replace it. Under torch.func pass the tensor as an "
-        "argument; or hold it in a variable, a module, or an attribute or container at most four levels deep."
+        "argument; or hold it in a variable, a module, or an attribute or container at most eight levels deep."
     )
 
 

@@ -30,11 +30,11 @@ import torch.utils.checkpoint
 from torch.nn.parallel import DistributedDataParallel
 
 from fckpt import _tree as tree
-from fckpt._call.closure import Snapshot
 from fckpt._call.facts import is_library
 from fckpt._call.levels import unwrapped
 from fckpt._call.modules import storage_of
 from fckpt._call.places import ABSENT, Slot, content, moved, put
+from fckpt._call.snapshots import Snapshot
 from fckpt._capture.sources import current
 from fckpt._trace.recorder import CHECKPOINT_INSIDE, Recorder
 from fckpt._trace.settings import SETTERS, sets

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from fckpt import _tree as tree
-from fckpt._call.closure import Snapshot, closure_of
+from fckpt._call.closure import closure_of
 from fckpt._call.facts import is_library
 from fckpt._call.levels import unseen
 from fckpt._call.modules import facts_of
 from fckpt._call.places import Slot, moved, put
+from fckpt._call.snapshots import Snapshot
 from fckpt._capture.reads import Reads
 from fckpt._capture.sources import current
 from fckpt._recompute.registrations import Registrations, dicts_of

@@ -17,9 +17,9 @@ import torch
 
 from fckpt import _tree as tree
 from fckpt._call.arguments import Arguments, argument_written
-from fckpt._call.closure import Snapshot
 from fckpt._call.levels import below_all
 from fckpt._call.places import Slot, placed, replaced
+from fckpt._call.snapshots import Snapshot
 from fckpt._capture.function import BatchedGraph, GraphFunction
 from fckpt._capture.marks import marks_answered
 from fckpt._capture.reads import Reads

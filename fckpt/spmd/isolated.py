@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from fckpt import _tree as trees
-from fckpt._call.closure import Closure, Snapshot, closure_of, method_globals
+from fckpt._call.closure import Closure, closure_of, method_globals
 from fckpt._call.facts import is_user_class
 from fckpt._call.modules import INTERNAL
 from fckpt._call.places import (
@@ -45,6 +45,7 @@ from fckpt._call.places import (
     tensors_in,
 )
 from fckpt._call.shadow import shadow
+from fckpt._call.snapshots import Snapshot
 from fckpt.errors import ArgumentTypeError
 
 __all__ = ["Isolated", "Rehearsal"]

@@ -211,13 +211,13 @@ def test_gradient_is_the_plain_functions(use: str, stack: str) -> None:
 
 
 def test_tensor_that_no_walk_finds_is_named() -> None:
-    hidden = [[[[[[[[X]]]]]]]]
+    hidden = [[[[[[[[[X]]]]]]]]]
 
     def dig(value: Any) -> Tensor:
         return value if isinstance(value, Tensor) else dig(value[0])
 
     def value(p: Tensor) -> Tensor:
-        hidden[0][0][0][0][0][0][0][0] = p
+        hidden[0][0][0][0][0][0][0][0][0] = p
         return fckpt.remat(lambda b: dig(hidden) * b)(X).sum()
 
     with pytest.raises(fckpt.ClosureError, match=r"shape \[3\].*pass the tensor as an argument"):

@@ -141,6 +141,43 @@ def test_logging_within_a_budget_is_refused() -> None:
         trainer.fit(Logs(), loader)
 
 
+@pytest.mark.parametrize("ending", ["mean", "cross entropy"])  # a recompute ends before the first, and after the second
+def test_a_step_within_a_region_logs_once(ending: str) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Logs(lightning.LightningModule):
+        def __init__(self, region: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = network()
+            if region:
+                self.training_step = fckpt.remat(self.training_step)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            out = self.net(batch[0])
+            loss = out.square().mean() if ending == "mean" else F.cross_entropy(out, batch[1])
+            self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+            self.log("seen", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum")
+            self.log("largest", out.detach().max(), on_step=False, on_epoch=True, reduce_fx="max")
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train(region: bool) -> tuple[list[str], list[torch.Tensor]]:
+        model = Logs(region)
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", enable_model_summary=False, **options)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=100)
+        trainer.fit(model, loader)
+        logged = trainer.callback_metrics | trainer.logged_metrics
+        return list(logged), [*logged.values(), *model.net.parameters()]
+
+    expected, actual = train(False), train(True)
+    assert actual[0] == expected[0]
+    assert_equal(actual[1], expected[1])
+
+
 # -- Accelerate ----------------------------------------------------------------------------------------------
 
 
@@ -270,8 +307,8 @@ def test_a_diffusion_model() -> None:
 
 def test_what_a_recompute_compares_around_a_model_of_transformers_is_little() -> None:
     """Each place is compared at each call. Generation, saving and loading refer to far more than a forward reads."""
-    from fckpt._call.closure import Snapshot
     from fckpt._call.conditions import Observation
+    from fckpt._call.snapshots import Snapshot
 
     model, batch = make("llama", "none")
     fckpt.remat(lambda **b: model(**b).loss)(**batch).backward()  # what the first call imports

@@ -7,6 +7,7 @@ import array
 import collections
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -330,6 +331,179 @@ def test_what_a_call_counts_in_any_container_is_counted_once(kind: str, where: s
     held = given[0] if given else module.held
     assert repr(held) == repr(expected)
     assert getattr(held, "calls", None) == getattr(expected, "calls", None)
+
+
+class Held:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Meter:
+    def __init__(self) -> None:
+        super().__init__()  # `Metric` is a module, too
+        self.value, self.count, self.history = torch.zeros(()), 0, []
+        self.by_key = {("loss", 1): torch.zeros(())}
+
+
+class Metric(Meter, nn.Module):
+    """A module that plain objects hold, as Lightning's trainer holds its metrics."""
+
+
+def increase(meter: Any, loss: Tensor) -> None:
+    meter.value = meter.value + loss
+    meter.count += 1
+    meter.history.append(loss)
+    meter.by_key["loss", 1] = meter.by_key["loss", 1] + loss
+    meter.by_key[meter.count] = loss
+
+
+def contents(meter: Any) -> list[Any]:
+    return [meter.value, meter.count, meter.history, list(meter.by_key), list(meter.by_key.values())]
+
+
+DEEPER: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "object": (Held, lambda h: h.held),
+    "list": (lambda m: [m], lambda h: h[0]),
+    "tuple": (lambda m: (m,), lambda h: h[0]),
+    "dict with tuples as keys": (lambda m: {("k", 1): m}, lambda h: h["k", 1]),
+}
+
+
+WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "attribute": (lambda held: held, lambda way: way),
+    "proxy": (weakref.proxy, lambda way: way),
+    "weak reference": (weakref.ref, lambda way: way()),
+    "weak dict": (lambda held: weakref.WeakValueDictionary({1: held}), lambda way: way[1]),
+    "proxy and weak set": (
+        lambda held: (weakref.proxy(held), weakref.WeakSet([held])),
+        lambda way: next(iter(way[1])),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", DEEPER)
+@pytest.mark.parametrize("levels", [0, 2, 4])  # below one that may be referred to weakly, which takes up to three
+@pytest.mark.parametrize("meter_class", [Meter, Metric])
+def test_what_a_call_adds_to_a_meter_far_away_is_added_once(
+    meter_class: type[Any], levels: int, kind: str, way: str
+) -> None:
+    (deeper, inner), (refer, follow) = DEEPER[kind], WAYS[way]
+
+    def run(wrap: Any) -> list[Any]:
+        meter = meter_class()
+        top: Any = meter
+        for _ in range(levels):
+            top = deeper(top)
+        keep = Held(top)
+
+        class Logging(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(6, 6)
+                self.way = refer(keep)
+
+            def step(self, x: Tensor) -> Tensor:
+                loss = self.linear(x).tanh().square().mean()
+                found = follow(self.way).held
+                for _ in range(levels):
+                    found = inner(found)
+                increase(found, loss.detach())
+                return loss.exp().sin()
+
+        torch.manual_seed(0)
+        module = Logging()
+        step = wrap(module.step)
+        for _ in range(3):
+            step(W).backward()
+        return [module.linear.weight.grad, *contents(meter)]
+
+    assert_equal(run(fckpt.remat), run(lambda fn: fn))
+
+
+def test_a_tensor_far_away_that_is_changed_in_place_is_refused() -> None:
+    held = Held([[[[[Held(torch.zeros(()))]]]]])
+
+    def fn(x: Tensor) -> Tensor:
+        held.held[0][0][0][0][0].held += x.detach().sum()
+        return x.sin().exp()
+
+    with pytest.raises(fckpt.MutationError, match="changed a captured tensor in place"):
+        fckpt.remat(fn)(leaf(W))
+
+
+METRIC = Metric()
+NORM = nn.BatchNorm1d(6)
+
+
+def test_a_global_module_that_only_a_method_names_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Logging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def log(self, x: Tensor) -> Tensor:
+            METRIC.value = METRIC.value + x.detach().sum()
+            METRIC.count += 1
+            return NORM(x)
+
+        def step(self, x: Tensor) -> Tensor:
+            return self.log(self.linear(x)).tanh().square().mean().exp().sin()
+
+    def run(wrap: Any) -> list[Any]:
+        torch.manual_seed(0)
+        monkeypatch.setitem(globals(), "METRIC", Metric())
+        monkeypatch.setitem(globals(), "NORM", nn.BatchNorm1d(6))
+        step = wrap(Logging().step)
+        for _ in range(2):
+            step(W).backward()
+        return [*contents(METRIC), *NORM.state_dict().values()]
+
+    assert_equal(run(fckpt.remat), run(lambda fn: fn))
+
+
+def test_what_a_function_in_an_attribute_counts_is_counted_once() -> None:
+    def counter() -> Callable[[], int]:
+        count = 0
+
+        def add() -> int:
+            nonlocal count
+            count += 1
+            return count
+
+        return add
+
+    module: Any = nn.Linear(6, 6)
+    module.add = counter()
+    fckpt.remat(lambda x: (module(x) * module.add()).sin().exp().sum())(W).backward()
+    assert module.add() == 2
+
+
+def test_a_dict_that_the_recompute_finds_shorter_keeps_its_order() -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logged = Fixed()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for i, name in enumerate("dbac"):
+                self.logged.entries.setdefault(name, i)
+            return x.sin().exp().sin()
+
+    module = Once()
+    module.logged.entries["e"] = 4
+    fckpt.remat(module)(leaf(W)).sum().backward()
+    assert list(module.logged.entries.items()) == [("e", 4), ("d", 0), ("b", 1), ("a", 2), ("c", 3)]
+
+
+class Fixed:
+    """An object that no recompute copies."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, int] = {}
+
+    def __del__(self) -> None:
+        pass
 
 
 class Cache:
