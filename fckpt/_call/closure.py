@@ -128,10 +128,12 @@ def closure_of(
 
 
 class _Walk:
-    __slots__ = ("deeper", "facts", "found", "generators", "imported", "names", "seen", "state")
+    __slots__ = ("deep", "deeper", "facts", "found", "generators", "imported", "names", "seen", "state")
 
     def __init__(self, facts: list[Any] | None) -> None:
         self.facts = facts
+        self.deep = False
+        """Whether the walk is below the first `DEPTH` levels."""
         self.deeper: list[tuple[Slot | None, Any, Snapshot | None]] = []
         """Values deeper than `DEPTH` levels, each with its place and the snapshot that its contents belong to."""
         self.imported: list[types.ModuleType] = []
@@ -210,8 +212,10 @@ class _Walk:
     def visit_deeper(self) -> None:
         """Visits what lies up to `DEPTH` levels below the values that were too deep.
 
-        That comes last: what is close to the function must not be left out because of many values far from it.
+        That comes last: what is close to the function must not be left out because of many values far from it. Objects
+        of torch are left out: those of `fully_shard`, for example, hold tensors without memory.
         """
+        self.deep = True
         deeper, self.deeper = self.deeper, []
         for slot, value, self.state in deeper:
             self.visit(slot, value, DEPTH - 1)
@@ -235,7 +239,7 @@ class _Walk:
         elif isinstance(value, torch.library.CustomOpDef):  # its other attributes do not change what a trace contains
             for name in ("_setup_context_fn", "_backward_fn", "_vmap_fn"):
                 self.visit(None, attribute(value, name), depth)
-        elif not isinstance(value, logging.Logger):
+        elif not isinstance(value, logging.Logger) and not (self.deep and _is_torchs(kind)):
             state = self.state
             if not is_user_class(kind) and kind not in RECORDS:
                 self.state = None  # not data: a lock, a thread, a file
@@ -424,6 +428,10 @@ def imported(module: types.ModuleType, names: Iterable[str]) -> Iterator[Slot]:
 
 
 _DATA = (torch.Tensor, nn.Module, list, dict, tuple, set, collections.deque, types.FunctionType)
+
+
+def _is_torchs(kind: type) -> bool:
+    return (getattr(kind, "__module__", None) or "").partition(".")[0] == "torch"
 
 
 def is_compilers(fn: types.FunctionType) -> bool:

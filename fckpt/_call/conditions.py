@@ -461,4 +461,13 @@ def with_attributes(new: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
 
 def may_be_statistics(tensor: torch.Tensor) -> bool:
     """Whether `tensor` may hold statistics that batch normalisation writes without incrementing the version."""
-    return tensor.dim() == 1 and not tensor.requires_grad and tensor.is_floating_point()
+    may_be = tensor.dim() == 1 and not tensor.requires_grad and tensor.is_floating_point()
+    return may_be and not _is_emptied(tensor)
+
+
+def _is_emptied(tensor: torch.Tensor) -> bool:
+    """Whether the memory of `tensor` was given back, as `fully_shard` does: reading it would crash."""
+    try:
+        return tensor.untyped_storage().nbytes() == 0 < tensor.numel()
+    except (NotImplementedError, RuntimeError):  # a tensor of a transform has no storage
+        return False
