@@ -81,40 +81,27 @@ def out_of_place(call: Call, specs: Sequence[TensorSpec]) -> Call | None:
         call: a call that writes the whole of its first operand, and nothing else.
         specs: the specs of the tensors, by number.
     """
-    if (
-        len(call.replaced) != 1
-        or any(t is not None for t in call.outputs)
-        or call.args[:1] != (Ref(call.replaced[0][1]),)
-    ):
+    if len(call.replaced) != 1 or any(t is not None for t in call.outputs):
+        return None
+    if not isinstance(call.op, torch._ops.OpOverload) or call.op.namespace != "aten":
         return None
     ((old, new),) = call.replaced
-    if any(t != new and specs[t].value == specs[new].value for t in tensors_of(call)):
-        return None  # reads another view of the memory, or writes to one
     functional = getattr(getattr(aten, call.op._opname.removesuffix("_"), None), call.op._overloadname, None)
-    if functional is None or functional is call.op:
+    args = tuple(Ref(old) if a == Ref(new) else a for a in call.args)
+    if call.args[:1] != (Ref(new),) or functional in (None, call.op):
         return None
-    args = tuple(_with_ref(a, new, old) for a in call.args)
     found = dataclasses.replace(call, op=functional, args=args, outputs=(new,), replaced=())
-    given = {t: _on_meta(specs[t]) for t in tensors_of(found)}
+    read = tensors_of(found)
+    if any(specs[t].value == specs[new].value for t in read):
+        return None  # another view of the memory that is written
+    given = {t: _on_meta(specs[t]) for t in read}
     try:
-        made = functional(*(_with_tensors(a, given) for a in args), **call.kwargs)
-    except (RuntimeError, TypeError):
+        made = functional(*(given[a.tensor] if isinstance(a, Ref) else a for a in args), **call.kwargs)
+    except (AssertionError, RuntimeError, TypeError, ValueError):
         return None
     spec = specs[new]
-    same = isinstance(made, torch.Tensor) and (made.shape, made.stride(), made.dtype) == (
-        spec.shape,
-        spec.stride,
-        spec.dtype,
-    )
-    return found if same else None
-
-
-def _with_ref(value: Any, new: int, old: int) -> Any:
-    return Ref(old) if value == Ref(new) else value
-
-
-def _with_tensors(value: Any, given: dict[int, torch.Tensor]) -> Any:
-    return given[value.tensor] if isinstance(value, Ref) else value
+    layout = (made.shape, made.stride(), made.dtype) if isinstance(made, torch.Tensor) else None
+    return found if layout == (spec.shape, spec.stride, spec.dtype) else None
 
 
 def _on_meta(spec: TensorSpec) -> torch.Tensor:
