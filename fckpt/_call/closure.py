@@ -352,7 +352,11 @@ class _Walk:
                 self.found.given.places.append(slot)
             if isinstance(held, type):
                 self.constants(held)
+            state = self.state
+            if isinstance(held, weakref.WeakKeyDictionary) and fn.__globals__.get("__name__") == "functools":
+                self.state = None  # the choices that `functools.singledispatch` remembers
             self.visit(slot, held, depth)
+            self.state = state
         # The globals that library code reads are not settings of the user.
         if not is_library(str(fn.__globals__.get("__name__", ""))):
             self.globals_of(fn.__globals__, global_names(fn.__code__), depth)

@@ -248,14 +248,14 @@ def _is_near(kernel: Kernel, run: Callable[..., Any]) -> bool:
 
 
 def _timed(kernel: Kernel, made: Compiled) -> Compiled | None:
-    plain = kernel.as_planned()
+    run, plain = guarded(kernel, made.run), kernel.as_planned()
     shares: dict[str, float] = {}
     for kind, most in (("usual", _FASTER), ("tiny", _NOT_SLOWER)):
         originals = _inputs(kernel, kind)
         changing = {*kernel.donated, *(i for i, t in enumerate(kernel.inputs) if t in kernel.over)}
         least, spent, runs = [float("inf")] * 2, 0.0, 0
         while runs < _RUNS[0] or (spent < _SECONDS and runs < _RUNS[1]):
-            for which, fn in enumerate((made.run, plain)):
+            for which, fn in enumerate((run, plain)):
                 given = [t.clone() if i in changing else t for i, t in enumerate(originals)]
                 wait(kernel.device)
                 start = time.perf_counter()
