@@ -213,7 +213,8 @@ class _Walk:
         """Visits what lies up to `DEPTH` levels below the values that were too deep.
 
         That comes last: what is close to the function must not be left out because of many values far from it. Objects
-        of torch are left out: those of `fully_shard`, for example, hold tensors without memory.
+        of torch's own classes are not searched: those of `fully_shard`, for example, keep tensors whose memory is
+        freed.
         """
         self.deep = True
         deeper, self.deeper = self.deeper, []

@@ -68,17 +68,13 @@ def flops_of(call: Call, specs: Sequence[TensorSpec]) -> int:
     if formula is not None:
         try:
             args, kwargs = _shapes(call.args, specs), _shapes(call.kwargs, specs)
-            outputs = tuple([None if i is None else _Shape(specs[i].shape) for i in call.outputs])
-            made = outputs[0] if len(outputs) == 1 else outputs
-            of_shapes = getattr(formula, "__wrapped__", None)  # without the search for tensors in the arguments
-            return int(
-                of_shapes(*args, **kwargs, out_shape=made) if of_shapes else formula(*args, **kwargs, out_val=made)
-            )
+            outputs = tuple(None if i is None else _Shape(specs[i].shape) for i in call.outputs)
+            return int(formula(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else outputs))
         except (AssertionError, AttributeError, IndexError, TypeError, ValueError):
             pass  # the formula does not support this call, so its elements are counted below
     inputs = _inputs(call, specs)[packet(call) in _GATHERS :]
-    tensors = [*inputs, *[specs[i] for i in call.outputs if i is not None]]
-    return max([math.prod(spec.shape) for spec in tensors], default=0)
+    tensors = [*inputs, *(specs[i] for i in call.outputs if i is not None)]
+    return max((math.prod(spec.shape) for spec in tensors), default=0)
 
 
 _FLASH_CPU = "aten._scaled_dot_product_flash_attention_for_cpu"

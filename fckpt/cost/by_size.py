@@ -20,7 +20,7 @@ import functools
 import itertools
 import operator
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -41,7 +41,7 @@ _MOST = 64
 _LIBRARIES = re.compile("conv|mkldnn|miopen|cudnn|rnn|lstm|gru|fft|sparse|quantized")
 """Names of operations for which libraries choose between algorithms by size."""
 
-_Place = tuple[int, int, Any, Any, Any]
+_Place = tuple[int, int, Any, str]
 """What identifies an operation among calls of other sizes: the number of calls, its position, and its arguments.
 
 Calls of one function may have different backward passes.
@@ -66,9 +66,9 @@ class Operation:
         """What identifies the operation among calls of other sizes."""
         same = _fixed_numbers(self.call.op)
         pairs = named(self.call).items()
-        arguments = tuple([(name, value if name in same else _described(value, self.specs)) for name, value in pairs])
-        results = tuple([None if t is None else self.specs[t].dtype for t in self.call.outputs])
-        return *self.number, self.call.op, arguments, results
+        arguments = [value if name in same else _described(value, self.specs) for name, value in pairs]
+        results = [None if t is None else self.specs[t].dtype for t in self.call.outputs]
+        return *self.number, self.call.op, f"{arguments} {results}"
 
     @functools.cached_property
     def shapes(self) -> _Shapes:
@@ -153,10 +153,6 @@ class CostsBySize:
         if _LIBRARIES.search(str(op)) or any(specs[t].device.type != "cpu" for t in operation.tensors):
             return None
         shapes = operation.shapes
-        if len(values := {*known.values()}) == 1:  # one larger size and, unless it needed nothing, one smaller suffice
-            (nbytes,) = values
-            enough = any(_is_within(shapes, larger) for larger in known)
-            return nbytes if enough and (not nbytes or any(_is_within(s, shapes) for s in known)) else None
         most = min((nbytes for larger, nbytes in known.items() if _is_within(shapes, larger)), default=None)
         least = max((nbytes for smaller, nbytes in known.items() if _is_within(smaller, shapes)), default=0)
         return most if most == least else None
@@ -175,10 +171,8 @@ def _described(value: Any, specs: Sequence[TensorSpec]) -> Any:
         spec = specs[value.tensor]
         return spec.dtype, spec.device, spec.conj, spec.neg, _layout(spec.shape, spec.stride)
     if isinstance(value, (list, tuple)):
-        return tuple([_described(part, specs) for part in value])
-    if isinstance(value, (int, float, complex, torch.Generator)):
-        return type(value)
-    return value if isinstance(value, Hashable) else repr(value)
+        return [_described(part, specs) for part in value]
+    return type(value) if isinstance(value, (int, float, complex, torch.Generator)) else value
 
 
 @functools.lru_cache(1024)

@@ -99,9 +99,9 @@ class Measured:
             return self._estimated(call, specs, _device(call, specs))
         maker = workspace_maker(call, makers or {})
         if is_custom(call.op):  # not stored: the kernel may be edited without a change of its name
-            cost = undisturbed(lambda: self._measure(call, specs, maker, {} if held is None else held))
+            cost = undisturbed(lambda: self._measure(call, specs, maker, held or {}))
             return cost or self._estimated(call, specs, _device(call, specs))
-        return self._remembered(call, specs, maker, {} if held is None else held, seconds)
+        return self._remembered(call, specs, maker, held or {}, seconds)
 
     def _remembered(
         self,

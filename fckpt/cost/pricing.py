@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -97,7 +97,7 @@ def _costs(
     """Returns the costs of distinct calls, by signature, and warns about operations that were estimated."""
     costs: dict[str, OpCost] = {}
     before = {*source.failures, *source.refused} if isinstance(source, Measured) else set()
-    held = functools.cache(lambda: _Held(trace))
+    held = functools.cache(lambda: _held(trace))
     if trace.other_sizes is not None:
         trace.other_sizes.under(environment(torch.device("cpu")))
     with Line(progress) as line:
@@ -183,38 +183,21 @@ def _warn(source: Measured, before: set[str]) -> None:
         )
 
 
-class _Held(Mapping[int, torch.Tensor]):
-    """By tensor of a trace, a view of the caller's memory, for operands that can be read directly."""
-
-    def __init__(self, trace: Trace):
-        self._specs = trace.tensors
-        self._bases: dict[int, tuple[torch.Tensor, int]] = {}
-        for number, memory in zip(trace.operands, trace.given, strict=False):
-            tensor, spec = memory(), trace.tensors[number]
-            if tensor is None or spec.value < 0:  # -1: no operation uses the operand
-                continue
-            if (tuple(tensor.shape), tensor.stride()) == (spec.shape, spec.stride):
-                self._bases[spec.value] = tensor, int(tensor.storage_offset()) - spec.offset
-
-    def __contains__(self, number: object) -> bool:
-        if not isinstance(number, int) or not 0 <= number < len(self._specs):
-            return False
-        spec = self._specs[number]
-        base = self._bases.get(spec.value)
-        return base is not None and (base[0].dtype, base[0].device) == (spec.dtype, spec.device)
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        if number not in self:
-            raise KeyError(number)
-        spec = self._specs[number]
-        base, offset = self._bases[spec.value]
-        return base.as_strided(spec.shape, spec.stride, spec.offset + offset)
-
-    def __iter__(self) -> Iterator[int]:
-        return (number for number in range(len(self._specs)) if number in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+def _held(trace: Trace) -> dict[int, torch.Tensor]:
+    """Returns, by tensor of the trace, a view of the caller's memory, for operands that can be read directly."""
+    bases: dict[int, tuple[torch.Tensor, int]] = {}
+    for number, memory in zip(trace.operands, trace.given, strict=False):
+        tensor, spec = memory(), trace.tensors[number]
+        if tensor is None or spec.value < 0:  # -1: no operation uses the operand
+            continue
+        if (tuple(tensor.shape), tensor.stride()) == (spec.shape, spec.stride):
+            bases[spec.value] = tensor, int(tensor.storage_offset()) - spec.offset
+    found = {}
+    for number, spec in enumerate(trace.tensors):
+        base, offset = bases.get(spec.value, (None, 0))
+        if base is not None and (base.dtype, base.device) == (spec.dtype, spec.device):
+            found[number] = base.as_strided(spec.shape, spec.stride, spec.offset + offset)
+    return found
 
 
 def _measured_sizes(trace: Trace, calls: Sequence[Call], made: Sequence[dict[int, int]]) -> list[Value]:
