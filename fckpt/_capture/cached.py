@@ -138,7 +138,7 @@ class _Entry:
         """The global name under which Dynamo's code finds the entry."""
 
     def arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments of the function. An object that was deleted is None."""
+        """Returns the arguments of the function. None stands for an argument that has been deleted."""
         return list(map(_referent, self._args)), {name: _referent(value) for name, value in self._kwargs.items()}
 
     def __call__(self) -> Any:

@@ -182,7 +182,8 @@ def _relaid(mode: FakeTensorMode, fake: FakeTensor, layout: tuple[tuple[int, ...
         return fake
     if dtype != fake.dtype:
         with mode, torch.no_grad():
-            return torch.empty_strided(fake.shape, stride, dtype=dtype, device=fake.device)  # type: ignore[return-value]  # fake
+            # Within the mode, `empty_strided` returns a FakeTensor, which its annotation does not say.
+            return torch.empty_strided(fake.shape, stride, dtype=dtype, device=fake.device)  # type: ignore[return-value]
     if stride == fake.stride():
         return fake
     last = sum((size - 1) * step for size, step in zip(fake.shape, stride, strict=True))
