@@ -354,7 +354,7 @@ class _Walk:
             if isinstance(held, type):
                 self.constants(held)
             state = self.state
-            if isinstance(held, weakref.WeakKeyDictionary) and fn.__globals__.get("__name__") == "functools":
+            if type(held) is weakref.WeakKeyDictionary and fn.__globals__.get("__name__") == "functools":
                 self.state = None  # the choices that `functools.singledispatch` remembers
             self.visit(slot, held, depth)
             self.state = state
