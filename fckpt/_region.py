@@ -132,6 +132,7 @@ class PlannedRegion(Region):
         solver: str,
         tile: Tile,
         kernels: Kernels,
+        cuda_graphs: bool,
         untraceable: Untraceable,
         name: str,
         is_module: bool,
@@ -143,11 +144,11 @@ class PlannedRegion(Region):
         self.untraceable = untraceable
         self.without_plan: Callable[..., Any] | None = None
         """The function that runs instead of a plan, once the function is known to be untraceable."""
-        self.planner = Planner(policy, budget, plan, solver, tile=tile, kernels=kernels)
+        self.planner = Planner(policy, budget, plan, solver, tile=tile, kernels=kernels, cuda_graphs=cuda_graphs)
         self.planner.ledger.name = name
         nbytes = plan.budget_bytes or plan.peak_bytes if plan is not None else budget
         named = policy is not None and as_policy(policy).mentioned
-        self.compiled_options = None if donated or tile or named else (nbytes, policy, solver)
+        self.compiled_options = None if donated or tile or named or cuda_graphs else (nbytes, policy, solver)
         """Budget, policy and solver for a compiler; None if it cannot follow the other options."""
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -335,6 +336,7 @@ class PlannedRegion(Region):
             programs.seen,
             level,
             retraceable=isinstance(conditions, _GraphConditions) and self.planner.given is None,
+            graphs=self.planner.graphs,
         )
         call.planned = execution
         if program.casts:

@@ -39,6 +39,7 @@ def remat(
     solver: str = ...,
     tile: Tile = ...,
     kernels: Kernels = ...,
+    cuda_graphs: bool = ...,
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
@@ -56,6 +57,7 @@ def remat(
     solver: str = ...,
     tile: Tile = ...,
     kernels: Kernels = ...,
+    cuda_graphs: bool = ...,
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
@@ -73,6 +75,7 @@ def remat(
     solver: str = ...,
     tile: Tile = ...,
     kernels: Kernels = ...,
+    cuda_graphs: bool = ...,
     untraceable: Untraceable = ...,
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
@@ -91,6 +94,7 @@ def remat(
     solver: str = "auto",
     tile: Tile = False,
     kernels: Kernels = "aten",
+    cuda_graphs: bool = False,
     untraceable: Untraceable = "raise",
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -140,6 +144,10 @@ def remat(
             one kernel each, which is used where its bits are the same and it is faster. "fused" compiles all pointwise
             operations, softmax and normalisations; gradients then differ by rounding, as with `torch.compile`. The
             budget holds in any case. Each kernel takes about a second at the first call, and inductor keeps it on disk.
+        cuda_graphs: whether the forward and the backward pass of a plan become one CUDA graph each, after three calls
+            with the same sizes, so that a step has two launches. The budget then also holds what the graphs keep
+            between calls, and copies of arguments (but not of parameters), outputs and gradients. Other calls run
+            without graphs: those with other sizes, and a second forward pass before the backward pass of the first.
         untraceable: what to do with a function that cannot be traced into a graph: "raise" a `TraceError`, or "remat",
             which rematerialises its repeated blocks (or the whole function if it has none) without a plan, and warns
             once that the budget does not hold.
@@ -161,7 +169,7 @@ def remat(
     Raises:
         ArgumentTypeError: `fn` is not callable; `static_argnums` or `static_argnames` has a wrong type.
         ArgumentValueError: `static_argnums` or `donate_argnums` is out of range; `budget` is not a size; a `solver` or
-            donated arguments without a budget.
+            donated arguments without a budget; `cuda_graphs` without a plan, or with tiles or donated arguments.
 
     With a budget or a policy, the first call may raise `TraceError` (control flow depends on tensor values),
     `BudgetError` (no plan fits; the message says which budget would do) or `PlanError` (the plan was made for another
@@ -195,6 +203,7 @@ def remat(
             solver=solver,
             tile=tile,
             kernels=kernels,
+            cuda_graphs=cuda_graphs,
             untraceable=untraceable,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
@@ -215,7 +224,10 @@ def remat(
     if solver != "auto" and budget is None:
         raise ArgumentValueError(f"solver={solver!r} needs a budget: pass budget=...")
     tile = check_tile(tile, budget)
-    kernels = check_kernels(kernels, planned=policy is not None or budget is not None or plan is not None)
+    planned = policy is not None or budget is not None or plan is not None
+    kernels = check_kernels(kernels, planned=planned)
+    if cuda_graphs and not planned:
+        raise ArgumentValueError("cuda_graphs=True needs a plan: pass budget=... or policy=...")
     if name is not None and not isinstance(name, str):
         raise ArgumentTypeError(f"name must be a str, not {type(name).__name__}: {name!r}.")
     if untraceable not in ("raise", "remat"):
@@ -223,13 +235,18 @@ def remat(
     donated = DonatedArguments(fn.forward if isinstance(fn, nn.Module) else fn, donate_argnums, donate_argnames)
     if donated and budget is None and plan is None:
         raise ArgumentValueError("donated arguments need a budget or a plan: pass budget=...")
-    if policy is not None or budget is not None or plan is not None:
+    if cuda_graphs and (donated or tile):
+        raise ArgumentValueError(
+            "cuda_graphs=True does not work with donated arguments or tiles: leave one of them out."
+        )
+    if planned:
         if isinstance(fn, nn.Module):
             check_plannable(fn)
         budget = None if budget is None else check_budget(budget)
         named = name_of(fn) if name is None else name
         is_module = isinstance(fn, nn.Module)
-        options = (static, donated, policy, budget, plan, solver, tile, kernels, untraceable, named, is_module)
+        options = (static, donated, policy, budget, plan, solver, tile, kernels, cuda_graphs)
+        options = (*options, untraceable, named, is_module)
         make = functools.partial(PlannedRegion, *options)
     if isinstance(fn, nn.Module):
         return remat_module(fn, make)

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fckpt._call import ambient
 from fckpt._call.contents import contents
 from fckpt._call.levels import add_batch_dim, below_autograd, innermost, is_legacy_batch, is_wrapped, unbatched
+from fckpt._planned.cuda_graphs import CudaGraphs, Halves
 from fckpt._planned.ledger import Ledger
 from fckpt._planned.program import Program
 from fckpt._recompute.saved_tensors import keeps_graph
@@ -50,6 +51,7 @@ class Execution:
         level: int = 0,
         *,
         retraceable: bool = True,
+        graphs: CudaGraphs | None = None,
     ):
         """Prepares a call.
 
@@ -63,6 +65,7 @@ class Execution:
             seen: called when a backward pass has run.
             level: the level of the `vmap` under which the program was traced; 0 if there was none.
             retraceable: whether `replan` can trace the function again.
+            graphs: records the program as CUDA graphs; None to run it operation by operation.
         """
         self.program = program
         self.level = level
@@ -79,6 +82,9 @@ class Execution:
         self.before = {i: known[i].detach().clone() if copies else None for i in program.remembered}
         """By written captured tensor whose previous value matters: a copy of that value, or None if not copied."""
         self.residuals: list[Any] | None = None
+        self.graphs = graphs if certain and not level else None
+        self.halves: Halves | None = None
+        """The CUDA graphs that run the call, whose memory the residuals lie in; None if operations run one by one."""
         self.certain = certain
         self.contents: list[tuple[int, int, Any]] = []
         """For operands from which values may be recomputed: the place, a number of words, and a sample of that size.
@@ -108,11 +114,19 @@ class Execution:
             operands = [t for t, _ in map(self._batch, operands)]
             sampled = self.program.sampled_again if self.certain else self.program.sampled
             self.contents = [(i, number, contents(operands[i], number)) for i, number in sampled.items()]
-            outputs, self.residuals = self.program.lowered.forward(self._given(self.program, operands, self.statistics))
+            outputs, self.residuals = self._outputs(self._given(self.program, operands, self.statistics))
             kept = {t.untyped_storage()._cdata for t in self.residuals if isinstance(t, torch.Tensor)}
             self.shared = [(t, t._version) for t in outputs if t.untyped_storage()._cdata in kept]
         self.written = [(t, t._version) for i, t in self.statistics if i in self.program.reread]
         return self._batched(outputs, self.program.trace.out_dims)
+
+    def _outputs(self, given: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Runs the forward pass; returns its outputs and residuals."""
+        self.halves = None if self.graphs is None else self.graphs.halves(self.program, given, self)
+        if self.halves is None:
+            return self.program.lowered.forward(given)
+        self.ledger.count("replayed")
+        return self.halves.forward(given), []
 
     # -- under a vmap
 
@@ -227,7 +241,14 @@ class Execution:
     def give_up(self, reason: str) -> None:
         """Frees the residuals of a forward pass whose planned backward pass will not run, and says why."""
         self.residuals = None
+        self._release()
         self.ledger.falls_back(reason)
+
+    def _release(self) -> None:
+        """Gives the CUDA graphs back to other calls."""
+        if self.halves is not None:
+            self.halves.release()
+        self.halves = None
 
     def _gradients(self) -> list[int]:
         """Returns the operands of the trace that are operands of the call for autograd."""
@@ -264,6 +285,9 @@ class Execution:
         if backward != planned and not self._replanned(asked._replace(stored=are_stored(receivers))):
             residuals = None
         program, statistics = self.program, self.statistics
+        if self.halves is not None and (functional or backward != planned or strides != planned.strides):
+            self._release()  # it has residuals for the planned backward pass only
+            residuals = None
         self._check_contents(operands)
         if residuals is None:
             if self.ledger.stats.plans == plans:  # the first backward pass of a kind shows what to plan for
@@ -274,8 +298,12 @@ class Execution:
         self._check_outputs()
         elsewhere = program.ambient != ambient.capture()
         with ambient.restored(program.ambient) if elsewhere else contextlib.nullcontext(), below_autograd():
-            lowered = program.functional if functional else program.lowered_for(strides)
-            grads = lowered.backward(self._given(program, operands, statistics), residuals, cotangents)
+            if self.halves is not None:
+                grads = self.halves.backward(cotangents)
+                self._release()
+            else:
+                lowered = program.functional if functional else program.lowered_for(strides)
+                grads = lowered.backward(self._given(program, operands, statistics), residuals, cotangents)
         if program.backward.stored is False:
             self._check_copies(receivers, grads)
         return [grads[i] for i in self._gradients()]

@@ -120,6 +120,8 @@ class Stats:
     """Programs among these whose sizes were inserted into a trace with symbolic sizes, so that nothing was traced."""
     captures: int = 0
     """Captures of the function's Python code: the first one, and one each time that a guard failed."""
+    replayed: int = 0
+    """Calls that ran as CUDA graphs, see the option `cuda_graphs` of `remat`."""
     hits: int = 0
     """Calls that ran an existing planned program, without capturing, tracing or solving."""
     fallbacks: dict[str, int] = field(default_factory=dict)

@@ -25,8 +25,10 @@ from fckpt._capture.output_hooks import output_hooks_registered
 from fckpt._capture.reads import Guards, Reads
 from fckpt._fuse.option import Kernels
 from fckpt._planned.agreement import agreed, mesh_of
+from fckpt._planned.cuda_graphs import CudaGraphs, check_recordable, drawing_once
 from fckpt._planned.families import Families, is_shared
 from fckpt._planned.ledger import Ledger
+from fckpt._planned.lower import Lowered
 from fckpt._planned.making import make_plan, nbytes_of, priced
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.program import Program
@@ -95,6 +97,7 @@ class Planner:
         costs: CostSource | None = None,
         tile: Tile = False,
         kernels: Kernels = "aten",
+        cuda_graphs: bool = False,
     ):
         if plan is not None and not isinstance(plan, Plan):
             raise ArgumentTypeError(
@@ -111,6 +114,7 @@ class Planner:
         self.costs = costs
         self.tile: Tile = tile
         self.kernels: Kernels = kernels if plan is None or kernels != "aten" else plan.kernels
+        self.graphs = CudaGraphs(self._with_less) if cuda_graphs else None
         self.ledger = Ledger()
         self.ledger.promised = budget if plan is None else plan.budget_bytes
         self.traced: dict[Any, list[tuple[Guards, Programs]]] = {}
@@ -299,12 +303,22 @@ class Planner:
             return self._program(rewritten(traced, plan.tiles), plan, count)
 
     def _program(self, traced: Trace, plan: Plan, count: int) -> Program:
-        if self.kernels == "aten" or mesh_in_use() is not None:
-            with self.ledger.timed("lower"):
-                return Program(traced, plan, count)
+        kernels: Kernels = "aten" if mesh_in_use() is not None else self.kernels
         within = None if self.given is not None else plan.budget_bytes
-        with self.ledger.timed("compile"):
-            return Program(traced, plan, count, self.kernels, within)
+        with self.ledger.timed("lower" if kernels == "aten" else "compile"):
+            program = Program(traced, plan, count, kernels, within)
+        if self.graphs is not None:
+            check_recordable(program)
+        return program
+
+    def _with_less(self, program: Program, nbytes: int) -> Lowered:
+        """Returns the lowered functions of a program with a plan for fewer bytes."""
+        if self.given is not None:
+            raise BudgetError("A given plan has its peak.", program.timeline.peak_nbytes)
+        with TRACING, ambient.unobserved():
+            with self.ledger.timed("solve"):
+                plan = self._solved(self._stored(program.trace), program.plan.graph, nbytes)
+            return self._program(program.trace, plan, program.count).lowered
 
     def traced_programs(
         self,
@@ -490,7 +504,8 @@ class Planner:
             return self._program(program.trace, plan, program.count)
 
     def _priced(self, traced: Trace, batches: tuple[int, ...]) -> Graph:
-        return priced(traced, self.policy, self.costs, budgeted=self.budget is not None, batches=batches)
+        graph = priced(traced, self.policy, self.costs, budgeted=self.budget is not None, batches=batches)
+        return graph if self.graphs is None else drawing_once(graph)
 
     @staticmethod
     def _fitting(plan: Plan, traced: Trace) -> Plan:

@@ -301,6 +301,34 @@ def test_a_region_in_a_cuda_graph(budget: float | str | None) -> None:
         assert_equal(found, run(loss))
 
 
+@pytest.mark.parametrize("name", ["perceptron", "convolutions"])
+def test_both_halves_as_cuda_graphs(name: str) -> None:
+    model, loss = made(name)
+    step = step_of(model, loss)
+    expected = step()
+    assert_equal(step(), expected)  # BatchNorm's buffers stay the same tensors
+    whole = fckpt.plan(loss, budget=1.0).baseline_peak_bytes
+    budget = whole + (64 << 20)  # gradients and workspaces beside the plan
+    region = fckpt.remat(loss, budget=budget, cuda_graphs=True)
+    planned = step_of(model, region)
+    for _ in range(6):
+        assert_equal(planned(), expected)
+    assert fckpt.stats(region).replayed == 3
+    assert fckpt.measure_peak(planned, CUDA).peak_bytes <= budget
+
+
+def test_cuda_graphs_of_new_batches() -> None:
+    torch.manual_seed(0)
+    model = Perceptron().to(CUDA)
+    plain = lambda x: model(x).square().mean()
+    region = fckpt.remat(plain, budget="128MiB", cuda_graphs=True)
+    for _ in range(6):
+        x = torch.randn(64, 256, device=CUDA)
+        found = [torch.autograd.grad(fn(x), [*model.parameters()]) for fn in (region, plain)]
+        assert_equal(*found)
+    assert fckpt.stats(region).replayed == 3
+
+
 @pytest.mark.parametrize("how", ["vmap", "remat", "hessian"])
 def test_transforms(how: str) -> None:
     torch.manual_seed(0)
