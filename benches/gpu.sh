@@ -8,11 +8,12 @@
 #
 #     python -m benches budgets --device cuda --check --json benches/results/budgets-SLUG.json
 #     python -m benches overhead --device cuda --check --json benches/results/overhead-SLUG.json
+#     python -m benches kernels --device cuda --networks pointwise Llama unet --check --json benches/results/kernels-SLUG.json
 #     python -m benches multi_gpu --device cuda --check --json benches/results/multi-gpu-SLUG.json
 #
 # with the device's name for SLUG, and expandable segments, with which torch's allocator counts exactly what was asked
-# for (PYTORCH_ALLOC_CONF= for its default). The last uses all devices, and takes no options from here. The exit code is 1 if a
-# check failed, and 2 if there is no CUDA device.
+# for (PYTORCH_ALLOC_CONF= for its default). The last two take no options from here, and the last uses all devices. The
+# exit code is 1 if a check failed, and 2 if there is no CUDA device.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -39,6 +40,10 @@ for bench in budgets overhead; do
     echo "== python -m benches $bench --device $DEVICE --check --json $out $*"
     "$PYTHON" -m benches "$bench" --device "$DEVICE" --check --json "$out" "$@" || failed=1
 done
+out="benches/results/kernels-$slug.json"
+networks="pointwise Llama unet"
+echo "== python -m benches kernels --device $DEVICE --check --networks $networks --json $out"
+"$PYTHON" -m benches kernels --device "$DEVICE" --check --networks $networks --json "$out" || failed=1
 out="benches/results/multi-gpu-$slug.json"
 echo "== python -m benches multi_gpu --device cuda --check --json $out"
 "$PYTHON" -m benches multi_gpu --device cuda --check --json "$out" || failed=1

@@ -126,7 +126,7 @@ def elementwise(count: int, rows: int, width: int) -> Step:
 def network(name: str, tiny: bool) -> Step:
     """Returns the loss of a network of `budget_networks`, without dropout: compilers draw other masks."""
     sizes = NETWORKS[name].sizes["tiny"] if tiny else sizes_from(_CPU[name])
-    task = dataclasses.replace(NETWORKS[name], sizes={"cpu": sizes}).task("cpu", torch.device("cpu"))
+    task = dataclasses.replace(NETWORKS[name], sizes={"cpu": sizes}).task("cpu", torch.get_default_device())
     for module in task.loss.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -134,7 +134,7 @@ def network(name: str, tiny: bool) -> Step:
 
 
 def cases(*, tiny: bool) -> dict[str, Callable[[], Step]]:
-    """Returns functions that make the networks, by name."""
+    """Returns functions that make the networks on the default device, by name."""
     width = 32 if tiny else 256
     return {
         "pointwise": functools.partial(elementwise, 3 if tiny else 6, 8 * width, 2 * width),
@@ -280,7 +280,12 @@ def main(arguments: list[str]) -> int:
     opened = opening("kernels", arguments, device)
     torch.manual_seed(0)
     found = cases(tiny=parsed.tiny)
-    run = lambda name, advance: measure(name, found[name](), parsed.rounds, device, advance)
+
+    def run(name: str, advance: Callable[[str], object]) -> list[Method]:
+        with torch.device(device):
+            step = found[name]()
+        return measure(name, step, parsed.rounds, device, advance)
+
     note = "Time: median and quartiles of the rounds. A dash: there is no such plan."
     count = 2 + 2 * len(OWN) + len(SHARES) * (len(KERNELS) + 1)
     with empty_caches():
