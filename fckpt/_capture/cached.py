@@ -189,7 +189,7 @@ def _check_objects(tx: Any, cached: Any, objects: list[Any]) -> None:
     runs: the captured function has changed something before it calls the cached one, or the cached one changes them.
     """
     effects = tx.output.side_effects
-    known = [v for v in effects.id_to_variable.values() if isinstance(v.mutation_type, _EXISTING)]
+    known = [v for v in list(effects.id_to_variable.values()) if isinstance(v.mutation_type, _EXISTING)]
     changed = any(map(effects.is_modified, known))
     if changed or any(map(_writes, tx.output.graph.nodes)):
         raise LookupError(f"the cached function `{_name(cached)}` takes an object, and is called after a change")

@@ -429,7 +429,7 @@ class _Attempt:
         @functools.wraps(original)
         def write(effects: Any, *args: Any, **kwargs: Any) -> Any:
             new = (AttributeMutationNew, ValueMutationNew)
-            held = [item for item in effects.id_to_variable.values() if not isinstance(item.mutation_type, new)]
+            held = [item for item in list(effects.id_to_variable.values()) if not isinstance(item.mutation_type, new)]
             self.writes |= any(map(effects.is_modified, held))
             self.hooks_inputs |= bool(effects.tensor_hooks)
             return original(effects, *args, **kwargs)

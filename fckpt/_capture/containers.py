@@ -15,7 +15,7 @@ from typing import Any
 
 from torch._dynamo.variables import BuiltinVariable, ConstantVariable, ConstDictVariable, SetVariable, user_defined
 from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.lists import CommonListMethodsVariable, DequeVariable
+from torch._dynamo.variables.lists import CommonListMethodsVariable, DequeVariable, TupleVariable
 
 from fckpt._capture.patching import patched
 from fckpt._capture.sources import TORCH
@@ -29,6 +29,7 @@ _METHODS = {
     "reverse", "rotate", "__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__",
 }  # fmt: skip
 """Methods of deques that return no deque."""
+_OPERATORS = [f"nb_{place}{name}_impl" for place in ("", "inplace_") for name in ("and", "or", "subtract", "xor")]
 _ITERATING = ("unpack_var_sequence", "tp_iter_impl")
 
 
@@ -52,7 +53,14 @@ def containers_like_pythons() -> Iterator[None]:
             if this.fn not in _ANY_ORDER or kwargs:
                 return original(this, tx, args, kwargs)
             with _added(free, args):
-                return original(this, tx, args, kwargs)
+                made = original(this, tx, args, kwargs)
+            if this.fn in (set, frozenset) and len(args) == 1:
+                given = args[0].realize()
+                if isinstance(given, SetVariable):
+                    _combined(made)
+                elif type(made) is SetVariable:
+                    _order_like_python(made, given)
+            return made
 
         return call
 
@@ -61,8 +69,10 @@ def containers_like_pythons() -> Iterator[None]:
         def call(this: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
             if name == "pop":
                 _check_order(this, tx)
+            if name not in ("add", "__contains__", "__len__"):
+                this.fckpt_combined = True
             with _added(free, args):
-                return original(this, tx, name, args, kwargs)
+                return _combined(original(this, tx, name, args, kwargs))
 
         return call
 
@@ -82,6 +92,9 @@ def containers_like_pythons() -> Iterator[None]:
             owner = next((cls for cls in SetVariable.__mro__ if name in vars(cls)), None)
             if owner is not None:
                 stack.enter_context(patched(owner, name, iterating))
+        for name in _OPERATORS:
+            if name in vars(SetVariable):
+                stack.enter_context(patched(SetVariable, name, _combining))
         stack.enter_context(patched(BuiltinVariable, "call_function", calling))
         stack.enter_context(patched(SetVariable, "call_method", calling_method))
         stack.enter_context(patched(CommonListMethodsVariable, "call_method", extending))
@@ -90,6 +103,27 @@ def containers_like_pythons() -> Iterator[None]:
             if name in vars(DequeVariable):
                 stack.enter_context(patched(DequeVariable, name, wrapped))
         yield
+
+
+def _combining(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def combine(*args: Any, **kwargs: Any) -> Any:
+        return _combined(original(*args, **kwargs))
+
+    return combine
+
+
+def _combined(made: Any) -> Any:
+    """Marks a set that is made from sets, or has lost items: its order depends on the sizes of their hash tables."""
+    if isinstance(made, SetVariable):
+        made.fckpt_combined = True
+    return made
+
+
+def _in_any_table(items: list[Any]) -> bool:
+    """Whether a set of these items has this order in a hash table of any size: small integers that increase, mostly."""
+    slots = [[hash(item) % (8 << n) for item in items] for n in range(16) if 8 << n > len(items)]
+    return all(sorted({*row}) == row for row in slots)
 
 
 def _moving(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,6 +147,20 @@ def _added(free: list[Any], args: Any) -> Iterator[None]:
         del free[count:]
 
 
+def _order_like_python(made: Any, given: Any) -> None:
+    """Orders the items of a new set as Python does, if the set is made from a list or tuple of constants."""
+    if not isinstance(given, CommonListMethodsVariable | TupleVariable):
+        return
+    try:
+        order = list({item.as_python_constant(): None for item in given.items})
+        keys = {key.vt.as_python_constant(): key for key in made.items}
+    except NotImplementedError:
+        return
+    made.fckpt_order = list(set(order))
+    made.fckpt_combined = False
+    made.items = {keys[item]: made.items[keys[item]] for item in made.fckpt_order}
+
+
 def _check_order(this: Any, tx: Any) -> None:
     """Raises `LookupError` for a set that may be iterated over in another order than Dynamo's.
 
@@ -128,7 +176,11 @@ def _check_order(this: Any, tx: Any) -> None:
         items = [key.vt.as_python_constant() for key in this.items]
     except NotImplementedError:  # items that are no constants, whose hashes may be addresses
         items = []
-    if not items or list(set(items)) != items:
+    if this.source or getattr(this, "fckpt_combined", False):
+        is_known = _in_any_table(items)
+    else:
+        is_known = items in (getattr(this, "fckpt_order", None), list(set(items)))
+    if not items or not is_known:
         raise LookupError("the function iterates over a set, whose order is not known before it runs")
 
 

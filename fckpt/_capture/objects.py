@@ -73,7 +73,7 @@ def _writing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _check(effects: Any) -> None:
     """Raises `LookupError` if an object or a container that Dynamo would change has two models, or own methods."""
     reached: dict[int, list[Any]] = {}
-    for address, item in effects.id_to_variable.items():
+    for address, item in list(effects.id_to_variable.items()):  # a look may add to it
         if isinstance(item.mutation_type, _NEW):
             continue
         value = attribute(item, "value")
