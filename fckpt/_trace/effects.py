@@ -243,34 +243,45 @@ def remove_leftover_tensors(recorder: Recorder) -> set[str]:
     addresses = recorder.alive()
     if not addresses:
         return set()
-    held = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and storage_of(t) in addresses]
+    held: list[Any] = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and storage_of(t) in addresses]
     names: set[str] = set()
-    while held:
-        names.add(_removed(held.pop(), held))
+    for _ in range(_DEPTH):
+        values, tuples = {id(value) for value in held}, list[Any]()
+        for holder in gc.get_referrers(*held):  # of all at once: each call looks at every object of the program
+            if isinstance(holder, tuple):
+                tuples.append(holder)
+            elif holder is not held:
+                names.add(_removed(values, holder))
+        held = tuples
+        if not held:
+            break
     return names - {""}
 
 
-def _removed(value: Any, ours: list[torch.Tensor], depth: int = 3) -> str:
-    """Removes a tensor, or a tuple with it, from its container; returns a description of the container. Methods of the
-    container that are not Python's, such as those of Hugging Face's results, are not called.
+_DEPTH = 4
+"""Tensors, tuples that hold them, tuples that hold such tuples, and so on."""
+
+
+def _removed(values: set[int], holder: Any) -> str:
+    """Removes objects with these addresses from a container; returns a description of it, empty if it has none.
+
+    Methods of the container that are not Python's, such as those of Hugging Face's results, are not called.
     """
-    for holder in gc.get_referrers(value):
-        if isinstance(holder, dict):
-            kind: Any = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
-            for key in [key for key, held in list(kind.items(holder)) if held is value]:
-                kind.__delitem__(holder, key)
-                return f"under the key {key!r}"
-        elif isinstance(holder, list) and holder is not ours:
-            list.__setitem__(holder, slice(None), [held for held in list.__iter__(holder) if held is not value])
-            return "in a list"
-        elif isinstance(holder, functools._lru_cache_wrapper):
-            holder.cache_clear()
-            return f"in the cache of {getattr(holder, '__name__', 'a function')}"
-        elif isinstance(holder, set):
-            set.discard(holder, value)
-            return "in a set"
-        elif isinstance(holder, tuple) and depth and (found := _removed(holder, ours, depth - 1)):
-            return found
+    if isinstance(holder, dict):
+        kind: Any = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
+        keys = [key for key, held in list(kind.items(holder)) if id(held) in values]
+        for key in keys:
+            kind.__delitem__(holder, key)
+        return f"under the key {keys[0]!r}" if keys else ""
+    if isinstance(holder, list):
+        list.__setitem__(holder, slice(None), [held for held in list.__iter__(holder) if id(held) not in values])
+        return "in a list"
+    if isinstance(holder, functools._lru_cache_wrapper):
+        holder.cache_clear()
+        return f"in the cache of {getattr(holder, '__name__', 'a function')}"
+    if isinstance(holder, set):
+        set.difference_update(holder, [held for held in set.__iter__(holder) if id(held) in values])
+        return "in a set"
     return ""
 
 
