@@ -1,6 +1,8 @@
 """Code that Dynamo does not evaluate, for which it has an equivalent.
 
 * `x.requires_grad = value` is `x.requires_grad_(value)`.
+* `h.requires_grad_()` of an intermediate is an operation of the graph; Dynamo refuses a result computed from `h`,
+  because AOTAutograd, which does not see the graph, would lose the operation.
 * A `functools.cached_property` sets an attribute, which is repeated like any other; Python's code for it takes a lock
   (until Python 3.11) and writes to the `__dict__` of the object.
 * Names of torch's classes, such as `type(module.weight).__module__`, are constants.
@@ -18,6 +20,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -76,6 +79,10 @@ def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
+def _unchecked(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: None
+
+
 def _get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
     if instance is None:
         return self
@@ -87,7 +94,9 @@ def _get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
 @contextlib.contextmanager
 def equivalents_evaluated() -> Iterator[None]:
     """Makes Dynamo evaluate the equivalents within the body."""
+    checked = "_check_requires_grad_intermediate_outputs"  # torch 2.13
     with (
+        patched(OutputGraph, checked, _unchecked) if hasattr(OutputGraph, checked) else contextlib.nullcontext(),
         instructions_patched({"STORE_ATTR": _storing, "LOAD_ATTR": _loading}),
         lookups_patched(_reading, lambda original: original),
     ):

@@ -98,6 +98,18 @@ def test_a_set_from_outside_keeps_its_order() -> None:
     assert_equal(planned(X), fn(X))
 
 
+def test_an_intermediate_that_is_made_to_require_grad() -> None:
+    """As Hugging Face's `enable_input_require_grads` does, for checkpoints behind a frozen embedding."""
+    embedding, head = nn.Embedding(10, 8), nn.Linear(8, 8)
+    embedding.weight.requires_grad_(False)
+    embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+    fn = lambda i: head(embedding(i)).tanh().sum()
+    planned, i = fckpt.remat(fn, budget="1MiB"), torch.arange(4)
+    for _ in range(2):
+        assert_equal(*(torch.autograd.grad(f(i), list(head.parameters())) for f in (planned, fn)))
+    assert fckpt.stats(planned).captures == 1
+
+
 DEQUES: dict[str, Callable[[Any, Tensor], Any]] = {
     "append": lambda held, t: held.append(t),
     "appendleft": lambda held, t: held.appendleft(t),
