@@ -60,6 +60,8 @@ class FlatGraph:
         self._enters = enters(module.graph)
         for function in _functions_of_autograd(module):
             _hold(function, held(function.graph))
+        for function in _functions_of_autograd(module)[1::2]:
+            _follow_grad_mode(function)
         self._strip(module, names)
         self._held = held(module.graph)
         module.recompile()
@@ -185,6 +187,18 @@ def _hold(module: fx.GraphModule, held: dict[fx.Node, fx.Node]) -> None:
         with module.graph.inserting_after(end):
             module.graph.call_function(_do_nothing, (*nodes,))
     module.recompile()
+
+
+def _follow_grad_mode(backward: fx.GraphModule) -> None:
+    """Makes the `backward` of an `autograd.Function` run in the grad mode of the backward pass.
+
+    Dynamo turns grad mode off in it, and so loses the second derivatives of a pass with `create_graph=True`. It does
+    not do so twice: code that changes grad mode itself is not captured, see `own_formulas.py`.
+    """
+    for node in list(backward.graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            backward.graph.erase_node(node)
+    backward.recompile()
 
 
 def _do_nothing(*_: Any) -> None:
