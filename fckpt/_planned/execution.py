@@ -265,6 +265,8 @@ class Execution:
     ) -> list[Any]:
         for reads in self.program.trace.late:
             reads.check()
+        if not set(given).isdisjoint(self.program.trace.regrouped):
+            self.ledger.adds_views_first()
         with self.lock:
             residuals, self.residuals = self.residuals, None
         # Lazy conjugation and negation are views above the recorded operations.

@@ -241,6 +241,20 @@ class Ledger:
             stacklevel=users_stacklevel(),
         )
 
+    def adds_views_first(self) -> None:
+        """Warns, once, that the gradients of views that a call returned were added up before the call's own."""
+        if "views" in self._warned:
+            return
+        self._warned.add("views")
+        warnings.warn(
+            f"{self.name} returns views of a tensor from which it computes other results. With a plan, the gradients "
+            "of these views are added up before those of the other results; plain autograd may add them in another "
+            "order. So gradients may differ from those of the plain function in the last bits. To avoid that, put the "
+            "budget around all uses of the views, or return copies of them (`.clone()`).",
+            GradientWarning,
+            stacklevel=users_stacklevel(),
+        )
+
     def told_compiled(self, lines: Sequence[str]) -> None:
         """Warns, once, that lines of a library are told that they are compiled."""
         if not lines or "told compiled" in self._warned:

@@ -18,6 +18,7 @@ from torch._C._autograd import CreationMeta, _get_creation_meta
 from fckpt._call.levels import unwrapped
 from fckpt._call.modules import storage_of
 from fckpt._call.results import Rebuilt
+from fckpt._trace.lifetimes import nodes_behind
 from fckpt._trace.recorder import Recorder
 
 __all__ = ["apart", "is_unrecorded"]
@@ -25,8 +26,11 @@ __all__ = ["apart", "is_unrecorded"]
 
 def apart(
     leaves: list[Any], results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], count: int, recorder: Recorder
-) -> list[torch.Tensor]:
+) -> tuple[list[torch.Tensor], tuple[int, ...]]:
     """Returns the outputs that a plan must compute, and replaces the other outputs in `leaves` by view descriptions.
+
+    Also returns the positions, among these outputs, of those with views whose gradients plain autograd adds up in
+    another order, see `_adds_otherwise`.
 
     Args:
         leaves: the leaves of the result, in which ('out', i) and ('in', i) stand for tensors.
@@ -66,7 +70,8 @@ def apart(
     for position, leaf in enumerate(leaves):
         if type(leaf) is tuple and leaf[:1] == ("out",):
             leaves[position] = views.get(leaf[1]) or new[leaf]
-    return [bases.get(i, results[i]) for i in stay]
+    regrouped = [i for i, base in bases.items() if _adds_otherwise(base, groups[storage_of(unwrapped(base))], results)]
+    return [bases.get(i, results[i]) for i in stay], tuple(map(stay.index, regrouped))
 
 
 def _of(
@@ -100,6 +105,29 @@ def _of_one_another(
     several = any(isinstance(op._schema.returns[0].type, torch.ListType) for op in calls)
     several |= any(rebuilt.unrecorded for rebuilt in found.values())
     return (bases[0], found) if found and (len(members) > 1 or several) else (None, {})
+
+
+def _adds_otherwise(base: torch.Tensor, members: list[int], results: Sequence[torch.Tensor]) -> bool:
+    """Whether plain autograd adds up the gradient of the base in another order than with views made after the call.
+
+    Autograd adds the contributions of later operations first. Views that are made after the call are later than all
+    operations of the call, and each of them starts from the base itself.
+    """
+    maker = base.grad_fn
+    reads = lambda node: any(other is maker and i == base.output_nr for other, i in node.next_functions)
+    behind = [node for node in nodes_behind(results) if reads(node)]
+    ways = []
+    for view in (results[i] for i in members if results[i] is not base):
+        node = view.grad_fn
+        while node is not None and node not in behind:
+            node = node.next_functions[0][0] if node.next_functions else None
+        ways += [] if node is None else [node]
+    views, inside = set(ways), set(behind) - set(ways)
+    if len(ways) > len(views) > 1:  # views of a view, whose gradients autograd adds up first
+        return True
+    if not views or not inside or len(members) + len(inside) < 3:
+        return False
+    return min(node._sequence_nr() for node in views) < max(node._sequence_nr() for node in inside)
 
 
 def _are_apart(members: list[int], results: Sequence[torch.Tensor], storage: int, recorder: Recorder) -> bool:

@@ -44,6 +44,7 @@ class Interface(NamedTuple):
     gradients: tuple[int | None, ...]
     delivered: tuple[int, ...]
     differentiable: tuple[bool, ...] | None
+    regrouped: tuple[int, ...]
     backward: Backward
     out_dims: tuple[int | None, ...]
     grad_dims: tuple[int | None, ...]
@@ -123,6 +124,7 @@ class Assembly:
             gradients=interface.gradients,
             delivered=interface.delivered,
             differentiable=interface.differentiable,
+            regrouped=interface.regrouped,
             versions=tuple(self.versions),
             backward=interface.backward,
             out_dims=interface.out_dims,

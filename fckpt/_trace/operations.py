@@ -213,6 +213,8 @@ class Trace:
     """The operands that are leaves, in the order in which autograd gives them their gradients; empty if not known."""
     differentiable: tuple[bool, ...] | None = None
     """By operand: whether autograd leads from a result to it; None if that is not known."""
+    regrouped: tuple[int, ...] = ()
+    """The outputs with views, made after the call, whose gradients plain autograd adds up in another order."""
     regions: tuple[tuple[frozenset[int], Any], ...] = ()
     """The rematerialised regions inside, inner ones first: the nodes whose results stay inside, and the policy."""
     backward: Backward = _LIKELY

@@ -68,7 +68,9 @@ class Results:
         known = {id(t): ("in", i) for i, t in enumerate(operands[:count])}
         results: list[torch.Tensor] = numbered(self.leaves, known)
         # Under vmap, results are separate batches even where they share memory with others.
-        self.results = apart(self.leaves, results, operands, count, recorder) if levels is None else results
+        self.results, self.regrouped = results, ()
+        if levels is None:
+            self.results, self.regrouped = apart(self.leaves, results, operands, count, recorder)
         recorded, given = torch.is_grad_enabled(), set(map(id, operands))
         # With grad mode off, operands that require grad, and views of them, are returned as tensors that do not.
         self.flags = tuple(
@@ -112,6 +114,7 @@ class Results:
             gradients=self.gradients,
             delivered=tuple(self.delivered),
             differentiable=self.differentiable,
+            regrouped=self.regrouped,
             backward=self.backward,
             out_dims=self.out_dims,
             grad_dims=self.grad_dims,

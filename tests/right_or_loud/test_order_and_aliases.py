@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -314,3 +315,66 @@ def test_writes_to_outputs_with_users_code_between_are_refused(name: str, which:
     results = fckpt.remat(BETWEEN[name], budget=1.0)(*leaves)
     with pytest.raises(RuntimeError, match="being modified inplace"):
         results[which].mul_(2)
+
+
+def views_first(h: Tensor) -> Any:
+    return h[1:], h[:, 2:], h.exp()
+
+
+def view_of_returned(h: Tensor) -> Any:
+    return h, h[1:], h.exp()
+
+
+def views_of_a_view(h: Tensor) -> Any:
+    return h.t()[1:], h.t()[:2], h[:, 2:]
+
+
+def views_last(h: Tensor) -> Any:
+    y = h.exp()
+    return y, h[1:], h[:, 2:]
+
+
+def only_views(h: Tensor) -> Any:
+    return h[1:], h[:, 2:], h[:2]
+
+
+def one_view(h: Tensor) -> Any:
+    return h[1:], h.exp(), h.sin()
+
+
+@pytest.mark.parametrize("options", [{"budget": 1.0}, {"policy": fckpt.policies.everything_saveable}])
+@pytest.mark.parametrize(
+    ("fn", "warned"),
+    [
+        (views_first, True),
+        (view_of_returned, True),
+        (views_of_a_view, True),
+        (views_last, False),
+        (only_views, False),
+        (one_view, False),
+    ],
+)
+@pytest.mark.parametrize("compute", [torch.mul, torch.add, torch.div])
+def test_gradients_of_views_that_are_added_up_first_give_a_warning(
+    compute: Any, fn: Callable[[Tensor], Any], warned: bool, options: dict[str, Any]
+) -> None:
+    draws = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(4, 8, generator=draws) for _ in range(2))
+    planned = fckpt.remat(lambda x, w: fn(compute(x, w)), **options)
+
+    def gradient(f: Callable[..., Any]) -> Tensor | None:
+        leaf = w.clone().requires_grad_()
+        sum(t.sin().sum() for t in f(x, leaf)).backward()  # type: ignore[union-attr]
+        return leaf.grad
+
+    expected = gradient(lambda x, w: fn(compute(x, w)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [gradient(planned) for _ in range(2)]
+    told = [m for m in caught if m.category is fckpt.GradientWarning and "returns views" in str(m.message)]
+    assert len(told) == warned
+    for grad in found:
+        if warned:
+            torch.testing.assert_close(grad, expected)
+        else:
+            assert_equal(grad, expected)
