@@ -326,7 +326,8 @@ def view_of_returned(h: Tensor) -> Any:
 
 
 def views_of_a_view(h: Tensor) -> Any:
-    return h.t()[1:], h.t()[:2], h[:, 2:]
+    y = h.t()
+    return y[1:], y[:2], h[:, 2:]
 
 
 def views_last(h: Tensor) -> Any:
