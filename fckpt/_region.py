@@ -179,7 +179,10 @@ class PlannedRegion(Region):
             self.without_plan = (lambda fn, args, kwargs: fn(*args, **kwargs)) if blocks else super().run
             return self.without_plan(fn, args, kwargs)
         if raised is not None:  # outside of the `except`, so that the traceback is that of a plain call
-            return self._run_to_error(fn, args, kwargs, raised)
+            try:
+                return self._run_to_error(fn, args, kwargs, raised)
+            finally:
+                del raised  # its traceback holds this frame: a cycle would keep the arguments
         if before.captures == ledger.stats.captures and before.programs == ledger.stats.programs:
             ledger.count("hits")
         return result
@@ -190,13 +193,15 @@ class PlannedRegion(Region):
         """Runs a call that raised an error while it was traced without a plan, which raises that error itself.
 
         What the function does before it raises (random numbers, attributes, buffers) is then done as in a plain call.
+        If the backward pass raised the error, the call returns, and its backward pass raises it again.
 
         Raises:
             TraceError: it raises no error without a plan.
         """
-        self.planner.ledger.falls_back("raises an error", quiet=True)
+        # A backward pass that raises no error after all needs more memory than its plan would have: that is a warning.
+        self.planner.ledger.falls_back("raises an error", str(raised), quiet=not raised.in_backward)
         result = super().run(fn, args, kwargs)
-        if self.untraceable == "raise":
+        if not raised.in_backward and (raised.is_urgent or self.untraceable == "raise"):
             raised.only_here()
         return result
 
@@ -263,19 +268,20 @@ class PlannedRegion(Region):
             return BatchedGraph.wrapped(results, level)
         level, batch = outer_batch(operands)
         names = [i.name for i in captured.inputs]
-        programs = self.planner.programs_of(
-            known,
-            (*key, tuple(layouts), batch, donated),
-            lambda: self.planner.sizes.tracer(
-                function, key[1:], layouts, graph_tracer(function, names, layouts, batch, donated), batch, donated
-            ),
-            len(function.arguments),
-            (*sizes, *(() if batch is None else (batch.size,))),
-            None
-            if of_training is None or captured.graph.differentiates
-            else lambda: graph_tracer(function, names, of_training, batch),
-        )
-        program = programs.likely()
+        with errors_marked(self.planner.refusals):
+            programs = self.planner.programs_of(
+                known,
+                (*key, tuple(layouts), batch, donated),
+                lambda: self.planner.sizes.tracer(
+                    function, key[1:], layouts, graph_tracer(function, names, layouts, batch, donated), batch, donated
+                ),
+                len(function.arguments),
+                (*sizes, *(() if batch is None else (batch.size,))),
+                None
+                if of_training is None or captured.graph.differentiates
+                else lambda: graph_tracer(function, names, of_training, batch),
+            )
+            program = programs.likely()
         self.planner.ledger.computes_before(captured.branches.nbytes, program.plan.peak_bytes)
         call = UserCall(function, Arguments(tuple(function.arguments), {}), self.buffer_writes)
         conditions = _GraphConditions(call, program, function, closure, layouts, key[1])

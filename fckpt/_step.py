@@ -223,6 +223,8 @@ class TrainingStep:
         self._planner.ledger.falls_back("raises an error", quiet=True)
         for part in self._parts(batch)[ran:]:
             self.loss_fn(self.model, part)
+            if raised.in_backward:  # of this microbatch
+                raise raised.error
         raised.only_here()
 
     def plan(self, batch: Any) -> Plan:

@@ -80,6 +80,10 @@ _REASONS = {
         way_out="Pass what decides the branch as a Python value (is_causal=True, for example).",
         does="runs by its plan",
     ),
+    "raises an error": _Reason(
+        "its backward pass raises an error while it is traced, which a plain backward pass is to raise as well",
+        way_out="Make the backward pass run without an error.",
+    ),
     "untraceable": _Reason(
         "it cannot be traced into a graph", way_out="Put the budget around a part of it that can be traced."
     ),

@@ -81,13 +81,27 @@ def regularised() -> nn.Module:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyError])
-def test_a_loss_that_raises_leaves_what_a_plain_call_leaves(kind: type[Exception], accumulate: int) -> None:
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyError, KeyboardInterrupt])
+def test_a_loss_that_raises_leaves_what_a_plain_call_leaves(
+    kind: type[BaseException], late: bool, accumulate: int
+) -> None:
     """Random numbers and statistics of the forward pass up to the error; the next step goes on from there."""
+
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Any) -> Any:
+            raise kind("a bad batch")
 
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         out = model(batch["x"])
-        if batch["bad"]:
+        if batch["bad"] and late:
+            out = Bad.apply(out)
+        elif batch["bad"]:
             raise kind("a bad batch")
         return out.square().mean()
 

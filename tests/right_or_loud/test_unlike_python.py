@@ -6,7 +6,12 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
 import random
+import signal
+import sys
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -374,26 +379,33 @@ class Raising(nn.Module):
         self.first, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
         self.calls, self.limit = 0, 100
         self.log: list[int] = []
+        self.kind: type[BaseException] = ValueError
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         h = self.dropout(self.norm(self.first(x)))
         self.log.append(len(x))
         if len(x) > self.limit:
-            raise ValueError("too many")
+            raise self.kind("too many")
         return h.square().mean()
 
 
+class Own(BaseException):
+    pass
+
+
 @pytest.mark.parametrize("limits", [(100, 2, 100), (2, 100, 100)])
-def test_what_a_call_does_before_it_raises_an_error_is_done(limits: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, Own])
+def test_what_a_call_does_before_it_raises_an_error_is_done(kind: Any, limits: tuple[int, ...]) -> None:
     def run(net: Any) -> list[Any]:
+        net.kind = kind
         torch.manual_seed(0)
         found: list[Any] = []
         for limit in limits:
             net.limit = limit
             try:
                 found.append(net(X))
-            except ValueError as error:
+            except kind as error:
                 found.append(str(error))
             found += [net.calls, list(net.log), *(b.clone() for b in net.buffers()), torch.get_rng_state()]
         return found
@@ -401,6 +413,90 @@ def test_what_a_call_does_before_it_raises_an_error_is_done(limits: tuple[int, .
     plain = Raising()
     planned = fckpt.remat(copy.deepcopy(plain), budget=1.0)
     assert_equal(run(planned), run(plain))
+
+
+def interrupted(*_: Any) -> None:
+    raise TimeoutError
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, interrupted, lambda *_: sys.exit()])
+def test_an_interrupt_from_outside_leaves_nothing_behind(handler: Any) -> None:
+    plain = Raising()
+    net = copy.deepcopy(plain)
+    called: list[int] = []
+
+    def forward(x: Tensor) -> Tensor:
+        h = net(x)
+        called.append(1)
+        signal.raise_signal(signal.SIGINT)  # as if someone pressed Ctrl-C now
+        return h
+
+    state, before = torch.get_rng_state(), signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises((KeyboardInterrupt, TimeoutError, SystemExit)):
+            fckpt.remat(forward, budget=1.0)(X)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert_equal([*net.buffers(), torch.get_rng_state(), *called], [*plain.buffers(), state])
+
+
+class Failing(torch.autograd.Function):
+    """Raises an error in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: Any) -> Tensor:
+        ctx.kind = kind
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        if ctx.kind == "shape":
+            return cotangents[0][:1], None
+        raise ctx.kind("backward")
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, Own, "shape"])
+@pytest.mark.parametrize("options", [{"budget": 1.0}, {"policy": fckpt.policies.everything_saveable}], ids=str)
+def test_an_error_of_the_backward_pass_is_raised_there(kind: Any, options: Any) -> None:
+    raised = RuntimeError if kind == "shape" else kind
+
+    def run(planned: Callable[..., Any] | None) -> list[Any]:
+        net, x = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout()), X.clone().requires_grad_()
+        fn = lambda x: Failing.apply(net(x), kind).sin().sum()
+        torch.manual_seed(0)
+        loss = (planned or (lambda fn: fn))(fn)(x)
+        with pytest.raises(raised) as error:
+            loss.backward()
+        return [loss, str(error.value), *net.buffers(), torch.get_rng_state()]
+
+    def planned(fn: Any) -> Any:
+        made.append(fckpt.remat(fn, **options))
+        return made[-1]
+
+    made: list[Any] = []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert_equal(run(planned), run(None))
+    assert fckpt.stats(made[0]).fallbacks == {"raises an error": 1}
+    texts = [str(w.message) for w in found if w.category is fckpt.BudgetWarning]
+    assert len(texts) == ("budget" in options) and all("its backward pass raises an error" in text for text in texts)
+
+
+def test_a_call_whose_backward_pass_raises_an_error_keeps_nothing() -> None:
+    def is_kept() -> bool:
+        fn = fckpt.remat(lambda x: Failing.apply(x.sin(), "shape").sum(), policy=fckpt.policies.everything_saveable)
+        x = X.clone().requires_grad_()
+        gone = weakref.ref(x)
+        gc.disable()
+        try:
+            fn(x)
+            del x
+            return gone() is not None
+        finally:
+            gc.enable()
+
+    is_kept()  # a first capture imports modules, which keeps frames
+    assert not is_kept()
 
 
 def test_an_error_of_torch_has_its_own_text() -> None:
