@@ -15,7 +15,7 @@ from fckpt import _tree as tree
 from fckpt import solve
 from fckpt._call.arguments import DonatedArguments
 from fckpt._call.closure import closure_of
-from fckpt._call.results import is_number
+from fckpt._call.results import number_of
 from fckpt._fuse.option import Kernels, check_kernels
 from fckpt._planned.families import Families, is_shared
 from fckpt._planned.fusing import with_blocks
@@ -343,8 +343,9 @@ def _loss_of(trace: Trace, named: bool) -> tuple[str, ...]:
     """
     if sum(trace.flags) == len(trace.backward.outputs or ()):
         return ()
-    leaves = zip(trace.leaves, trace.spec.names(), strict=True)
-    names = {leaf: name for leaf, name in leaves if is_number(leaf)} if named else {}
+    leaves = [(number_of(leaf), name) for leaf, name in zip(trace.leaves, trace.spec.names(), strict=True)]
+    # In reverse: the first of several views of one tensor names it.
+    names = {number[:2]: name for number, name in reversed(leaves) if number is not None} if named else {}
     found = []
     for output in trace.backward.outputs or ():
         spec = trace.tensors[trace.outputs[output]]

@@ -256,8 +256,7 @@ class PlannedRegion(Region):
         closure = list(function.held.values())
         operands = [*function.arguments, *closure]
         layouts, of_training = as_differentiated(layouts_below(operands))
-        if self.planner.is_idle and not any(layout.requires_grad for layout in layouts):
-            self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
+        if self._runs_plainly(layouts):
             return function(*function.arguments)
         if innermost_is_vmap():
             interpreter = innermost()
@@ -303,17 +302,16 @@ class PlannedRegion(Region):
             observation = Observation(call.fn, arguments.statics, call.inputs, self.buffer_writes, facts=True)
             reached = CapturedTensors(observation, call.inputs, batching.passed)
             layouts, _ = as_differentiated(layouts_below((*call.inputs, *reached.tensors)))
-            idle = self.planner.is_idle and not any(layout.requires_grad for layout in layouts)
+            plainly = self._runs_plainly(layouts)
             programs = None
             places = tuple([i for i, t in enumerate(call.inputs) if id(t) in (donated or {})])
             check_donated([call.inputs[i] for i in places], reached.tensors, donated or {})
-            if not idle and not innermost_is_vmap():
+            if not plainly and not innermost_is_vmap():
                 with errors_marked(self.planner.refusals):
                     programs = self.planner.traced_programs(
                         fn, arguments, observation, reached, layouts, batching.sizes, places
                     )
-        if idle:
-            self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
+        if plainly:
             args, kwargs = arguments.rebuild(call.inputs)
             return fn(*args, **kwargs)
         if programs is None:
@@ -321,6 +319,17 @@ class PlannedRegion(Region):
         program = programs.likely()
         conditions = lambda: observation.conditions(program.draws, NOT_AGAIN)
         return self._run_planned(call, programs, program, reached.tensors, conditions)
+
+    def _runs_plainly(self, layouts: Sequence[Layout]) -> bool:
+        """Whether a call has nothing to plan, and counts it: tensors on the device meta, for example, have no memory."""
+        on_meta = [layout.device.type == "meta" for layout in layouts]
+        if any(on_meta):
+            self.planner.ledger.falls_back("meta tensors", quiet=all(on_meta))
+        elif self.planner.is_idle and not any(layout.requires_grad for layout in layouts):
+            self.planner.ledger.falls_back("nothing to differentiate", quiet=True)
+        else:
+            return False
+        return True
 
     def _run_planned(
         self,

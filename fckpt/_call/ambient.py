@@ -119,7 +119,10 @@ def unobserved() -> contextlib.AbstractContextManager[Any]:
 def capture() -> Ambient:
     """Returns all ambient settings as one comparable value."""
     # A `with torch.device(...)` block and `set_default_device` are torch function modes.
-    device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
+    device = None
+    if torch._C._len_torch_function_stack():
+        with torch._C._DisableFuncTorch():  # torch makes a tensor to find the device, which fails at some levels
+            device = torch.get_default_device()
     return (
         autocast(),
         device,

@@ -14,7 +14,7 @@ import torch
 from fckpt import _tree as tree
 from fckpt.errors import OpaqueOutputError, region_name
 
-__all__ = ["Flat", "Rebuilt", "Returned", "View", "is_number", "numbered"]
+__all__ = ["Flat", "Rebuilt", "Returned", "View", "is_number", "number_of", "numbered"]
 
 Flat = list[Any]  # tensors, or None where there is none
 
@@ -106,6 +106,15 @@ def numbered(leaves: list[Any], known: dict[int, tuple[str, int]], fn: Any = Non
 
 def is_number(leaf: Any) -> bool:
     return type(leaf) is tuple and len(leaf) == 2 and leaf[0] in ("out", "in")
+
+
+def number_of(leaf: Any) -> tuple[str, int, bool] | None:
+    """Returns the number of the tensor for which a leaf stands, or of the one that it views, and whether gradients flow
+    to it; None for other leaves.
+    """
+    if isinstance(leaf, Rebuilt):
+        return (*leaf.source, leaf.tracked and not leaf.unrecorded)
+    return (*leaf, True) if is_number(leaf) else None
 
 
 def _hides_tensors(leaf: Any) -> bool:

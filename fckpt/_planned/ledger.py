@@ -92,6 +92,12 @@ _REASONS = {
         way_out="Run the module once before training, without gradients.",
         does="runs like the plain function",
     ),
+    "meta tensors": _Reason(
+        "some of its arguments and captured tensors are on the device meta, and others are not",
+        way_out="Put all tensors on one device.",
+        does="runs like the plain function",
+        is_plain=True,
+    ),
     "nothing to differentiate": _Reason(
         "none of its arguments and captured tensors requires grad",
         way_out="Use torch.no_grad() for inference, or put the budget around the function that is differentiated.",

@@ -9,7 +9,7 @@ import torch
 
 from fckpt import _tree as tree
 from fckpt._call import ambient
-from fckpt._call.results import is_number, numbered
+from fckpt._call.results import number_of, numbered
 from fckpt._trace import formulas
 from fckpt._trace.aliases import apart, is_unrecorded
 from fckpt._trace.assemble import Interface
@@ -267,16 +267,17 @@ class Results:
             return then.finished(self.operands, gradients, cotangents[0], carried)
 
     def _chosen(self, chosen: Sequence[int | str]) -> tuple[int, ...]:
-        """Returns the outputs that the user selected as the loss."""
-        pairs = [(name, leaf) for name, leaf in zip(self.spec.names(), self.leaves, strict=True) if is_number(leaf)]
+        """Returns the outputs that the user selected as the loss. A view counts as what it views."""
+        named = [(name, number_of(leaf)) for name, leaf in zip(self.spec.names(), self.leaves, strict=True)]
+        pairs = [(name, number) for name, number in named if number is not None]
         try:
             leaves = [pairs[i] for i in tree.selected(chosen, [name for name, _ in pairs])]
         except LookupError as error:
             raise ArgumentValueError(f"outputs: {error}.") from error
-        for name, (kind, number) in leaves:
-            if kind != "out" or not self.results[number].requires_grad:
+        for name, (kind, number, tracked) in leaves:
+            if kind != "out" or not tracked or not self.results[number].requires_grad:
                 raise ArgumentValueError(f"outputs: {name or 'the result'!r} depends on nothing that requires grad.")
-        return tuple(sorted({number for _, (_, number) in leaves}))
+        return tuple(sorted({number for _, (_, number, _) in leaves}))
 
     def _own(self, grad: torch.Tensor, layout: Layout, taken: set[int], stored: bool) -> torch.Tensor:
         """Returns the gradient in a separate storage, laid out like the leaf, so that autograd stores it in `.grad`.

@@ -20,6 +20,7 @@ import torch
 
 from fckpt._call import ambient
 from fckpt.cost.calls import OpCost, valid
+from fckpt.errors import TraceError
 
 __all__ = ["Store", "cache_folder", "environment"]
 
@@ -27,7 +28,16 @@ FORMAT = 3  # part of the file names: to be increased when the measurements chan
 
 
 def environment(device: torch.device) -> str:
-    """Returns the name of a device with the settings on which the cost of an operation depends."""
+    """Returns the name of a device with the settings on which the cost of an operation depends.
+
+    Raises:
+        TraceError: nothing can be measured on the device.
+    """
+    if device.type == "meta":
+        raise TraceError(
+            "operations on the device meta take no time and no memory, and cannot be measured. Put the tensors on a "
+            "device with memory, or let fckpt.plan plan for a device that is not here."
+        )
     settings = ambient.capture()[2:]
     if device.type == "cpu":
         name = f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torchvision_shim  # noqa: F401  before transformers
@@ -309,3 +310,46 @@ def test_pareto_and_largest_take_a_device() -> None:
 def test_a_profile_without_a_capability_plans_for_the_device_of_the_tensors() -> None:
     mine = DeviceProfile("mine", {torch.float32: 1e12}, 1e11, 1e-6, 2**30)
     assert "bmm" in ops(fckpt.plan(causal, *rows_of_heads(torch.float32, 1, 32, 2, 16), costs=Analytic(mine)))
+
+
+def on_meta(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).tanh().sum()
+
+
+def with_sorted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x[:, sorted({0, 1, len(np.unique(np.ones(3)))})].tanh() @ w[:2]).sum()  # its Python code is traced
+
+
+@pytest.mark.parametrize("options", [{"budget": 1.0}, {"budget": 1}, {"policy": fckpt.policies.dots_saveable}], ids=str)
+@pytest.mark.parametrize("fn", [on_meta, with_sorted])
+def test_a_call_on_the_device_meta_is_plain(fn, options) -> None:
+    x, w = torch.empty(4, 8, device="meta"), torch.empty(8, 8, device="meta", requires_grad=True)
+    planned = fckpt.remat(fn, **options)
+    planned(x, w).backward()
+    assert w.grad is not None and w.grad.device.type == "meta"
+    assert fckpt.stats(planned).fallbacks == {"meta tensors": 1}
+    grads = torch.func.grad(planned, argnums=1)(x, w.detach())
+    assert grads.shape == w.shape and grads.device.type == "meta"
+
+
+def test_a_module_on_the_device_meta_and_then_on_another() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2))
+        planned = fckpt.remat(net, budget=1.0)
+        planned(torch.empty(4, 8)).sum().backward()
+        torch.func.grad(fckpt.remat(on_meta, budget=1.0))(torch.empty(4, 8), torch.empty(8, 8))
+    assert all(p.grad is not None for p in net.parameters())
+    net.to_empty(device="cpu").zero_grad()
+    for t in (*net.parameters(), *net.buffers()):
+        nn.init.ones_(t)
+    assert fckpt.check(planned, torch.randn(4, 8))
+    assert fckpt.stats(planned).plans == 1
+
+
+def test_tensors_on_the_device_meta_beside_others() -> None:
+    x, w = torch.empty(4, device="meta"), torch.randn(4, requires_grad=True)
+    with pytest.warns(fckpt.BudgetWarning, match="on the device meta, and others are not"):
+        fckpt.remat(lambda x, w: (x.sum(), w.sin().sum()), budget=1.0)(x, w)[1].backward()
+    assert torch.equal(w.grad, w.cos())
+    with pytest.raises(fckpt.TraceError, match="operations on the device meta"):
+        fckpt.remat(lambda w: (w.sin().sum(), torch.empty(2, device="meta").sum()), budget=1.0)(w)

@@ -539,6 +539,36 @@ def test_a_plan_for_the_outputs_that_are_named(outputs: Any) -> None:
     assert fckpt.pareto(with_hidden, w, x, points=2, outputs=outputs)[-1].plan.loss_of == plan.loss_of
 
 
+def with_views(w: Tensor, x: Tensor) -> tuple[Any, ...]:
+    hidden = x @ w
+    return hidden[1:], {"other": hidden[:, 2:], "detached": hidden.detach()}, hidden.exp(), x[1:], hidden[0]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "loss_of"),
+    [
+        (0, ("0 float32[64, 8]",)),
+        ("1.other", ("0 float32[64, 8]",)),
+        (-1, ("0 float32[64, 8]",)),
+        ("2", ("2 float32[64, 8]",)),
+        ([0, "2"], ()),
+    ],
+    ids=str,
+)
+def test_a_chosen_view_counts_as_what_it_views(outputs: Any, loss_of: tuple[str, ...]) -> None:
+    w, x = torch.randn(8, 8, requires_grad=True), torch.randn(64, 8)
+    plan = fckpt.plan(with_views, w, x, outputs=outputs)
+    assert plan.loss_of == loss_of
+    assert fckpt.check(with_views, w, x, budget=fckpt.plan(with_views, w, x).peak_bytes, outputs=outputs)
+
+
+@pytest.mark.parametrize("outputs", ["1.detached", "3"])
+def test_a_chosen_view_that_has_no_gradient(outputs: str) -> None:
+    w, x = torch.randn(8, 8, requires_grad=True), torch.randn(64, 8)
+    with pytest.raises(ValueError, match=f"{outputs}' depends on nothing that requires grad"):
+        fckpt.plan(with_views, w, x, outputs=outputs)
+
+
 def test_what_a_plan_takes_for_the_loss() -> None:
     w, x = torch.randn(8, 8, requires_grad=True), torch.randn(64, 8)
     assert fckpt.plan(with_hidden, w, x).loss_of == ("float32[]",)  # the one number
