@@ -40,7 +40,9 @@ def sequential(fns: Any, segments: Segments = "sqrt", *, remat_last: bool = Fals
 
     Returns:
         For functions, `apply(params_list, x)`, with one entry of `params_list` per function. For modules, an
-        `nn.Sequential` of the same modules, with the same `state_dict` keys.
+        `nn.Sequential` of the same modules, with the same `state_dict` keys. If `fns` is an `nn.Sequential`, the two
+        share the modules: one that is replaced in either is replaced in both, and `train()` and `eval()` of either
+        reach all of them (but not the flag `training` of the other chain itself). A list is taken as it is now.
 
     Raises:
         ArgumentTypeError: `fns` is empty, contains both modules and functions, or contains anything else.
@@ -57,15 +59,14 @@ def sequential(fns: Any, segments: Segments = "sqrt", *, remat_last: bool = Fals
         T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training deep nets with sublinear memory cost" (2016),
         https://arxiv.org/abs/1604.06174, section 4.3, for sqrt(n) segments.
     """
-    links = list(fns.children()) if isinstance(fns, nn.Sequential) else list(fns)
+    links = list(fns._modules.values()) if isinstance(fns, nn.Sequential) else list(fns)
     modules = [isinstance(link, nn.Module) for link in links]
     if not links or not all(callable(link) for link in links) or any(modules) != all(modules):
         kinds = ", ".join(sorted({type(link).__name__ for link in links})) or "nothing"
         raise ArgumentTypeError(f"sequential takes functions or modules, at least one and not both; got {kinds}.")
     lengths = segment_lengths(len(links), segments)
     if modules[0]:
-        keys = list(fns._modules) if isinstance(fns, nn.Sequential) else [str(i) for i in range(len(links))]
-        return _SequentialModule(dict(zip(keys, links, strict=True)), lengths, remat_last)
+        return _SequentialModule(fns if isinstance(fns, nn.Sequential) else nn.Sequential(*links), lengths, remat_last)
     return _chain(links, lengths, remat_last)
 
 
@@ -120,10 +121,10 @@ def _segment(fns: list[Callable[[Any, Any], Any]]) -> Callable[[Sequence[Any], A
 class _SequentialModule(nn.Sequential):
     """An `nn.Sequential` whose segments are rematerialised."""
 
-    def __init__(self, modules: dict[str, nn.Module], lengths: tuple[int, ...], remat_last: bool):
+    def __init__(self, chain: nn.Sequential, lengths: tuple[int, ...], remat_last: bool):
         super().__init__()
-        for key, module in modules.items():
-            self.add_module(key, module)
+        self._modules = chain._modules  # the same dict, so that a module that is replaced is replaced in both
+        self.training = chain.training
         self.lengths = lengths
         self.remat_last = remat_last
         # In a list, which torch does not treat as submodules, so that the names of the modules do not change.

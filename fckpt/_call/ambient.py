@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -17,6 +19,7 @@ __all__ = [
     "autocast",
     "autocast_as",
     "capture",
+    "errors_unlogged",
     "function_modes",
     "has_function_modes",
     "interfering_mode",
@@ -219,3 +222,15 @@ def _set_flags(ambient: Ambient) -> None:
         write(flag)
     if order != tuple(torch._C._get_sdp_priority_order()):
         torch._C._set_sdp_priority_order(list(order))
+
+
+@contextlib.contextmanager
+def errors_unlogged(name: str) -> Iterator[None]:
+    """Keeps one of torch's loggers from printing the stacks of errors that this thread raises within the body."""
+    here, logger = threading.get_ident(), logging.getLogger(name)
+    without_stacks = lambda record: not record.exc_info or record.thread != here
+    logger.addFilter(without_stacks)
+    try:
+        yield
+    finally:
+        logger.removeFilter(without_stacks)

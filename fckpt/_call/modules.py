@@ -31,6 +31,7 @@ __all__ = [
     "add_parts",
     "facts_of",
     "is_closed",
+    "is_plain_type",
     "known_parts",
     "open_closures",
     "parts_of",
@@ -390,3 +391,15 @@ def is_closed(value: Any) -> bool:
 
 
 INTERNAL = frozenset(vars(nn.Module()))
+
+
+_OF_ANY_CLASS = {"__module__", "__doc__", "__new__", "__init__", "__repr__", "__reduce_ex__", "__deepcopy__"}
+
+
+def is_plain_type(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of a class compute as torch.Tensor does: a class of parameters may add attributes and methods."""
+    if kind in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return True
+    own = kind.__mro__[: kind.__mro__.index(nn.Parameter)] if nn.Parameter in kind.__mro__ else ()
+    names = {name for base in own for name in vars(base)} - _OF_ANY_CLASS
+    return bool(own) and not any(name == "__slots__" or hasattr(torch.Tensor, name) for name in names)

@@ -27,6 +27,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 
 from fckpt._call.ambient import without_modes
 from fckpt._call.levels import layers, unseen
+from fckpt._call.modules import is_plain_type
 from fckpt._call.rng import RandomState
 from fckpt._capture.checks import checked
 from fckpt._capture.patching import instructions_patched, patched
@@ -41,7 +42,6 @@ _MOST_TENSORS = 4
 """A condition may take this many times the memory of the largest tensor of the function."""
 _MOST_SIZES = 1024
 """The most sizes for which the outcome of a condition is remembered."""
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class _Condition:
@@ -81,7 +81,7 @@ class _Condition:
                 continue
             below = list(layers(tensor))
             bottom = below[-1]
-            if type(bottom) not in _PLAIN or bottom.is_meta or any(map(is_batchedtensor, below)):
+            if not is_plain_type(type(bottom)) or bottom.is_meta or any(map(is_batchedtensor, below)):
                 return None
             if bottom.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None

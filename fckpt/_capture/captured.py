@@ -42,7 +42,7 @@ from torch.fx.experimental import _config as shapes_config
 from torch.overrides import _get_current_function_mode_stack
 
 from fckpt import _tree as tree
-from fckpt._call.ambient import function_modes
+from fckpt._call.ambient import errors_unlogged, function_modes
 from fckpt._call.levels import below_all
 from fckpt._capture import marks
 from fckpt._capture.absences import absences_guarded
@@ -537,21 +537,10 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         # Dynamo flushes the processor's caches (tens of milliseconds) and times the guards, only to log the latency.
         stack.enter_context(patched(dynamo_guards, "profile_guard_manager", lambda _: lambda *_: 0.0))
         for name in ("torch._subclasses.fake_tensor", "torch._guards"):
-            stack.enter_context(_errors_unlogged(logging.getLogger(name)))
+            stack.enter_context(errors_unlogged(name))  # an error that ends the capture becomes a `CaptureError`
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # Dynamo warns about functions that it looks through, such as lru_cache
         yield modes
-
-
-@contextlib.contextmanager
-def _errors_unlogged(logger: logging.Logger) -> Iterator[None]:
-    """Keeps a logger from printing the stacks of errors. An error that ends the capture becomes a `CaptureError`."""
-    without_stacks = lambda record: not record.exc_info
-    logger.addFilter(without_stacks)
-    try:
-        yield
-    finally:
-        logger.removeFilter(without_stacks)
 
 
 def _reason(error: BaseException) -> str:

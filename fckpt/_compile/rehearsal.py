@@ -12,6 +12,7 @@ from torch import fx
 from fckpt._call.ambient import without_modes
 from fckpt._call.arguments import Arguments
 from fckpt._call.conditions import Observation
+from fckpt._call.modules import is_plain_type
 from fckpt._call.rng import RandomState
 from fckpt._compile.joint import size_of
 from fckpt._memory import measure_peak
@@ -32,7 +33,7 @@ def can_measure(inputs: Sequence[Any]) -> bool:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory that can be copied as it is."""
-    real = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
+    real = is_plain_type(type(tensor)) and tensor.device.type != "meta"
     return real and tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 

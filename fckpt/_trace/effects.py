@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fckpt import _tree as tree
 from fckpt._call.facts import is_library
 from fckpt._call.levels import unwrapped
-from fckpt._call.modules import storage_of
+from fckpt._call.modules import is_plain_type, storage_of
 from fckpt._call.places import ABSENT, Slot, content, moved, put
 from fckpt._call.snapshots import Snapshot
 from fckpt._capture.sources import current
@@ -334,7 +334,7 @@ def with_attributes_of(tensors: Sequence[torch.Tensor], operands: Sequence[torch
         vars(operand).update(vars(tensor))
         if isinstance(tensor, torch.nn.Parameter):
             vars(operand)["_is_param"] = True  # what `isinstance` looks for
-        if type(tensor) in (torch.nn.Parameter, torch.nn.Buffer):
+        if type(tensor) is not torch.Tensor and is_plain_type(type(tensor)):
             seems(operand, type(tensor))
         given.append(vars(operand).copy())
     yield

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
+from fckpt._call.modules import is_plain_type
 from fckpt._trace.recorder import Recorder
 
 __all__ = ["overrides_answered"]
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 @contextlib.contextmanager
@@ -37,4 +36,4 @@ def overrides_answered(recorder: Recorder) -> Iterator[None]:
 
 
 def _overrides(arg: Any) -> bool:
-    return type(arg) not in _PLAIN and hasattr(arg, "__torch_function__")
+    return hasattr(arg, "__torch_function__") and not (isinstance(arg, torch.Tensor) and is_plain_type(type(arg)))

@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fckpt._call.levels import is_wrapped, out_of_reach
+from fckpt._call.modules import is_plain_type
 
 __all__ = ["Memory", "memory_of"]
 
@@ -21,7 +22,7 @@ def memory_of(tensor: torch.Tensor) -> Memory:
     A weak reference to the tensor itself would keep `torch.utils.swap_tensors` from exchanging parameters, which
     `module.double()` and `load_state_dict` do under `torch.__future__.set_swap_module_params_on_conversion(True)`.
     """
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not is_wrapped(tensor)
+    plain = is_plain_type(type(tensor)) and not is_wrapped(tensor)
     if not (plain and tensor.is_floating_point() and tensor.layout is torch.strided) or tensor.is_neg():
         return lambda: None
     storage = StorageWeakRef(tensor.untyped_storage())

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from fckpt._call.modules import is_plain_type
 from fckpt.errors import TraceError
 
 __all__ = [
@@ -72,15 +73,19 @@ def seems(stand_in: torch.Tensor, kind: type[torch.Tensor]) -> None:
         stand_in.__class__ = kind
 
 
-_TRACEABLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, StandIn)
-
-
 def check_dense(tensor: torch.Tensor) -> None:
     """Raises `TraceError` for a tensor that cannot be traced: a sparse tensor, a subclass, a fake CUDA tensor."""
-    if tensor.layout is not torch.strided or type(tensor) not in _TRACEABLE:
+    kind = type(tensor)
+    if kind not in (FakeTensor, StandIn) and not is_plain_type(kind):
         raise TraceError(
-            f"a {type(tensor).__name__} with layout {tensor.layout} cannot be traced: budgets and policies support "
-            f"dense torch.Tensors only. {WAY_OUT}"
+            f"a tensor of the class {kind.__qualname__} cannot be traced: budgets and policies support torch.Tensor, "
+            "nn.Parameter, and subclasses of nn.Parameter that redefine nothing of torch.Tensor and have no slots. "
+            f"{WAY_OUT}"
+        )
+    if tensor.layout is not torch.strided:
+        raise TraceError(
+            f"a {kind.__name__} with layout {tensor.layout} cannot be traced: budgets and policies support dense "
+            f"torch.Tensors only. {WAY_OUT}"
         )
     if type(tensor) is FakeTensor and tensor.device.type == "cuda" and not torch.cuda.is_available():
         raise TraceError(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fckpt import _tree as tree
+from fckpt._call.ambient import errors_unlogged
 from fckpt._call.arguments import Arguments, argument_written
 from fckpt._call.levels import below_all
 from fckpt._call.places import Slot, placed, replaced
@@ -217,6 +218,7 @@ def _recording(recorder: Recorder, wrapped: bool, enabled: bool, target: NamedDe
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
         stack.enter_context(torch.inference_mode(False))  # switches grad mode on
         stack.enter_context(torch.set_grad_enabled(enabled))
+        stack.enter_context(errors_unlogged("torch._subclasses.fake_tensor"))  # the caller gets the error itself
         reads = DataReadsRefused(recorder, wrapped)
         with below_all(), seeding_refused(), recorder, reads, errors_located():
             yield

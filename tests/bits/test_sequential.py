@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -88,3 +89,23 @@ def test_peak_falls_to_the_order_of_the_square_root() -> None:
     # Boundaries 8 + a segment's 8 + the two or three temporaries of one step, weights and gradients aside.
     assert peak("sqrt") < 8 + 8 + 4
     assert peak(1) > 64
+
+
+def test_a_chain_follows_the_one_that_it_was_made_of() -> None:
+    act, x = nn.Tanh(), torch.randn(4, 8)
+    net = nn.Sequential(nn.Linear(8, 8), act, nn.Dropout(), nn.Linear(8, 8), act)
+    chain = fckpt.sequential(net, 2)
+    net[1] = nn.ReLU()
+    net.eval()
+    assert torch.equal(chain(x), net(x)) and not chain[2].training
+    chain[3] = nn.Linear(8, 2)
+    chain.train()
+    assert net(x).shape == (4, 2) and net[2].training
+    assert list(chain.state_dict()) == list(net.state_dict())
+    both = copy.deepcopy([net, chain])
+    both[0][1] = nn.Sigmoid()
+    both[0].eval()
+    assert torch.equal(both[1](x), both[0](x)) and type(net[1]) is nn.ReLU
+    net.append(nn.Tanh())
+    with pytest.raises(ValueError, match="now has 6 modules"):
+        chain(x)

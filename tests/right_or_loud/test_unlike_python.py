@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import copy
 import gc
+import logging
 import random
 import signal
 import sys
@@ -636,3 +637,69 @@ def test_an_attribute_that_is_asked_for_by_reading_it(value: Any) -> None:
         return (x @ W * scale).tanh()
 
     assert_equal(fckpt.remat(fn, budget=1.0)(X), fn(X))
+
+
+def with_a_set(w: Tensor, x: Tensor) -> Tensor:
+    for i in {1, len(x)}:
+        x = x * i
+    return (x @ w).sum()
+
+
+@pytest.mark.parametrize("fn", [lambda w, x: (x @ w).sum(), with_a_set])
+def test_torch_logs_nothing_about_an_error_of_the_function(fn: Any) -> None:
+    records: list[logging.LogRecord] = []
+    logger, handler = logging.getLogger("torch._subclasses.fake_tensor"), logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        with pytest.raises((RuntimeError, IndexError)):
+            fckpt.remat(lambda x: fn(W, x) + (x @ torch.ones(9, 9)).sum(), budget=1.0)(X)
+        assert not records
+        logger.error("of someone else", exc_info=ValueError())
+        assert len(records) == 1
+    finally:
+        logger.removeHandler(handler)
+
+
+class Marked(nn.Parameter):
+    """A class of parameters that redefines nothing."""
+
+
+class Doubled(nn.Parameter):
+    def sin(self) -> Any:
+        return 2 * super().sin()
+
+
+class Weighted(nn.Module):
+    def __init__(self, python: bool) -> None:
+        super().__init__()
+        self.weight, self.python = Marked(torch.randn(8, 8)), python
+        self.weight.scale = 2.0  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(self.weight) is Marked and isinstance(self.weight, nn.Parameter)
+        if self.python:
+            for i in {1, len(x)}:  # Dynamo does not follow the order of a set
+                x = x * i
+        return (x @ self.weight * self.weight.scale).tanh().sum()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("python", [False, True])
+@pytest.mark.parametrize("options", [{"budget": 1.0}, {"policy": fckpt.policies.nothing_saveable}], ids=str)
+def test_a_class_of_parameters_that_redefines_nothing(options: Any, python: bool) -> None:
+    plain = Weighted(python)
+    net = copy.deepcopy(plain)
+    planned = fckpt.remat(net, **options)
+    for scale in (2.0, 3.0, 3.0):
+        plain.weight.scale = net.weight.scale = scale  # type: ignore[attr-defined]
+        loss, want = planned(X), plain(X)
+        loss.backward()
+        want.backward()
+        assert_equal([loss, net.weight.grad], [want, plain.weight.grad])
+    assert fckpt.stats(planned).fallbacks == {}
+
+
+def test_a_class_of_parameters_that_redefines_a_method_is_named() -> None:
+    weight = Doubled(torch.randn(3))
+    with pytest.raises(fckpt.TraceError, match="a tensor of the class Doubled cannot be traced"):
+        fckpt.remat(lambda: weight.sin().sum(), budget=1.0)()
