@@ -321,7 +321,7 @@ class PlannedRegion(Region):
         return self._run_planned(call, programs, program, reached.tensors, conditions)
 
     def _runs_plainly(self, layouts: Sequence[Layout]) -> bool:
-        """Whether a call has nothing to plan; counts it then. Tensors on the device meta have no memory, for example."""
+        """Whether a call has nothing to plan; counts it then. Tensors on the device meta have no memory."""
         on_meta = [layout.device.type == "meta" for layout in layouts]
         if any(on_meta):
             self.planner.ledger.falls_back("meta tensors", quiet=all(on_meta))
