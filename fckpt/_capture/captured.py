@@ -69,7 +69,7 @@ from fckpt._capture.lazy_properties import drop_lazy_properties
 from fckpt._capture.numbers import options_constant
 from fckpt._capture.numpys import numpy_not_computed
 from fckpt._capture.objects import objects_like_pythons
-from fckpt._capture.own_formulas import own_formulas_kept
+from fckpt._capture.own_formulas import own_formulas_used
 from fckpt._capture.patching import patched
 from fckpt._capture.readable import PASSED, explained, holds, readable
 from fckpt._capture.recurrent import steps_alike
@@ -461,7 +461,7 @@ class _Attempt:
                 builtin_names = stack.enter_context(shadows_guarded())
                 modes = stack.enter_context(_settings(self.dynamic))
                 stack.enter_context(users_classes_like_pythons(self.folded))
-                stack.enter_context(own_formulas_kept(self.below))
+                stack.enter_context(own_formulas_used(self.below))
                 stack.enter_context(self.answers.given())
                 stack.enter_context(self.attributes.recorded())
                 stack.enter_context(self.distinct.recorded())

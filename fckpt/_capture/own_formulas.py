@@ -32,11 +32,11 @@ from torch._dynamo.variables.tensor import TensorVariable
 from fckpt._call.levels import has_forward_mode, transforms_active
 from fckpt._capture.patching import patched
 
-__all__ = ["own_formulas_kept"]
+__all__ = ["own_formulas_used"]
 
 
 @contextlib.contextmanager
-def own_formulas_kept(below: bool) -> Iterator[None]:
+def own_formulas_used(below: bool) -> Iterator[None]:
     """Ends a capture by Dynamo, within the body, where it would lose the formula of an `autograd.Function`.
 
     Args:
