@@ -322,7 +322,7 @@ class PlannedRegion(Region):
 
     def _runs_plainly(self, layouts: Sequence[Layout]) -> bool:
         """Whether a call has nothing to plan; counts it then. Tensors on the device meta have no memory."""
-        on_meta = [layout.device.type == "meta" for layout in layouts]
+        on_meta = {device.type == "meta" for device in {layout.device for layout in layouts}}  # of each device once
         if any(on_meta):
             self.planner.ledger.falls_back("meta tensors", quiet=all(on_meta))
         elif self.planner.is_idle and not any(layout.requires_grad for layout in layouts):

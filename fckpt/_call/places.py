@@ -71,7 +71,7 @@ _INERT = frozenset(
 
 
 def is_inert(kind: type) -> bool:
-    """Whether the contents of values of this type are not read. The module of a package may have a class of its own."""
+    """Whether values of this type are not searched. Modules are not, even if they have a class of their own."""
     return kind in _INERT or issubclass(kind, types.ModuleType)
 
 

@@ -1,8 +1,10 @@
 """Sets, deques and ordered dicts, which Dynamo models in another way than Python.
 
-Python iterates over a set in the order of its hash table, and Dynamo in the order in which items were added. A function
-that makes a set for which the two orders differ, and iterates over it, is not captured. Dynamo also forgets the limit
-(`maxlen`) of a deque, and that `move_to_end` has changed a dict. Seen on torch 2.11 and 2.13.
+Python iterates over a set in the order of its hash table, and Dynamo in the order in which items were added. Dynamo's
+model of `set(items)`, for a list of constants, is put in Python's order. A function that iterates over another set that
+it makes is not captured if the two orders differ, or may differ: the order of a set that has lost items, or is made
+from sets, depends on the size of its hash table. Dynamo also forgets the limit (`maxlen`) of a deque, and that
+`move_to_end` has changed a dict. Seen on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -152,11 +154,11 @@ def _order_like_python(made: Any, given: Any) -> None:
     if not isinstance(given, CommonListMethodsVariable | TupleVariable):
         return
     try:
-        order = list({item.as_python_constant(): None for item in given.items})
+        items = [item.as_python_constant() for item in given.items]
         keys = {key.vt.as_python_constant(): key for key in made.items}
     except NotImplementedError:
         return
-    made.fckpt_order = list(set(order))
+    made.fckpt_order = list(set(items))
     made.fckpt_combined = False
     made.items = {keys[item]: made.items[keys[item]] for item in made.fckpt_order}
 

@@ -90,8 +90,7 @@ def _unmeasured(kernel: Kernel) -> Compiled:
 
 
 def _nbytes(kernel: Kernel, tensor: int) -> int:
-    spec = kernel.specs[tensor]
-    return math.prod(spec.shape) * spec.dtype.itemsize
+    return kernel.specs[tensor].nbytes
 
 
 class _Blocks:
@@ -303,5 +302,5 @@ class _Blocks:
     def is_whole(self, tensor: int) -> bool:
         """Whether a tensor fills its storage."""
         spec = self.trace.tensors[tensor]
-        nbytes = math.prod(spec.shape) * spec.dtype.itemsize
-        return spec.offset == 0 and is_dense(spec.shape, spec.stride) and self.graph.values[spec.value].nbytes == nbytes
+        whole = self.graph.values[spec.value].nbytes == spec.nbytes
+        return spec.offset == 0 and is_dense(spec.shape, spec.stride) and whole

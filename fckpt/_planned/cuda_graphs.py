@@ -12,7 +12,6 @@ https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fckpt._memory import measure_peak
 from fckpt._planned.lower import Lowered
 from fckpt._planned.program import Program
-from fckpt._trace.operations import Call, TensorSpec
+from fckpt._trace.operations import Call, Trace, generators_in
 from fckpt._units import format_bytes
 from fckpt.errors import ArgumentValueError, BudgetError
 from fckpt.graph.graph import Graph
@@ -43,7 +42,7 @@ _TRIES = 3
 
 
 class CudaGraphs:
-    """The recordings of one planned function: those of the program that ran in the last calls."""
+    """The CUDA graphs of a planned function. They are those of one program, which has run several times in a row."""
 
     def __init__(self, replanned: Callable[[Program, int], Lowered]):
         """Prepares to record.
@@ -166,7 +165,7 @@ class Halves:
         held = sum([t.untyped_storage().nbytes() for t in (*self._twins.values(), *self._cotangents)])
         try:
             with torch.cuda.device(self.device):
-                _free_workspaces()  # so that those of the recordings lie in their memory, and last as long as they do
+                _free_workspaces()  # new ones are then allocated in the memory of the recordings, and freed with it
                 peak = measure_peak(record, self.device).peak_bytes
                 _free_workspaces()
         except RuntimeError as error:
@@ -278,23 +277,20 @@ def _moving(program: Program, places: Sequence[Sequence[_Place | None]]) -> list
 
 def _copied_nbytes(program: Program, given: Sequence[Any], moving: Sequence[int]) -> int:
     """Returns the bytes of all copies: of arguments and cotangents, which stay, and of outputs and gradients."""
-    trace = program.trace
-    cotangents = [trace.tensors[t] for t in trace.cotangents if t is not None]
-    return sum([given[i].nbytes for i in moving]) + _nbytes(cotangents) + _returned_nbytes(program)
+    cotangents = _nbytes(program.trace, program.trace.cotangents)
+    return sum([given[i].nbytes for i in moving]) + cotangents + _returned_nbytes(program)
 
 
 def _returned_nbytes(program: Program) -> int:
-    trace = program.trace
-    returned = [trace.tensors[t] for t in (*trace.outputs, *trace.gradients) if t is not None]
-    return _nbytes(returned)
+    return _nbytes(program.trace, (*program.trace.outputs, *program.trace.gradients))
 
 
-def _nbytes(specs: Sequence[TensorSpec]) -> int:
-    return sum([math.prod(spec.shape) * spec.dtype.itemsize for spec in specs])
+def _nbytes(trace: Trace, tensors: Sequence[int | None]) -> int:
+    return sum([trace.tensors[t].nbytes for t in tensors if t is not None])
 
 
 _Place = tuple[StorageWeakRef, int]
-"""The storage and the address of a tensor. The address alone may be that of another tensor that was freed."""
+"""The storage and the address of a tensor. The address of a freed tensor may later be that of another one."""
 
 
 def _places(given: Sequence[Any]) -> list[_Place | None]:
@@ -306,7 +302,7 @@ def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, devi
 
 
 def _twin(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with the same layout in memory of its own, with any contents."""
+    """Returns a new tensor with the same layout, whose elements are not set."""
     return _empty(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
@@ -341,5 +337,5 @@ def _free_workspaces() -> None:
 
 def _generators(calls: Sequence[Call]) -> list[torch.Generator]:
     """Returns the generators that operations are given; the default generator takes part in every recording."""
-    found = [v for call in calls for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.Generator)]
+    found = (generator for call in calls for generator in generators_in(call.args, call.kwargs))
     return list({id(generator): generator for generator in found}.values())

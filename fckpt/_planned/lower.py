@@ -21,7 +21,17 @@ import torch
 
 from fckpt._call.rng import SHARED, RandomState, set_state, state_of
 from fckpt._trace.in_place import writer_of
-from fckpt._trace.operations import Call, Ref, Trace, indices_of, is_random, is_tagged_random, statistics_of, tensors_of
+from fckpt._trace.operations import (
+    Call,
+    Ref,
+    Trace,
+    generators_in,
+    indices_of,
+    is_random,
+    is_tagged_random,
+    statistics_of,
+    tensors_of,
+)
 from fckpt._trace.real_layouts import checked
 from fckpt._trace.updates import UPDATE, update
 from fckpt.errors import PlanError, RandomStateError
@@ -112,8 +122,8 @@ def _argument(calls: Sequence[Call], path: tuple[Any, ...]) -> Any:
 
 def _watch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, RandomState]:
     """Runs a custom operation; returns its result, and the previous states of the generators that it drew from."""
-    generators = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
-    state = RandomState.capture([device] if device.type not in ("cpu", "meta") else [], generators)
+    devices = [device] if device.type not in ("cpu", "meta") else []
+    state = RandomState.capture(devices, generators_in(args, kwargs))
     result = op(*args, **kwargs)
     return result, state.drawn()
 

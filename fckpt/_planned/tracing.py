@@ -23,7 +23,7 @@ from fckpt._capture.reads import Reads
 from fckpt._capture.sources import Names, named
 from fckpt._trace.memories import memory_of
 from fckpt._trace.named_device import NamedDevice, fakes_on_cpu
-from fckpt._trace.operations import Backward, Batch, Layout, Trace
+from fckpt._trace.operations import Backward, Batch, Layout, Trace, generators_in
 from fckpt._trace.stand_ins import WAY_OUT, check_dense
 from fckpt._trace.trace import trace
 from fckpt.errors import TraceError
@@ -211,8 +211,7 @@ def _check_generators(traced: Trace, random: RandomState) -> None:
     """Raises `TraceError` if the traced function drew from a torch.Generator that the function created."""
     known = {getattr(getattr(state[0], "generator", None), "_cdata", None) for state in random.states}
     for call in traced.calls:
-        used = [g for g in (*call.args, *call.kwargs.values()) if isinstance(g, torch.Generator)]
-        if any(g._cdata not in known for g in used):
+        if any(g._cdata not in known for g in generators_in(call.args, call.kwargs)):
             raise TraceError(
                 "the function draws from a torch.Generator that it makes: a plan would continue to draw from the "
                 "generator of its trace. Make the generator outside of the function, and pass it or close over it. "

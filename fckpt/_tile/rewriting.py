@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -343,8 +342,7 @@ class Rewriting:
     def _write(self, index: int, t: int, part: int, tile: int) -> None:
         """Emits the copy of a tile into the allocation of the whole result."""
         spec, node = self.specs[t], len(self.nodes)
-        nbytes = math.prod(spec.shape) * spec.dtype.itemsize
-        whole = self.old.graph.values[self._value_of(t)].nbytes == nbytes
+        whole = self.old.graph.values[self._value_of(t)].nbytes == spec.nbytes
         if not whole or not is_dense(spec.shape, spec.stride) or spec.offset:
             raise Untileable("a result has gaps")
         over = (self.specs[self.sums[t]].value,) if tile else ()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ __all__ = [
     "arguments_of",
     "draws",
     "flat",
+    "generators_in",
     "indices_of",
     "is_built_in",
     "is_dense",
@@ -66,6 +68,11 @@ class TensorSpec:
     """Whether the tensor is a lazy conjugate: kernels that cannot read one copy it first, which takes memory."""
     neg: bool = False
     """Whether the tensor is a lazy negative, likewise."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements. The storage of the tensor may have more or, if it is expanded, fewer."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +344,11 @@ def indices_of(value: Any) -> Iterator[int]:
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from indices_of(inner)
+
+
+def generators_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.Generator]:
+    """Returns the generators among the arguments of an operation."""
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
 
 
 def tensors_of(call: Any) -> list[int]:

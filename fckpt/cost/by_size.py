@@ -21,7 +21,6 @@ import itertools
 import operator
 import re
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -84,12 +83,12 @@ class Operation:
     @functools.cached_property
     def work(self) -> int:
         """A number that grows with the sizes of an operation: the bytes of its tensors, and its FLOPs."""
-        return sum([_nbytes(self.specs[t]) for t in {*self.tensors}]) + self.flops
+        return sum([self.specs[t].nbytes for t in {*self.tensors}]) + self.flops
 
     @functools.cached_property
     def results(self) -> tuple[int, ...]:
         """The bytes of the results if each has a storage of its own."""
-        return tuple([0 if t is None else _nbytes(self.specs[t]) for t in self.call.outputs])
+        return tuple([0 if t is None else self.specs[t].nbytes for t in self.call.outputs])
 
 
 class CostsBySize:
@@ -195,10 +194,6 @@ def _layout(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, st
 def _is_within(shapes: _Shapes, larger: _Shapes) -> bool:
     """Whether no tensor is larger in any dimension."""
     return shapes[0] == larger[0] and all(map(operator.le, shapes[1], larger[1]))
-
-
-def _nbytes(spec: TensorSpec) -> int:
-    return prod(spec.shape) * spec.dtype.itemsize
 
 
 def _used(call: Call, storages: Sequence[int]) -> list[int]:

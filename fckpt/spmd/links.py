@@ -7,7 +7,6 @@ send n - 1 messages of B / n bytes; an all-reduce sends twice as many. R. Thakur
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,7 +44,7 @@ def _cost(call: Call, specs: Sequence[TensorSpec]) -> OpCost:
     along, key = Along.of(call.args[2 if name in ("all_reduce", "permute") else 1]), call.args[-1]
     transport = transport_of(key)
     sent, output = specs[call.args[0].tensor], specs[_first(call.outputs)]
-    nbytes = max(math.prod(spec.shape) * spec.dtype.itemsize for spec in (sent, output))
+    nbytes = max(sent.nbytes, output.nbytes)
     mesh = Mesh.of_key(key)
     seconds = 0.0
     for n, link in _rings(along, mesh, [transport.link(axis) for axis in along.axes]):
