@@ -64,9 +64,12 @@ def compiled(networks: dict[str, Network]) -> str:
     return table(heads, lines)
 
 
-def _pairs(networks: dict[str, Network], one: str, other: str, budget: str) -> list[tuple[Row, Row]]:
+def _pairs(
+    networks: dict[str, Network], one: str, other: str, budget: str, others_budget: str | None = None
+) -> list[tuple[Row, Row]]:
     """Returns the rows of two methods at a budget, for networks where neither is refused."""
-    pairs = [(network[one, budget], network[other, budget]) for network in networks.values()]
+    theirs = budget if others_budget is None else others_budget
+    pairs = [(network[one, budget], network[other, theirs]) for network in networks.values()]
     return [pair for pair in pairs if not any(row["refused"] for row in pair)]
 
 
@@ -98,6 +101,9 @@ def remarks(networks: dict[str, Network]) -> list[str]:
     count = sum(len(_pairs(networks, "exact", "aten", b)) for b in BUDGETS)
     beside = [pair for own in OWN for pair in _pairs(networks, "backend", "compile", own)]
     first = lambda method, budget: statistics.median(n[method, budget]["first_seconds"] for n in networks.values())
+    compiling = [_pairs(networks, "fused", "compile", b, "") for b in BUDGETS]
+    total = lambda pairs, i: f"{sum(pair[i]['compile_seconds'] for pair in pairs):.0f}"
+    longer = sum(one["compile_seconds"] > other["compile_seconds"] for pairs in compiling for one, other in pairs)
     return [
         f"Of `fckpt.remat`, {kept(planned)} functions kept their budget, and with `aten` and `exact` "
         f"{sum(not row['difference'] for row in exact)} of {len(exact)} have the bits of the plain function. At the "
@@ -110,7 +116,9 @@ def remarks(networks: dict[str, Network]) -> list[str]:
         f"call, with empty caches, took {first('compile', ''):.0f} s by torch.compile, {first('exact', '1.0'):.0f} s "
         f"with `exact` and {first('fused', '1.0'):.0f} s with `fused` kernels at the budget 1.0, and "
         f"{first('backend', '0.5'):.0f} s by the backend at the peak of torch.compile's budget 0.5, for which it "
-        "compiles up to seven times.",
+        f"compiles up to seven times. Compilation with empty caches took {total(compiling[0], 1)} s in total by "
+        f"torch.compile alone, and {', '.join(total(pairs, 0) for pairs in compiling)} s with `fused` kernels at the "
+        f"budgets {', '.join(BUDGETS)}; with `fused` it took longer in {longer} of {sum(map(len, compiling))} cases.",
     ]
 
 

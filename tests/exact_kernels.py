@@ -7,6 +7,7 @@ takes no longer than the tests alone: it tests blocks, lifetimes and peaks.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -41,9 +42,14 @@ def one_by_one(kernel: Kernel) -> Callable[[list[Tensor]], list[Tensor]]:
     return run
 
 
+def compile_by(patch: pytest.MonkeyPatch, compiled: Callable[[Kernel], Any]) -> None:
+    """Has a function make all compiled kernels."""
+    patch.setattr(inductor, "compilation", lambda kernel, workers=None: functools.partial(compiled, kernel))
+
+
 def do_not_compile(patch: pytest.MonkeyPatch) -> None:
     """Has the stand-in run instead of compiled kernels."""
-    patch.setattr(inductor, "compiled", one_by_one)
+    compile_by(patch, one_by_one)
     patch.setattr(trial, "_has_compiler", {"cpu": True})
 
 

@@ -9,16 +9,18 @@ the peak from the memory that each kernel needed in its trial.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fckpt._call.levels import below_autograd
+from fckpt._fuse.data import forget
 from fckpt._fuse.kernel import Kernel
 from fckpt._fuse.operations import fusible
 from fckpt._fuse.option import Kernels
-from fckpt._fuse.trial import Compiled, guarded, tried
+from fckpt._fuse.trial import Compiled, compile_ahead, guarded, tried
 from fckpt._trace.in_place import out_of_place
 from fckpt._trace.operations import Call, Trace, is_dense, tensors_of
 from fckpt.graph.graph import Graph
@@ -69,8 +71,11 @@ def fused(trace: Trace, graph: Graph, schedule: Schedule, limit: int, kernels: K
     """
     blocks = _Blocks(trace, graph, exact=kernels == "exact")
     passes = [blocks.groups(schedule.forward), blocks.groups(schedule.backward)]
-    for attempt in (_unmeasured, tried):  # first without compiling, so that nothing is compiled for nothing
-        passes = blocks.fitting(passes, limit, attempt)
+    passes = blocks.fitting(passes, limit, _unmeasured)  # so that nothing is compiled for nothing
+    try:
+        passes = blocks.fitting(passes, limit, tried)
+    finally:
+        forget()
     steps = [blocks.steps(items, tried) for items in passes]
     if not any(isinstance(step, FusedBlock) for half in steps for step in half):
         return None
@@ -151,6 +156,8 @@ class _Blocks:
     def fitting(self, passes: list[list[_Item]], limit: int, attempt: _Try) -> list[list[_Item]]:
         """Returns the passes with groups split until no block needs more than the limit."""
         while True:
+            if attempt is tried:
+                compile_ahead(self.kernels(passes))
             steps = [[self.arranged(item, attempt) for item in items] for items in passes]
             flat = [[step for part in half for step in part] for half in steps]
             profile = iter(simulate(self.graph, FusedSchedule(tuple(flat[0]), tuple(flat[1]))).live_nbytes)
@@ -169,6 +176,13 @@ class _Blocks:
             passes = split
             if not changed:
                 return passes
+
+    def kernels(self, passes: Iterable[Iterable[_Item]]) -> list[Kernel]:
+        """Returns the kernels of all groups."""
+        found: list[Kernel] = []
+        for item in itertools.chain(*passes):
+            self.arranged(item, found.append)  # returns None: no kernel is used
+        return found
 
     def steps(self, items: Iterable[_Item], attempt: _Try) -> list[FusedStep]:
         """Returns the steps of a pass."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from fckpt._trace.operations import TensorSpec
 from fckpt.cost.calls import extent
 
-__all__ = ["made_up", "repeated", "same_bits", "special_numbers"]
+__all__ = ["forget", "made_up", "repeated", "same_bits", "special_numbers"]
 
-_MOST = 1_000_003  # random numbers, for each tensor
+_MOST = 1_000_003  # random numbers, for each dtype
+_APART = 127_031  # places between the first numbers of two tensors...
+_SHIFT = 41_017  # ...and of two seeds
 _BITS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -24,29 +27,38 @@ _BITS = {
 def made_up(specs: Sequence[TensorSpec], kind: str, seed: int = 0) -> list[torch.Tensor]:
     """Makes tensors with the given layouts; those that share a storage in the trace share one here.
 
-    Large tensors repeat the same numbers.
+    Large tensors repeat the same numbers. All tensors take their numbers from one list by dtype, at different places.
 
     Args:
         specs: the specs of the tensors.
         kind: "usual" for normally distributed numbers; "tiny" for such numbers times 1e-20, so that products are
             denormal or 0; "any" for a mixture with infinities, NaN, zeros, denormals and random bits, and with large
             integers.
-        seed: the seed of the random numbers.
+        seed: other seeds give other numbers.
     """
-    generator = torch.Generator(specs[0].device if specs else "cpu").manual_seed(seed)
     found: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-    for value in dict.fromkeys(s.value for s in specs):
+    for place, value in enumerate(dict.fromkeys(s.value for s in specs)):
         kin = [s for s in specs if s.value == value]
         types = {s.dtype for s in kin}
         count = max(s.offset + extent(s) for s in kin)
         for dtype in types:  # a storage that is read as two types (a view of bits) is not shared here
-            numbers = _numbers(dtype, min(count, _MOST), kind, generator)
-            times = -(-count // _MOST)
-            found[value, dtype] = numbers if times == 1 else numbers.repeat(times)[:count].clone()
+            start = (place * _APART + seed * _SHIFT) % _MOST
+            numbers = _numbers(dtype, kind, specs[0].device)
+            times = -(-(start + count) // _MOST)
+            found[value, dtype] = (numbers if times == 1 else numbers.repeat(times))[start : start + count].clone()
     return [found[s.value, s.dtype].as_strided(s.shape, s.stride, s.offset) for s in specs]
 
 
-def _numbers(dtype: torch.dtype, count: int, kind: str, generator: torch.Generator) -> torch.Tensor:
+def forget() -> None:
+    """Frees the lists of random numbers, which are held for the next kernels otherwise."""
+    _numbers.cache_clear()
+
+
+@functools.lru_cache(16)
+def _numbers(dtype: torch.dtype, kind: str, device: torch.device) -> torch.Tensor:
+    """Returns `_MOST` numbers, which must not be written to."""
+    count = _MOST
+    generator = torch.Generator(device).manual_seed(0)
     drawn: dict[str, Any] = {"generator": generator, "device": generator.device}
     if dtype is torch.bool:
         return torch.rand(count, **drawn) < 0.5

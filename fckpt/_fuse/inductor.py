@@ -7,10 +7,12 @@ the tracing context, which a compilation with `is_backward` reads. (torch 2.13; 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,7 +20,10 @@ import torch
 
 from fckpt._fuse.kernel import Kernel
 
-__all__ = ["compiled", "has_compiler"]
+__all__ = ["Run", "compilation", "has_compiler"]
+
+Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+"""A compiled kernel: a function of the list of inputs, which it empties."""
 
 _SETTINGS = {"size_asserts": False, "compile_threads": 1, "fallback_random": True}
 """Sizes are constants, from the trace. Worker processes would outlive the compilation."""
@@ -44,13 +49,21 @@ def has_compiler(device: torch.device) -> bool:
     return True
 
 
-def compiled(kernel: Kernel) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Returns the compiled kernel: a function of the list of inputs, which it empties.
+def compilation(kernel: Kernel, workers: Executor | None = None) -> Callable[[], Run]:
+    """Begins to compile a kernel.
 
-    The function does not check the inputs: with other layouts than in `Kernel.specs` it would read wild memory.
+    Args:
+        kernel: the kernel.
+        workers: threads that wait for the C++ compiler, so that several kernels are compiled at once; None to compile
+            now.
+
+    Returns:
+        A function that waits for the compiler, and returns the compiled kernel: a function of the list of inputs, which
+        it empties. The compiled kernel does not check the inputs: with other layouts than in `Kernel.specs` it would
+        read wild memory.
 
     Raises:
-        Exception: inductor cannot compile the operations.
+        Exception: inductor cannot compile the operations. The returned function raises the errors of the compiler.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -71,11 +84,58 @@ def compiled(kernel: Kernel) -> Callable[[list[torch.Tensor]], Sequence[torch.Te
     settings = {**_SETTINGS, **_EXACT_SETTINGS} if kernel.exact else _SETTINGS
     limit = sys.getrecursionlimit()
     try:
-        with tracing(context), config.patch(settings):
+        with tracing(context), config.patch(settings), _built_by(workers):
             made: Any = compile_fx_inner(graph, given, is_backward=True)
     finally:
         sys.setrecursionlimit(limit)  # inductor raises it for good; code that is captured may have read it
-    return _with_masks(kernel, made.current_callable)
+    run = made.current_callable
+
+    def finished() -> Run:
+        _wait_for_loops(run)
+        return _with_masks(kernel, run)
+
+    return finished
+
+
+class _Loop:
+    """A loop of a kernel, which is a C++ function, while the compiler works on it."""
+
+    def __init__(self, wait: Callable[[], Callable[..., None]]):
+        self.wait = wait
+
+    def __call__(self, *args: Any) -> None:
+        self.wait()(*args)
+
+
+@contextlib.contextmanager
+def _built_by(workers: Executor | None) -> Iterator[None]:
+    """Lets worker threads wait for the C++ compiler in the body.
+
+    With `compile_threads`, inductor waits at the end of each kernel for all loops of that kernel.
+    """
+    if workers is None:
+        yield
+        return
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    def cpp_pybinding(_: Any, argtypes: list[str], source: str) -> _Loop:
+        return _Loop(CppPythonBindingsCodeCache.load_pybinding_async(argtypes, source, submit_fn=workers.submit))
+
+    own = AsyncCompile.cpp_pybinding
+    AsyncCompile.cpp_pybinding = cpp_pybinding
+    try:
+        yield
+    finally:
+        AsyncCompile.cpp_pybinding = own
+
+
+def _wait_for_loops(run: Any) -> None:
+    """Waits for the loops of a kernel, and puts the C++ functions in their place."""
+    scope = getattr(run, "__func__", run).__globals__
+    for name, loop in list(scope.items()):
+        if isinstance(loop, _Loop):
+            scope[name] = loop.wait()
 
 
 # A loop that loads or stores bools is 5 to 50 times slower than one that converts bytes to floats and back (inductor of

@@ -9,12 +9,15 @@ activations contain, a compiled function may be many times slower than torch's.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +31,11 @@ from fckpt._trace.operations import strides_of
 from fckpt.cost.measured import _isolated, _temporaries, wait
 from fckpt.errors import KernelWarning, users_stacklevel
 
-__all__ = ["Compiled", "guarded", "tried"]
+__all__ = ["Compiled", "compile_ahead", "guarded", "tried"]
 
 _SECONDS = 0.02  # of alternating runs, for each kind of data
 _RUNS = (3, 30)  # the least and the most runs of each
+_CLEARLY = 0.5  # one run of each is enough if the compiled kernel takes less than this fraction
 _FASTER = 0.97
 """A kernel is used if it takes at most this fraction of the time of torch's kernels on usual numbers..."""
 _NOT_SLOWER = 1.1
@@ -69,9 +73,26 @@ _MISSING = {
     "cuda": "Triton was not found",
 }
 _known: dict[tuple[str, int], Compiled | None] = {}
+_ahead: dict[tuple[str, int], Callable[[], inductor.Run]] = {}
+"""What `compile_ahead` compiled, see `inductor.compilation`; by signature and number of threads."""
 _lock = threading.RLock()
 _warned: set[str] = set()
 _has_compiler: dict[str, bool] = {}
+
+
+def compile_ahead(kernels: Iterable[Kernel]) -> None:
+    """Compiles the kernels that are not known yet, for `tried`; the C++ compiler works on several at once."""
+    with _lock:
+        new = {key: kernel for kernel in kernels if (key := _key(kernel)) not in _known and key not in _ahead}
+        if len(new) < 2 or torch.autograd._profiler_enabled():
+            return
+        with ThreadPoolExecutor(os.cpu_count()) as workers:
+            for key, kernel in new.items():
+                with _isolated(kernel.device):
+                    try:
+                        _ahead[key] = _compilation(kernel, workers)
+                    except Exception as error:  # see `tried`
+                        _ahead[key] = functools.partial(_raise, error)
 
 
 def tried(kernel: Kernel) -> Compiled | None:
@@ -80,7 +101,7 @@ def tried(kernel: Kernel) -> Compiled | None:
     A failure to compile is warned of, once per process: a `KernelWarning`. While torch.profiler records, temporary
     memory cannot be measured, so no new kernel is used.
     """
-    key = (kernel.signature, torch.get_num_threads())
+    key = _key(kernel)
     with _lock:
         if key not in _known and torch.autograd._profiler_enabled():
             return None
@@ -88,7 +109,8 @@ def tried(kernel: Kernel) -> Compiled | None:
             reason = ""
             with _isolated(kernel.device):
                 try:
-                    _known[key] = _tried(kernel)
+                    finish = _ahead.pop(key, None) or _compilation(kernel)
+                    _known[key] = _tried(kernel, finish())
                 except _NoCompiler:
                     _known[key], reason = None, _MISSING[kernel.device.type]
                 except _Untriable:
@@ -151,7 +173,16 @@ def _warn(reason: str) -> None:
         )
 
 
-def _tried(kernel: Kernel) -> Compiled | None:
+def _key(kernel: Kernel) -> tuple[str, int]:
+    return kernel.signature, torch.get_num_threads()
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def _compilation(kernel: Kernel, workers: Executor | None = None) -> Callable[[], inductor.Run]:
+    """Begins to compile a kernel, if torch's own kernels run on made-up data, see `inductor.compilation`."""
     kind = kernel.device.type
     if kind not in _has_compiler:
         _has_compiler[kind] = False  # also if looking for one fails, in another torch: that should not be repeated
@@ -160,7 +191,10 @@ def _tried(kernel: Kernel) -> Compiled | None:
         raise _NoCompiler
     with below_autograd():
         _check_triable(kernel)
-    run = inductor.compiled(kernel)
+    return inductor.compilation(kernel, workers)
+
+
+def _tried(kernel: Kernel, run: inductor.Run) -> Compiled | None:
     with below_autograd():
         over = _layouts(kernel, run)
         has_the_results = _has_the_bits if kernel.exact else _is_near
@@ -254,7 +288,8 @@ def _timed(kernel: Kernel, made: Compiled) -> Compiled | None:
         originals = _inputs(kernel, kind)
         changing = {*kernel.donated, *(i for i, t in enumerate(kernel.inputs) if t in kernel.over)}
         least, spent, runs = [float("inf")] * 2, 0.0, 0
-        while runs < _RUNS[0] or (spent < _SECONDS and runs < _RUNS[1]):
+        clear = False
+        while (runs < _RUNS[0] and not clear) or (spent < _SECONDS and runs < _RUNS[1]):
             for which, fn in enumerate((run, plain)):
                 given = [t.clone() if i in changing else t for i, t in enumerate(originals)]
                 wait(kernel.device)
@@ -264,7 +299,7 @@ def _timed(kernel: Kernel, made: Compiled) -> Compiled | None:
                 seconds = time.perf_counter() - start
                 del results, given
                 least[which], spent = min(least[which], seconds), spent + seconds
-            runs += 1
+            runs, clear = runs + 1, least[0] < _CLEARLY * least[1]
         if least[0] > most * least[1]:
             return None
         shares[kind] = least[0] / least[1]

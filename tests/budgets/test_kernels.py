@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from exact_kernels import do_not_compile, one_by_one, use_every_kernel
+from exact_kernels import compile_by, do_not_compile, one_by_one, use_every_kernel
 from helpers import assert_equal
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fckpt
-from fckpt._fuse import inductor, trial
+from fckpt._fuse import trial
 from fckpt._fuse.data import made_up, same_bits
 from fckpt._fuse.kernel import Kernel
 from fckpt._fuse.operations import fusible
@@ -182,7 +182,7 @@ def test_a_kernel_with_other_bits_in_the_last_element_is_not_used(
 
         return run
 
-    monkeypatch.setattr(inductor, "compiled", compiled)
+    compile_by(monkeypatch, compiled)
     a = torch.randn(4099, requires_grad=True)
     expected, found = compared(lambda: (a * 1.5 * 2.5 * a * -1.0).sum(), [a], made, 1.0, "exact")
     assert_equal(found, expected)
@@ -205,7 +205,7 @@ def test_check_says_how_far_fused_kernels_are_from_the_plain_function(monkeypatc
     def rounded(kernel: Kernel) -> Any:
         return lambda given: [t * (1 + 2**-10) for t in one_by_one(kernel)(given)]
 
-    monkeypatch.setattr(inductor, "compiled", rounded)
+    compile_by(monkeypatch, rounded)
     monkeypatch.setattr(trial, "_has_compiler", {"cpu": True})
     fn, _ = relu_mlp()
     found = fckpt.check(fn, budget=0.9, kernels="fused")
@@ -238,7 +238,7 @@ def test_tensors_with_other_strides_than_their_stand_ins(made: list[Program], ac
 
 @pytest.mark.usefixtures("uncompiled")
 def test_a_fused_kernel_with_wrong_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch, made: list[Program]) -> None:
-    monkeypatch.setattr(inductor, "compiled", lambda kernel: lambda given: [t * 1.5 for t in one_by_one(kernel)(given)])
+    compile_by(monkeypatch, lambda kernel: lambda given: [t * 1.5 for t in one_by_one(kernel)(given)])
     expected, found = compared(*elementwise(), made, 0.6, "fused")
     assert not blocks_in(made[-1][1])
     assert_equal(found, expected)
@@ -342,7 +342,7 @@ def test_a_kernel_that_fails_to_compile_runs_as_it_is(monkeypatch: pytest.Monkey
     def fails(kernel: Kernel) -> Any:
         raise NotImplementedError("no such lowering")
 
-    monkeypatch.setattr(inductor, "compiled", fails)
+    compile_by(monkeypatch, fails)
     with pytest.warns(fckpt.KernelWarning, match="NotImplementedError: no such lowering") as caught:
         expected, found = compared(*elementwise(), made, 0.6, "exact")
     assert len(caught) == 1
@@ -366,7 +366,7 @@ def views(results: list[Tensor]) -> list[Tensor]:
 def test_a_kernel_with_other_bits_or_another_layout_is_not_used(
     monkeypatch: pytest.MonkeyPatch, made: list[Program], wrong: Any
 ) -> None:
-    monkeypatch.setattr(inductor, "compiled", lambda kernel: lambda given: wrong(one_by_one(kernel)(given)))
+    compile_by(monkeypatch, lambda kernel: lambda given: wrong(one_by_one(kernel)(given)))
     expected, found = compared(*elementwise(), made, 0.6, "exact")
     assert not blocks_in(made[-1][1])
     assert_equal(found, expected)
