@@ -77,13 +77,23 @@ class Rebuilt(NamedTuple):
 class _Unwritable(torch.autograd.Function):
     """Returns a view to which autograd refuses writes, as to all views that custom functions return."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # `setup_context` has the ctx
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # torch.func asks for it
+        pass
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         return cotangents[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].view_as(tangents[0])
 
 
 def numbered(leaves: list[Any], known: dict[int, tuple[str, int]], fn: Any = None) -> Flat:

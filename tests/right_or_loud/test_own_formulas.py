@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import assert_equal
 from torch import Tensor
-from torch.func import grad, jacrev, vmap
+from torch.func import grad, jacrev, jvp, vmap
 
 import fckpt
 
@@ -205,3 +205,53 @@ def test_second_derivatives_use_the_formulas(function: Any) -> None:
     found, expected = twice(fckpt.remat(fn, budget=1.0)), twice(fn)
     assert_equal(found[0], expected[0])
     torch.testing.assert_close(found[1], expected[1])
+
+
+class Same(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g * 3
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:  # type: ignore[override]
+        return t.view_as(t)
+
+
+def returns_a_view(x: Tensor) -> tuple[Tensor, Tensor]:
+    return Same.apply(x.exp()), Same.apply(x)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.filterwarnings("ignore::fckpt.BudgetWarning")
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("output", [0, 1])
+@pytest.mark.parametrize(
+    "derived",
+    [
+        lambda f: grad(lambda x: f(x).sum())(X),
+        lambda f: grad(lambda x: grad(lambda y: f(y).sin().sum())(x).square().sum())(X),
+        lambda f: jacrev(f)(X),
+        lambda f: vmap(grad(lambda x: f(x).sum()))(torch.stack([X, X + 1])),
+        lambda f: jvp(f, (X,), (X,))[1],
+    ],
+    ids=["grad", "grad of grad", "jacrev", "vmap", "jvp"],
+)
+def test_a_view_that_a_function_returns_below_transforms(derived: Any, output: int, options: str) -> None:
+    plain = lambda x: returns_a_view(x)[output]
+    assert_equal(derived(fckpt.remat(plain, **OPTIONS[options])), derived(plain))
+
+
+def test_writes_to_a_view_that_a_function_returns_are_refused() -> None:
+    (found, _) = fckpt.remat(returns_a_view, budget=1.0)(X.clone().requires_grad_())
+    assert torch.equal(found, returns_a_view(X)[0])
+    with pytest.raises(RuntimeError, match="inplace"):
+        found.add_(1)
