@@ -67,7 +67,7 @@ def _check_hooks(optimizer: Any) -> None:
 
 def _check_options(optimizer: optim.Optimizer) -> None:
     for i, group in enumerate(optimizer.param_groups):
-        for name in ("fused", "foreach", "differentiable", "capturable"):
+        for name in ("foreach", "differentiable", "capturable"):
             if group.get(name):
                 raise ArgumentValueError(
                     f"param_groups[{i}] has {name}=True. A step updates each parameter as its gradient comes: leave "
@@ -344,6 +344,8 @@ class Updates:
 
 def _foreach(group: dict[str, Any]) -> bool | None:
     """Returns the option `foreach` of a sibling: None on a GPU, where the optimizer's default is not False."""
+    if group.get("fused"):
+        return False
     default = group.get("foreach") is None and all(p.device.type != "cpu" for p in group["params"])
     return None if default else False
 
