@@ -15,6 +15,7 @@ import torch
 
 from fckpt._call import ambient
 from fckpt._call.closure import Closure, closure_of, method_globals
+from fckpt._call.data_writes import DataWrites, names_data
 from fckpt._call.levels import transforms_active, unseen, unwrapped, version
 from fckpt._call.modules import BufferKey, BufferWrites, ModuleParts, ModuleState, add_parts, open_closures, parts_of
 from fckpt._call.places import Slot, frozen, placed, present, replaced, tensors_in
@@ -45,6 +46,7 @@ class Observation:
         "facts",
         "fn",
         "installed",
+        "kinds",
         "modules",
         "parts",
         "random",
@@ -84,6 +86,7 @@ class Observation:
         self.fn = fn
         self.statics = statics
         closure = closure_of(fn, statics, facts=facts)
+        self.kinds: dict[type, None] = {}
         parts = self.parts = [parts_of(module) for module in closure.modules]
         self.state: list[Snapshot | ModuleState] = [closure.own, closure.given]
         """Values in the closure other than tensors: in the function's cells, in static arguments, in modules."""
@@ -93,6 +96,7 @@ class Observation:
         else:
             self._observe_hooks(closure, facts)
             self._observe_generators(closure)
+        self.kinds |= closure.kinds
         self.state += [part.state() for part in parts]
         generators = closure.generators + [g for part in parts for g in part.generators]
         self.modules = [m for part in parts for m in part.modules]
@@ -114,6 +118,15 @@ class Observation:
         self.copies = [None if planned else self._copy(key, tensor) for _, _, key, tensor, _ in self.buffers]
         self.random = RandomState.capture(devices, generators)
 
+    def data_writes(self) -> contextlib.AbstractContextManager[object]:
+        """Raises an error if the body, which runs the function, changes a captured tensor through `.data`."""
+        classes = (frozenset(self.kinds), *(part.classes for part in self.parts))
+        if transforms_active() or not names_data(self.fn[0], classes):
+            return contextlib.nullcontext()
+        buffers = {id(tensor) for _, _, _, tensor, _ in self.buffers}
+        own = [("", t) for t, _ in self.versions if id(t) not in buffers and not may_be_statistics(t)]
+        return DataWrites(self.fn[0], [*own, *((name, t) for name, t, _ in self.unwritten)])
+
     def _versions_of_parameters(self) -> list[tuple[str, torch.Tensor, int]]:
         """Returns the parameters that the function must not write, with their names and versions.
 
@@ -128,6 +141,7 @@ class Observation:
         for further in open_closures(self.parts, facts, start):
             closure.slots += further.slots
             closure.generators += further.generators
+            self.kinds |= further.kinds
             self.state.append(further.given)
 
     def _observe_hooks(self, closure: Closure, facts: list[Any]) -> None:

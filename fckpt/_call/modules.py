@@ -70,6 +70,7 @@ class ModuleParts:
         "_structure",
         "_tensors",
         "_values",
+        "classes",
         "constants",
         "generators",
         "kinds",
@@ -91,6 +92,7 @@ class ModuleParts:
         modules = self.modules = [vars(m) for m in tree]
         self.kinds = tuple(map(type, tree))
         """The class of each module."""
+        self.classes = frozenset(self.kinds)
         self._root = weakref.ref(module)
         self._buffers = [(m, m._buffers) for m in tree if m._buffers]
         self.parameters = [m["_parameters"] for m in modules if m["_parameters"]]

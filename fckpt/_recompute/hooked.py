@@ -154,7 +154,7 @@ class _Segment:
         args, kwargs = self.arguments.given
         push(self.pack, self.unpack)
         try:
-            with self.messages.recording():
+            with self.messages.recording(), self.observation.data_writes():
                 result = self.fn(*args, **kwargs)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error) or "torch.func" not in str(error):

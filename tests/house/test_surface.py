@@ -49,7 +49,7 @@ PRIVATE = {
         "_inspect.py",
         "spmd/varying.py",
     ),
-    "torch.utils._python_dispatch": ("_call/ambient.py", "_trace/", "spmd/varying.py"),
+    "torch.utils._python_dispatch": ("_call/ambient.py", "_call/data_writes.py", "_trace/", "spmd/varying.py"),
     "torch.utils._pytree": ("_tree.py", "_capture/", "_trace/allocations.py"),
     "torch._ops": ("cost/", "_trace/", "_tile/", "_compile/"),
     "torch.ops._c10d_functional": ("spmd/c10d.py",),
