@@ -245,6 +245,8 @@ class _CacheSwitch:
 
     def __init__(self, position: int):
         self.position = position
+        self.warned = False
+        """Whether a warning has said that the configuration switches on the cache, which may happen later."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
@@ -261,8 +263,12 @@ class _CacheSwitch:
             return None
         if not given and not getattr(module.config, "use_cache", False):
             return None
-        if given and not torch.compiler.is_compiling():
-            warnings.warn(_CACHE.format("this call passes use_cache=True"), CacheWarning, stacklevel=users_stacklevel())
+        if not torch.compiler.is_compiling():
+            if given:
+                _warn_of_cache("this call passes use_cache=True")
+            elif not self.warned and _has_cache(module):
+                self.warned = True
+                _warn_of_cache(_CONFIGURED)
         if positional:
             return (*args[: self.position], False, *args[self.position + 1 :]), kwargs
         return args, {**kwargs, "use_cache": False}
@@ -275,6 +281,13 @@ _CACHE = (
 )
 
 
+_CONFIGURED = "the configuration has use_cache=True"
+
+
+def _warn_of_cache(cause: str) -> None:
+    warnings.warn(_CACHE.format(cause), CacheWarning, stacklevel=users_stacklevel())
+
+
 def _switch_caches_off(model: nn.Module) -> None:
     warned = False
     modules: list[Any] = list(model.modules())
@@ -284,12 +297,14 @@ def _switch_caches_off(model: nn.Module) -> None:
         parameters = list(inspect.signature(type(module).forward).parameters)
         if "use_cache" not in parameters:
             continue
-        if not any(isinstance(hook, _CacheSwitch) for hook in module._forward_pre_hooks.values()):
-            module.register_forward_pre_hook(_CacheSwitch(parameters.index("use_cache") - 1), with_kwargs=True)
-        if not warned and _has_cache(module):
-            warned = True
-            cause = _CACHE.format("the configuration has use_cache=True")
-            warnings.warn(cause, CacheWarning, stacklevel=users_stacklevel())
+        switch = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _CacheSwitch)), None)
+        if switch is None:
+            switch = _CacheSwitch(parameters.index("use_cache") - 1)
+            module.register_forward_pre_hook(switch, with_kwargs=True)
+        if _has_cache(module):
+            if not warned:
+                _warn_of_cache(_CONFIGURED)
+            warned = switch.warned = True
 
 
 def _has_cache(module: Any) -> bool:

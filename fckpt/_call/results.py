@@ -80,7 +80,7 @@ class _Unwritable(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # `setup_context` has the ctx
+    def forward(x: torch.Tensor) -> torch.Tensor:  # `setup_context` has the ctx
         return x.view_as(x)
 
     @staticmethod

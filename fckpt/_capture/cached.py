@@ -28,11 +28,12 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource, GlobalSource
 from torch._dynamo.variables import SymNodeVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
+from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
-from fckpt._call.caches import entries_of, is_cache, is_packaged, key_for
+from fckpt._call.caches import entries_of, is_cache, is_packaged, key_for, results_in
 from fckpt._call.closure import global_names
 from fckpt._call.facts import attribute, is_library
 from fckpt._call.places import PLAIN
@@ -53,17 +54,22 @@ def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         cached = this.wrapper_obj
-        if not is_cache(cached) or is_packaged(cached) or cached.cache_parameters()["maxsize"] == 0:
+        if not is_cache(cached) or cached.cache_parameters()["maxsize"] == 0:
             return original(this, tx, args, kwargs)
         given = [value.realize() for value in (*this.self_args(), *args)]
         named = {name: value.realize() for name, value in kwargs.items()}
+        if is_packaged(cached) and not _holds_tensors(cached, (*given, *named.values())):
+            return original(this, tx, args, kwargs)
         objects = [value for value in (*given, *named.values()) if _is_unequalled(value)]
         if not all(value in objects or _is_constant(value) for value in (*given, *named.values())):
             raise LookupError(f"the cached function `{_name(cached)}` takes a tensor, or an object that may change")
-        if any(isinstance(value, SymNodeVariable) for value in (*given, *named.values())):
+        if any(map(_varies, (*given, *named.values()))):
             if objects:
                 raise LookupError(f"the cached function `{_name(cached)}` takes an object, and a size that varies")
-            return _computed(cached, original(this, tx, args, kwargs))
+            if not _makes_tensors(cached):
+                return _computed(cached, original(this, tx, args, kwargs))
+            given = [_of_this_size(value) for value in given]  # each size has another entry
+            named = {name: _of_this_size(value) for name, value in named.items()}
         if this.source is None:
             raise LookupError(f"the cached function `{_name(cached)}` is made in the captured function")
         # What is read of an object is its method, made at each reading.
@@ -80,6 +86,38 @@ def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
         return VariableTracker.build(tx, entry(), CallFunctionNoArgsSource(GlobalSource(entry.name)))
 
     return call
+
+
+def _varies(variable: Any) -> bool:
+    """Whether an argument is a size that varies, or a tuple with one."""
+    inner = variable.items if isinstance(variable, TupleVariable) else ()
+    return isinstance(variable, SymNodeVariable) or any(_varies(item.realize()) for item in inner)
+
+
+def _of_this_size(variable: Any) -> Any:
+    """Returns an argument with numbers for sizes, to which the captured function is limited then."""
+    variable = variable.realize()
+    if isinstance(variable, SymNodeVariable):
+        return ConstantVariable.create(variable.evaluate_expr())
+    if isinstance(variable, TupleVariable) and _varies(variable):
+        return TupleVariable([_of_this_size(item) for item in variable.items])
+    return variable
+
+
+def _makes_tensors(cached: Any) -> bool:
+    """Whether a cached function has made tensors or, if it has made nothing yet, uses torch."""
+    if entries_of(cached):
+        return any(isinstance(value, torch.Tensor) for value in results_in(cached))
+    code = attribute(cached.__wrapped__, "__code__")
+    return code is not None and "torch" in global_names(code)
+
+
+def _holds_tensors(cached: Any, values: tuple[Any, ...]) -> bool:
+    """Whether a cached function of a library takes constants and makes tensors, which take memory if made anew.
+
+    Its other results are those that it would compute, and Dynamo captures how.
+    """
+    return _makes_tensors(cached) and all(map(_is_constant, values)) and not _state(cached.__wrapped__, [])
 
 
 def _computed(cached: Any, result: Any) -> Any:

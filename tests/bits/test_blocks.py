@@ -433,6 +433,20 @@ def test_a_cache_that_is_off_needs_no_word() -> None:
         model(**batch).loss.backward()
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_cache_that_is_switched_on_later(name: str) -> None:
+    model, batch = make(name)
+    model.config.use_cache = False
+    fckpt.remat_blocks(model)
+    model.config.use_cache = True
+    with pytest.warns(fckpt.CacheWarning, match="the configuration has use_cache=True") as caught:
+        assert model(**batch).get("past_key_values") is None
+    assert [w.filename for w in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch)
+
+
 def test_a_cache_that_is_asked_for_while_training() -> None:
     plain, model, batch = pair("gpt2")
     with pytest.warns(fckpt.CacheWarning, match="this call passes use_cache=True"):
