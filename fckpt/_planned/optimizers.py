@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import optim
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fckpt._call.levels import below_autograd
@@ -59,6 +60,11 @@ def _check_hooks(optimizer: Any) -> None:
         raise ArgumentValueError(
             f"the step of this {kind.__name__} was replaced by {step!r}, which updates of single parameters would "
             f"leave out (a GradScaler or a wrapper of a library, perhaps). {_WAY_OUT}"
+        )
+    if "zero_grad" in vars(optimizer) or kind.zero_grad is not optim.Optimizer.zero_grad:
+        raise ArgumentValueError(
+            f"this {kind.__name__} has its own zero_grad, which a step does not call, as it stores no gradients. "
+            f"{_WAY_OUT}"
         )
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
@@ -133,6 +139,11 @@ class Updates:
         groups = self.optimizer.param_groups
         vars(self._sibling_now).update(vars(self.optimizer))
         self.parameters = [p for group in groups for p in group["params"]]
+        if any(map(is_lazy, self.parameters)):
+            raise ArgumentValueError(
+                "the model has a lazy module (nn.LazyLinear, for example), which creates its parameters in its first "
+                "call. Call the model once before the step is made."
+            )
         self.group_of = [group for group in groups for _ in group["params"]]
         self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
         layouts = [(p.shape, p.stride(), p.dtype, p.device) for p in self.parameters]

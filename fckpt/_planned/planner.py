@@ -122,6 +122,8 @@ class Planner:
         closure, and with guards on everything else that the Python code may have read."""
         self.captures: list[tuple[Any, dict[Any, Programs]]] = []
         """Captures, with the programs made from each."""
+        self.latest: dict[bool, Any] = {}
+        """The latest capture, by whether it was made below levels of torch.func."""
         self.refusals: dict[bool, str] = {}
         """The reasons of failed captures, by whether the capture was below levels of torch.func."""
         self.experience = Experience()
@@ -188,7 +190,7 @@ class Planner:
         self._check_no_cuda_graph()
         if self._entry is None:
             self._entry = Entry()
-        why = next((c.why(fn, args, kwargs) for c, _ in self.captures if c.below == below), "")
+        why = latest.why(fn, args, kwargs) if (latest := self.latest.get(below)) is not None else ""
         with self.ledger.timed("capture"):
             try:
                 made = self._capture(fn, args, kwargs, below)
@@ -205,7 +207,7 @@ class Planner:
             self.ledger.captured_again(why)
         programs = next((known for other, known in self.captures if other.same_graph(made)), {})
         # Newest first, but captures that hold for one number only come before those that take any such number.
-        found = (made, programs)
+        found, self.latest[below] = (made, programs), made
         self.captures = sorted([found, *self.captures[: _MOST_CAPTURES - 1]], key=lambda entry: entry[0].generality)
         return found
 

@@ -504,12 +504,25 @@ def refused(model: Any, optimizer: Any, loss_fn: Any = squares, batch: Any = Non
     return str(error.value)
 
 
+class Counting(optim.SGD):
+    """An optimizer that counts the calls of `zero_grad`."""
+
+    count = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.count += 1
+        super().zero_grad(set_to_none)
+
+
 def test_options_that_a_step_does_not_support() -> None:
     model = nn.Linear(8, 8)
     sgd = optim.SGD(model.parameters(), lr=0.1)
     assert "LBFGS" in refused(model, optim.LBFGS(model.parameters()))
     assert "SparseAdam" in refused(model, optim.SparseAdam(model.parameters()))
     assert "foreach=True" in refused(model, optim.SGD(model.parameters(), lr=0.1, foreach=True))
+    assert "its own zero_grad" in refused(model, Counting(model.parameters(), lr=0.1))
+    lazy = nn.Sequential(nn.LazyLinear(8))
+    assert "a lazy module" in refused(lazy, optim.SGD(lazy.parameters(), lr=0.1))
     assert "not float" in refused(model, 0.1)
     assert "nn.Module" in refused(squares, sgd)
     assert "accumulate" in refused(model, sgd, accumulate=0)

@@ -312,3 +312,22 @@ def test_code_that_is_replaced_in_place(name: str, whole: bool, monkeypatch: pyt
     assert torch.equal(torch.autograd.grad(planned(x).sum(), x)[0], expected)
     monkeypatch.undo()
     assert torch.equal(planned(x), model(x))
+
+
+def test_the_warning_of_the_third_capture_names_the_latest_change() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.first, self.second = nn.Linear(4, 4), 1, 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.layer(x) * self.first * self.second).square().mean()
+
+    net, x = Scaled(), torch.randn(2, 4)
+    region = fckpt.remat(net, budget=1.0)
+    region(x)
+    net.first = 2
+    region(x)
+    net.second = 2
+    with pytest.warns(fckpt.PlanWarning, match=r"third time in a row.*changed: the function.second == 1"):
+        region(x)
