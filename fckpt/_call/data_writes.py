@@ -71,11 +71,21 @@ def _names_data(fn: Callable[..., Any], classes: _Classes) -> bool:
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """Yields the Python functions of a function, a method, a partial, a property or a module."""
-    for inner in (value, attribute(value, "func"), attribute(value, "fget"), attribute(value, "__wrapped__")):
-        inner = attribute(inner, "__func__", inner)
-        if type(inner) is types.FunctionType:
-            yield inner
+    """Yields the Python functions of a function, a method, a partial or a property. Other objects are not asked."""
+    while isinstance(value, _WRAPPERS):
+        value = next((held for name in _WRAPPED if (held := getattr(value, name, None)) is not None), None)
+    if isinstance(value, property):
+        value = value.fget
+    if type(value) is types.FunctionType:
+        yield value
+        yield from _functions(vars(value).get("__wrapped__"))
+
+
+_WRAPPERS = (
+    types.MethodType, staticmethod, classmethod, functools.partial, functools.partialmethod, functools.cached_property,
+    functools._lru_cache_wrapper,
+)  # fmt: skip
+_WRAPPED = ("__func__", "func", "__wrapped__")
 
 
 class DataWrites(TorchDispatchMode):
