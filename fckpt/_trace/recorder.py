@@ -49,8 +49,9 @@ aten = torch.ops.aten
 
 CHECKPOINT_INSIDE = (
     "the function uses torch.utils.checkpoint inside, and draws random numbers there (dropout) or writes buffers "
-    "(batch normalisation), which the recompute would do again. Remove it (`model.gradient_checkpointing_disable()` "
-    "for Hugging Face): a plan decides about recomputation for the whole function. Or replace it by fckpt.remat."
+    "(batch normalisation), which the recompute would do again. Remove it (`gradient_checkpointing_disable()` with "
+    "Hugging Face, `set_grad_checkpointing(False)` with timm): a plan decides for the whole function. Or use "
+    "fckpt.remat instead."
 )
 
 

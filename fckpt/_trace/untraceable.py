@@ -36,11 +36,12 @@ _READS = {
 }
 
 
+_STEP = "For a whole training step, with the optimizer, use fckpt.step."
 _REFUSED = {
-    _TENSOR.grad.__get__: "reads `.grad` of a tensor, which changes from call to call. Pass the gradient as an "
-    "argument.",
-    _TENSOR.grad.__set__: "sets `.grad` of a tensor, which a plan would not do.",
-    _TENSOR.grad.__delete__: "deletes `.grad` of a tensor, which a plan would not do.",
+    _TENSOR.grad.__get__: f"reads `.grad` of a tensor, which changes from call to call. Pass the gradient as an "
+    f"argument, or differentiate with `torch.autograd.grad`. {_STEP}",
+    _TENSOR.grad.__set__: f"sets `.grad` of a tensor, which a plan would not do. {_STEP}",
+    _TENSOR.grad.__delete__: f"deletes `.grad` of a tensor, which a plan would not do. {_STEP}",
     _TENSOR.data.__set__: "replaces the memory of a tensor (`tensor.data = ...`), which a plan would not do. Write to "
     "the tensor instead (`tensor.copy_(...)`), or use a new tensor in its place.",
     _TENSOR.retain_grad: "calls `retain_grad()` on a tensor, whose gradient a plan would not store. Return the tensor, "
