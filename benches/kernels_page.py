@@ -101,9 +101,6 @@ def remarks(networks: dict[str, Network]) -> list[str]:
     count = sum(len(_pairs(networks, "exact", "aten", b)) for b in BUDGETS)
     beside = [pair for own in OWN for pair in _pairs(networks, "backend", "compile", own)]
     first = lambda method, budget: statistics.median(n[method, budget]["first_seconds"] for n in networks.values())
-    compiling = [_pairs(networks, "fused", "compile", b, "") for b in BUDGETS]
-    total = lambda pairs, i: f"{sum(pair[i]['compile_seconds'] for pair in pairs):.0f}"
-    longer = sum(one["compile_seconds"] > other["compile_seconds"] for pairs in compiling for one, other in pairs)
     return [
         f"Of `fckpt.remat`, {kept(planned)} functions kept their budget, and with `aten` and `exact` "
         f"{sum(not row['difference'] for row in exact)} of {len(exact)} have the bits of the plain function. At the "
@@ -116,10 +113,22 @@ def remarks(networks: dict[str, Network]) -> list[str]:
         f"call, with empty caches, took {first('compile', ''):.0f} s by torch.compile, {first('exact', '1.0'):.0f} s "
         f"with `exact` and {first('fused', '1.0'):.0f} s with `fused` kernels at the budget 1.0, and "
         f"{first('backend', '0.5'):.0f} s by the backend at the peak of torch.compile's budget 0.5, for which it "
-        f"compiles up to seven times. Compilation with empty caches took {total(compiling[0], 1)} s in total by "
-        f"torch.compile alone, and {', '.join(total(pairs, 0) for pairs in compiling)} s with `fused` kernels at the "
-        f"budgets {', '.join(BUDGETS)}; with `fused` it took longer in {longer} of {sum(map(len, compiling))} cases.",
+        f"compiles up to seven times.{_compilation(networks)}",
     ]
+
+
+def _compilation(networks: dict[str, Network]) -> str:
+    """Returns a sentence on the time of compilation; nothing for results without it, which were measured earlier."""
+    cases = [_pairs(networks, "fused", "compile", budget, "") for budget in BUDGETS]
+    if not all("compile_seconds" in row for pairs in cases for pair in pairs for row in pair):
+        return ""
+    total = lambda pairs, i: f"{sum(pair[i]['compile_seconds'] for pair in pairs):.0f}"
+    longer = sum(one["compile_seconds"] > other["compile_seconds"] for pairs in cases for one, other in pairs)
+    return (
+        f" Compilation with empty caches took {total(cases[0], 1)} s in total by torch.compile alone, and "
+        f"{', '.join(total(pairs, 0) for pairs in cases)} s with `fused` kernels at the budgets {', '.join(BUDGETS)}; "
+        f"with `fused` it took longer in {longer} of {sum(map(len, cases))} cases."
+    )
 
 
 def text(found: dict[str, Any]) -> str:
