@@ -14,8 +14,8 @@ around               `torch.compile` around `fckpt.remat` with these budgets.
 
 The difference is the largest of any gradient from the plain one, relative to the largest element of that gradient; 0
 means equal bits. Each function is made twice. The first call of the first one plans and compiles with empty caches; the
-first call of the second one ("warm") finds its kernels there. With `--check` the exit code is 1 if a
-plan exceeds its budget, or if gradients by `aten` or `exact` are not bitwise equal to the plain ones.
+first call of the second one ("warm") finds kernels and plans there. With `--check` the exit code is 1 if a plan exceeds
+its budget, or if gradients by `aten` or `exact` are not bitwise equal to the plain ones.
 """
 
 from __future__ import annotations

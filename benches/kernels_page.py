@@ -64,12 +64,14 @@ def compiled(networks: dict[str, Network]) -> str:
     return table(heads, lines)
 
 
-def _pairs(
-    networks: dict[str, Network], one: str, other: str, budget: str, others_budget: str | None = None
-) -> list[tuple[Row, Row]]:
+def _pairs(networks: dict[str, Network], one: str, other: str, budget: str) -> list[tuple[Row, Row]]:
     """Returns the rows of two methods at a budget, for networks where neither is refused."""
-    theirs = budget if others_budget is None else others_budget
-    pairs = [(network[one, budget], network[other, theirs]) for network in networks.values()]
+    return _accepted(networks, (one, budget), (other, budget))
+
+
+def _accepted(networks: dict[str, Network], one: tuple[str, str], other: tuple[str, str]) -> list[tuple[Row, Row]]:
+    """Returns the rows of two methods, each at its budget, for networks where neither is refused."""
+    pairs = [(network[one], network[other]) for network in networks.values()]
     return [pair for pair in pairs if not any(row["refused"] for row in pair)]
 
 
@@ -119,7 +121,7 @@ def remarks(networks: dict[str, Network]) -> list[str]:
 
 def _compilation(networks: dict[str, Network]) -> str:
     """Returns a sentence on the time of compilation; nothing for results without it, which were measured earlier."""
-    cases = [_pairs(networks, "fused", "compile", budget, "") for budget in BUDGETS]
+    cases = [_accepted(networks, ("fused", budget), ("compile", "")) for budget in BUDGETS]
     if not all("compile_seconds" in row for pairs in cases for pair in pairs for row in pair):
         return ""
     total = lambda pairs, i: f"{sum(pair[i]['compile_seconds'] for pair in pairs):.0f}"

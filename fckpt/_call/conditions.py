@@ -87,6 +87,7 @@ class Observation:
         self.statics = statics
         closure = closure_of(fn, statics, facts=facts)
         self.kinds: dict[type, None] = {}
+        """The user's classes of objects that the function uses, except module classes."""
         parts = self.parts = [parts_of(module) for module in closure.modules]
         self.state: list[Snapshot | ModuleState] = [closure.own, closure.given]
         """Values in the closure other than tensors: in the function's cells, in static arguments, in modules."""

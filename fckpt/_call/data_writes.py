@@ -22,7 +22,7 @@ from fckpt._call.modules import storage_of
 from fckpt._call.places import content
 from fckpt.errors import MutationError, region_name
 
-__all__ = ["DataWrites", "names_data"]
+__all__ = ["DataWrites", "names_data", "written_tensors"]
 
 _Classes = tuple[frozenset[type], ...]
 _MOST = 1000  # functions that are looked at
@@ -88,6 +88,18 @@ _WRAPPERS = (
 _WRAPPED = ("__func__", "func", "__wrapped__")
 
 
+def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Returns the tensors that an operation changes in place, according to its schema."""
+    schema = attribute(func, "_schema")  # operators of higher order have none
+    found: list[torch.Tensor] = []
+    for position, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            found += [t for t in values if isinstance(t, torch.Tensor)]
+    return found
+
+
 class DataWrites(TorchDispatchMode):
     """Raises `MutationError` if one of these tensors is written or replaced without a change of its version."""
 
@@ -101,26 +113,14 @@ class DataWrites(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = list(self._written(func, args, kwargs))
+        storages = map(storage_of, written_tensors(func, args, kwargs))
+        written = [self.by_storage[storage] for storage in storages if storage in self.by_storage]
         before = [version(tensor) for _, tensor in written]
         result = func(*args, **kwargs)
         for (name, tensor), then in zip(written, before, strict=True):
             if version(tensor) == then:
                 raise self._error(name, tensor)
         return result
-
-    def _written(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        schema = attribute(func, "_schema")
-        if schema is None or not schema.is_mutable:
-            return
-        for i, argument in enumerate(schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = kwargs.get(argument.name) if argument.kwarg_only or i >= len(args) else args[i]
-            for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                found = self.by_storage.get(storage_of(tensor)) if isinstance(tensor, torch.Tensor) else None
-                if found is not None:
-                    yield found
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from fckpt._call.data_writes import written_tensors
 from fckpt._call.levels import below_all, unwrapped
 from fckpt._call.results import View
 from fckpt._capture.sources import Source, current
@@ -582,15 +583,7 @@ _RESIZES = {
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Returns the tensors that an operation changes in place."""
-    found: list[torch.Tensor] = []
-    schema = func._schema
-    if schema.is_mutable:
-        for position, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[position] if position < len(args) else kwargs.get(argument.name)
-                found += [t for t in flat(value) if isinstance(t, torch.Tensor)]
-    found += [args[i] for i in statistics_of(func, args)]
-    return found
+    return [*written_tensors(func, args, kwargs), *(args[i] for i in statistics_of(func, args))]
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -38,7 +38,7 @@ _READS = {
 
 _STEP = "For a whole training step, with the optimizer, use fckpt.step."
 _REFUSED = {
-    _TENSOR.grad.__get__: f"reads `.grad` of a tensor, which changes from call to call. Pass the gradient as an "
+    _TENSOR.grad.__get__: "reads `.grad` of a tensor, which changes from call to call. Pass the gradient as an "
     f"argument, or differentiate with `torch.autograd.grad`. {_STEP}",
     _TENSOR.grad.__set__: f"sets `.grad` of a tensor, which a plan would not do. {_STEP}",
     _TENSOR.grad.__delete__: f"deletes `.grad` of a tensor, which a plan would not do. {_STEP}",

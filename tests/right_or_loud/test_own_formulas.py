@@ -209,14 +209,11 @@ def test_second_derivatives_use_the_formulas(function: Any) -> None:
 
 class Same(torch.autograd.Function):
     generate_vmap_rule = True
+    setup_context = Generated.setup_context
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
