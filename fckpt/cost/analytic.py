@@ -69,7 +69,11 @@ def flops_of(call: Call, specs: Sequence[TensorSpec]) -> int:
         try:
             args, kwargs = _shapes(call.args, specs), _shapes(call.kwargs, specs)
             outputs = tuple(None if i is None else _Shape(specs[i].shape) for i in call.outputs)
-            return int(formula(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else outputs))
+            result = outputs[0] if len(outputs) == 1 else outputs
+            on_shapes = getattr(formula, "__wrapped__", None)  # most formulas first look for shapes, which takes longer
+            return int(
+                on_shapes(*args, **kwargs, out_shape=result) if on_shapes else formula(*args, **kwargs, out_val=result)
+            )
         except (AssertionError, AttributeError, IndexError, TypeError, ValueError):
             pass  # the formula does not support this call, so its elements are counted below
     inputs = _inputs(call, specs)[packet(call) in _GATHERS :]

@@ -40,7 +40,7 @@ _MOST = 64
 _LIBRARIES = re.compile("conv|mkldnn|miopen|cudnn|rnn|lstm|gru|fft|sparse|quantized")
 """Names of operations for which libraries choose between algorithms by size."""
 
-_Place = tuple[int, int, Any, str]
+_Place = tuple[Any, ...]
 """What identifies an operation among calls of other sizes: the number of calls, its position, and its arguments.
 
 Calls of one function may have different backward passes.
@@ -65,9 +65,9 @@ class Operation:
         """What identifies the operation among calls of other sizes."""
         same = _fixed_numbers(self.call.op)
         pairs = named(self.call).items()
-        arguments = [value if name in same else _described(value, self.specs) for name, value in pairs]
-        results = [None if t is None else self.specs[t].dtype for t in self.call.outputs]
-        return *self.number, self.call.op, f"{arguments} {results}"
+        arguments = tuple([value if name in same else _described(value, self.specs) for name, value in pairs])
+        results = tuple([None if t is None else self.specs[t].dtype for t in self.call.outputs])
+        return *self.number, self.call.op, arguments, results
 
     @functools.cached_property
     def shapes(self) -> _Shapes:
@@ -170,7 +170,7 @@ def _described(value: Any, specs: Sequence[TensorSpec]) -> Any:
         spec = specs[value.tensor]
         return spec.dtype, spec.device, spec.conj, spec.neg, _layout(spec.shape, spec.stride)
     if isinstance(value, (list, tuple)):
-        return [_described(part, specs) for part in value]
+        return tuple([_described(part, specs) for part in value])
     return type(value) if isinstance(value, (int, float, complex, torch.Generator)) else value
 
 

@@ -13,11 +13,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fckpt._trace.allocations import rounded
+from fckpt._trace.memories import Memory
 from fckpt._trace.operations import Call, TensorSpec, Trace, is_random, is_tagged_random
 from fckpt.cost.allocators import granularity
 from fckpt.cost.analytic import Analytic
 from fckpt.cost.by_size import CostsBySize, Operation
-from fckpt.cost.calls import CostSource, OpCost, registered
+from fckpt.cost.calls import CostSource, OpCost, refs, registered
 from fckpt.cost.measured import Measured
 from fckpt.cost.pairs import makers_of, paired_signature, workspace_maker
 from fckpt.cost.store import environment
@@ -97,7 +98,7 @@ def _costs(
     """Returns the costs of distinct calls, by signature, and warns about operations that were estimated."""
     costs: dict[str, OpCost] = {}
     before = {*source.failures, *source.refused} if isinstance(source, Measured) else set()
-    held = functools.cache(lambda: _held(trace))
+    held = functools.partial(_held, trace, functools.cache(lambda: _operands(trace)))
     if trace.other_sizes is not None:
         trace.other_sizes.under(environment(torch.device("cpu")))
     with Line(progress) as line:
@@ -126,17 +127,17 @@ def _measured(
     calls: Sequence[Call],
     position: int,
     makers: Mapping[int, Call],
-    held: Callable[[], Mapping[int, torch.Tensor]],
+    held: Callable[[Call], Mapping[int, torch.Tensor]],
 ) -> OpCost:
     """Returns the cost of a call. If enough other sizes are known, only its memory is measured, or nothing at all."""
     others: CostsBySize | None = trace.other_sizes
     if others is None or registered(calls[position], trace.tensors) is not None:
-        return source(calls[position], trace.tensors, makers, held())
+        return source(calls[position], trace.tensors, makers, held(calls[position]))
     operation = Operation(calls, position, trace.tensors)
     found = others.cost(operation)
     if found is None:
         seconds = others.seconds(operation)
-        found = source(calls[position], trace.tensors, makers, held(), seconds)
+        found = source(calls[position], trace.tensors, makers, held(operation.call), seconds)
         others.add(operation, found, timed=seconds is None)
     return found
 
@@ -183,20 +184,26 @@ def _warn(source: Measured, before: set[str]) -> None:
         )
 
 
-def _held(trace: Trace) -> dict[int, torch.Tensor]:
-    """Returns, by tensor of the trace, a view of the caller's memory, for operands that can be read directly."""
-    bases: dict[int, tuple[torch.Tensor, int]] = {}
-    for number, memory in zip(trace.operands, trace.given, strict=False):
-        tensor, spec = memory(), trace.tensors[number]
-        if tensor is None or spec.value < 0:  # -1: no operation uses the operand
-            continue
-        if (tuple(tensor.shape), tensor.stride()) == (spec.shape, spec.stride):
-            bases[spec.value] = tensor, int(tensor.storage_offset()) - spec.offset
+def _operands(trace: Trace) -> dict[int, tuple[TensorSpec, Memory]]:
+    """Returns the operands that may be read directly, by their value: the spec of each, and its memory."""
+    pairs = [(trace.tensors[t], memory) for t, memory in zip(trace.operands, trace.given, strict=False)]
+    return {spec.value: (spec, memory) for spec, memory in pairs if spec.value >= 0}  # -1: no operation uses it
+
+
+def _held(
+    trace: Trace, operands: Callable[[], Mapping[int, tuple[TensorSpec, Memory]]], call: Call
+) -> dict[int, torch.Tensor]:
+    """Returns, by tensor that a call reads, a view of the caller's memory, for operands that can be read directly."""
     found = {}
-    for number, spec in enumerate(trace.tensors):
-        base, offset = bases.get(spec.value, (None, 0))
-        if base is not None and (base.dtype, base.device) == (spec.dtype, spec.device):
-            found[number] = base.as_strided(spec.shape, spec.stride, spec.offset + offset)
+    for number in {ref.tensor for ref in refs((call.args, call.kwargs))}:
+        spec = trace.tensors[number]
+        given, memory = operands().get(spec.value, (None, None))
+        base = None if memory is None else memory()
+        if given is None or base is None or (tuple(base.shape), base.stride()) != (given.shape, given.stride):
+            continue
+        if (base.dtype, base.device) == (spec.dtype, spec.device):
+            offset = spec.offset + int(base.storage_offset()) - given.offset
+            found[number] = base.as_strided(spec.shape, spec.stride, offset)
     return found
 
 

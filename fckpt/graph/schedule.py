@@ -68,6 +68,12 @@ class Schedule:
         """The steps of both passes as numbers: +n computes node n, -(v + 1) frees value v."""
         return tuple(map(_number, self.forward)), tuple(map(_number, self.backward))
 
+    @functools.cached_property
+    def computed(self) -> tuple[list[int], list[int]]:
+        """The nodes that both passes compute, in order."""
+        forward, backward = ([number for number in half if number >= 0] for half in self.numbers)
+        return forward, backward
+
     def __eq__(self, other: object) -> bool:  # a step alone equals one of the other kind: both are tuples of a number
         return isinstance(other, Schedule) and self.numbers == other.numbers
 

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
 from fckpt.graph.graph import Graph
-from fckpt.graph.schedule import Compute, Schedule, schedule_of
+from fckpt.graph.schedule import Schedule, schedule_of
 from fckpt.solve._greedy import fit
-from fckpt.solve.core.rules import Order, Rules, seconds_of
+from fckpt.solve.core.rules import Order, Rules, peak_of, seconds_of
 from fckpt.solve.core.starts import Start, measured, save_everything_orders
 from fckpt.solve.repair.search import Search
 
@@ -49,16 +49,24 @@ def adapt(graph: Graph, budget: int, known: Iterable[Schedule]) -> Schedule | No
         known: schedules of graphs that differ from `graph` in sizes only, so that they are valid for `graph` as well.
     """
     rules = Rules(graph)
-    starts = measured(rules, map(_order, known))
-    once = next((s for s in starts if s.peak_nbytes <= budget and _recomputes_nothing(s.order)), None)
-    if once is not None:
-        return schedule_of(graph, *once.order)
+    orders = [(Order(*schedule.computed), schedule) for schedule in known]
+    ranked = sorted(
+        [(seconds_of(rules, order), order, schedule) for order, schedule in orders], key=lambda part: part[0]
+    )
+    starts, best = list[Start](), None
+    for seconds, order, schedule in ranked:  # the first that fits is the fastest
+        starts.append(Start(peak_of(rules, order), seconds, order))
+        if starts[-1].peak_nbytes <= budget:
+            best = schedule
+            break
+    if best is not None and _recomputes_nothing(starts[-1].order):
+        return best
     plain = measured(rules, save_everything_orders(rules)) if _read_nbytes(rules) <= budget else []
     if plain and plain[0].peak_nbytes <= budget:
         return schedule_of(graph, *plain[0].order)
-    full = _fastest_within(starts, budget)
-    if full is not None and full.peak_nbytes >= FULL * budget:
-        return schedule_of(graph, *full.order)
+    if best is not None and starts[-1].peak_nbytes >= FULL * budget:
+        return best
+    starts += measured(rules, [order for _, order, _ in ranked[len(starts) :]])
     starts = sorted([*starts, *(plain or measured(rules, save_everything_orders(rules)))])
     near = _near(rules, starts, budget)
     if near is not None:
@@ -69,10 +77,6 @@ def adapt(graph: Graph, budget: int, known: Iterable[Schedule]) -> Schedule | No
     search = Search(rules, [start.order for start in found[:MOST]], budget)
     search.run(MOVES, 0.0)
     return schedule_of(graph, *min(search.found, key=lambda order: seconds_of(rules, order)))
-
-
-def _order(schedule: Schedule) -> Order:
-    return Order(*[[s.node for s in half if isinstance(s, Compute)] for half in (schedule.forward, schedule.backward)])
 
 
 def _read_nbytes(rules: Rules) -> int:
