@@ -194,29 +194,21 @@ def remat(
         "Training deep nets with sublinear memory cost" (2016), https://arxiv.org/abs/1604.06174. The interface follows
         `jax.checkpoint`.
     """
+    options = {
+        "policy": policy, "budget": budget, "plan": plan, "solver": solver, "tile": tile, "kernels": kernels,
+        "cuda_graphs": cuda_graphs, "untraceable": untraceable, "static_argnums": static_argnums,
+        "static_argnames": static_argnames, "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
+        "name": name,
+    }  # fmt: skip
     if fn is None:
-        return functools.partial(
-            remat,
-            policy=policy,
-            budget=budget,
-            plan=plan,
-            solver=solver,
-            tile=tile,
-            kernels=kernels,
-            cuda_graphs=cuda_graphs,
-            untraceable=untraceable,
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-            donate_argnums=donate_argnums,
-            donate_argnames=donate_argnames,
-            name=name,
-        )
+        return functools.partial(remat, **options)
     if torch.compiler.is_compiling():
         from fckpt._recompute import compiled  # imports Dynamo, which takes about a second
 
         plain = policy is None and budget is None and plan is None
-        options = {"policy": policy, "budget": budget, "plan": plan, "solver": solver, "tile": tile}
-        planned = None if plain else functools.partial(remat, **options)
+        others = (solver, tile, kernels, cuda_graphs, untraceable, donate_argnums, donate_argnames)
+        alone = plain and others == ("auto", False, "aten", False, "raise", (), ())
+        planned = None if alone else functools.partial(remat, **options)  # also to refuse what needs a plan
         return compiled.made(fn, reductions_saveable if plain else policy, remat, planned)
     _check_function(fn)
     static = StaticArguments(fn.forward if isinstance(fn, nn.Module) else fn, static_argnums, static_argnames)

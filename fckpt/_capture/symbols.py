@@ -5,7 +5,7 @@ has, and so on: dozens of operations on the same few expressions. The result of 
 expressions, so it is remembered for the duration of the capture. Expressions are immutable, and what torch learns later
 about a symbol is applied when a result is read.
 
-Seen on torch 2.11 and 2.13: `SymNode._mul` and similar, `handlers` of sympy's classes.
+Seen on torch 2.11 and 2.13: `SymNode._mul` and similar, `handlers` of sympy's classes, `torch._C._select_conv_backend`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
+import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
@@ -30,6 +31,7 @@ __all__ = [
     "TOO_LARGE",
     "FloatProduct",
     "FloatSum",
+    "convolutions_unguarded",
     "environments_released",
     "floats_in_order",
     "large_expressions_refused",
@@ -134,6 +136,33 @@ def large_expressions_refused() -> Iterator[None]:
 _MOST_TERMS = 100
 """The largest number of terms of an expression. In BERT, T5, GPT-2, ViT and ConvNeXt there are at most 55."""
 TOO_LARGE = "the expressions of sizes are too large"
+
+
+@contextlib.contextmanager
+def convolutions_unguarded() -> Iterator[None]:
+    """Keeps torch from guarding, within the body, on the sizes by which it chooses the kernel of a convolution.
+
+    A fake convolution asks for the kernel only because kernels may return other strides. All return contiguous results
+    if input and weight are contiguous. With a batch of one image, oneDNN runs from 20,480 elements on: each convolution
+    of a network would add a guard, and so a capture for a range of image sizes.
+    """
+
+    def is_several(size: Any) -> bool:
+        return size > 1 if type(size) is int else size.node.has_hint() and bool(size > 1)
+
+    def unguarded(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def select(input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+            env = getattr(getattr(input, "fake_mode", None), "shape_env", None)
+            # With one channel, a contiguous tensor may be in the format channels_last, too.
+            contiguous = all(t.is_contiguous() and is_several(t.shape[1]) for t in (input, weight))
+            with env.suppress_guards() if env is not None and contiguous else contextlib.nullcontext():
+                return original(input, weight, *args, **kwargs)
+
+        return select
+
+    with patched(torch._C, "_select_conv_backend", unguarded):
+        yield
 
 
 @functools.cache

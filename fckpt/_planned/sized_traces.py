@@ -216,6 +216,7 @@ def _general(
         computed: see `same_trace`.
     """
     from fckpt._capture.symbols import (
+        convolutions_unguarded,
         environments_released,
         floats_in_order,
         large_expressions_refused,
@@ -227,7 +228,8 @@ def _general(
         with environments_released():
             symbols = Symbols(example.layouts, example.numbers, classes)
             remembered, refused = symbols_remembered(), large_expressions_refused()
-            with warnings.catch_warnings(), _unlogged(), remembered, refused, floats_in_order(symbols.env):
+            unguarded, in_order = convolutions_unguarded(), floats_in_order(symbols.env)
+            with warnings.catch_warnings(), _unlogged(), remembered, refused, unguarded, in_order:
                 warnings.simplefilter("ignore")
                 traced = tracer(backward, symbols)
             guessed = backward.outputs is None and all(o.flags != traced.flags for o in backward.observed)

@@ -61,7 +61,7 @@ def made(
         fn: the function.
         policy: the policy for marks in an enclosing graph.
         remat: the function `remat`.
-        planned: `remat` with its options, if the region has a plan.
+        planned: `remat` with its options, if they are for a plan.
     """
 
     def rematerialised(*args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,16 @@
-"""Kernels that torch chooses by whether autograd records an operation: a trace contains the kernels of a plain run.
+"""Kernels that torch chooses by how a function runs: a trace contains the kernels of a plain run.
 
 * `torch.linalg.svdvals`, `eigvalsh`, `eigvals`, and the norms of matrices that are computed from these, compute
   singular vectors or eigenvectors too if a gradient may be needed. The values then differ in their last bits. Where a
   trace or a level of torch.func sees the tensors, torch always takes a gradient to be needed.
+* The mean of a weighted cross entropy with label smoothing is divided by the sum of the weights of all targets that
+  are not ignored. Torch selects these in a plain run; where a trace or a level of torch.func sees the weights, it
+  replaces the others by zeros, and the sum is rounded in another order.
 * The layers of `nn.LSTM` on a CPU run another kernel of oneDNN if grad mode is off. A plan runs its operations with
   grad mode on.
 
-Seen on torch 2.11 and 2.13: the functions of torch that ask, `mkldnn_rnn_layer`.
+Seen on torch 2.11 and 2.13: the functions of torch that ask, `mkldnn_rnn_layer`, `isTensorSubclassLike` in
+`LossNLL.cpp`.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
 
 from fckpt._call.levels import has_forward_mode, is_wrapped, wraps_all
 from fckpt._capture.sources import current
@@ -35,6 +40,8 @@ class PlainKernels:
     def __init__(self) -> None:
         self._vectors: bool | None = None
         """Whether the function computes vectors in a plain run, if no gradient is needed; None if that is not known."""
+        self._weights: _Weights | None = None
+        """The weights of the cross entropy that runs."""
 
     @contextlib.contextmanager
     def within(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], wrapped: bool) -> Iterator[None]:
@@ -43,16 +50,17 @@ class PlainKernels:
         A level that differentiates wraps all tensors, and one that batches wraps those with a batch dimension. A batch
         level runs `torch.linalg.cond` with a norm by name once per element, without wrappers.
         """
-        before = self._vectors
+        before = self._vectors, self._weights
         found: list[torch.Tensor] = []
         mapped([*args, *kwargs.values()], found.append)
         looped = func is torch.linalg.cond and any(isinstance(v, str) for v in (*args, *kwargs.values()))
         always = wrapped or wraps_all() or (any(map(is_wrapped, found)) and not looped)
         self._vectors = always or not _has_values_only(func, args, kwargs)
+        self._weights = _Weights() if func is functional.cross_entropy and not always else None
         try:
             yield
         finally:
-            self._vectors = before
+            self._vectors, self._weights = before
 
     def of(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Returns an operation of a trace, and its arguments that have a position, as a plain run has them.
@@ -62,6 +70,8 @@ class PlainKernels:
         """
         if func is aten.mkldnn_rnn_layer.default:
             return (func if torch.is_grad_enabled() else _lstm_layer.default), args
+        if self._weights is not None:
+            return self._weights.of(func, args)
         if func not in _SPECTRA or self._vectors or _needs_gradient(args[0]):
             return func, args
         position, default, values = _SPECTRA[func]
@@ -76,6 +86,31 @@ class PlainKernels:
                 f"gradient. Call torch.linalg.svd, eigh, eig, svdvals, eigvalsh or eigvals in its place. {WAY_OUT}"
             )
         return values, args if position is None else (*args, *default[len(args) :])[:position] + (False,)
+
+
+class _Weights:
+    """The weights of targets in a cross entropy, which are gathered, masked, and summed up."""
+
+    def __init__(self) -> None:
+        self._gathered = False
+        self._ignored: Any = None
+        """Which of the targets are ignored, once the weights are masked."""
+
+    def of(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """Returns an operation of the cross entropy, and its arguments that have a position, as in a plain run."""
+        if func is aten.gather.default:
+            self._gathered = True
+        elif func is aten.masked_fill_.Scalar and self._gathered:
+            self._ignored = args[1]
+        elif func is aten.sum.default and self._ignored is not None:
+            func, args = _sum_of_others.default, (*args, self._ignored)
+            self._gathered, self._ignored = False, None
+        return func, args
+
+
+@operation("sum_of_others(Tensor x, Tensor mask) -> Tensor", lambda x, mask: x.new_empty(()))
+def _sum_of_others(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x.masked_select(~mask).sum()
 
 
 def _needs_gradient(tensor: torch.Tensor) -> bool:
@@ -129,8 +164,14 @@ _VALUES_BY_NAME = {
 
 
 def decides(func: Any) -> bool:
-    """Whether `func` may compute singular values or eigenvalues."""
-    return func in _VALUES or func in _BOTH or func in _SVD or isinstance(func, _OPERATIONS)
+    """Whether `func` may run other kernels in a trace than in a plain run."""
+    return (
+        func is functional.cross_entropy
+        or func in _VALUES
+        or func in _BOTH
+        or func in _SVD
+        or isinstance(func, _OPERATIONS)
+    )
 
 
 _OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)

@@ -5,12 +5,13 @@ measured, the time at a new size lies between its neighbours'. Times decide whic
 keeps its budget does not depend on them.
 
 A budget depends on the memory of operations, which is measured at each size unless other sizes determine it. Pointwise
-operations of torch allocate memory besides their results only to convert operands of other dtypes and Python numbers,
-so one that needed none at the measured sizes needs none at any size. Most other operations need no less memory for
-larger tensors. If one needed none at a larger size, it needs none at a smaller size; and if it needed the same number
-of bytes at a smaller and at a larger size, it needs that number in between. A size is larger if no tensor is smaller in
-any dimension. All this holds for kernels on the CPU and for tensors of similar strides. On accelerators, and for
-convolutions, recurrent networks and Fourier transforms everywhere, libraries choose between algorithms by size.
+operations of torch allocate memory besides their results only to convert operands of other dtypes and Python numbers.
+So one that needed none at the measured sizes needs none at any size, and one that needed the same number of bytes at a
+smaller and at a larger size needs that number in between. Of most other operations, one that needed none at a larger
+size needs none at a smaller size. A size is larger if no tensor is smaller in any dimension. All this holds for
+kernels on the CPU and for tensors of similar strides. On accelerators, and everywhere for convolutions, recurrent
+networks, Fourier transforms and resizing with antialiasing (which does nothing where the size stays), the sizes choose
+between algorithms.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _ENOUGH = 3
 _MOST = 64
 """The number of sizes of an operation whose memory is remembered."""
 
-_LIBRARIES = re.compile("conv|mkldnn|miopen|cudnn|rnn|lstm|gru|fft|sparse|quantized")
-"""Names of operations for which libraries choose between algorithms by size."""
+_BY_SIZE = re.compile("conv|mkldnn|miopen|cudnn|rnn|lstm|gru|fft|sparse|quantized|_aa")
+"""Names of operations whose sizes choose between algorithms."""
 
 _Place = tuple[Any, ...]
 """What identifies an operation among calls of other sizes: the number of calls, its position, and its arguments.
@@ -146,13 +147,16 @@ class CostsBySize:
         known, op = self._temporaries.get(operation.place, {}), operation.call.op
         if getattr(op, "namespace", "") != "aten":
             return None
-        if torch.Tag.pointwise in op.tags and not any(known.values()):
+        is_pointwise = torch.Tag.pointwise in op.tags
+        if is_pointwise and not any(known.values()):
             return 0 if known else None
         specs = operation.specs
-        if _LIBRARIES.search(str(op)) or any(specs[t].device.type != "cpu" for t in operation.tensors):
+        if _BY_SIZE.search(str(op)) or any(specs[t].device.type != "cpu" for t in operation.tensors):
             return None
         shapes = operation.shapes
         most = min((nbytes for larger, nbytes in known.items() if _is_within(shapes, larger)), default=None)
+        if most == 0 or not is_pointwise:
+            return 0 if most == 0 else known.get(shapes)
         least = max((nbytes for smaller, nbytes in known.items() if _is_within(smaller, shapes)), default=0)
         return most if most == least else None
 

@@ -195,3 +195,18 @@ def test_a_step_inside_of_torch_compile_runs_by_its_plan(around: bool) -> None:
         assert torch.equal(called(x), loss.detach() * 2 if around else loss.detach())
         assert_equal(list(nets[1].parameters()), list(nets[0].parameters()))
     assert (fckpt.stats(planned).calls, fckpt.stats(planned).plans) == (3, 1)
+
+
+def test_all_options_of_a_region_that_a_compiled_function_makes() -> None:
+    x, gradient = torch.ones(64), torch.ones(64)
+
+    def updated(options: dict[str, Any]) -> torch.Tensor:
+        return fckpt.remat(lambda x, g: x - g * 0.5, **options)(x, gradient)
+
+    with torch.no_grad():
+        assert torch.compile(updated, backend="eager")({"budget": 1.0, "donate_argnums": (0,)}) is x
+    assert x[0] == 0.5
+    wrong: list[dict[str, Any]] = [{"kernels": "typo"}, {"untraceable": "typo"}, {"donate_argnums": 0}]
+    for options in [*wrong, *({"budget": 1.0, **options} for options in wrong[:2])]:
+        with pytest.raises(fckpt.ArgumentValueError):
+            torch.compile(updated, backend="eager")(options)

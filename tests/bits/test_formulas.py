@@ -281,3 +281,18 @@ def test_products_without_grad_with_what_requires_it(product: str) -> None:
     for _ in range(3):
         x = torch.randn(3, 17, 16).transpose(0, 1)
         assert_equal(without_grad(planned)(x), without_grad(fn)(x))
+
+
+TARGETS = torch.arange(256) % 64
+WEIGHTS = torch.linspace(0, 1, 64)
+
+
+@pytest.mark.parametrize("way", ["autograd", "grad"])
+@pytest.mark.parametrize("shape", [(256, 64), (4, 64, 64)])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_weighted_cross_entropy_with_ignored_targets(reduction: Any, shape: tuple[int, ...], way: str) -> None:
+    scores = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    options: Any = {"weight": WEIGHTS, "ignore_index": 3, "label_smoothing": 0.1, "reduction": reduction}
+    fn = lambda x: F.cross_entropy(x * 1.5, TARGETS.view(shape[0], *shape[2:]), **options)
+    planned = fckpt.remat(fn, policy=fckpt.policies.nothing_saveable)
+    assert_equal(WAYS[way](planned, scores, 1.0), WAYS[way](fn, scores, 1.0))

@@ -309,6 +309,31 @@ def test_images_of_any_size_are_resized(options: dict[str, Any], compared: list[
     assert compared and all(compared)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("channels", [1, 8])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_convolutions_of_any_size_need_one_capture(
+    batch: int, channels: int, layout: torch.memory_format, compared: list[bool]
+) -> None:
+    first, second = nn.Conv2d(channels, 8, 3, padding=1, stride=2), nn.Conv2d(8, 8, 1)
+    loss = lambda x: second(first(x).relu()).sin().square().sum()
+    planned = fckpt.remat(loss, budget=1.0)
+    for edge in (16, 20, 24, 80, 12, 64, 48):  # from 20,480 elements on, one image has another kernel
+        x = torch.randn(batch, channels, edge, edge, requires_grad=True)
+        x = x.detach().to(memory_format=layout).requires_grad_()
+        inputs, found = (x, *first.parameters(), *second.parameters()), []
+        for fn in (planned, loss):
+            value = fn(x)
+            value.backward()
+            found.append((value.detach(), *[t.grad for t in inputs]))
+            for t in inputs:
+                t.grad = None
+        assert_equal(*found)
+    assert all(compared)
+    if channels > 1 and layout is torch.contiguous_format:
+        assert fckpt.stats(planned).captures == 1 and len(compared) == 4
+
+
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
 def test_images_in_channels_last_are_resized(mode: str, compared: list[bool]) -> None:
     net = nn.Conv2d(3, 3, 3, padding=1).to(memory_format=torch.channels_last)
