@@ -40,13 +40,14 @@ class Kernel:
     @functools.cached_property
     def signature(self) -> str:
         """A text that is equal for kernels that compile to the same code."""
-        layouts = [(s.shape, strides_of(s.shape, s.stride), s.dtype) for s in (self.specs[t] for t in self.inputs)]
+        # Results too: that of int / int has the default dtype, which neither inputs nor operations show.
+        tensors = [(s.shape, strides_of(s.shape, s.stride), s.dtype, s.value) for s in self.specs]
         made = [(t, self.specs[t].stride) for t in self.outputs]
         calls = [
             f"{c.outputs} = {c.op}({c.args}, {c.kwargs}) over {over}"
             for c, over in zip(self.calls, self.over, strict=True)
         ]
-        parts = [self.device, layouts, made, self.inputs, self.donated, self.exact, *calls]
+        parts = [self.device, tensors, made, self.inputs, self.donated, self.exact, *calls]
         return "\n".join(map(str, parts))
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -137,6 +137,7 @@ def _is_exact(rewriting: Rewriting, node: int) -> bool:
 def _settings() -> tuple[Any, ...]:
     cuda = torch.backends.cuda.matmul
     return (
+        torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         cuda.allow_fp16_reduced_precision_reduction,
@@ -264,7 +265,8 @@ def _is_aligned(slices: Slices, node: int) -> bool:
 def _is_positional(call: Call, specs: Sequence[TensorSpec]) -> bool:
     """Whether the result of an element depends on its position in an array, by a test of the kernel."""
     used = tensors_of(call)
-    key = (call.op, tuple((specs[t].dtype, specs[t].shape == ()) for t in used), _scalars(call), specs[used[0]].device)
+    types = tuple((specs[t].dtype, specs[t].shape == ()) for t in used)
+    key = (call.op, types, _scalars(call), specs[used[0]].device, _settings())
     if key not in _positional:
         try:
             _positional[key] = _differs_by_position(call, specs)

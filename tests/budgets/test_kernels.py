@@ -467,6 +467,27 @@ def test_the_data_of_trials_has_every_kind_of_number(dtype: torch.dtype) -> None
     assert torch.equal(shared[1], shared[0][:, 0])
 
 
+@pytest.mark.usefixtures("uncompiled")
+def test_each_default_dtype_has_its_own_kernels(monkeypatch: pytest.MonkeyPatch, made: list[Program]) -> None:
+    """A compiled kernel contains the dtypes of its results; that of int / int is the default dtype."""
+
+    def with_its_dtypes(kernel: Kernel) -> Callable[[list[Tensor]], list[Tensor]]:
+        dtypes = [t.dtype for t in kernel.run(made_up([kernel.specs[t] for t in kernel.inputs], "usual"))]
+        run = one_by_one(kernel)
+        return lambda given: [t.to(dtype) for t, dtype in zip(run(given), dtypes, strict=True)]
+
+    compile_by(monkeypatch, with_its_dtypes)
+    i, x = torch.arange(64), torch.ones(64, requires_grad=True)
+    fn = lambda: ((i / 3 + 1).relu() * 2 - i / 7).abs() * x
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            assert_equal(fckpt.remat(fn, budget=1.0, kernels="exact")().detach(), fn().detach())
+            assert blocks_in(made[-1][1])
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 def test_operands_may_be_passed_by_name() -> None:
     """As vmap does for conversions."""
     layout = ((4,), (1,))
