@@ -557,8 +557,6 @@ class TrainingStep:
         if ending.updates:
             self._updates.prepare(carried_by(program, ending))
         given = [*operands, *program.constants]
-        for i in program.complex:
-            given[i] = given[i].resolve_conj().resolve_neg()
         with below_autograd():
             outputs, residuals = program.lowered.forward(given)
             assert program.backward.outputs is not None

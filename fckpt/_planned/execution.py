@@ -399,7 +399,4 @@ class Execution:
             own[i] = tensor
         for i, tensor in statistics:
             own[i] = tensor
-        for i in program.complex:
-            if own[i] is not None:  # lazy conjugation and negation are views above the recorded operations
-                own[i] = own[i].resolve_conj().resolve_neg()
         return own + program.constants

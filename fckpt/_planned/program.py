@@ -106,7 +106,6 @@ class Program:
         self._taken: dict[tuple[tuple[int, ...], ...], bool] = {}
         self.casts = _cast(trace)
         """The operands that autocast casts, and whose casts it may cache."""
-        self.complex = [i for i, t in enumerate(trace.operands) if trace.tensors[t].dtype.is_complex]
 
     @functools.cached_property
     def dependents(self) -> dict[int, tuple[int, ...]]:

@@ -32,6 +32,8 @@ def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
                     False,
                     False,
                     False,
+                    t.is_conj(),
+                    t.is_neg(),
                 )
             )
             for t in tensors
@@ -69,6 +71,8 @@ def _layout_below(tensor: torch.Tensor, at_level: bool) -> Layout:
         tracked and not remembered,
         transformed,
         at_level,
+        conj=tensor.is_conj(),
+        neg=tensor.is_neg(),
     )
 
 

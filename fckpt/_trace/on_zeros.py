@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fckpt._call.levels import out_of_reach
 from fckpt._call.rng import RandomState
 from fckpt._trace.operations import is_random
+from fckpt._trace.stand_ins import set_lazy
 
 __all__ = ["hinted", "run_on_zeros"]
 
@@ -37,10 +38,7 @@ def run_on_zeros(func: Any, args: Any, kwargs: dict[str, Any], device: torch.dev
         devices.add(fake.device if device is None else device)
         shape, stride = tuple(map(hinted, fake.shape)), tuple(map(hinted, fake.stride()))
         made = torch.empty_strided(shape, stride, dtype=fake.dtype, device=device or fake.device).zero_()
-        if fake.is_conj():
-            torch._C._set_conj(made, True)
-        if fake.is_neg():
-            torch._C._set_neg(made, True)
+        set_lazy(made, conj=fake.is_conj(), neg=fake.is_neg())
         return made
 
     def sent(value: Any) -> Any:

@@ -111,6 +111,10 @@ class Layout(NamedTuple):
     """Whether a level of torch.func wraps all tensors during the call."""
     unrecorded: bool = False
     """Whether the tensor requires grad in a call with grad mode off. `torch.matmul` chooses its kernel by that."""
+    conj: bool = False
+    """Whether the tensor is a lazy conjugate, see `TensorSpec`."""
+    neg: bool = False
+    """Whether the tensor is a lazy negative."""
 
     @property
     def is_tracked(self) -> bool:

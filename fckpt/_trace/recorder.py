@@ -38,6 +38,7 @@ from fckpt._trace.stand_ins import (
     as_computed,
     check_dense,
     refuse_quantized,
+    set_lazy,
     storage_without_memory,
     viewing,
 )
@@ -129,6 +130,7 @@ class Recorder(TorchDispatchMode):
             device = torch.device("meta") if layout.device == self.named else layout.device
             with self._faking():
                 fake = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
+            set_lazy(fake, conj=layout.conj, neg=layout.neg)
             tensor = self._fresh(fake, held=True)
             return as_computed(tensor) if layout.computed else tensor.requires_grad_(layout.is_tracked)
 

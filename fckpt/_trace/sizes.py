@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fckpt._trace.on_zeros import run_on_zeros
 from fckpt._trace.operations import mapped
+from fckpt._trace.stand_ins import set_lazy
 
 __all__ = [
     "fake_on",
@@ -71,10 +72,7 @@ def fake_on(
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
         tensor = torch.empty(0, dtype=dtype, device="meta")
         tensor.set_(storage, *place)
-        if conj:
-            torch._C._set_conj(tensor, True)
-        if neg:
-            torch._C._set_neg(tensor, True)
+        set_lazy(tensor, conj=conj, neg=neg)
     return FakeTensor(mode, tensor, device)
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "prepare_fake_tensors",
     "refuse_quantized",
     "seems",
+    "set_lazy",
     "storage_without_memory",
     "viewing",
 ]
@@ -149,10 +150,15 @@ def viewing(storage: torch.UntypedStorage, fake: torch.Tensor, named: torch.devi
         tensor.named = named
     else:
         seems(tensor, torch.Tensor)
-    if fake.is_conj():
-        torch._C._set_conj(tensor, True)
-    if fake.is_neg():
-        torch._C._set_neg(tensor, True)
+    set_lazy(tensor, conj=fake.is_conj(), neg=fake.is_neg())
     if fake.device.type != "meta":
         torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor
+
+
+def set_lazy(tensor: torch.Tensor, *, conj: bool, neg: bool) -> None:
+    """Makes a new tensor a lazy conjugate, or a lazy negative, of what its memory holds."""
+    if conj:
+        torch._C._set_conj(tensor, True)
+    if neg:
+        torch._C._set_neg(tensor, True)

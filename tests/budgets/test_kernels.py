@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -234,6 +235,20 @@ def test_tensors_with_other_strides_than_their_stand_ins(made: list[Program], ac
     for _ in range(2):
         assert_equal(gradients(region, [x]), gradients(loss, [x]))
     assert blocks_in(made[-1][1])
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_lazy_negatives(made: list[Program], captured: bool) -> None:
+    """A compiled kernel reads memory as it is. The second call differs from the first in the negative bit only."""
+    z, w = torch.randn(16, 16, dtype=torch.complex64), torch.ones(16, requires_grad=True)
+    x = z.imag
+    mixed = lambda x, w: ((x * w * w + x).relu() * 2 - x).sum()
+    fn = lambda: mixed(x, w)
+    region = fckpt.remat(fn if captured else mixed, budget=1.0, kernels="exact")
+    for x in (z.imag, z.conj().imag):
+        found = gradients(region if captured else functools.partial(region, x, w), [w])
+        assert_equal(found, gradients(fn, [w]))
+        assert blocks_in(made[-1][1])
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -349,6 +349,21 @@ def test_a_planned_function_is_bitwise_the_plain_one_with(name: str) -> None:
     PROGRAMS[name]()
 
 
+@pytest.mark.parametrize("lazy", [lambda z: z.conj(), lambda z: z.conj().imag], ids=["conjugate", "negative"])
+def test_the_peak_has_the_copies_of_lazy_arguments(lazy: Callable[[Tensor], Tensor]) -> None:
+    """Each operation copies them."""
+    x, w = lazy(torch.randn(64, 64, dtype=torch.complex64)), torch.ones(64, requires_grad=True)
+    fn = lambda x, w: ((x * w).abs().sqrt() * (x * x).abs()).sum()
+
+    def run(f: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        loss = f(x, w)
+        return loss.detach(), *torch.autograd.grad(loss, w)
+
+    region = fckpt.remat(fn, budget=1.0)
+    assert_equal(run(region), run(fn))
+    assert fckpt.measure_peak(lambda: run(region)).peak_bytes == fckpt.plan(fn, x, w, budget=1.0).peak_bytes
+
+
 @idle_policies
 @pytest.mark.parametrize(
     "cotangents",
