@@ -29,6 +29,8 @@ from fckpt.policies.decisions import PolicyLike, as_policy
 __all__ = ["Compilation"]
 
 _OWN = ("budget", "policy", "solver", "mode")
+_PARTITIONER = "custom_partitioner_fn"
+"""The option of Inductor that each compilation sets."""
 ATTEMPTS = 3
 """How often a plan is made again because the compiled function exceeded the budget."""
 SHARES = (0.2, 0.1, 0.0)
@@ -67,6 +69,12 @@ class Compilation:
             raise ArgumentValueError(
                 f"the backend fckpt has no option {unknown[0]!r}{meant}. Its options are budget, policy, "
                 "solver and mode, and those of Inductor (torch._inductor.list_options())."
+            )
+        if self.patches.get(_PARTITIONER, inductor.custom_partitioner_fn) is not None:
+            raise ArgumentValueError(
+                f"{_PARTITIONER} is set, in the options or in torch._inductor.config, and the backend fckpt would not "
+                "call it, because its plans are partitions themselves. Leave it None, or use "
+                'torch.compile(..., backend="inductor").'
             )
         self.module = module
         self.inputs = inputs
@@ -225,7 +233,7 @@ class Compilation:
         Without `cached`, kernels may come from Inductor's cache, but the function is traced and partitioned.
         """
         partitioner = Partitioner(nbytes, self.policy, self.solver, torch_budget)
-        patches = {**self.patches, "custom_partitioner_fn": partitioner}
+        patches = {**self.patches, _PARTITIONER: partitioner}
         # By default, the backward half is compiled by its first run, which cannot be a rehearsal within a compilation.
         caching = cached and functorch.enable_autograd_cache
         with functorch.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=caching):

@@ -17,6 +17,7 @@ from torch import nn
 from torch._functorch import config as functorch
 
 import fckpt
+from fckpt._compile.partition import Partitioner
 from fckpt.policies import dots_saveable, nothing_saveable, save_only_these_names
 
 pytestmark = pytest.mark.filterwarnings(
@@ -264,11 +265,18 @@ def test_dropout_is_not_drawn_again() -> None:
         ({"budget": 0.5, "bugdet": 1}, r"no option 'bugdet' \(did you mean 'budget'\?\)"),
         ({"policy": save_only_these_names("h")}, r"mentions names, and names that fckpt.checkpoint_name gives do not"),
         ({"policy": "dots"}, r"a policy is one of fckpt.policies"),
+        ({"custom_partitioner_fn": Partitioner(None, None, "auto")}, r"custom_partitioner_fn is set, in the options"),
     ],
 )
 def test_wrong_options(options: Any, message: str) -> None:
     with pytest.raises(Exception, match=message):
         torch.compile(lambda x: x.sin(), backend="fckpt", options=options)(torch.ones(2, requires_grad=True))
+
+
+def test_a_partitioner_that_would_not_be_called_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor.config, "custom_partitioner_fn", Partitioner(None, None, "auto"))
+    with pytest.raises(Exception, match=r"would not call it, because its plans are partitions themselves"):
+        torch.compile(lambda x: x.sin(), backend="fckpt")(torch.ones(2, requires_grad=True))
 
 
 # Regions inside of compiled functions ---------------------------------------------------------------------------------
