@@ -29,7 +29,7 @@ def fckpt(
     three times. If torch's own partition fits the budget, it stays. If no plan keeps the budget, torch's partitions for
     smaller values of `activation_memory_budget` are tried.
 
-    A function that is compiled for symbolic sizes is measured again when it is called with larger sizes, see
+    A function that is compiled for symbolic sizes is measured again at sizes at which it may exceed the budget, see
     `CompiledBySize`.
 
     Args:

@@ -84,11 +84,20 @@ class Compilation:
         """Whether the function can be compiled for the sizes of a call alone: there, torch refuses numbers of data."""
         self.is_kept = True
         """Whether the budget is kept, as far as it was measured."""
+        self.measured: tuple[int, int] | None = None
+        """The peak that was measured last and the budget, both in bytes; None if nothing was measured."""
+        self.trains = True
+        """Whether a result may have a gradient."""
+
+    @property
+    def is_fraction(self) -> bool:
+        """Whether the budget is a fraction of the peak with a backward pass, which grows with the sizes."""
+        return isinstance(self.budget, float)
 
     def is_for_more_sizes(self) -> bool:
-        """Whether the graph has symbolic sizes, at each of which a budget must hold."""
+        """Whether the graph, which has been compiled, has symbolic sizes, at each of which a budget must hold."""
         has_symbols = any(isinstance(value, torch.SymInt) for value in self.inputs)
-        return has_symbols and (self._may_train() if isinstance(self.budget, float) else self.budget is not None)
+        return has_symbols and (self.trains if self.is_fraction else self.budget is not None)
 
     def at(self, inputs: Sequence[Any]) -> Compilation:
         """Returns the compilations of the graph for other inputs, whose sizes are numbers."""
@@ -126,7 +135,8 @@ class Compilation:
             return self._attempt(None)[0]
         self._warn_of_parts()
         self._warn_of_data()
-        if not self._may_train():
+        self.trains = self._may_train()
+        if not self.trains:
             return self._without_gradients(self.budget)
         limit = self._limit(self.budget)
         target: int = limit
@@ -138,12 +148,13 @@ class Compilation:
                 torch_budget = 1.0
             function, partitioner = self._attempt(target, torch_budget)
             peak = self._measured(function)
-            if peak is None or peak <= limit:
+            if peak is None or self.is_within(peak, limit):
                 return function
             if not partitioner.trains:  # a cache had the function, but it does not tell what the partitioner decided
                 function, partitioner = self._attempt(target, torch_budget, cached=False)
                 if not partitioner.trains:  # no result has a gradient
-                    if not isinstance(self.budget, float):  # see `_without_gradients`
+                    self.trains = False
+                    if not self.is_fraction:  # see `_without_gradients`
                         self.warn(peak, limit, _NOTHING_SAVED)
                     return function
             plans += partitioner.plan is not None
@@ -159,7 +170,7 @@ class Compilation:
             if partitioner.trains and partitioner.plan is not None:  # torch's partition is wrong, or saves too much
                 continue
             peak = self._measured(function)
-            if peak is None or peak <= limit:
+            if peak is None or self.is_within(peak, limit):
                 return function
             found.append((peak, function))
         peak, function = min(found, key=lambda pair: pair[0])
@@ -221,7 +232,7 @@ class Compilation:
             peak = plain_peak_of(_copied(self.module), self.inputs)
         else:
             peak = self._measured(function)
-        if peak is not None and peak > limit:
+        if peak is not None and not self.is_within(peak, limit):
             self.warn(peak, limit, _NOTHING_SAVED)
         return function
 
@@ -239,6 +250,11 @@ class Compilation:
         with functorch.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=caching):
             function = compile_fx(_copied(self.module), self.inputs, config_patches=patches)
         return cast(Callable[..., Any], function), partitioner
+
+    def is_within(self, peak: int, limit: int) -> bool:
+        """Whether a measured peak is within the budget, both in bytes; they are kept as `measured`."""
+        self.measured = peak, limit
+        return peak <= limit
 
     def warn(self, peak: int, limit: int, why: str) -> None:
         """Warns that the function exceeds its budget, and why."""

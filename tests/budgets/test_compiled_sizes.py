@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import fckpt
-from fckpt._compile import by_size
+from fckpt._compile import by_size, compilation
+from fckpt._compile.joint import size_of
 
 
 class Blocks(nn.Module):
@@ -73,12 +74,36 @@ def test_the_budget_holds_as_the_sizes_grow(model: nn.Module, dynamic: bool | No
         x = rows(count)
         found, messages = warned(lambda x=x: step(run, model, x))
         torch.testing.assert_close(found, step(plain, plain, x))  # Inductor's kernels round differently
-        most = max(peak(copy.deepcopy(plain), rows(c)) for c in sizes[: sizes.index(count) + 1])
-        limit = budget * most if isinstance(budget, float) else 2 * 2**20
+        limit = budget * peak(copy.deepcopy(plain), x) if isinstance(budget, float) else 2 * 2**20
         before = copy.deepcopy(model.state_dict())
         assert messages or peak(run, x) <= limit, count
         assert not messages, messages
         model.load_state_dict(before)
+
+
+def test_a_fraction_holds_as_the_sizes_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peaks are given here: a part does not depend on the sizes, so small sizes exceed a fraction, below 100."""
+    measured: list[int] = []
+
+    def compile_fx(module: Any, inputs: Any, config_patches: Any) -> Any:
+        partitioner = config_patches["custom_partitioner_fn"]
+        partitioner.trains = partitioner.is_least = True
+        return module.forward
+
+    def peak_of(function: Any, inputs: Any, held: Any) -> int:
+        measured.append(len(inputs[-1]))
+        return 1000 + 10 * measured[-1]
+
+    monkeypatch.setattr(compilation, "compile_fx", compile_fx)
+    monkeypatch.setattr(compilation, "peak_of", peak_of)
+    monkeypatch.setattr(compilation, "plain_peak_of", lambda module, inputs: 40 * size_of(inputs[-1].shape[0]))
+    run = torch.compile(lambda x: x.sin().sum(), backend="fckpt", dynamic=True, options={"budget": 0.5})
+    train = lambda x: run(x.requires_grad_())
+    sizes = (400, 200, 300, 350, 500, 60, 500, 60, 90, 120, 130, 125, 100, 90)
+    exceeding = [count for count in sizes if warned(functools.partial(train, rows(count)))[1]]
+    assert exceeding == [60, 90]
+    # For 350 rows, the function takes 4500 bytes, no more than for 400, which are within the budget for 300 rows.
+    assert [*dict.fromkeys(measured)] == [400, 200, 300, 500, 60, 90, 120, 130, 100]
 
 
 @pytest.mark.slow
