@@ -63,8 +63,10 @@ class Partitioner(CustomPartitionerFn):
         """Returns the key under which Inductor stores compiled graphs; None if they cannot be stored."""
         if self.policy is not None and type(self.policy).__name__ == "_Function":
             return None  # the code of a policy may change
+        # Inductor's own key leaves out whether kernels of the backward half may write over what the forward half saved.
+        donates = functorch.donated_buffer
         return hashlib.sha256(
-            repr((_sources(), self.nbytes, repr(self.policy), self.solver, self.torch_budget)).encode()
+            repr((_sources(), self.nbytes, repr(self.policy), self.solver, self.torch_budget, donates)).encode()
         ).hexdigest()
 
     def __call__(

@@ -279,6 +279,23 @@ def test_a_partitioner_that_would_not_be_called_is_refused(monkeypatch: pytest.M
         torch.compile(lambda x: x.sin(), backend="fckpt")(torch.ones(2, requires_grad=True))
 
 
+def test_a_graph_is_retained_if_nothing_is_donated() -> None:
+    """Kernels that write over saved values are in Inductor's cache when the function is compiled without them."""
+    w, x = torch.rand(8, 8, requires_grad=True), torch.rand(8, 8)
+    fn = lambda w: (x @ w).exp().sin().sum()
+    [expected] = torch.autograd.grad(fn(w), w)
+    compiled = lambda: torch.compile(fn, backend="fckpt", options={"budget": 0.9})(w)
+    with pytest.raises(RuntimeError, match=r"or set torch._functorch.config.donated_buffer=False"):
+        torch.autograd.grad(compiled(), w, retain_graph=True)
+    torch._dynamo.reset()
+    with functorch.patch(donated_buffer=False):
+        loss = compiled()
+        for retained in (True, True, False):
+            [found] = torch.autograd.grad(loss, w, retain_graph=retained)
+            torch.testing.assert_close(found, expected)  # Inductor rounds otherwise
+    torch._dynamo.reset()
+
+
 # Regions inside of compiled functions ---------------------------------------------------------------------------------
 
 
