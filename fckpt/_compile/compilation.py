@@ -246,8 +246,10 @@ class Compilation:
         partitioner = Partitioner(nbytes, self.policy, self.solver, torch_budget)
         patches = {**self.patches, _PARTITIONER: partitioner}
         # By default, the backward half is compiled by its first run, which cannot be a rehearsal within a compilation.
+        # Without a budget there is no rehearsal, and Inductor sees in the first run whether the graph is retained.
+        measured = nbytes is not None
         caching = cached and functorch.enable_autograd_cache
-        with functorch.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=caching):
+        with functorch.patch(force_non_lazy_backward_lowering=measured, enable_autograd_cache=caching):
             function = compile_fx(_copied(self.module), self.inputs, config_patches=patches)
         return cast(Callable[..., Any], function), partitioner
 

@@ -21,6 +21,7 @@ from torch._functorch.partitioners import (
     min_cut_rematerialization_partition,
 )
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.utils import get_donated_idxs
 
 from fckpt._call.ambient import without_modes
 from fckpt._compile.halves import halves
@@ -64,7 +65,7 @@ class Partitioner(CustomPartitionerFn):
         if self.policy is not None and type(self.policy).__name__ == "_Function":
             return None  # the code of a policy may change
         # Inductor's own key leaves out whether kernels of the backward half may write over what the forward half saved.
-        donates = functorch.donated_buffer
+        donates = functorch.donated_buffer, get_donated_idxs()
         return hashlib.sha256(
             repr((_sources(), self.nbytes, repr(self.policy), self.solver, self.torch_budget, donates)).encode()
         ).hexdigest()

@@ -296,6 +296,19 @@ def test_a_graph_is_retained_if_nothing_is_donated() -> None:
     torch._dynamo.reset()
 
 
+@functorch.patch(enable_autograd_cache=False)  # its entries refuse a retained graph, as they do with Inductor
+def test_without_a_budget_a_graph_may_be_retained() -> None:
+    w, x = torch.rand(8, 8, requires_grad=True), torch.rand(8, 8)
+    fn = lambda w: (x @ w).exp().sin().sum()
+    [expected] = torch.autograd.grad(fn(w), w)
+    for kept in (False, True):  # kernels that write over saved values are in Inductor's cache by then
+        torch._dynamo.reset()
+        loss = torch.compile(fn, backend="fckpt")(w)
+        for retained in [True] * 2 * kept + [False]:
+            [found] = torch.autograd.grad(loss, w, retain_graph=retained)
+            torch.testing.assert_close(found, expected)  # Inductor rounds otherwise
+
+
 # Regions inside of compiled functions ---------------------------------------------------------------------------------
 
 
