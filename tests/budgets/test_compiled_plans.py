@@ -273,8 +273,8 @@ def test_wrong_options(options: Any, message: str) -> None:
         torch.compile(lambda x: x.sin(), backend="fckpt", options=options)(torch.ones(2, requires_grad=True))
 
 
-def test_a_partitioner_that_would_not_be_called_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor.config, "custom_partitioner_fn", Partitioner(None, None, "auto"))
+@torch._inductor.config.patch(custom_partitioner_fn=Partitioner(None, None, "auto"))
+def test_a_partitioner_that_would_not_be_called_is_refused() -> None:
     with pytest.raises(Exception, match=r"would not call it, because its plans are partitions themselves"):
         torch.compile(lambda x: x.sin(), backend="fckpt")(torch.ones(2, requires_grad=True))
 
