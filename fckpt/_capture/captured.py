@@ -80,6 +80,7 @@ from fckpt._capture.symbols import (
     TOO_LARGE,
     convolutions_unguarded,
     environments_released,
+    floats_in_order,
     large_expressions_refused,
     symbols_remembered,
 )
@@ -534,6 +535,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(symbols_remembered())
         stack.enter_context(large_expressions_refused())
         stack.enter_context(convolutions_unguarded())
+        stack.enter_context(floats_in_order())
         # The names of functions in Dynamo's log lines, for which it would split whole files into tokens.
         stack.enter_context(patched(symbolic_convert, "get_funcname", lambda _: lambda *_: None))
         # Dynamo flushes the processor's caches (tens of milliseconds) and times the guards, only to log the latency.

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.interp import handlers
+from torch.utils._sympy.printers import PythonPrinter
 
 from fckpt._capture.patching import patched
 
@@ -191,6 +192,12 @@ def symbol(env: ShapeEnv, name: str, hint: int, is_size: bool) -> Any:
     return env.create_symintnode(create(hint, source, DimDynamic.DYNAMIC), hint=hint, source=source)
 
 
+def _printed(printer: PythonPrinter, sign: str, expression: Any) -> str:
+    """Returns a sum or product of two floats as Python."""
+    left, right = map(printer.doprint, expression.args)
+    return f"(({left}) {sign} ({right}))"
+
+
 class _FloatOperation(sympy.Function):
     """An operation on two floats, one of which depends on symbols. Sympy leaves it as it is."""
 
@@ -218,20 +225,25 @@ class FloatProduct(_FloatOperation):
 
 
 @contextlib.contextmanager
-def floats_in_order(env: Any) -> Iterator[None]:
-    """Keeps sums and products of floats that depend on symbols of `env` as they are computed, within the body.
+def floats_in_order(env: Any = None) -> Iterator[None]:
+    """Keeps sums and products of floats that depend on symbols as they are computed, within the body.
 
     Sympy would rewrite them: `n * 0.7 * 10` becomes `7.0 * n`, which rounds differently.
+
+    Args:
+        env: the environment of the symbols; None for those of all environments, in this thread.
     """
+    thread = threading.get_ident()
 
     def keeping(compute: Callable[[float, float], float], kept: Callable[[Any, Any], Any]) -> Any:
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def wrap(self: Any, other: Any) -> Any:
-                if self.shape_env is not env or float not in (self.pytype, other.pytype):
+                ours = self.shape_env is env or (env is None and threading.get_ident() == thread)
+                if not ours or float not in (self.pytype, other.pytype) or None in (self.hint, other.hint):
                     return original(self, other)
                 hint = compute(float(self.hint), float(other.hint))
-                return SymNode(kept(self.expr, other.expr), env, float, hint)
+                return SymNode(kept(self.expr, other.expr), self.shape_env, float, hint)
 
             return wrap
 
@@ -239,6 +251,10 @@ def floats_in_order(env: Any) -> Iterator[None]:
 
     ranges = handlers()
     with contextlib.ExitStack() as stack:
+        for kind, sign in ((FloatSum, "+"), (FloatProduct, "*")):  # how guards are written
+            name = f"_print_{kind.__name__}"
+            setattr(PythonPrinter, name, functools.partialmethod(_printed, sign))
+            stack.callback(delattr, PythonPrinter, name)
         stack.enter_context(patched(SymNode, "_add", keeping(operator.add, FloatSum)))
         stack.enter_context(patched(SymNode, "_mul", keeping(operator.mul, FloatProduct)))
         less = lambda a, b: FloatSum(a, FloatProduct(sympy.Float(-1.0), b))

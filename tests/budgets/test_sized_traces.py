@@ -236,6 +236,24 @@ def test_floats_that_are_computed_from_sizes_and_counters_round_as_in_python(num
         assert fckpt.stats(planned).sized >= 5
 
 
+COMPARED: dict[str, Callable[[int], bool]] = {
+    "product and size": lambda n: n * 0.1 * 10 == n,
+    "product and number": lambda n: n * 0.7 * 10 >= 42,
+    "sum and product": lambda n: n * 0.1 + n * 0.2 > 0.3 * n,
+    "rounded product": lambda n: int(n * 0.7 * 10) > 40,
+    "least": lambda n: min(n * 0.1 * 3, 2.1) == 2.1,
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_branches_on_floats_of_sizes_are_those_of_python(name: str) -> None:
+    w, holds = torch.eye(4, requires_grad=True), COMPARED[name]
+    loss = lambda x: ((x @ w) * 2 if holds(x.shape[0]) else x @ w).sum()
+    planned = fckpt.remat(loss, budget=1.0)
+    for size in (20, 3, 6, 7, 9, 12, 30):
+        assert_equal(planned(torch.ones(size, 4)), loss(torch.ones(size, 4)))
+
+
 @pytest.mark.parametrize(
     "fn", [torch.var, torch.std, lambda x: (x - x.mean(0)) / x.std(0, correction=0)], ids=["var", "std", "standardised"]
 )
