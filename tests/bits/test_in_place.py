@@ -87,6 +87,25 @@ def test_the_same_bits_wherever_they_are_written(op: Any, layout: str) -> None:
             assert i == position or not isinstance(before, Tensor) or torch.equal(before, after)
 
 
+COMPLEX: list[Any] = [
+    lambda z: (z * z.detach()).abs().sum(),
+    lambda z: (z / (z + 2)).abs().sum(),
+    lambda z: z.exp().sub(z.tanh()).abs().sum(),
+    lambda z: (z * (1 + 2j) + z.conj().sigmoid()).abs().sum(),
+]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("number", range(len(COMPLEX)))
+def test_a_plan_has_the_bits_of_complex_numbers(number: int, dtype: torch.dtype, turned: bool) -> None:
+    torch.manual_seed(number)
+    z = torch.randn(4, 41, 9, dtype=dtype, requires_grad=True)
+    fn = lambda z: COMPLEX[number](z.mT if turned else z)
+    results = [torch.autograd.grad(f(z), z)[0] for f in (fn, fckpt.remat(fn, budget=1.0))]
+    assert torch.equal(*map(torch.view_as_real, results))
+
+
 def test_what_cannot_be_written_over() -> None:
     def found(op: Any, *tensors: Tensor, storages: list[int] | None = None) -> list[int]:
         result = op(*tensors)

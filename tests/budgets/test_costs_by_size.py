@@ -164,9 +164,15 @@ def _windows(x: Tensor, b: Tensor, step: int) -> Tensor:
     return (x.flatten().unfold(0, 8, step) @ torch.ones(8, 3)).sum()
 
 
+def _resized(x: Tensor, b: Tensor, step: int) -> Tensor:
+    """Resizing with antialiasing takes no memory where the size stays."""
+    return nn.functional.interpolate(x[None, None], size=(64, 64), mode="bilinear", antialias=True).sum()
+
+
 @pytest.mark.parametrize(
     ("fn", "sizes"),
     [
+        (_resized, [(64, 64, 1), (70, 70, 1), (80, 64, 1), (60, 60, 1), (40, 64, 1)]),
         (_promoted, [(300, 16, 1), (600, 16, 1), (900, 16, 1), (2, 8192, 1), (2, 16, 1)]),
         (_windows, [(3000, 16, 64), (1000, 16, 32), (400, 16, 16), (60, 16, 40), (80, 16, 2), (80, 16, 5)]),
     ],
