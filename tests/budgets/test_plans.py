@@ -559,6 +559,7 @@ def with_views(w: Tensor, x: Tensor) -> tuple[Any, ...]:
     return hidden[1:], {"other": hidden[:, 2:], "detached": hidden.detach()}, hidden.exp(), x[1:], hidden[0]
 
 
+@pytest.mark.filterwarnings("ignore:with_views returns views:fckpt.GradientWarning")
 @pytest.mark.parametrize(
     ("outputs", "loss_of"),
     [
