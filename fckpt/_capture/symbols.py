@@ -30,6 +30,7 @@ from fckpt._capture.patching import patched
 
 __all__ = [
     "TOO_LARGE",
+    "FloatPrinter",
     "FloatProduct",
     "FloatSum",
     "convolutions_unguarded",
@@ -192,12 +193,6 @@ def symbol(env: ShapeEnv, name: str, hint: int, is_size: bool) -> Any:
     return env.create_symintnode(create(hint, source, DimDynamic.DYNAMIC), hint=hint, source=source)
 
 
-def _printed(printer: PythonPrinter, sign: str, expression: Any) -> str:
-    """Returns a sum or product of two floats as Python."""
-    left, right = map(printer.doprint, expression.args)
-    return f"(({left}) {sign} ({right}))"
-
-
 class _FloatOperation(sympy.Function):
     """An operation on two floats, one of which depends on symbols. Sympy leaves it as it is."""
 
@@ -222,6 +217,16 @@ class FloatProduct(_FloatOperation):
     """The product of two floats."""
 
     operator = operator.mul
+
+
+class FloatPrinter(PythonPrinter):
+    """Printer of Python expressions, with sums and products of floats as they are computed."""
+
+    def _print_FloatSum(self, e: Any) -> str:
+        return f"(({self._print(e.args[0])}) + ({self._print(e.args[1])}))"
+
+    def _print_FloatProduct(self, e: Any) -> str:
+        return f"(({self._print(e.args[0])}) * ({self._print(e.args[1])}))"
 
 
 @contextlib.contextmanager
@@ -251,15 +256,16 @@ def floats_in_order(env: Any = None) -> Iterator[None]:
 
     ranges = handlers()
     with contextlib.ExitStack() as stack:
-        for kind, sign in ((FloatSum, "+"), (FloatProduct, "*")):  # how guards are written
-            name = f"_print_{kind.__name__}"
-            setattr(PythonPrinter, name, functools.partialmethod(_printed, sign))
-            stack.callback(delattr, PythonPrinter, name)
+        for name, printed in vars(FloatPrinter).items():  # how guards are written
+            if name.startswith("_print_") and not hasattr(PythonPrinter, name):
+                setattr(PythonPrinter, name, printed)
+                stack.callback(delattr, PythonPrinter, name)
         stack.enter_context(patched(SymNode, "_add", keeping(operator.add, FloatSum)))
         stack.enter_context(patched(SymNode, "_mul", keeping(operator.mul, FloatProduct)))
         less = lambda a, b: FloatSum(a, FloatProduct(sympy.Float(-1.0), b))
         stack.enter_context(patched(SymNode, "_sub", keeping(operator.sub, less)))
         for kind, name in ((FloatSum, "add"), (FloatProduct, "mul")):  # how torch finds the range of such a number
-            ranges[kind] = name
-            stack.callback(ranges.pop, kind)
+            if kind not in ranges:
+                ranges[kind] = name
+                stack.callback(ranges.pop, kind)
         yield

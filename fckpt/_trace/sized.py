@@ -4,8 +4,6 @@ A graph is traced once on tensors with symbolic sizes (`sizes.py`). All shapes, 
 are expressions of the symbols. They are written as Python source, which makes the trace for given sizes: a thousand
 operations take milliseconds. The guards that torch recorded on the symbols say for which sizes this trace is that of
 the function. As a check of torch's reasoning, the result is compared with traces that were made for fixed sizes.
-
-Private in torch 2.11 and 2.13: `torch.utils._sympy.printers`.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.printers import PythonPrinter
 
-from fckpt._capture.symbols import symbol
+from fckpt._capture.symbols import FloatPrinter, symbol
 from fckpt._trace.operations import (
     Call,
     General,
@@ -240,7 +237,7 @@ class _Writer:
         self._names: dict[Any, str] = {}  # by expression: the variable with its value
         self.numbers: dict[str, torch.SymInt | torch.SymFloat | torch.SymBool] = {}
         """The numbers by the name of their variable."""
-        self._printer = _Printer()
+        self._printer = FloatPrinter()
 
     def assignments(self) -> str:
         """Returns the lines that compute the numbers."""
@@ -298,16 +295,6 @@ class _Writer:
         return self._names[expression]
 
 
-class _Printer(PythonPrinter):
-    """Printer of Python expressions."""
-
-    def _print_FloatSum(self, e: Any) -> str:
-        return f"(({self._print(e.args[0])}) + ({self._print(e.args[1])}))"
-
-    def _print_FloatProduct(self, e: Any) -> str:
-        return f"(({self._print(e.args[0])}) * ({self._print(e.args[1])}))"
-
-
 def _conditions(env: ShapeEnv, symbols: Symbols) -> list[str]:
     """Returns the conditions under which what torch found for symbolic sizes is true.
 
@@ -321,7 +308,7 @@ def _conditions(env: ShapeEnv, symbols: Symbols) -> list[str]:
     facts += [sympy.Eq(symbol, other) for symbol, other in env.replacements.items()]
     if any(env.deferred_runtime_asserts.values()):
         raise Unsized
-    printer = _Printer()
+    printer = FloatPrinter()
     conditions = [f"{name} >= {least}" for name, least in zip(symbols.names, symbols.least, strict=True) if least]
     for fact in facts:
         _check_exact(fact)
