@@ -67,8 +67,8 @@ class Operation:
         same = _fixed_numbers(self.call.op)
         pairs = named(self.call).items()
         arguments = tuple([value if name in same else _described(value, self.specs) for name, value in pairs])
-        results = tuple([None if t is None else self.specs[t].dtype for t in self.call.outputs])
-        return *self.number, self.call.op, arguments, results
+        dtypes = tuple([None if t is None else self.specs[t].dtype for t in self.call.outputs])
+        return *self.number, self.call.op, arguments, dtypes
 
     @functools.cached_property
     def shapes(self) -> _Shapes:
@@ -154,11 +154,11 @@ class CostsBySize:
         if _BY_SIZE.search(str(op)) or any(specs[t].device.type != "cpu" for t in operation.tensors):
             return None
         shapes = operation.shapes
+        if shapes in known:
+            return known[shapes]
         most = min((nbytes for larger, nbytes in known.items() if _is_within(shapes, larger)), default=None)
-        if most == 0 or not is_pointwise:
-            return 0 if most == 0 else known.get(shapes)
         least = max((nbytes for smaller, nbytes in known.items() if _is_within(smaller, shapes)), default=0)
-        return most if most == least else None
+        return most if most == least and (most == 0 or is_pointwise) else None
 
 
 @functools.lru_cache(1024)
