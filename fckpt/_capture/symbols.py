@@ -236,7 +236,7 @@ def floats_in_order(env: Any = None) -> Iterator[None]:
     Sympy would rewrite them: `n * 0.7 * 10` becomes `7.0 * n`, which rounds differently.
 
     Args:
-        env: the environment of the symbols; None for those of all environments, in this thread.
+        env: the environment of the symbols; None for all symbols of this thread.
     """
     thread = threading.get_ident()
 
@@ -244,8 +244,8 @@ def floats_in_order(env: Any = None) -> Iterator[None]:
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def wrap(self: Any, other: Any) -> Any:
-                ours = self.shape_env is env or (env is None and threading.get_ident() == thread)
-                if not ours or float not in (self.pytype, other.pytype) or None in (self.hint, other.hint):
+                concerned = threading.get_ident() == thread if env is None else self.shape_env is env
+                if not concerned or float not in (self.pytype, other.pytype) or None in (self.hint, other.hint):
                     return original(self, other)
                 hint = compute(float(self.hint), float(other.hint))
                 return SymNode(kept(self.expr, other.expr), self.shape_env, float, hint)

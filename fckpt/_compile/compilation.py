@@ -148,7 +148,7 @@ class Compilation:
                 torch_budget = 1.0
             function, partitioner = self._attempt(target, torch_budget)
             peak = self._measured(function)
-            if peak is None or self.is_within(peak, limit):
+            if peak is None or self._fits(peak, limit):
                 return function
             if not partitioner.trains:  # a cache had the function, but it does not tell what the partitioner decided
                 function, partitioner = self._attempt(target, torch_budget, cached=False)
@@ -170,7 +170,7 @@ class Compilation:
             if partitioner.trains and partitioner.plan is not None:  # torch's partition is wrong, or saves too much
                 continue
             peak = self._measured(function)
-            if peak is None or self.is_within(peak, limit):
+            if peak is None or self._fits(peak, limit):
                 return function
             found.append((peak, function))
         peak, function = min(found, key=lambda pair: pair[0])
@@ -232,7 +232,7 @@ class Compilation:
             peak = plain_peak_of(_copied(self.module), self.inputs)
         else:
             peak = self._measured(function)
-        if peak is not None and not self.is_within(peak, limit):
+        if peak is not None and not self._fits(peak, limit):
             self.warn(peak, limit, _NOTHING_SAVED)
         return function
 
@@ -253,8 +253,8 @@ class Compilation:
             function = compile_fx(_copied(self.module), self.inputs, config_patches=patches)
         return cast(Callable[..., Any], function), partitioner
 
-    def is_within(self, peak: int, limit: int) -> bool:
-        """Whether a measured peak is within the budget, both in bytes; they are kept as `measured`."""
+    def _fits(self, peak: int, limit: int) -> bool:
+        """Notes a measured peak and the budget as `measured`, and returns whether the peak is within the budget."""
         self.measured = peak, limit
         return peak <= limit
 

@@ -40,7 +40,7 @@ class Kernel:
     @functools.cached_property
     def signature(self) -> str:
         """A text that is equal for kernels that compile to the same code."""
-        # Results too: that of int / int has the default dtype, which neither inputs nor operations show.
+        # Results count too: the result of int / int has the default dtype, whatever the dtypes of the inputs.
         tensors = [(s.shape, strides_of(s.shape, s.stride), s.dtype, s.value) for s in self.specs]
         made = [(t, self.specs[t].stride) for t in self.outputs]
         calls = [

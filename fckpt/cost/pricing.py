@@ -197,9 +197,11 @@ def _held(
     found = {}
     for number in {ref.tensor for ref in refs((call.args, call.kwargs))}:
         spec = trace.tensors[number]
-        given, memory = operands().get(spec.value, (None, None))
-        base = None if memory is None else memory()
-        if given is None or base is None or (tuple(base.shape), base.stride()) != (given.shape, given.stride):
+        if spec.value not in operands():
+            continue
+        given, memory = operands()[spec.value]
+        base = memory()
+        if base is None or (tuple(base.shape), base.stride()) != (given.shape, given.stride):
             continue
         if (base.dtype, base.device) == (spec.dtype, spec.device):
             offset = spec.offset + int(base.storage_offset()) - given.offset

@@ -484,7 +484,7 @@ def test_the_data_of_trials_has_every_kind_of_number(dtype: torch.dtype) -> None
 
 @pytest.mark.usefixtures("uncompiled")
 def test_each_default_dtype_has_its_own_kernels(monkeypatch: pytest.MonkeyPatch, made: list[Program]) -> None:
-    """A compiled kernel contains the dtypes of its results; that of int / int is the default dtype."""
+    """The result of int / int has the default dtype, so each default dtype needs a kernel of its own."""
 
     def with_its_dtypes(kernel: Kernel) -> Callable[[list[Tensor]], list[Tensor]]:
         dtypes = [t.dtype for t in kernel.run(made_up([kernel.specs[t] for t in kernel.inputs], "usual"))]
