@@ -250,8 +250,7 @@ class _Writer:
         # Only tensors that the backward pass uses are residuals: the caller may free an output, for example.
         residuals = [_var(t) for t in candidates if t in backward_used] + [f"s{node}" for node in states]
         self.residuals = residuals
-        constants = {t for t, _ in trace.constants}
-        outputs = [f"{_var(t)}.clone()" if self.base(t) in constants else _var(t) for t in trace.outputs]
+        outputs = [_var(t) for t in trace.outputs]
         takes = [f"{_var(t)} = given[{i}]" for i, t in self.given if t in forward_used]
         forward = [*takes, *forward, f"return {_list(outputs)}, {_list(residuals)}"]
         takes = [f"{_var(t)} = given[{i}]" for i, t in self.given if t in backward_used]
@@ -276,12 +275,6 @@ class _Writer:
             for t in sorted(self.live)
             if self.trace.tensors[t].value not in held and t not in self.ours and self.producers[t].node is not None
         ]
-
-    def base(self, tensor: int) -> int:
-        """Returns the tensor that `tensor` is a view of, or `tensor` if it is not a view."""
-        while tensor in self.producers and self.producers[tensor].node is None:
-            tensor = indices_first(self.producers[tensor])
-        return tensor
 
     # -- the steps
 
@@ -481,11 +474,6 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def _function(signature: str, lines: list[str]) -> str:
     return "\n    ".join([f"def {signature}:", *lines]) + "\n\n"
-
-
-def indices_first(call: Call) -> int:
-    """Returns the first tensor that a call reads. For a view, it is the base."""
-    return tensors_of(call)[0]
 
 
 def _var(tensor: int) -> str:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fckpt._call.levels import below_all
 from fckpt._trace.operations import Recorded, Ref, indices_of, is_random, tensors_of
 
-__all__ = ["LOOKING", "UnknownData", "looked_at", "refuse_number"]
+__all__ = ["LOOKING", "UnknownData", "held_data", "looked_at", "refuse_number"]
 
 aten = torch.ops.aten
 
@@ -24,6 +24,8 @@ LOOKING = {aten.equal.default, aten.is_nonzero.default, aten._local_scalar_dense
 """Operations that return data."""
 _UNTAGGED = {aten._nested_tensor_from_mask_left_aligned.default, aten._choose_qparams_per_tensor.default}
 """Operations that return data although torch does not tag them so."""
+_SMALLEST_BLOCK = 512
+"""The bytes of the smallest block of memory on a GPU."""
 _MOST_CALLS = 64
 _MOST_ELEMENTS = 1 << 20
 """The most elements of a tensor that is computed once more."""
@@ -31,6 +33,19 @@ _MOST_ELEMENTS = 1 << 20
 
 class UnknownData(Exception):
     """The data depend on more than numbers and sizes."""
+
+
+def held_data(data: torch.Tensor) -> torch.Tensor:
+    """Returns the data that a trace holds for a tensor of Python numbers, which each call copies.
+
+    They are on the CPU, in memory that torch's allocator does not know. The smallest ones stay on their device: a copy
+    from the CPU would take longer than they are worth.
+    """
+    if (data.device.type != "cpu" and data.nbytes <= _SMALLEST_BLOCK) or not data.numel():
+        return data
+    elements = torch.zeros(data.shape, dtype=data.dtype) if data.is_meta else data.cpu()
+    copied = bytearray(elements.reshape(-1).view(torch.uint8).numpy())
+    return torch.frombuffer(copied, dtype=data.dtype).reshape(data.shape)
 
 
 def refuse_number(func: Any) -> None:

@@ -208,7 +208,7 @@ class Trace:
     operands: tuple[int, ...] = ()
     """The tensors of the arguments, then the captured tensors."""
     constants: tuple[tuple[int, torch.Tensor], ...] = ()
-    """Tensors that the function makes from Python numbers, with their data."""
+    """Data on the CPU that operations copy: those of the tensors that the function makes of Python numbers."""
     spec: Any = None
     """The tree structure of the result."""
     leaves: tuple[Any, ...] = ()

@@ -26,7 +26,7 @@ from fckpt._call.data_writes import written_tensors
 from fckpt._call.levels import below_all, unwrapped
 from fckpt._call.results import View
 from fckpt._capture.sources import Source, current
-from fckpt._trace.constant_data import LOOKING, UnknownData, looked_at, refuse_number
+from fckpt._trace.constant_data import LOOKING, UnknownData, held_data, looked_at, refuse_number
 from fckpt._trace.lifetimes import Lifetimes, Sums
 from fckpt._trace.operations import Layout, Recorded, Ref, draws, flat, indices_of, mapped, statistics_of, unflat
 from fckpt._trace.plain_kernels import PlainKernels
@@ -68,7 +68,7 @@ class _Block:
         self.base = base
         """The number of the tensor that the allocating operation returned, in the present version."""
         self.held = held
-        """Whether the storage is an operand, a cotangent or a constant, which the trace does not own."""
+        """Whether the storage is an operand, a cotangent or the data of a constant, which the trace does not own."""
         self.current: dict[Any, int] = {}
         self.stale: dict[Any, int] = {}
 
@@ -343,13 +343,20 @@ class Recorder(TorchDispatchMode):
         )
 
     def _constant(self, data: torch.Tensor) -> torch.Tensor:
-        """Returns the stand-in for a constant, which the function makes from Python numbers."""
-        data = data.to("meta") if self.names_constants else data
+        """Returns the stand-in for a tensor that the function makes of Python numbers.
+
+        Each call copies it from data that the trace holds: it takes memory for as long as the plain function's does.
+        """
+        if self.names_constants:
+            data = data.to("meta")
+        held = held_data(data)
         with self.fake:
-            fake = aten.lift_fresh.default(data)
-        tensor = self._fresh(fake, held=True)
-        self.constants[len(self.tensors) - 1] = data
-        return tensor
+            fake = aten.lift_fresh.default(held)
+        given = self._fresh(fake, held=True)
+        self.constants[len(self.tensors) - 1] = held
+        if held.device == data.device:
+            return self.__torch_dispatch__(aten.clone.default, (), (given,))
+        return self.__torch_dispatch__(aten._to_copy.default, (), (given,), {"device": self.device_of(data.device)})
 
     @contextlib.contextmanager
     def _faking(self) -> Iterator[None]:
@@ -519,7 +526,7 @@ class Recorder(TorchDispatchMode):
         for key, block in blocks.items():
             if key in self._refused:
                 raise self._refused[key]()
-            if block.held and block.base not in self.constants and self.in_backward:
+            if block.held and self.in_backward:
                 raise TraceError(f"the backward pass ({func}) writes over one of its inputs. {WAY_OUT}")
             old = block.base
             self.lifetimes.end(self.values[old])
@@ -528,12 +535,9 @@ class Recorder(TorchDispatchMode):
             block.base = self._new(self.tensors[old])
             block.current[_geometry(self.tensors[old])] = block.base
             if block.held:
-                if old in self.constants:
-                    block.held = False
-                else:
-                    self.written[self.values[old]] = self.values[block.base]
-                    if self.ending is not None or key in self._donated:
-                        self.updated.add(self.values[old])
+                self.written[self.values[old]] = self.values[block.base]
+                if self.ending is not None or key in self._donated:
+                    self.updated.add(self.values[old])
             replaced.append((old, block.base))
         return tuple(replaced)
 

@@ -301,3 +301,47 @@ def test_plans_leave_what_autocast_caches() -> None:
         after: Any = model(x).grad_fn
     casts = [node.next_functions[-1][0].next_functions[0][0] for node in (before, after)]
     assert casts[0] is casts[1] and "ToCopy" in casts[0].name()
+
+
+NUMBERS = [float(i % 7) for i in range(500)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share"),
+    [(torch.float32, 1.0), (torch.bfloat16, 0.6), (torch.complex64, 0.75), (torch.int64, 0.6)],
+    ids=str,
+)
+def test_tensors_of_python_numbers_take_memory_while_the_function_holds_them(dtype: torch.dtype, share: float) -> None:
+    """A plan does not hold them between calls, and reckons with them in each."""
+
+    def fn(x: Tensor) -> Tensor:
+        first = torch.tensor(NUMBERS, dtype=dtype)
+        y = (x * first).abs().float().sin()
+        return (y * torch.tensor(NUMBERS[::-1]) + torch.tensor(0.5)).cos().sum()
+
+    x = torch.randn(500, requires_grad=True)
+    plain = fckpt.measure_peak(lambda: torch.autograd.grad(fn(x), x)).peak_bytes
+    plan = fckpt.plan(fn, x, budget=share)
+    assert plan.baseline_peak_bytes == pytest.approx(plain, rel=0.01)
+    planned = fckpt.remat(fn, budget=share)
+    wanted = torch.autograd.grad(fn(x), x)[0]
+    for _ in range(3):
+        found = []
+        peak = fckpt.measure_peak(lambda: found.extend(torch.autograd.grad(planned(x), x))).peak_bytes
+        assert peak <= share * plan.baseline_peak_bytes + 64
+        assert torch.equal(found[0], wanted)
+
+
+def test_tensors_of_python_numbers_may_be_written_and_returned() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        written, returned = torch.tensor(NUMBERS), torch.tensor(NUMBERS)
+        written.mul_(2).add_(x.detach())
+        return (x * written).sum(), returned
+
+    x = torch.randn(500, requires_grad=True)
+    planned = fckpt.remat(fn, budget=1.0)
+    for _ in range(2):
+        loss, numbers = planned(x)
+        assert torch.equal(loss, fn(x)[0]) and torch.equal(numbers, torch.tensor(NUMBERS))
+        numbers.zero_()  # each call returns another tensor
+        assert torch.equal(torch.autograd.grad(loss, x)[0], torch.tensor(NUMBERS) * 2 + x.detach())
