@@ -253,7 +253,9 @@ def check_recordable(program: Program) -> None:
 def drawing_once(graph: Graph) -> Graph:
     """Returns a graph whose forward pass draws random numbers once: recordings cannot restore a generator's state."""
     forward = [node_with(n, once=True) if n.random and n.id < graph.boundary else n for n in graph.nodes]
-    return graph.with_costs(forward, graph.values)
+    found = graph.with_costs(forward, graph.values)
+    del vars(found)["skeleton"]  # it depends on `once`
+    return found
 
 
 def _moving(program: Program, places: Sequence[Sequence[_Place | None]]) -> list[int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,11 @@ class Node:
         """The position in the user's program: ` in encoder.layer.3.mlp at model.py:12`; empty if unknown."""
         line = self.source.partition(" ")[0] if self.module else self.source
         return (f" in {self.module}" if self.module else "") + (f" at {line}" if line else "")
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """What the node does, without arguments and sizes."""
+        return (self.op, self.inputs, self.outputs, self.backward, self.random, self.once, self.in_place, self.writes)
 
     def overwritten(self, freed: Collection[int]) -> int | None:
         """Returns the input over which the node writes its output, given the values freed directly after the node."""
@@ -226,8 +232,14 @@ class Graph:
         """
         found = object.__new__(Graph)
         vars(found).update({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
-        vars(found).update(nodes=tuple(nodes), values=tuple(values))
+        vars(found).update(nodes=tuple(nodes), values=tuple(values), skeleton=self.skeleton)
         return found
+
+    @functools.cached_property
+    def skeleton(self) -> str:
+        """A hash of operations and dependencies, without arguments, sizes and decisions."""
+        ends = (self.inputs, self.cotangents, self.outputs, self.gradients, self.boundary)
+        return hashlib.sha256(repr(([n.structure for n in self.nodes], ends)).encode()).hexdigest()
 
     @functools.cached_property
     def seconds(self) -> float:

@@ -24,9 +24,9 @@ def fingerprint(graph: Graph, *, arguments: bool = True) -> str:
         graph: the graph.
         arguments: whether arguments of operations count. The ranks of a mesh may differ in them.
     """
-    parts = [(*_structure(n), n.arguments if arguments else "") for n in graph.nodes]
+    parts = [n.arguments for n in graph.nodes] if arguments else []
     sizes = [(v.nbytes, v.shape, v.dtype) for v in graph.values]
-    return hashlib.sha256(repr((parts, sizes, _ends(graph))).encode()).hexdigest()
+    return hashlib.sha256(repr((graph.skeleton, parts, sizes)).encode()).hexdigest()
 
 
 def structure(graph: Graph) -> str:
@@ -34,8 +34,7 @@ def structure(graph: Graph) -> str:
 
     Every schedule of a graph is a schedule of all graphs with the same structure.
     """
-    parts = [_structure(n) for n in graph.nodes]
-    return hashlib.sha256(repr((parts, [v.decision for v in graph.values], _ends(graph))).encode()).hexdigest()
+    return hashlib.sha256(repr((graph.skeleton, [v.decision for v in graph.values])).encode()).hexdigest()
 
 
 def difference(plan: Graph, call: Graph) -> str | None:
@@ -62,10 +61,6 @@ def difference(plan: Graph, call: Graph) -> str | None:
     return None
 
 
-def _structure(node: Node) -> tuple[Any, ...]:
-    return (node.op, node.inputs, node.outputs, node.backward, node.random, node.once, node.in_place, node.writes)
-
-
 def _ends(graph: Graph) -> tuple[Any, ...]:
     return (graph.inputs, graph.cotangents, graph.outputs, graph.gradients, graph.boundary)
 
@@ -86,9 +81,9 @@ def _operation(ours: Node, theirs: Node) -> str:
             texts = [named.get(name, "left out") for named in given]
             if texts[0] != texts[1]:
                 return f"has {name} {texts[0]} in the plan, and {texts[1]} here"
-    if _structure(ours)[1:3] != _structure(theirs)[1:3]:
+    if (ours.inputs, ours.outputs) != (theirs.inputs, theirs.outputs):
         return "reads or makes other values than in the plan"
-    if _structure(ours) != _structure(theirs):
+    if ours.structure != theirs.structure:
         return "runs at another time than in the plan: once or any number of times, forward or backward"
     missing = set(ours.overwrites).difference(theirs.overwrites)
     return "may not overwrite its operands, but does so in the plan" if missing else ""
