@@ -13,7 +13,7 @@ Seen on torch 2.11 and 2.13: `Optimizer._init_group(group, *lists)` makes the st
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -310,7 +310,7 @@ class Updates:
         if not kind.__module__.startswith("torch.optim."):  # the class may be edited without a change of its name
             return undisturbed(lambda: self._measured(number))
         signature = self._signatures[number], *self._other_types(number)
-        keys = [f"{when} update of {kind.__name__}: {signature}" for when in ("later", "first")]
+        keys = [f"{when} update of {kind.__name__}: {signature}" for when in ("any later", "first")]
         later, first = [self._store.get(where, key) for key in keys]
         if later is None or first is None:
             later, nbytes = undisturbed(lambda: self._measured(number))
@@ -349,8 +349,24 @@ class Updates:
                     "`optimizer.step()` raises it as well, for example if the model was converted to another dtype "
                     "after the optimizer had made its state. Make the optimizer after the conversion."
                 ) from error
+            soon, _ = _temporaries(later, device)
+            _age([sibling.state.get(made, {})])
+            later()
             seconds, temporary, _ = _run(later, device, 10)
-        return OpCost(seconds, 4 * parameter.numel(), temporary), at_first
+        return OpCost(seconds, 4 * parameter.numel(), max(soon, temporary)), at_first
+
+
+_LATE = 1e9
+"""A number of steps at which every optimizer does all that it ever does: ASGD averages from step 1e6 on by default."""
+
+
+def _age(states: Iterable[dict[str, Any]]) -> None:
+    """Makes the next update a late one: RAdam and ASGD compute more after some steps, ASGD one update later."""
+    for state in states:
+        if torch.is_tensor(step := state.get("step")):
+            step.fill_(_LATE)
+        elif step is not None:
+            state["step"] = type(step)(_LATE)
 
 
 def _foreach(group: dict[str, Any]) -> bool | None:
@@ -410,7 +426,7 @@ register_cost("fckpt_step::held", _free)
 
 
 def bytes_of_updates(optimizer: optim.Optimizer, kind: str, grain: int) -> tuple[int, int]:
-    """Returns the bytes of an optimizer's state after its first step, and the temporaries of its second step.
+    """Returns the bytes of an optimizer's state after its first step, and the most temporaries of its later steps.
 
     The optimizer's own code runs on copies of the parameters: on the meta device or, if it reads data, on the CPU, for
     one parameter after the other.
@@ -457,6 +473,9 @@ def _stepped(
         counted.forget()
         before = counted.held
         step(copy)
+        _age(copy.state.values())
+        for _ in range(2):
+            step(copy)
     tensors = [t for state in copy.state.values() for t in state.values() if torch.is_tensor(t)]
     there = {t.untyped_storage()._cdata: t for t in tensors if t.device.type in counted.kinds}
     return sum(rounded(t.untyped_storage().nbytes(), grain) for t in there.values()), counted.peak - before
