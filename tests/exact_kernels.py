@@ -1,8 +1,8 @@
 """Compiled exact kernels as the default, with which tests of plans run once more.
 
-`FCKPT_KERNELS=exact .venv/bin/python -m pytest tests/bits tests/budgets/test_plans.py` runs any tests with them, and
-compiles for an hour. `FCKPT_KERNELS=one-by-one` stands in for the compiler with the operations of each kernel, which
-takes no longer than the tests alone: it tests blocks, lifetimes and peaks.
+`FCKPT_KERNELS=exact .venv/bin/python -m pytest tests/bits tests/budgets/test_plan{s,ned_functions}.py` runs any tests
+with them, and compiles for an hour. `FCKPT_KERNELS=one-by-one` stands in for the compiler with the operations of each
+kernel, which takes no longer than the tests alone: it tests blocks, lifetimes and peaks.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled import CLOSE, Convolutions, Perceptron, Transformer, made, peak_of, step
 from helpers import assert_equal, seeded
 from torch import nn
 from torch._functorch import config as functorch
@@ -26,70 +27,6 @@ pytestmark = pytest.mark.filterwarnings(
     # Dynamo looks at tensors between the parts of a function, and hides this warning, unless warnings are errors.
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
 )
-
-
-class Perceptron(nn.Module):
-    """Linear layers with dropout: a redrawn mask would change the gradients."""
-
-    def __init__(self, layers: int = 4, width: int = 16, dropout: float = 0.3):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.dropout = dropout
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = F.dropout(F.gelu(layer(x)), self.dropout, self.training)
-        return x.square().mean()
-
-
-class Convolutions(nn.Module):
-    """Convolutions and batch norms, whose statistics change once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            *(m for i in range(3) for m in (nn.Conv2d(4 if i else 3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())),
-            nn.MaxPool2d(2),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x).square().mean()
-
-
-class Transformer(nn.Module):
-    """A tiny GPT: attention, layer norms, an embedding, a cross-entropy."""
-
-    def __init__(self, width: int = 16, layers: int = 2, words: int = 24):
-        super().__init__()
-        self.words = nn.Embedding(words, width)
-        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
-        self.up = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers))
-        self.down = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(layers))
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.words(words)
-        for qkv, up, down in zip(self.qkv, self.up, self.down, strict=True):
-            q, k, v = (
-                t.unflatten(-1, (2, -1)).transpose(1, 2) for t in qkv(F.layer_norm(x, x.shape[-1:])).chunk(3, -1)
-            )
-            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-            x = x + down(F.gelu(up(F.layer_norm(x, x.shape[-1:]))))
-        return F.cross_entropy((x @ self.words.weight.T).flatten(0, 1), words.flatten())
-
-
-def made(kind: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-    model = kind()
-    if isinstance(model, Transformer):
-        return model, torch.randint(24, (4, 12))
-    return model, torch.randn(64, 16) if isinstance(model, Perceptron) else torch.randn(4, 3, 8, 8)
-
-
-def step(run: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> list[Any]:
-    model.zero_grad()
-    loss = run(x)
-    loss.backward()
-    return [loss, [p.grad.clone() for p in model.parameters()], [b.clone() for b in model.buffers()]]
 
 
 @pytest.fixture(autouse=True)
@@ -163,14 +100,6 @@ def test_regions_inside_are_recomputed() -> None:
 
 
 # With Inductor --------------------------------------------------------------------------------------------------------
-
-# Inductor's kernels sum in another order than PyTorch's, with or without a budget.
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-
-
-def peak_of(run: Callable[..., Any], x: torch.Tensor, model: nn.Module) -> int:
-    model.zero_grad()
-    return fckpt.measure_peak(lambda: run(x).backward()).peak_bytes
 
 
 @pytest.mark.slow
@@ -307,86 +236,6 @@ def test_without_a_budget_a_graph_may_be_retained() -> None:
         for retained in [True] * 2 * kept + [False]:
             [found] = torch.autograd.grad(loss, w, retain_graph=retained)
             torch.testing.assert_close(found, expected)  # Inductor rounds otherwise
-
-
-# Regions inside of compiled functions ---------------------------------------------------------------------------------
-
-
-def test_a_region_with_a_budget_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fckpt._compile.compilation as backend
-
-    parts: list[Any] = []
-    monkeypatch.setattr(backend, "compile_fx", lambda module, *_, **__: (parts.append(module), module.forward)[1])
-    model, x = made(lambda: Perceptron(dropout=0.0))
-    expected = step(model, model, x)
-    region = fckpt.remat(model, policy=dots_saveable)
-    compiled = torch.compile(lambda x: region(x) * 2)
-    assert_equal(step(lambda x: compiled(x) / 2, model, x), expected)
-    assert len(parts) == 1
-
-
-@pytest.mark.parametrize(
-    ("around", "patches"),
-    [
-        ({"options": {"fallback_random": True}}, {"fallback_random": True}),
-        ({"mode": "max-autotune-no-cudagraphs"}, {"max_autotune": True, "coordinate_descent_tuning": True}),
-        ({"backend": "fckpt", "options": {"budget": 0.9, "fallback_random": True}}, {"fallback_random": True}),
-        ({"backend": "fckpt", "mode": "max-autotune-no-cudagraphs"}, {"max_autotune": True}),
-    ],
-)
-def test_a_region_is_compiled_with_the_options_of_the_compiler_around_it(
-    monkeypatch: pytest.MonkeyPatch, around: dict[str, Any], patches: dict[str, Any]
-) -> None:
-    import fckpt._compile.compilation as backend
-
-    found: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        backend,
-        "compile_fx",
-        lambda module, *_, config_patches, **__: (found.append(config_patches), module.forward)[1],
-    )
-    model, x = made(lambda: Perceptron(dropout=0.0))
-    region = fckpt.remat(model, policy=dots_saveable)
-    torch.compile(region, **around)(x)
-    torch.compile(region)(x)  # without them again
-    assert found[0].items() >= patches.items()
-    assert not found[-1].keys() & patches.keys()
-
-
-@pytest.mark.parametrize("options", [{"budget": 1.0}, {"policy": dots_saveable}], ids=str)
-def test_random_numbers_of_pytorch_in_a_compiled_region(options: dict[str, Any]) -> None:
-    """The generator ends where it ends without a compiler: the backward half draws nothing."""
-    model, x = made(lambda: Perceptron(layers=2))
-    expected = [*seeded(lambda: step(model, model, x)), torch.rand(3)]
-    compiled = torch.compile(fckpt.remat(model, **options), options={"fallback_random": True})
-    found = [*seeded(lambda: step(compiled, model, x)), torch.rand(3)]
-    torch.testing.assert_close(found, expected)
-
-
-def test_a_region_with_a_budget_runs_by_its_plan_under_other_compilers() -> None:
-    model, x = made(Perceptron)
-    expected = seeded(lambda: step(model, model, x))
-    region = fckpt.remat(model, budget=0.7)
-    assert_equal(seeded(lambda: step(torch.compile(region, backend="aot_eager"), model, x)), expected)
-    assert fckpt.stats(region).programs == 1
-    assert not fckpt.stats(region).fallbacks
-
-
-def test_a_region_with_a_budget_and_fullgraph_is_an_error() -> None:
-    model, x = made(Perceptron)
-    region = fckpt.remat(model, budget=0.7)
-    with pytest.raises(Exception, match=r"the graph breaks. With fullgraph=True, put the budget on the whole"):
-        torch.compile(region, fullgraph=True)(x)
-
-
-@pytest.mark.slow
-def test_torch_compile_around_a_budget() -> None:
-    model, x = made(lambda: Perceptron(layers=3, dropout=0.0))
-    expected = step(model, model, x)
-    limit = peak_of(model, x, model) * 0.7
-    run = torch.compile(fckpt.remat(model, budget=0.7))
-    torch.testing.assert_close(step(run, model, x), expected, **CLOSE)
-    assert peak_of(run, x, model) <= limit
 
 
 # The class of pytorch#197838 and pytorch#193193: below a budget there is more memory than above, or far more work.

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_step import OPTIMIZERS, mlp, squares
 from torch import nn, optim
+from trained import OPTIMIZERS, mlp, squares
 
 import fckpt
 from fckpt import measure_peak
