@@ -233,8 +233,8 @@ class Observation:
             if version(tensor) != then:
                 raise MutationError(
                     f"{region_name(self.fn[0])} changed the parameter `{name}` (shape {list(tensor.shape)}) in place: "
-                    "its recompute would change it again. Change it outside, register the tensor as a buffer, or give "
-                    "a budget: a plan changes it once."
+                    "its recompute would change it again. Change it before or after the call"
+                    + (" of the function." if tensor.requires_grad else ", or give a budget: a plan changes it once.")
                 )
         held = [t for _, _, value in slots for t in tensors_in(value)] + [tensor for _, _, tensor in self.installed]
         watched = [(t, version(t)) for t in map(unwrapped, held) if id(t) not in buffers]

@@ -44,10 +44,10 @@ BufferWrites = dict[BufferKey, bool]
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Returns the address of a tensor's storage; 0 for layouts without one, such as sparse layouts."""
+    """Returns the address of a tensor's storage; 0 for tensors without one, such as sparse and uninitialised ones."""
     try:
         return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):  # a ValueError for parameters of lazy modules
         return 0
 
 

@@ -404,7 +404,7 @@ def check_writes(
         if written[i] and operands[i].requires_grad and torch.is_grad_enabled():
             raise TraceError(
                 "the function changes a captured tensor in place that requires grad (an embedding with max_norm, "
-                f"for example), which a plan cannot reproduce. {WAY_OUT}"
+                "for example), which a plan cannot reproduce. Change it before or after the call of the function."
             )
 
 

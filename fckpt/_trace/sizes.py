@@ -3,8 +3,8 @@
 Torch computes the sizes of results as expressions of the symbols. Wherever it, or the tracer, compares two sizes, the
 environment records a guard. So the trace is valid for all sizes that satisfy the guards (`sized.py`).
 
-Seen on torch 2.11 and 2.13: `ShapeEnv`, `SymNode.expr`; the Python function for `aten.constant_pad_nd` that torch has,
-but does not use for fake tensors.
+Seen on torch 2.11 and 2.13: `ShapeEnv`, `SymNode.expr`; `_create_grouped_mm_output_tensor`; the Python function for
+`aten.constant_pad_nd` that torch has, but does not use for fake tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -81,7 +82,7 @@ def run_in(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -
     if mode.shape_env is None:
         try:
             with mode:
-                return func(*args, **kwargs)
+                return _ALWAYS.get(func, func)(*args, **kwargs)
         except (ZeroDivisionError, TypeError):
             # Some of torch's Python code fails for empty tensors: it divides by the number of elements (`mse_loss`), or
             # takes a number for a bool (`interpolate`), where the kernel does not.
@@ -103,7 +104,16 @@ def _with_symbolic_sizes(func: Any) -> Any:
         from torch._refs import constant_pad_nd  # imports sympy and more
 
         return constant_pad_nd
-    return _LAYOUTS.get(func, func)
+    return _LAYOUTS.get(func, _ALWAYS.get(func, func))
+
+
+def _grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Returns an empty result of `aten._grouped_mm`, for which torch's function takes bfloat16 only."""
+    if a.dtype is torch.bfloat16:
+        return aten._grouped_mm.default(a, b, offs, bias, out_dtype)
+    return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)
 
 
 def _expanded(tensor: torch.Tensor, size: Sequence[Any], *, implicit: bool = False) -> torch.Tensor:
@@ -140,6 +150,9 @@ def _resized_backward_contiguous(
 def _empty(shape: Sequence[Any], like: torch.Tensor, form: torch.memory_format) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=form)
 
+
+_ALWAYS: dict[Any, Callable[..., torch.Tensor]] = {aten._grouped_mm.default: _grouped_mm}
+"""Functions that compute the layouts of results where torch's own refuse what the kernels take."""
 
 _LAYOUTS: dict[Any, Callable[..., torch.Tensor]] = {
     aten.expand.default: _expanded,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -170,6 +171,24 @@ def test_every_optimizer_that_updates_one_by_one(name: str) -> None:
     data = torch.randn(64, 32), torch.randn(64, 32)
     twins.check(data, 3)
     twins.check_peak(data)
+
+
+@pytest.mark.parametrize("kind", [optim.RAdam, functools.partial(optim.ASGD, t0=3)], ids=["RAdam", "ASGD"])
+def test_late_updates_that_take_more_memory_keep_the_budget(kind: Callable[..., optim.Optimizer]) -> None:
+    """RAdam rectifies from its sixth step on, and ASGD averages from a step that an option names."""
+    plain = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    other, x = copy.deepcopy(plain), torch.randn(32, 64)
+    loss = lambda model, batch: model(batch).square().mean()
+    ours, theirs = kind(other.parameters()), kind(plain.parameters())
+    step = fckpt.step(other, ours, loss, budget=0.8)
+    for i in range(8):
+        loss(plain, x).backward()
+        theirs.step()
+        theirs.zero_grad()
+        peak = measure_peak(lambda: step(x)).peak_bytes
+        assert i == 0 or peak <= step.plan(x).peak_bytes
+    assert step.plan(x).peak_bytes == peak
+    assert_equal(list(plain.parameters()), list(other.parameters()))
 
 
 @settings(max_examples=6, deadline=None)

@@ -489,3 +489,20 @@ def test_a_result_of_a_new_leaf_that_requires_grad() -> None:
 
     with pytest.raises(fckpt.TraceError, match="leads to nothing that is passed to it"):
         fckpt.remat(energy, budget=1.0)(torch.randn(6, 6, requires_grad=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_grouped_matrix_products(dtype: torch.dtype) -> None:
+    """Those of experts, at several sizes. Torch's function for fake tensors takes bfloat16 only."""
+
+    def fn(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        return F.grouped_mm(x, weights, offs=ends).sin().square().sum()
+
+    weights = torch.randn(2, 32, 16, dtype=dtype, requires_grad=True)
+    planned = fckpt.remat(fn, budget=1.0)
+    for tokens in (8, 12, 16, 24, 40, 64):
+        ends = torch.tensor([tokens // 2, tokens], dtype=torch.int32)
+        x = torch.randn(tokens, 32, dtype=dtype, requires_grad=True)
+        wanted = torch.autograd.grad(fn(x, weights, ends), (x, weights))
+        assert all(map(torch.equal, torch.autograd.grad(planned(x, weights, ends), (x, weights)), wanted))
+    assert fckpt.stats(planned).fallbacks == {}

@@ -39,6 +39,19 @@ def test_the_reason_against_a_capture_is_told_if_it_is_another_line() -> None:
     assert f"line {fn.__code__.co_firstlineno + 3}" in str(caught.value)
 
 
+def test_a_lazy_module_elsewhere_does_not_hide_the_reason() -> None:
+    """Its parameters, which have no memory yet, are among the tensors of the process."""
+    lazy, stored = nn.LazyLinear(4), list[Tensor]()
+
+    def fn(x: Tensor) -> Tensor:
+        stored.append(x.sin())
+        return x * x.detach().sum().item()
+
+    with pytest.raises(fckpt.TraceError, match="item"):
+        planned(fn)(leaf(X))
+    assert torch.nn.parameter.is_lazy(lazy.weight)
+
+
 def branch(x: Tensor) -> Tensor:
     if x.sum() > 0:
         return x.sin()
