@@ -1,6 +1,6 @@
 """Tests take turns: the part of them that runs today.
 
-Of each file, a sixth of the cases run each day. `@pytest.mark.sweep(4)` makes four parts of the cases of a function,
+Of each file, an eighth of the cases run each day. `@pytest.mark.sweep(4)` makes four parts of the cases of a function,
 and `sweep(1)` runs all. Always run: tests of pages and names (`tests/house`), files with few cases, and cases that are
 asked for by name. The head of pytest's output names the day: `FCKPT_DAY=739944` runs again what was run that day.
 `FCKPT_DAY=all` runs everything, and so does `FCKPT_PROFILE=slow`.
@@ -25,8 +25,8 @@ WHOLE = SLOW or _DAY == "all"
 DAY = 0 if _DAY == "all" else int(_DAY)
 
 MANY = 8
-"""The number of cases of a file from which a sixth of them run each day."""
-PARTS = 6
+"""The number of cases of a file from which an eighth of them run each day."""
+PARTS = 8
 """The number of days in which all cases of a file have their turn."""
 
 T = TypeVar("T")

@@ -49,14 +49,14 @@ def test_every_case_of_a_sweep_has_its_turn_and_other_tests_always_run(day: Any,
     assert count < 3 or len(ran) == count
 
 
-@pytest.mark.parametrize(("count", "run"), [(7, {7}), (8, {1, 2}), (12, {2}), (13, {2, 3})])
-def test_a_sixth_of_the_cases_of_a_file_run_each_day(day: Any, count: int, run: set[int]) -> None:
+@pytest.mark.parametrize(("count", "run"), [(7, {7}), (8, {1}), (12, {1, 2}), (16, {2})])
+def test_an_eighth_of_the_cases_of_a_file_run_each_day(day: Any, count: int, run: set[int]) -> None:
     cases: list[Any] = [Case(f"tests/bits/test_a.py::test_{i % 4}[{i}]") for i in range(count)]
     always: list[Any] = [Case(f"tests/house/test_a.py::test_{i}") for i in range(count)]
     always += [Case(f"tests/bits/test_a.py::test_all[{i}]", 1) for i in range(count)]
     always += [Case(f"fckpt/a.py::fckpt.a.f{i}") for i in range(count)]
     ran: list[Any] = []
-    for number in range(6):
+    for number in range(8):
         day(number)
         left = left_for_other_days([*cases, *always])
         assert left <= {*cases} and count - len(left) in run
