@@ -156,7 +156,8 @@ class Ledger:
         self.stats = Stats(fallbacks={}, seconds=dict.fromkeys(STAGES, 0.0))
         self._warned: set[str] = set()
         self._in_a_row = {False: 0, True: 0}
-        self._hits = 0
+        self.reused = False
+        """Whether a call has used an earlier capture since the latest one."""
         self.promised: int | float | str | None = None
         self.name = "a rematerialised function"
         self.expected: Callable[[], int | None] = lambda: None
@@ -293,18 +294,24 @@ class Ledger:
             stacklevel=users_stacklevel(),
         )
 
-    def captured_again(self, why: str) -> None:
+    def captured_again(self, *whys: str) -> None:
         """Warns at the third capture in a row, which means that values that the function reads keep changing.
 
         Captures because of sizes are counted separately, and the eighth is one too many: a size of 0 or 1, and a size
-        with which the Python code takes another branch, have one capture each. The first capture of a kind (inside of a
-        transform of torch.func, for example) has nothing that changed: `why` is empty.
+        with which the Python code takes another branch, have one capture each. So do training and evaluation without
+        gradients. The first capture of a kind (inside of a transform of torch.func, for example) has nothing that
+        changed.
+
+        Args:
+            whys: why each earlier capture does not hold. If one holds but for the sizes, that is the reason.
         """
-        if not why:
+        found = [why for why in whys if why and "grad_mode" not in why]
+        if not found:
             return
-        if self._hits != self.stats.hits:
+        why = next(filter(_SIZES.search, found), found[0])
+        if self.reused:
             self._in_a_row = {False: 0, True: 0}
-        self._hits = self.stats.hits
+        self.reused = False
         about_sizes = bool(_SIZES.search(why))
         self._in_a_row[about_sizes] += 1
         again, ordinal = (7, "eighth") if about_sizes else (2, "third")

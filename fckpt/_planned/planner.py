@@ -122,8 +122,6 @@ class Planner:
         closure, and with guards on everything else that the Python code may have read."""
         self.captures: list[tuple[Any, dict[Any, Programs]]] = []
         """Captures, with the programs made from each."""
-        self.latest: dict[bool, Any] = {}
-        """The latest capture, by whether it was made below levels of torch.func."""
         self.refusals: dict[bool, str] = {}
         """The reasons of failed captures, by whether the capture was below levels of torch.func."""
         self.experience = Experience()
@@ -173,6 +171,7 @@ class Planner:
     ) -> tuple[Any, dict[Any, Programs]] | None:
         for entry in self.captures:
             if entry[0].below == below and entry[0].holds(fn, args, kwargs):
+                self.ledger.reused = True
                 return entry
         return None
 
@@ -190,7 +189,7 @@ class Planner:
         self._check_no_cuda_graph()
         if self._entry is None:
             self._entry = Entry()
-        why = latest.why(fn, args, kwargs) if (latest := self.latest.get(below)) is not None else ""
+        whys = [known.why(fn, args, kwargs) for known, _ in self.captures if known.below == below]
         with self.ledger.timed("capture"):
             try:
                 made = self._capture(fn, args, kwargs, below)
@@ -203,11 +202,10 @@ class Planner:
         self.ledger.told_compiled(made.told_compiled)
         if isinstance(self.budget, float) and made.graph is not None and made.graph.checkpoints_draw:
             self.ledger.plans_without_checkpoint(self.budget)
-        if "grad_mode" not in why:  # one capture each for training and for evaluation
-            self.ledger.captured_again(why)
+        self.ledger.captured_again(*whys)
         programs = next((known for other, known in self.captures if other.same_graph(made)), {})
         # Newest first, but captures that hold for one number only come before those that take any such number.
-        found, self.latest[below] = (made, programs), made
+        found = made, programs
         self.captures = sorted([found, *self.captures[: _MOST_CAPTURES - 1]], key=lambda entry: entry[0].generality)
         return found
 
@@ -359,6 +357,7 @@ class Planner:
             known = self.traced.setdefault(key, [])
             found = next((programs for guards, programs in known if guards.hold()), None)
             if found is not None:
+                self.ledger.reused = True
                 return found
             if known:
                 self.ledger.captured_again(known[0][0].changed())

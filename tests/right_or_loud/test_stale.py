@@ -331,3 +331,25 @@ def test_the_warning_of_the_third_capture_names_the_latest_change() -> None:
     net.second = 2
     with pytest.warns(fckpt.PlanWarning, match=r"third time in a row.*changed: the function.second == 1"):
         region(x)
+
+
+def test_training_and_evaluation_at_many_sizes_are_not_said_to_change_at_every_call() -> None:
+    """Each has its capture, and so has a batch of one; calls in between use a capture that is there."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh())
+    region = fckpt.remat(lambda net, x: net(x).square().mean(), budget="1MiB")
+    for i, size in enumerate([(2, 16), (3, 20), (4, 12), (5, 17), (6, 11), (7, 9), (1, 9), (3, 5), (1, 4)]):
+        region(net.train(i not in (3, 5)), torch.randn(*size, 8)).backward()
+    with torch.no_grad():
+        region(net.eval(), torch.randn(2, 3, 8))
+    assert fckpt.stats(region).captures <= 4
+
+
+def test_a_value_that_changes_is_said_though_calls_without_gradients_lie_between_the_captures() -> None:
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+    region, x = fckpt.remat(lambda x: net(x).sin().sum(), budget=1.0), torch.ones(2, 4)
+    with pytest.warns(fckpt.PlanWarning, match=r"third time in a row.*changed: 1\.p == 0\.\d"):
+        for turn in range(4):
+            net[1].p = 0.1 * (turn + 1)
+            region(x).backward()
+            with torch.no_grad():
+                region(x)
