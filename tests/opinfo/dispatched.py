@@ -28,11 +28,13 @@ class Dispatched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = str(func).replace("_efficientzerotensor", "zeros")  # which a plan gives memory, to write to
+        is_new = func is torch.ops.aten.lift_fresh.default  # a tensor of Python numbers, which a plan copies
+        name = name.replace("lift_fresh", "clone")
         call = (name, _form(args), _form({k: v for k, v in kwargs.items() if v is not None}))
         given = {_memory(t) for t in _tensors((args, kwargs))}
         result = func(*args, **kwargs)
         made = {_memory(t) for t in _tensors(result)}
-        is_view = made <= given and not func._schema.is_mutable
+        is_view = made <= given and not func._schema.is_mutable and not is_new
         is_view |= torch.Tag.inplace_view in func.tags
         if not is_view and func.namespace != "prim" and func.overloadpacket.__name__ not in _EMPTY:
             self.calls[call] += 1
