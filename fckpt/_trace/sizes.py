@@ -80,9 +80,10 @@ def fake_on(
 def run_in(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an operation on fake tensors, whose sizes may be symbolic."""
     if mode.shape_env is None:
+        run: Any = _ALWAYS.get(func, func)
         try:
             with mode:
-                return _ALWAYS.get(func, func)(*args, **kwargs)
+                return run(*args, **kwargs)
         except (ZeroDivisionError, TypeError):
             # Some of torch's Python code fails for empty tensors: it divides by the number of elements (`mse_loss`), or
             # takes a number for a bool (`interpolate`), where the kernel does not.
