@@ -303,7 +303,8 @@ class Ledger:
         changed.
 
         Args:
-            whys: why each earlier capture does not hold. If one holds but for the sizes, that is the reason.
+            whys: why each earlier capture does not hold, the latest first. If one holds but for the sizes, that is the
+                reason.
         """
         found = [why for why in whys if why and "grad_mode" not in why]
         if not found:

@@ -185,11 +185,11 @@ class Planner:
                 "the function uses a lazy module (nn.LazyLinear, for example), which creates its parameters in its "
                 "first call. Call the function once before a plan is made."
             )
-
         self._check_no_cuda_graph()
         if self._entry is None:
             self._entry = Entry()
-        whys = [known.why(fn, args, kwargs) for known, _ in self.captures if known.below == below]
+        earlier = sorted(self.captures, key=lambda entry: entry[0] is not self._latest)
+        whys = [known.why(fn, args, kwargs) for known, _ in earlier if known.below == below]
         with self.ledger.timed("capture"):
             try:
                 made = self._capture(fn, args, kwargs, below)
@@ -205,11 +205,12 @@ class Planner:
         self.ledger.captured_again(*whys)
         programs = next((known for other, known in self.captures if other.same_graph(made)), {})
         # Newest first, but captures that hold for one number only come before those that take any such number.
-        found = made, programs
+        found, self._latest = (made, programs), made
         self.captures = sorted([found, *self.captures[: _MOST_CAPTURES - 1]], key=lambda entry: entry[0].generality)
         return found
 
     _entry: Any = None
+    _latest: Any = None
 
     def _capture(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], below: bool) -> Any:
         from fckpt._capture.captured import CaptureError, capture
