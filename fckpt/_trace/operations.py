@@ -208,7 +208,7 @@ class Trace:
     operands: tuple[int, ...] = ()
     """The tensors of the arguments, then the captured tensors."""
     constants: tuple[tuple[int, torch.Tensor], ...] = ()
-    """Data on the CPU that operations copy: those of the tensors that the function makes of Python numbers."""
+    """The tensors that the function makes of Python numbers, with the data that each call copies (`held_data`)."""
     spec: Any = None
     """The tree structure of the result."""
     leaves: tuple[Any, ...] = ()

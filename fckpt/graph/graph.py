@@ -238,8 +238,12 @@ class Graph:
     @functools.cached_property
     def skeleton(self) -> str:
         """A hash of operations and dependencies, without arguments, sizes and decisions."""
-        ends = (self.inputs, self.cotangents, self.outputs, self.gradients, self.boundary)
-        return hashlib.sha256(repr(([n.structure for n in self.nodes], ends)).encode()).hexdigest()
+        return hashlib.sha256(repr(([n.structure for n in self.nodes], self.ends)).encode()).hexdigest()
+
+    @property
+    def ends(self) -> tuple[Any, ...]:
+        """The values that come in and go out, and where the backward pass begins."""
+        return (self.inputs, self.cotangents, self.outputs, self.gradients, self.boundary)
 
     @functools.cached_property
     def seconds(self) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from fckpt.graph.graph import Graph, Node
 
@@ -56,13 +55,9 @@ def difference(plan: Graph, call: Graph) -> str | None:
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
             text = [f"{v.dtype}{list(v.shape)}" for v in (ours, theirs)]
             return f"{theirs.origin or f'value {theirs.id}'} is {text[0]} in the plan, and {text[1]} here"
-    if _ends(plan) != _ends(call) or len(plan.values) != len(call.values):
+    if plan.ends != call.ends or len(plan.values) != len(call.values):
         return "inputs or outputs differ: which arguments are differentiated, or what is returned"
     return None
-
-
-def _ends(graph: Graph) -> tuple[Any, ...]:
-    return (graph.inputs, graph.cotangents, graph.outputs, graph.gradients, graph.boundary)
 
 
 def _counted(plan: int, call: int) -> str:
