@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import fckpt
+
+QUIET = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    # Dynamo looks at tensors between the parts of a function, and hides this warning, unless warnings are errors.
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+)
+"""The warnings that compilation raises by itself."""
 
 
 class Perceptron(nn.Module):

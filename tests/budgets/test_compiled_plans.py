@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled import CLOSE, Convolutions, Perceptron, Transformer, made, peak_of, step
+from compiled import CLOSE, QUIET, Convolutions, Perceptron, Transformer, made, peak_of, step
 from helpers import assert_equal, seeded
 from torch import nn
 from torch._functorch import config as functorch
@@ -21,12 +21,7 @@ import fckpt
 from fckpt._compile.partition import Partitioner
 from fckpt.policies import dots_saveable, nothing_saveable, save_only_these_names
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    # Dynamo looks at tensors between the parts of a function, and hides this warning, unless warnings are errors.
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
-)
+pytestmark = QUIET
 
 
 @pytest.fixture(autouse=True)

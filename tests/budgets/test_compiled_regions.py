@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import CLOSE, Perceptron, made, peak_of, step
+from compiled import CLOSE, QUIET, Perceptron, made, peak_of, step
 from helpers import assert_equal, seeded
 
 import fckpt
 from fckpt.policies import dots_saveable
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    # Dynamo looks at tensors between the parts of a function, and hides this warning, unless warnings are errors.
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
-)
+pytestmark = QUIET
 
 
 @pytest.fixture(autouse=True)
