@@ -16,8 +16,8 @@ plain steps differ from one another.
 
 Of the planned steps the table also says how many kept the budget, measured by the allocator, and how many had losses
 and gradients bitwise equal to the plain ones; how many plain steps exceed the budget; and, for the first step at a new
-size, the median of its seconds beyond those of a plain step. With `--check` the exit code is 1 if a budget was
-exceeded, a result was not equal, or a step was refused.
+size, the medians of the time in which its plan is made, and of the time of the step beyond a plain one. With `--check`
+the exit code is 1 if a budget was exceeded, a result was not equal, or a step was refused.
 """
 
 from __future__ import annotations
@@ -176,7 +176,10 @@ class Run(Record):
     """Plain steps that exceed the budget."""
     captures: int = 0
     solved: int = 0
+    planning_seconds: float = 0.0
+    """The median time in which the plan of a new size is made: its trace, costs, schedule and program."""
     new_size_seconds: float = 0.0
+    """The median time of the first step at a new size beyond that of a plain step."""
 
 
 def _checkpointed(task: Task, net: nn.Module) -> Loss:
@@ -252,16 +255,26 @@ def _examined(name: str, size: str, compiles: bool, device: torch.device) -> Run
             except Exception as error:
                 complaints.append(f"{way}: {described(error)}")
     planned = fckpt.remat(loss, budget=within)
-    seconds = _seconds(planned, net, batches)
+    spent: list[float] = []
+
+    def recorded(*batch: Tensor) -> Tensor:
+        before = sum(fckpt.stats(planned).seconds.values())
+        try:
+            return planned(*batch)
+        finally:
+            spent.append(sum(fckpt.stats(planned).seconds.values()) - before)
+
+    seconds = _seconds(recorded, net, batches)
     ratio, stats = _ratio(seconds, plain), fckpt.stats(planned)
     shapes = [[t.shape for t in batch] for batch in batches]
     pairs = list(zip(seconds, plain, strict=True))
-    firsts = [pairs[i] for i in range(1, count) if shapes[i] not in shapes[:i]]
-    new = [mine - theirs for mine, theirs in firsts if mine and theirs]
+    firsts = [i for i in range(1, count) if shapes[i] not in shapes[:i] and seconds[i]]
+    new = [mine - theirs for mine, theirs in (pairs[i] for i in firsts) if mine and theirs]
     total = sum(t for t in plain if t)
     found = Run(name, count, total, ratios["checkpointed"], ratios["compiled"], ratio, complaints=complaints)
     found.budget, found.budget_bytes = fraction, within
     found.captures, found.solved = stats.captures, stats.plans - stats.adapted - stats.quick
+    found.planning_seconds = statistics.median([spent[i] for i in firsts]) if firsts else 0.0
     found.new_size_seconds = statistics.median(new) if new else 0.0
     _verify(found, net, (loss, planned), batches, within, device)
     return found
@@ -304,7 +317,7 @@ def _verify(
 def show(rows: Sequence[Run], console: Console) -> None:
     """Prints the table of one network."""
     table = table_of(
-        "network", "steps", "plain s", "budget", "above", "blocks", "compile", "fckpt", "kept", "equal", "new",
+        "network", "steps", "plain s", "budget", "above", "blocks", "compile", "fckpt", "kept", "equal", "plan", "new",
         left=("network",),
     )  # fmt: skip
     number = lambda value: "" if value is None else f"{value:.2f}"
@@ -312,7 +325,8 @@ def show(rows: Sequence[Run], console: Console) -> None:
         first = [row.network, str(row.steps), number(row.plain_seconds), number(row.budget), str(row.above)]
         times = map(number, (row.checkpointed, row.compiled, row.planned))
         counts = map(str, (row.kept, row.equal))
-        table.add_row(*first, *times, *counts, f"{1000 * row.new_size_seconds:.0f} ms")
+        new = (f"{1000 * seconds:.0f} ms" for seconds in (row.planning_seconds, row.new_size_seconds))
+        table.add_row(*first, *times, *counts, *new)
     console.print(table)
 
 
@@ -326,5 +340,8 @@ def main(arguments: list[str]) -> int:
     console, document = opening("sizes", arguments, device)
     document["size"] = size = "tiny" if parsed.tiny else device.type
     run = lambda name, advance: examine(name, size, not parsed.no_compile, device)
-    note = "Times: of whole runs, relative to the plain run. New: time of a new size beyond a plain step."
+    note = (
+        "Times: of whole runs, relative to the plain run. Plan: the time to make the plan of a new size. New: the time "
+        "of its first step beyond a plain step."
+    )
     return report_each(parsed, (console, document), "rows", parsed.networks, run, show, note=note)

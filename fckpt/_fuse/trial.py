@@ -28,7 +28,7 @@ from fckpt._fuse import inductor
 from fckpt._fuse.data import made_up, repeated, same_bits, special_numbers
 from fckpt._fuse.kernel import Kernel
 from fckpt._trace.operations import strides_of
-from fckpt.cost.measured import _isolated, _temporaries, wait
+from fckpt.cost.measured import _temporaries, isolated, wait
 from fckpt.errors import KernelWarning, users_stacklevel
 
 __all__ = ["Compiled", "compile_ahead", "guarded", "tried"]
@@ -88,7 +88,7 @@ def compile_ahead(kernels: Iterable[Kernel]) -> None:
             return
         with ThreadPoolExecutor(os.cpu_count()) as workers:
             for key, kernel in new.items():
-                with _isolated(kernel.device):
+                with isolated(kernel.device):
                     try:
                         _ahead[key] = _compilation(kernel, workers)
                     except Exception as error:  # see `tried`
@@ -107,7 +107,7 @@ def tried(kernel: Kernel) -> Compiled | None:
             return None
         if key not in _known:
             reason = ""
-            with _isolated(kernel.device):
+            with isolated(kernel.device):
                 try:
                     finish = _ahead.pop(key, None) or _compilation(kernel)
                     _known[key] = _tried(kernel, finish())

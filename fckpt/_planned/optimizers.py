@@ -27,7 +27,7 @@ from fckpt._trace.allocations import Allocations, rounded
 from fckpt._trace.operations import Call, TensorSpec
 from fckpt._trace.updates import runs
 from fckpt.cost.calls import OpCost, named, register_cost
-from fckpt.cost.measured import _isolated, _run, _temporaries
+from fckpt.cost.measured import _run, _temporaries, isolated
 from fckpt.cost.store import Store, environment
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, TraceError
 
@@ -322,7 +322,7 @@ class Updates:
         """Returns the cost of a later update, and the temporary bytes of the first one."""
         parameter = self.parameters[number]
         device = parameter.device
-        with _isolated(device), below_autograd():
+        with isolated(device), below_autograd():
             made = torch.rand_like(parameter).requires_grad_()
             gradient = torch.rand_like(parameter)
             if self._other_types(number):

@@ -17,7 +17,6 @@ from fckpt._planned.fusing import with_blocks
 from fckpt._planned.lower import Lowered, lower
 from fckpt._planned.plan import Plan
 from fckpt._trace.operations import Ref, Trace, indices_of, is_expanded, statistics_of, strides_of, tensors_of
-from fckpt.cost.calls import refs
 from fckpt.graph.schedule import Compute, FusedSchedule, Schedule, Step
 from fckpt.graph.simulation import Timeline, simulate
 
@@ -185,7 +184,7 @@ def _dependents(trace: Trace, outputs: Sequence[int]) -> dict[int, tuple[int, ..
             call = makers.get(tensor)
             if call is not None and tensor not in seen and call.op is not torch.ops.aten.detach.default:
                 seen.add(tensor)
-                todo += [ref.tensor for ref in refs((call.args, call.kwargs))]
+                todo += tensors_of(call)
         for j in outputs:
             if trace.outputs[j] != trace.outputs[i] and trace.outputs[j] in seen:
                 found[j].append(i)

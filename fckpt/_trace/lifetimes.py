@@ -17,7 +17,7 @@ off while it casts.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -142,13 +142,15 @@ class Sums:
             prepare(node)
             node.register_hook(ended)
 
-    def is_one(self, func: Any) -> bool:
-        """Whether the current call is made by the engine, after a node's formula.
+    def is_one(self, func: Any, args: Sequence[Any]) -> bool:
+        """Whether the current call is made by the engine, after a node's formula, and runs in place in a plain run.
 
-        In a plain run, the engine adds in place if it holds the only reference. Below a dispatch mode it never does.
+        The engine adds in place if nothing else holds the memory of the first gradient. The base of a view holds it:
+        the gradient of a linear layer's weight is one. Below a dispatch mode, the engine never adds in place.
         """
-        wanted = self._done is not None and func is torch.ops.aten.add.Tensor
-        return wanted and torch._C._current_autograd_node() is self._done
+        if self._done is None or func is not torch.ops.aten.add.Tensor or args[0]._is_view():
+            return False
+        return torch._C._current_autograd_node() is self._done
 
     def release(self) -> None:
         """Drops the reference to the last autograd node."""

@@ -342,12 +342,17 @@ def draws(call: Call | Recorded) -> bool:
     return all(call.args[i] if i < len(call.args) else call.kwargs.get("dropout_p", default) for i, default in given)
 
 
-def indices_of(value: Any) -> Iterator[int]:
+def indices_of(value: Any) -> list[int]:
+    """Returns the tensors in an argument or several, in order, each as often as it occurs."""
     if isinstance(value, Ref):
-        yield value.tensor
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from indices_of(inner)
+        return [value.tensor]
+    found: list[int] = []
+    for inner in value if isinstance(value, (list, tuple)) else ():
+        if isinstance(inner, Ref):  # without another call, since most arguments are tensors
+            found.append(inner.tensor)
+        elif isinstance(inner, (list, tuple)):
+            found += indices_of(inner)
+    return found
 
 
 def generators_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.Generator]:

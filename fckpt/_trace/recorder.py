@@ -504,6 +504,7 @@ class Recorder(TorchDispatchMode):
         replaced: tuple[tuple[int, int], ...] = (),
     ) -> None:
         ref = lambda tensor: Ref(numbers[id(tensor)])
+        accumulates = self.sums.is_one(func, args)
         args, kwargs = mapped(tuple(args), ref), {k: mapped(v, ref) for k, v in kwargs.items()}
         if func in _EMPTY and outputs[0] is not None:  # it does not read the data of its operand
             fake = self.tensors[outputs[0]]
@@ -513,7 +514,7 @@ class Recorder(TorchDispatchMode):
             args, kwargs = tuple(map(self.device_of, args)), {k: self.device_of(v) for k, v in kwargs.items()}
         module, line = self._source()
         inner = torch._C._current_autograd_node() is not None
-        call = Recorded(func, args, kwargs, outputs, is_view, line, replaced, module, self.sums.is_one(func), inner)
+        call = Recorded(func, args, kwargs, outputs, is_view, line, replaced, module, accumulates, inner)
         if is_view:
             self._record_view(call)
         else:

@@ -9,15 +9,15 @@ architectures", 2009, https://doi.org/10.1145/1498765.1498785.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fckpt._trace.operations import Call, Ref, TensorSpec
+from fckpt._trace.operations import Call, Ref, TensorSpec, tensors_of
 from fckpt.cost.attention import attention_nbytes
-from fckpt.cost.calls import OpCost, extent, packet, refs, registered
+from fckpt.cost.calls import OpCost, extent, packet, registered
 from fckpt.cost.devices import DeviceProfile
 
 __all__ = ["Analytic", "flops_of"]
@@ -59,12 +59,7 @@ class Analytic:
 
 def flops_of(call: Call, specs: Sequence[TensorSpec]) -> int:
     """Counts floating point operations with torch's FLOP counter, or else as one per element of the largest tensor."""
-    from torch.utils import flop_counter
-
-    formula = flop_counter.flop_registry.get(getattr(call.op, "overloadpacket", call.op))
-    if formula is None and packet(call).startswith(_FLASH_CPU):
-        backward = packet(call).endswith("backward")
-        formula = flop_counter.sdpa_backward_flop if backward else flop_counter.sdpa_flop
+    formula = _formula_of(call)
     if formula is not None:
         try:
             args, kwargs = _shapes(call.args, specs), _shapes(call.kwargs, specs)
@@ -79,6 +74,17 @@ def flops_of(call: Call, specs: Sequence[TensorSpec]) -> int:
     inputs = _inputs(call, specs)[packet(call) in _GATHERS :]
     tensors = [*inputs, *(specs[i] for i in call.outputs if i is not None)]
     return max((math.prod(spec.shape) for spec in tensors), default=0)
+
+
+def _formula_of(call: Call) -> Callable[..., Any] | None:
+    """Returns the formula of torch's FLOP counter for an operation, if there is one."""
+    from torch.utils import flop_counter
+
+    formula = flop_counter.flop_registry.get(getattr(call.op, "overloadpacket", call.op))
+    if formula is None and packet(call).startswith(_FLASH_CPU):
+        backward = packet(call).endswith("backward")
+        formula = flop_counter.sdpa_backward_flop if backward else flop_counter.sdpa_flop
+    return formula
 
 
 _FLASH_CPU = "aten._scaled_dot_product_flash_attention_for_cpu"
@@ -104,7 +110,7 @@ def _shapes(value: Any, specs: Sequence[TensorSpec]) -> Any:
 
 def _inputs(call: Call, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     """Returns the specs of the tensors that a call reads, each once."""
-    return [specs[i] for i in dict.fromkeys(ref.tensor for ref in refs((call.args, call.kwargs)))]
+    return [specs[i] for i in dict.fromkeys(tensors_of(call))]
 
 
 def _compute_dtype(call: Call, specs: Sequence[TensorSpec]) -> torch.dtype:

@@ -21,14 +21,15 @@ import functools
 import itertools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fckpt._trace.operations import Call, Ref, TensorSpec
+from fckpt._trace.operations import Call, Ref, TensorSpec, tensors_of
 from fckpt.cost.analytic import flops_of
-from fckpt.cost.calls import OpCost, named, refs
+from fckpt.cost.calls import OpCost, named
 
 __all__ = ["CostsBySize", "Operation"]
 
@@ -57,7 +58,7 @@ class Operation:
         """Describes the call at `position` in `calls`, the calls of a trace, whose tensors have these specs."""
         self.call, self.specs = calls[position], specs
         self.number = len(calls), position
-        inputs = [ref.tensor for ref in refs((self.call.args, self.call.kwargs))]
+        inputs = tensors_of(self.call)
         self.tensors = [*inputs, *(t for t in self.call.outputs if t is not None)]
         """The numbers of the tensors that the call reads and makes."""
 
@@ -92,73 +93,92 @@ class Operation:
         return tuple([0 if t is None else self.specs[t].nbytes for t in self.call.outputs])
 
 
+@dataclass
+class _Measured:
+    """What is known of an operation."""
+
+    times: list[tuple[int, float]] = field(default_factory=list)
+    """Pairs of work and seconds."""
+    temporaries: dict[_Shapes, int] = field(default_factory=dict)
+    """By shapes: the bytes besides the results."""
+    unforeseen: bool = False
+    """Whether the operation needed other memory for its results than expected."""
+
+
 class CostsBySize:
     """The measured costs of the operations of a function, by the sizes of its calls."""
 
     def __init__(self) -> None:
         self._settings = ""
-        self._times: dict[_Place, list[tuple[int, float]]] = {}
-        """By operation: pairs of work and seconds."""
-        self._temporaries: dict[_Place, dict[_Shapes, int]] = {}
-        """By operation and shapes: the bytes besides the results."""
-        self._unforeseen: set[_Place] = set()
-        """The operations that needed other memory for their results than expected."""
+        self._known: dict[_Place, _Measured] = {}
 
     def under(self, settings: str) -> None:
         """Forgets all costs if they were measured under other settings (`environment`), such as a number of threads."""
         if settings != self._settings:
             self._settings = settings
-            for known in (self._times, self._temporaries, self._unforeseen):
-                known.clear()
+            self._known.clear()
 
     def add(self, operation: Operation, cost: OpCost, *, timed: bool = True) -> None:
         """Adds the measured cost of an operation. `timed`: whether its time was measured, and not only its memory."""
-        place, call, work = operation.place, operation.call, operation.work
-        points = self._times.setdefault(place, [])
-        if timed and all(known != work for known, _ in points):
-            bisect.insort(points, (work, cost.seconds))
+        known, call, work = self._known.setdefault(operation.place, _Measured()), operation.call, operation.work
+        if timed and all(other != work for other, _ in known.times):
+            bisect.insort(known.times, (work, cost.seconds))
         if _used(call, cost.storages) != _used(call, operation.results):
-            self._unforeseen.add(place)
-        known = self._temporaries.setdefault(place, {})
-        known[operation.shapes] = cost.temporary_nbytes
-        if len(known) > _MOST:
-            del known[next(iter(known))]
+            known.unforeseen = True
+        known.temporaries[operation.shapes] = cost.temporary_nbytes
+        if len(known.temporaries) > _MOST:
+            del known.temporaries[next(iter(known.temporaries))]
 
     def seconds(self, operation: Operation) -> float | None:
         """Returns the time of an operation; None if too few sizes have been measured."""
-        points, work = self._times.get(operation.place, []), operation.work
-        if len(points) < _ENOUGH:  # an operation may have the same size in all calls
-            return next((seconds for known, seconds in points if known == work), None)
-        right = min(max(1, bisect.bisect_left(points, (work, 0.0))), len(points) - 1)
-        (less, shorter), (more, longer) = points[right - 1], points[right]
-        found = shorter + (longer - shorter) * (work - less) / (more - less)
-        return max(found, min(seconds for _, seconds in points) / 2)
+        known = self._known.get(operation.place)
+        return None if known is None else _seconds(known.times, operation.work)
 
     def cost(self, operation: Operation) -> OpCost | None:
         """Returns the whole cost of an operation if its memory is known too; None if it has to be measured."""
-        temporary = None if operation.place in self._unforeseen else self._temporary(operation)
-        seconds = None if temporary is None else self.seconds(operation)
+        known = self._known.get(operation.place)
+        temporary = None if known is None or known.unforeseen else _temporary(known.temporaries, operation)
+        seconds = None if known is None or temporary is None else _seconds(known.times, operation.work)
         if temporary is None or seconds is None:
             return None
         return OpCost(seconds, operation.flops, temporary, operation.results)
 
-    def _temporary(self, operation: Operation) -> int | None:
-        """Returns the bytes that an operation needs besides its results, if other sizes determine them."""
-        known, op = self._temporaries.get(operation.place, {}), operation.call.op
-        if getattr(op, "namespace", "") != "aten":
-            return None
-        is_pointwise = torch.Tag.pointwise in op.tags
-        if is_pointwise and not any(known.values()):
-            return 0 if known else None
-        specs = operation.specs
-        if _BY_SIZE.search(str(op)) or any(specs[t].device.type != "cpu" for t in operation.tensors):
-            return None
-        shapes = operation.shapes
-        if shapes in known:
-            return known[shapes]
-        most = min((nbytes for larger, nbytes in known.items() if _is_within(shapes, larger)), default=None)
-        least = max((nbytes for smaller, nbytes in known.items() if _is_within(smaller, shapes)), default=0)
-        return most if most == least and (most == 0 or is_pointwise) else None
+
+def _seconds(points: Sequence[tuple[int, float]], work: int) -> float | None:
+    """Returns the time for some work, from pairs of work and seconds; None if there are too few."""
+    if len(points) < _ENOUGH:  # an operation may have the same size in all calls
+        return next((seconds for known, seconds in points if known == work), None)
+    right = min(max(1, bisect.bisect_left(points, (work, 0.0))), len(points) - 1)
+    (less, shorter), (more, longer) = points[right - 1], points[right]
+    found = shorter + (longer - shorter) * (work - less) / (more - less)
+    return max(found, min([seconds for _, seconds in points]) / 2)
+
+
+def _temporary(known: Mapping[_Shapes, int], operation: Operation) -> int | None:
+    """Returns the bytes that an operation needs besides its results, if those at other sizes determine them."""
+    op = operation.call.op
+    if getattr(op, "namespace", "") != "aten":
+        return None
+    is_pointwise = torch.Tag.pointwise in op.tags
+    if is_pointwise and not any(known.values()):
+        return 0 if known else None
+    specs = operation.specs
+    if _chooses_by_size(op) or any(specs[t].device.type != "cpu" for t in operation.tensors):
+        return None
+    shapes = operation.shapes
+    if shapes in known:
+        return known[shapes]
+    most = min((nbytes for larger, nbytes in known.items() if _is_within(shapes, larger)), default=None)
+    if most is None or (most and not is_pointwise):
+        return None
+    least = max((nbytes for smaller, nbytes in known.items() if _is_within(smaller, shapes)), default=0)
+    return most if most == least else None
+
+
+@functools.lru_cache(1024)
+def _chooses_by_size(op: torch._ops.OpOverload) -> bool:
+    """Whether the sizes of an operation choose between algorithms."""
+    return _BY_SIZE.search(str(op)) is not None
 
 
 @functools.lru_cache(1024)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from fckpt._trace.operations import DECLARED_PURE, Call, Ref, TensorSpec, text_of
+from fckpt._trace.operations import DECLARED_PURE, Call, TensorSpec, text_of
 from fckpt.errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = [
@@ -19,7 +20,6 @@ __all__ = [
     "is_pure",
     "named",
     "packet",
-    "refs",
     "register_cost",
     "register_pure",
     "registered",
@@ -49,27 +49,26 @@ class CostSource(Protocol):
         ...
 
 
-def refs(value: Any) -> Iterator[Ref]:
-    """Yields the refs in the arguments of a call, in order, each as often as it occurs."""
-    if isinstance(value, Ref):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from refs(item)
-    elif isinstance(value, dict):
-        yield from refs(list(value.values()))
-
-
 def named(call: Call) -> dict[str, Any]:
     """Returns the arguments of a call by name, or by position if the operation has no schema."""
-    schema = getattr(call.op, "_schema", None)
-    names = [a.name for a in schema.arguments] if schema else [str(i) for i in range(len(call.args))]
+    has_schema = isinstance(call.op, torch._ops.OpOverload)
+    names = _names(call.op) if has_schema else [str(i) for i in range(len(call.args))]
     return dict(zip(names, call.args, strict=False)) | call.kwargs
+
+
+@functools.lru_cache(1024)
+def _names(op: torch._ops.OpOverload) -> list[str]:
+    return [a.name for a in op._schema.arguments]
 
 
 def packet(call: Call) -> str:
     """Returns the name of the operation without its overload: `aten.mm`."""
-    return str(getattr(call.op, "overloadpacket", call.op))
+    return _packet(call.op) if isinstance(call.op, torch._ops.OpOverload) else str(call.op)
+
+
+@functools.lru_cache(1024)
+def _packet(op: torch._ops.OpOverload) -> str:
+    return str(op.overloadpacket)
 
 
 def extent(spec: TensorSpec) -> int:

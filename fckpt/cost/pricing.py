@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from fckpt._trace.allocations import rounded
 from fckpt._trace.memories import Memory
-from fckpt._trace.operations import Call, TensorSpec, Trace, is_random, is_tagged_random
+from fckpt._trace.operations import Call, TensorSpec, Trace, is_random, is_tagged_random, tensors_of
 from fckpt.cost.allocators import granularity
 from fckpt.cost.analytic import Analytic
 from fckpt.cost.by_size import CostsBySize, Operation
-from fckpt.cost.calls import CostSource, OpCost, refs, registered
-from fckpt.cost.measured import Measured
+from fckpt.cost.calls import CostSource, OpCost, registered
+from fckpt.cost.measured import Measured, isolated
 from fckpt.cost.pairs import makers_of, paired_signature, workspace_maker
 from fckpt.cost.store import environment
 from fckpt.errors import ArgumentTypeError, BudgetWarning, name_of, users_stacklevel
@@ -46,40 +46,106 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
     Warns:
         UserWarning: some operations were estimated, because `Measured` could not run them, or because they are custom.
     """
+    shape = _shape_of(trace)
     calls = [call for call in trace.calls if call.node is not None]
-    keys = _keys(trace)
-    distinct = {key: position for position, key in enumerate(keys)}
-    costs = _costs(trace, source, calls, distinct, makers_of(trace.calls), progress)
-    made = [_sizes_of(trace, call, costs[key].storages) for key, call in zip(keys, calls, strict=True)]
+    costs = _costs(trace, source, calls, shape.distinct, progress)
+    made = [_sizes_of(results, costs[key].storages) for key, results in zip(shape.keys, shape.results, strict=True)]
     total: dict[int, OpCost] = {}
-    for key, call, sizes in zip(keys, calls, made, strict=True):
+    for key, call, results in zip(shape.keys, calls, shape.results, strict=True):
         assert call.node is not None
-        total[call.node] = _joined(total.get(call.node), _with_dropped(call, costs[key], sizes))
+        cost = _with_dropped(results, costs[key])
+        total[call.node] = _joined(total[call.node], cost) if call.node in total else cost
     nodes = list(trace.graph.nodes)
     for i, cost in total.items():
         spent = {"seconds": cost.seconds, "flops": cost.flops, "temporary_nbytes": cost.temporary_nbytes}
         nodes[i] = changed(nodes[i], **spent)
-    values = _measured_sizes(trace, calls, made)
-    values = _rounded(trace, values, source.profile.allocation_granularity if isinstance(source, Analytic) else None)
+    values = _measured_sizes(trace, shape, made)
+    if shape.rounds:
+        grain = source.profile.allocation_granularity if isinstance(source, Analytic) else None
+        values = _rounded(trace, values, grain)
     nodes = [_overwriting_equals(node, values) for node in nodes]
-    return trace.graph.with_costs(_with_states(trace, calls, nodes), values)
+    return trace.graph.with_costs(_with_states(trace, shape, nodes), values)
 
 
-_SIZED_KEYS: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
-"""The keys of traces with symbols."""
+class _Results(NamedTuple):
+    """The results of a call, by their positions."""
 
+    values: tuple[tuple[int, tuple[int, ...]], ...]
+    """The values of the graph that the call makes, each with the positions of its tensors.
 
-def _keys(trace: Trace) -> list[str]:
-    """Returns the signatures of the calls that belong to nodes. Calls with equal texts have equal costs.
-
-    For a trace that was made from a trace with symbols, these are the texts with symbols, the same at all sizes.
+    A value may have more memory than one storage: the fake of `mkldnn_rnn_layer_backward` returns one tensor as two
+    gradients, where the kernel returns a copy as the second (torch 2.13). Both live until the value is freed.
     """
+    dropped: tuple[int, ...]
+    """The other tensors of the trace among the results, which are freed at once."""
+
+
+class _Shape(NamedTuple):
+    """What pricing reads from a trace that is the same at all sizes."""
+
+    keys: list[str]
+    """The signatures of the calls that belong to nodes. Calls with equal texts have equal costs. For a trace with
+    symbols, these are texts with symbols."""
+    distinct: dict[str, int]
+    """By signature: the position of a call."""
+    results: list[_Results]
+    """By call."""
+    replaced: list[list[tuple[int, int]]]
+    """By call: the values that it writes, each before and after."""
+    draws: list[int]
+    """The nodes that draw random numbers from a generator on the CPU."""
+    late: set[int | None]
+    """The nodes that read the state of a generator when memory for their results is already allocated: those that write
+    to existing memory, and custom ones, whose generators are observed."""
+    rounds: bool
+    """Whether there are tensors on devices whose allocators round up."""
+
+
+_SIZED: WeakKeyDictionary[Any, _Shape] = WeakKeyDictionary()
+"""By trace with symbols."""
+
+
+def _shape_of(trace: Trace) -> _Shape:
     sized = trace.sized
     if sized is None:
-        return _signatures(trace.calls, trace.tensors)
-    if sized not in _SIZED_KEYS:
-        _SIZED_KEYS[sized] = _signatures(sized.calls, sized.tensors)
-    return _SIZED_KEYS[sized]
+        return _made_shape(trace, _signatures(trace.calls, trace.tensors))
+    if sized not in _SIZED:
+        _SIZED[sized] = _made_shape(trace, _signatures(sized.calls, sized.tensors))
+    return _SIZED[sized]
+
+
+def _made_shape(trace: Trace, keys: list[str]) -> _Shape:
+    calls = [call for call in trace.calls if call.node is not None]
+    value_of = lambda tensor: trace.tensors[tensor].value
+    draws = [node.id for node in trace.graph.nodes if node.random and _is_on_cpu(trace, node)]
+    late = {
+        call.node
+        for call in (calls if draws else ())
+        if is_random(call.op) and (not any(_made(call)) or not is_tagged_random(call.op))
+    }
+    return _Shape(
+        keys,
+        {key: position for position, key in enumerate(keys)},
+        [_results_of(trace, call) for call in calls],
+        [[(value_of(old), value_of(new)) for old, new in call.replaced] for call in calls],
+        draws,
+        late,
+        any(spec.device.type not in ("cpu", "meta") for spec in trace.tensors),
+    )
+
+
+def _results_of(trace: Trace, call: Call) -> _Results:
+    values: dict[int, tuple[int, ...]] = {}
+    dropped = []
+    for position, tensor in enumerate(call.outputs):
+        if tensor is None:
+            continue
+        value = trace.tensors[tensor].value
+        if value >= 0 and trace.graph.values[value].producer == call.node:
+            values[value] = (*values.get(value, ()), position)
+        else:
+            dropped.append(position)
+    return _Results(tuple(values.items()), tuple(dropped))
 
 
 def _signatures(calls: Sequence[Call], specs: Sequence[TensorSpec]) -> list[str]:
@@ -88,28 +154,16 @@ def _signatures(calls: Sequence[Call], specs: Sequence[TensorSpec]) -> list[str]
 
 
 def _costs(
-    trace: Trace,
-    source: CostSource,
-    calls: Sequence[Call],
-    distinct: dict[str, int],
-    makers: Mapping[int, Call],
-    progress: bool,
+    trace: Trace, source: CostSource, calls: Sequence[Call], distinct: Mapping[str, int], progress: bool
 ) -> dict[str, OpCost]:
     """Returns the costs of distinct calls, by signature, and warns about operations that were estimated."""
+    if isinstance(source, Measured):
+        return _measured(trace, source, calls, distinct, progress)
     costs: dict[str, OpCost] = {}
-    before = {*source.failures, *source.refused} if isinstance(source, Measured) else set()
-    held = functools.partial(_held, trace, functools.cache(lambda: _operands(trace)))
-    if trace.other_sizes is not None:
-        trace.other_sizes.under(environment(torch.device("cpu")))
     with Line(progress) as line:
         for key, position in distinct.items():
-            if isinstance(source, Measured):
-                costs[key] = _measured(source, trace, calls, position, makers, held)
-            else:
-                costs[key] = _checked(source(calls[position], trace.tensors), source)
-            line.update(len(costs), len(distinct), "priced {} of {} operations")
-    if isinstance(source, Measured):
-        _warn(source, before)
+            costs[key] = _checked(source(calls[position], trace.tensors), source)
+            line.update(len(costs), len(distinct), _PRICED)
     return costs
 
 
@@ -122,44 +176,49 @@ def _checked(cost: Any, source: CostSource) -> OpCost:
 
 
 def _measured(
-    source: Measured,
-    trace: Trace,
-    calls: Sequence[Call],
-    position: int,
-    makers: Mapping[int, Call],
-    held: Callable[[Call], Mapping[int, torch.Tensor]],
-) -> OpCost:
-    """Returns the cost of a call. If enough other sizes are known, only its memory is measured, or nothing at all."""
+    trace: Trace, source: Measured, calls: Sequence[Call], distinct: Mapping[str, int], progress: bool
+) -> dict[str, OpCost]:
+    """Returns the costs of distinct calls as measured, now or at other sizes."""
     others: CostsBySize | None = trace.other_sizes
-    if others is None or registered(calls[position], trace.tensors) is not None:
-        return source(calls[position], trace.tensors, makers, held(calls[position]))
-    operation = Operation(calls, position, trace.tensors)
-    found = others.cost(operation)
-    if found is None:
-        seconds = others.seconds(operation)
-        found = source(calls[position], trace.tensors, makers, held(operation.call), seconds)
-        others.add(operation, found, timed=seconds is None)
-    return found
+    costs: dict[str, OpCost] = {}
+    operations: dict[str, Operation] = {}
+    if others is not None:
+        others.under(environment(torch.device("cpu")))
+        free = [(k, i) for k, i in distinct.items() if registered(calls[i], trace.tensors) is None]
+        operations = {key: Operation(calls, position, trace.tensors) for key, position in free}
+        known = {key: others.cost(operation) for key, operation in operations.items()}
+        costs = {key: cost for key, cost in known.items() if cost is not None}
+    left = {key: calls[position] for key, position in distinct.items() if key not in costs}
+    # Where times are known from other sizes, all is measured within milliseconds.
+    seconds = {key: others.seconds(operations[key]) for key in left if others is not None and key in operations}
+    at_once = bool(left) and len(seconds) == len(left) and None not in seconds.values()
+    makers, operands = (makers_of(trace.calls), _operands(trace)) if left else ({}, {})
+    before = {*source.failures, *source.refused}
+    with Line(progress) as line, isolated(torch.device("cpu")) if at_once else contextlib.nullcontext():
+        for key, call in left.items():
+            costs[key] = source(call, trace.tensors, makers, _held(trace, operands, call), seconds.get(key))
+            if others is not None and key in operations:
+                others.add(operations[key], costs[key], timed=seconds[key] is None)
+            line.update(len(costs), len(distinct), _PRICED)
+    _warn(source, before)
+    return costs
 
 
-def _with_states(trace: Trace, calls: Sequence[Call], nodes: Sequence[Node]) -> tuple[Node, ...]:
+_PRICED = "priced {} of {} operations"
+
+
+def _with_states(trace: Trace, shape: _Shape, nodes: Sequence[Node]) -> tuple[Node, ...]:
     """Returns the nodes with the memory of generator states, which a planned call copies around random operations."""
-    # These operations read the generator's state while memory for their result is already allocated: those that write
-    # to existing memory, and custom ones, whose generators are observed.
-    draws = [n for n in nodes if n.random and _is_on_cpu(trace, n)]
-    late = {
-        call.node
-        for call in (calls if draws else ())
-        if is_random(call.op) and (not any(_made(call)) or not is_tagged_random(call.op))
-    }
+    if not shape.draws:
+        return tuple(nodes)
     found = list(nodes)
-    for node in draws:
+    state, alone = torch.default_generator.get_state().nbytes, threading.active_count() == 1
+    for i in shape.draws:
         # A planned call copies the generator's state before a random operation that it will recompute. If other threads
         # might draw, it copies the state after the operation too.
-        early = node.id not in late and threading.active_count() == 1
-        made = sum(trace.graph.values[v].nbytes for v in node.outputs) if early else 0
-        least = torch.default_generator.get_state().nbytes - made
-        found[node.id] = changed(node, temporary_nbytes=max(node.temporary_nbytes, least))
+        early = alone and i not in shape.late
+        made = sum([trace.graph.values[v].nbytes for v in nodes[i].outputs]) if early else 0
+        found[i] = changed(nodes[i], temporary_nbytes=max(nodes[i].temporary_nbytes, state - made))
     return tuple(found)
 
 
@@ -190,16 +249,14 @@ def _operands(trace: Trace) -> dict[int, tuple[TensorSpec, Memory]]:
     return {spec.value: (spec, memory) for spec, memory in pairs if spec.value >= 0}  # -1: no operation uses it
 
 
-def _held(
-    trace: Trace, operands: Callable[[], Mapping[int, tuple[TensorSpec, Memory]]], call: Call
-) -> dict[int, torch.Tensor]:
+def _held(trace: Trace, operands: Mapping[int, tuple[TensorSpec, Memory]], call: Call) -> dict[int, torch.Tensor]:
     """Returns, by tensor that a call reads, a view of the caller's memory, for operands that can be read directly."""
     found = {}
-    for number in {ref.tensor for ref in refs((call.args, call.kwargs))}:
+    for number in {*tensors_of(call)}:
         spec = trace.tensors[number]
-        if spec.value not in operands():
+        if spec.value not in operands:
             continue
-        given, memory = operands()[spec.value]
+        given, memory = operands[spec.value]
         base = memory()
         if base is None or (tuple(base.shape), base.stride()) != (given.shape, given.stride):
             continue
@@ -209,14 +266,13 @@ def _held(
     return found
 
 
-def _measured_sizes(trace: Trace, calls: Sequence[Call], made: Sequence[dict[int, int]]) -> list[Value]:
+def _measured_sizes(trace: Trace, shape: _Shape, made: Sequence[dict[int, int]]) -> list[Value]:
     """Returns the values of the graph with the sizes measured as each call made them."""
     sizes: dict[int, int] = {}
-    for call, seen in zip(calls, made, strict=True):
+    for replaced, seen in zip(shape.replaced, made, strict=True):
         for value, nbytes in seen.items():
             sizes[value] = max(nbytes, sizes.get(value, 0))
-        for old, new in call.replaced:  # both versions have the same memory
-            before, after = (trace.tensors[t].value for t in (old, new))
+        for before, after in replaced:  # both versions have the same memory
             if before in sizes and after >= 0 and trace.graph.values[after].nbytes:
                 sizes[after] = sizes[before]
     values = list(trace.graph.values)
@@ -235,34 +291,25 @@ def _rounded(trace: Trace, values: Sequence[Value], grain: int | None) -> list[V
         grain: the allocator of the GPU rounds up to a multiple of this many bytes; None for that of torch.
     """
     there = {spec.value: spec.device for spec in trace.tensors if spec.device.type not in ("cpu", "meta")}
-    if not there:
-        return list(values)
     grains = {device: grain or granularity(device) for device in {*there.values()}}
     size = lambda value: rounded(value.nbytes, grains[there[value.id]]) if value.id in there else value.nbytes
     return [dataclasses.replace(value, nbytes=size(value)) for value in values]
 
 
-def _sizes_of(trace: Trace, call: Call, storages: Sequence[int]) -> dict[int, int]:
-    """Returns the values that a call makes, with their measured bytes.
-
-    A value may have more memory than one storage: the fake of `mkldnn_rnn_layer_backward` returns one tensor as two
-    gradients, where the kernel returns a copy as the second (torch 2.13). Both live until the value is freed.
-    """
+def _sizes_of(results: _Results, storages: Sequence[int]) -> dict[int, int]:
+    """Returns the values that a call makes, with their measured bytes, as far as they were measured."""
     sizes: dict[int, int] = {}
-    for tensor, nbytes in zip(call.outputs, storages, strict=False):
-        value = -1 if tensor is None else trace.tensors[tensor].value
-        if value >= 0 and trace.graph.values[value].producer == call.node:
-            sizes[value] = nbytes + sizes.get(value, 0)  # a storage that an earlier result shares is measured as 0
+    for value, positions in results.values if storages else ():
+        seen = [storages[i] for i in positions if i < len(storages)]
+        if seen:
+            sizes[value] = sum(seen)  # a storage that an earlier result shares is measured as 0
     return sizes
 
 
-def _with_dropped(call: Call, cost: OpCost, sizes: dict[int, int]) -> OpCost:
-    """Returns the cost with results that are not among `sizes`, the values of the graph, counted as temporaries."""
-    made = sum([nbytes for t, nbytes in zip(call.outputs, cost.storages, strict=False) if t is not None])
-    dropped = made - sum(sizes.values())
-    if dropped <= 0:
-        return cost
-    return dataclasses.replace(cost, temporary_nbytes=cost.temporary_nbytes + dropped)
+def _with_dropped(results: _Results, cost: OpCost) -> OpCost:
+    """Returns the cost with results that are no values of the graph counted as temporaries."""
+    dropped = sum([cost.storages[i] for i in results.dropped if i < len(cost.storages)])
+    return dataclasses.replace(cost, temporary_nbytes=cost.temporary_nbytes + dropped) if dropped else cost
 
 
 def _overwriting_equals(node: Node, values: Sequence[Value]) -> Node:
@@ -286,9 +333,7 @@ def _is_on_cpu(trace: Trace, node: Node) -> bool:
     return bool(devices & {"cpu", "meta"})
 
 
-def _joined(first: OpCost | None, then: OpCost) -> OpCost:
+def _joined(first: OpCost, then: OpCost) -> OpCost:
     """Returns the cost of two calls of a node that run one after the other."""
-    if first is None:
-        return then
     temporary = max(first.temporary_nbytes, then.temporary_nbytes)
     return OpCost(first.seconds + then.seconds, first.flops + then.flops, temporary)

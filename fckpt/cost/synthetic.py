@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fckpt._trace.operations import Call, Ref, TensorSpec
-from fckpt.cost.calls import extent, named, packet, refs
+from fckpt._trace.operations import Call, Ref, TensorSpec, indices_of, tensors_of
+from fckpt.cost.calls import extent, named, packet
 
 __all__ = ["EXTREMES", "FILLS", "PRODUCTS", "arguments", "made_up"]
 
@@ -43,7 +43,7 @@ def made_up(
     given = given or {}
     bounds = _index_bounds(call, specs) if fill in ("usual", "full") else {}
     fixed = _fitting(call, specs, fill) if fill in ("usual", "full") else {}
-    indices = dict.fromkeys(ref.tensor for ref in refs((call.args, call.kwargs)))
+    indices = dict.fromkeys(tensors_of(call))
     missing = [i for i in indices if i not in given]
     alone = [i for i in missing if not _is_shared(specs, missing, i)]
     made = {i: fixed[i] if i in fixed else _tensor(specs[i], bounds.get(i, 0), fill) for i in alone}
@@ -123,15 +123,15 @@ def _fitting(call: Call, specs: Sequence[TensorSpec], fill: str) -> dict[int, to
         return {given["x"].tensor: x}
     if packet(call) not in _PUTS:
         return {}
-    indices = list(refs(given["indices"]))
-    spec = specs[indices[0].tensor] if len(indices) == 1 else None
+    indices = indices_of(given["indices"])
+    spec = specs[indices[0]] if len(indices) == 1 else None
     rows, target = (specs[given[name].tensor].shape for name in ("values", "self"))
     if spec is None or spec.dtype is not torch.bool or len(rows) != 1 + len(target) - len(spec.shape) or rows[0] == 1:
         return {}
     mask = torch.zeros(math.prod(spec.shape), dtype=torch.bool, device=spec.device)
     mask[: rows[0]] = True
     empty = torch.empty_strided(spec.shape, spec.stride, dtype=torch.bool, device=spec.device)
-    return {indices[0].tensor: empty.copy_(mask.view(spec.shape))}
+    return {indices[0]: empty.copy_(mask.view(spec.shape))}
 
 
 _PUTS = {"aten.index_put", "aten.index_put_", "aten._index_put_impl_", "aten._unsafe_index_put"}
