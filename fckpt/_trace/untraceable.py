@@ -230,6 +230,8 @@ def _advice(error: Exception) -> str:
             " Or keep `nn.TransformerEncoder` from its fast path, which depends on the mask, with "
             "`enable_nested_tensor=False`."
         )
+    if "bincount" in str(error):
+        return " Or count with `torch.nn.functional.one_hot(x, n).sum(0)`, whose size does not depend on the data."
     files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
     if any(file == torch.nn.modules.batchnorm.__file__ for file in files):
         return (

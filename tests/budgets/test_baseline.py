@@ -146,6 +146,41 @@ def closed(net: nn.Module, x: Tensor) -> Case:
     return lambda _, x: net(x), list(net.parameters()), x
 
 
+def twice(run: nn.Module) -> Callable[..., Tensor]:
+    """Autograd adds the gradients of weights that are used twice: not in place where they are transposed."""
+    return lambda _, x: (run(x) * run(x.flip(0))).mean()
+
+
+class Tied(nn.Module):
+    """A language model whose last layer has the weight of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.hidden, self.out = nn.Embedding(900, 64), nn.Linear(64, 64), nn.Linear(64, 900, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.out(self.hidden(self.embedding(x)).relu()), x)
+
+
+class Cells(nn.Module):
+    """A loop over the cells of a recurrent network."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: Any = None
+        for step in x:
+            state = self.cell(step, state)
+        return (state[0] if isinstance(state, tuple) else state).square().mean()
+
+
+def used_twice(run: nn.Module, x: Tensor) -> Case:
+    return twice(run), list(run.parameters()), x
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "dense, concatenated": lambda: (dense_concat, weights(*((16 * i, 16) for i in range(1, 9))), torch.randn(256, 16)),
     "dense, a list": lambda: (dense_list, weights(*((16 * i, 16) for i in range(1, 9))), torch.randn(256, 16)),
@@ -159,6 +194,16 @@ CASES: dict[str, Callable[[], Case]] = {
     "own formula": lambda: (own_formula, weights((32, 32)), torch.randn(256, 32)),
     "DenseNet": lambda: closed(DenseNet(), torch.randn(4, 12, 16, 16)),
     "ResNet": lambda: closed(ResNet(), torch.randn(4, 12, 16, 16)),
+    "linear layers, twice": lambda: used_twice(
+        nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(8, 64)
+    ),
+    "linear layers of matrices, twice": lambda: used_twice(nn.Linear(64, 256, bias=False), torch.randn(2, 8, 64)),
+    "convolutions, twice": lambda: used_twice(nn.Conv2d(32, 64, 3), torch.randn(2, 32, 8, 8)),
+    "matrices, twice": lambda: (lambda w, x: ((x @ w[0]).relu() @ w[0] + x @ w[0]).mean(), weights((64, 64)),
+                                torch.randn(8, 64)),
+    "tied weights": lambda: closed(Tied(), torch.randint(0, 900, (32,))),
+    "RNN cells": lambda: closed(Cells(nn.RNNCell(64, 64)), torch.randn(5, 8, 64)),
+    "LSTM cells": lambda: closed(Cells(nn.LSTMCell(64, 64)), torch.randn(5, 8, 64)),
     "transformer": lambda: (
         closed(Layer(32, 4, 64, dropout=0.1, batch_first=True), torch.randn(4, 24, 32))
     ),
