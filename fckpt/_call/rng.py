@@ -21,7 +21,7 @@ import torch
 from fckpt._memory import collector_paused
 from fckpt.errors import RandomStateError
 
-__all__ = ["SHARED", "RandomState", "generator_types", "set_state", "state_of", "unshared"]
+__all__ = ["SHARED", "GeneratorState", "RandomState", "generator_types", "unshared"]
 
 
 def _memory_of(value: object) -> bytes:
@@ -36,20 +36,44 @@ _CPYTHON = sys.implementation.name == "cpython"
 _reading = threading.RLock()
 
 
-def state_of(generator: torch.Generator) -> bytes:
-    """Returns a generator's state as bytes, outside of torch's allocator, so that a budget does not count it.
+class GeneratorState:
+    """The present state of a generator, held outside of torch's allocator, so that a budget does not count it.
 
-    torch holds the lock of the generator while it makes the tensor of the state. If the garbage collector ran then, it
-    could hand Python's lock to a thread that waits for the lock of the generator, and both threads would wait forever.
+    A state on the CPU is first held by a copy of the generator, because torch allocates a tensor (5 KB) to read it.
+
+    torch holds the lock of the generator while it copies the state. If the garbage collector ran then, it could hand
+    Python's lock to a thread that waits for the lock of the generator, and both threads would wait forever.
     """
-    with _reading, collector_paused():
-        state = generator.get_state()
+
+    __slots__ = ("_copy", "_data")
+
+    def __init__(self, generator: torch.Generator):
+        self._data = b""
+        with _reading, collector_paused():
+            self._copy = generator.clone_state() if generator.device.type == "cpu" else None
+            if self._copy is None:
+                self._data = _bytes_of(generator)
+
+    def read(self) -> bytes:
+        """Returns the state as bytes. The first time, torch allocates memory on the CPU for a moment."""
+        copy = self._copy
+        if copy is not None:
+            self._data, self._copy = _bytes_of(copy), None
+        return self._data
+
+    def set(self, generator: torch.Generator) -> None:
+        """Sets a generator to this state."""
+        generator.set_state(torch.frombuffer(bytearray(self.read()), dtype=torch.uint8))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GeneratorState) and self.read() == other.read()
+
+    __hash__ = None  # type: ignore[assignment]  # compared only
+
+
+def _bytes_of(generator: torch.Generator) -> bytes:
+    state = generator.get_state()
     return ctypes.string_at(state.data_ptr(), state.numel())
-
-
-def set_state(generator: torch.Generator, state: bytes) -> None:
-    """Sets a generator to a state that `state_of` returned."""
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 class _Torch:
@@ -60,14 +84,14 @@ class _Torch:
     def __init__(self, generator: torch.Generator):
         self.generator = generator
 
-    def get(self) -> bytes:
-        return state_of(self.generator)
+    def get(self) -> GeneratorState:
+        return GeneratorState(self.generator)
 
-    def set(self, state: bytes) -> None:
-        set_state(self.generator, state)
+    def set(self, state: GeneratorState) -> None:
+        state.set(self.generator)
 
     @staticmethod
-    def same(a: bytes, b: bytes) -> bool:
+    def same(a: GeneratorState, b: GeneratorState) -> bool:
         return a == b
 
 

@@ -147,6 +147,9 @@ class Families:
 
 def settled(graph: Graph, nbytes: int, find: Callable[[Graph, int], Schedule | None]) -> Plan | None:
     """Returns the plan with the schedule that `find` returns, if it fits; None if not."""
-    schedule = settled_within(graph, nbytes, find) if writes_late(graph) else find(graph, nbytes)
-    plan = None if schedule is None else Plan(graph, schedule, "auto", nbytes, str(torch.__version__))
-    return plan if plan is not None and plan.peak_bytes <= nbytes else None
+    for given in (graph.replaying(always=False), graph.replaying(always=True)) if graph.replays else (graph,):
+        schedule = settled_within(given, nbytes, find) if writes_late(graph) else find(given, nbytes)
+        plan = None if schedule is None else Plan(graph, schedule, "auto", nbytes, str(torch.__version__))
+        if plan is not None and plan.peak_bytes <= nbytes:
+            return plan
+    return None

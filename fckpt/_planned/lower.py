@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fckpt._call.rng import SHARED, RandomState, set_state, state_of
+from fckpt._call.rng import SHARED, GeneratorState, RandomState
 from fckpt._trace.in_place import writer_of
 from fckpt._trace.operations import (
     Call,
@@ -136,16 +136,16 @@ def _rewatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: tor
         return op(*args, **kwargs)
 
 
-State = tuple[bytes, bytes | None]
+State = tuple[GeneratorState, GeneratorState | None]
 """A generator's state before a random operation and, if other threads might draw from the generator, after it."""
 
 
 def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, State]:
     """Runs a random operation; returns its result, and the states of the generator before and after it."""
     generator = _generator(kwargs, device)
-    before = state_of(generator)
+    before = GeneratorState(generator)
     result = op(*args, **kwargs)
-    return result, (before, state_of(generator) if threading.active_count() > 1 else None)
+    return result, (before, GeneratorState(generator) if threading.active_count() > 1 else None)
 
 
 def _redraw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, state: State) -> Any:
@@ -155,15 +155,16 @@ def _redraw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torc
         RandomStateError: another thread drew from the same generator during one of the two runs.
     """
     generator = _generator(kwargs, device)
-    now = state_of(generator)
-    set_state(generator, state[0])
+    now = GeneratorState(generator)
+    now.read()  # before the operation allocates its results
+    state[0].set(generator)
     try:
         result = op(*args, **kwargs)
-        if state[1] is not None and state_of(generator) != state[1]:
+        if state[1] is not None and GeneratorState(generator) != state[1]:
             raise RandomStateError(SHARED)
         return result
     finally:
-        set_state(generator, now)
+        now.set(generator)
 
 
 def _generator(kwargs: dict[str, Any], device: torch.device) -> torch.Generator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from typing import Any
@@ -16,7 +17,7 @@ from fckpt._units import parse_bytes
 from fckpt.cost import Measured, price
 from fckpt.cost.allocators import warn_of_whole_blocks
 from fckpt.cost.calls import CostSource
-from fckpt.errors import ArgumentTypeError, ArgumentValueError
+from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
 from fckpt.graph.graph import Graph
 from fckpt.graph.schedule import plain_schedule
 from fckpt.graph.simulation import simulate
@@ -105,7 +106,16 @@ def make_plan(
         return Plan(graph, solve.get("policy")(graph, None), "policy", None, torch_version)
     nbytes = nbytes_of(budget, graph)
     make = solved_with_writes if writes_late(graph) else solved
-    return make(graph, nbytes, solver, torch_version, time_limit)
+    solve_for = lambda graph: make(graph, nbytes, solver, torch_version, time_limit)
+    if not graph.replays:
+        return solve_for(graph)
+    # Solvers take the memory of a node to be the same however often it runs. What random nodes need in addition when
+    # they run again rarely matters, because it is a few kilobytes.
+    with contextlib.suppress(BudgetError):
+        plan = dataclasses.replace(solve_for(graph.replaying(always=False)), graph=graph)
+        if plan.peak_bytes <= nbytes:
+            return plan
+    return dataclasses.replace(solve_for(graph.replaying(always=True)), graph=graph)
 
 
 def nbytes_of(budget: Budget, graph: Graph) -> int:

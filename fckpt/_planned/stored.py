@@ -189,7 +189,7 @@ def _named(device: torch.device) -> str:
 
 def _key(graph: Graph, nbytes: int) -> str:
     """Returns a hash of the budget and of everything in a graph on which a plan depends, except times."""
-    nodes = [(n.temporary_nbytes, n.overwrites, n.accumulates) for n in graph.nodes]
+    nodes = [(n.temporary_nbytes, n.replayed_nbytes, n.overwrites, n.accumulates) for n in graph.nodes]
     values = [(v.decision, v.held_to) for v in graph.values]
     parts = (fingerprint(graph), nbytes, nodes, values, graph.plain_order)
     return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -95,8 +95,9 @@ class _Shape(NamedTuple):
     draws: list[int]
     """The nodes that draw random numbers from a generator on the CPU."""
     late: set[int | None]
-    """The nodes that read the state of a generator when memory for their results is already allocated: those that write
-    to existing memory, and custom ones, whose generators are observed."""
+    """Random nodes that write to memory that is already allocated when the state of the generator is read."""
+    watched: set[int | None]
+    """The nodes of custom operations, which may draw from any generator, so that its states are compared."""
     rounds: bool
     """Whether there are tensors on devices whose allocators round up."""
 
@@ -118,11 +119,9 @@ def _made_shape(trace: Trace, keys: list[str]) -> _Shape:
     calls = [call for call in trace.calls if call.node is not None]
     value_of = lambda tensor: trace.tensors[tensor].value
     draws = [node.id for node in trace.graph.nodes if node.random and _is_on_cpu(trace, node)]
-    late = {
-        call.node
-        for call in (calls if draws else ())
-        if is_random(call.op) and (not any(_made(call)) or not is_tagged_random(call.op))
-    }
+    drawing = [call for call in (calls if draws else ()) if is_random(call.op)]
+    late = {call.node for call in drawing if all(t is None for t in call.outputs)}
+    watched = {call.node for call in drawing if not is_tagged_random(call.op)}
     return _Shape(
         keys,
         {key: position for position, key in enumerate(keys)},
@@ -130,6 +129,7 @@ def _made_shape(trace: Trace, keys: list[str]) -> _Shape:
         [[(value_of(old), value_of(new)) for old, new in call.replaced] for call in calls],
         draws,
         late,
+        watched,
         any(spec.device.type not in ("cpu", "meta") for spec in trace.tensors),
     )
 
@@ -208,17 +208,22 @@ _PRICED = "priced {} of {} operations"
 
 
 def _with_states(trace: Trace, shape: _Shape, nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Returns the nodes with the memory of generator states, which a planned call copies around random operations."""
+    """Returns the nodes with the memory that torch allocates to read the state of a generator.
+
+    A planned call does so when it runs a random operation again: before the operation and, if other threads might draw,
+    after it as well.
+    """
     if not shape.draws:
         return tuple(nodes)
     found = list(nodes)
     state, alone = torch.default_generator.get_state().nbytes, threading.active_count() == 1
     for i in shape.draws:
-        # A planned call copies the generator's state before a random operation that it will recompute. If other threads
-        # might draw, it copies the state after the operation too.
+        if i in shape.watched:
+            found[i] = changed(nodes[i], temporary_nbytes=max(nodes[i].temporary_nbytes, state))
+            continue
         early = alone and i not in shape.late
         made = sum([trace.graph.values[v].nbytes for v in nodes[i].outputs]) if early else 0
-        found[i] = changed(nodes[i], temporary_nbytes=max(nodes[i].temporary_nbytes, state - made))
+        found[i] = changed(nodes[i], replayed_nbytes=max(0, state - made))
     return tuple(found)
 
 
@@ -322,10 +327,6 @@ def _overwriting_equals(node: Node, values: Sequence[Value]) -> Node:
     if (overwrites, accumulates) == (node.overwrites, node.accumulates):
         return node
     return changed(node, overwrites=overwrites, accumulates=accumulates)
-
-
-def _made(call: Call) -> list[bool]:
-    return [t is not None for t in call.outputs]
 
 
 def _is_on_cpu(trace: Trace, node: Node) -> bool:

@@ -24,9 +24,10 @@ from fckpt.errors import ArgumentValueError
 
 __all__ = ["DECISIONS", "Graph", "Node", "Value", "changed", "checked"]
 
-FORMAT = 3
-FORMATS = (2, 3)
-"""Format 2 lacks `Node.module`, `in_place`, `writes`, `arguments`, `accumulates` and `Value.held_to`."""
+FORMAT = 4
+FORMATS = (2, 3, 4)
+"""Format 3 lacks `Node.replayed_nbytes`; format 2 also lacks `Node.module`, `in_place`, `writes`, `arguments`,
+`accumulates` and `Value.held_to`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class Node:
     flops: int = 0
     temporary_nbytes: int = 0
     """The memory that the node allocates while it runs, in addition to its outputs."""
+    replayed_nbytes: int = 0
+    """The least such memory of a random node that runs again: a copy of the generator's state."""
     source: str = ""
     """The line of the user's program: `model.py:12 (forward)`."""
     module: str = ""
@@ -223,6 +226,21 @@ class Graph:
         ]
         return self.with_costs(nodes, self.values)
 
+    @functools.cached_property
+    def replays(self) -> bool:
+        """Whether random nodes take more memory if they run again."""
+        return any(node.replayed_nbytes > node.temporary_nbytes for node in self.nodes)
+
+    def replaying(self, always: bool) -> Graph:
+        """Returns a graph in which the memory of a node does not depend on how often it runs.
+
+        Args:
+            always: whether each random node takes the memory that it takes if it runs again.
+        """
+        least = lambda node: max(node.temporary_nbytes, node.replayed_nbytes if always else 0)
+        nodes = [changed(node, temporary_nbytes=least(node), replayed_nbytes=0) for node in self.nodes]
+        return self.with_costs(nodes, self.values)
+
     def with_costs(self, nodes: Iterable[Node], values: Iterable[Value]) -> Graph:
         """Returns a graph of the same structure, unchecked, because a check takes as long as a simulation.
 
@@ -350,8 +368,8 @@ def _field(kind: type) -> Callable[[Any, str], Any]:
 _INT, _FLOAT, _TEXT, _FLAG = map(_field, (int, float, str, bool))
 _NODE = {
     "id": _INT, "op": _TEXT, "inputs": _ints, "outputs": _ints, "backward": _FLAG, "random": _FLAG, "once": _FLAG,
-    "seconds": _FLOAT, "flops": _INT, "temporary_nbytes": _INT, "source": _TEXT, "module": _TEXT, "overwrites": _ints,
-    "in_place": _FLAG, "writes": _ints, "arguments": _TEXT, "accumulates": _ints,
+    "seconds": _FLOAT, "flops": _INT, "temporary_nbytes": _INT, "replayed_nbytes": _INT, "source": _TEXT,
+    "module": _TEXT, "overwrites": _ints, "in_place": _FLAG, "writes": _ints, "arguments": _TEXT, "accumulates": _ints,
 }  # fmt: skip
 _VALUE = {
     "id": _INT, "nbytes": _INT, "producer": _or_none, "origin": _TEXT, "names": _texts, "shape": _ints, "dtype": _TEXT,

@@ -122,7 +122,10 @@ class _Run:
             self.held_nbytes -= graph.values[over].nbytes
             self.overwritten.add(over)
         made = sum([graph.values[v].nbytes for v in node.outputs])
-        self.profile.append(self.held_nbytes + made + node.temporary_nbytes)
+        temporary = node.temporary_nbytes
+        if self.counts[index]:
+            temporary = max(temporary, node.replayed_nbytes)
+        self.profile.append(self.held_nbytes + made + temporary)
         self.held_nbytes += made if len(new) == len(node.outputs) else sum([graph.values[v].nbytes for v in new])
         self.live.update(new)
         self.made.update(new)
