@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from fckpt import solve
@@ -13,7 +13,7 @@ from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.solving import solved
 from fckpt._planned.tracing import TRACING
 from fckpt._trace.operations import Trace
-from fckpt._units import parse_bytes
+from fckpt._units import format_bytes, parse_bytes
 from fckpt.cost import Measured, price
 from fckpt.cost.allocators import warn_of_whole_blocks
 from fckpt.cost.calls import CostSource
@@ -106,16 +106,49 @@ def make_plan(
         return Plan(graph, solve.get("policy")(graph, None), "policy", None, torch_version)
     nbytes = nbytes_of(budget, graph)
     make = solved_with_writes if writes_late(graph) else solved
-    solve_for = lambda graph: make(graph, nbytes, solver, torch_version, time_limit)
-    if not graph.replays:
-        return solve_for(graph)
-    # Solvers take the memory of a node to be the same however often it runs. What random nodes need in addition when
-    # they run again rarely matters, because it is a few kilobytes.
-    with contextlib.suppress(BudgetError):
-        plan = dataclasses.replace(solve_for(graph.replaying(always=False)), graph=graph)
-        if plan.peak_bytes <= nbytes:
-            return plan
-    return dataclasses.replace(solve_for(graph.replaying(always=True)), graph=graph)
+    if not graph.replaying_nbytes:
+        return make(graph, nbytes, solver, torch_version, time_limit)
+    return _with_replays(graph, nbytes, make, (solver, torch_version, time_limit))
+
+
+_PARTS = 8
+"""The number of smaller budgets that are tried if a plan exceeds its budget where random numbers are drawn again."""
+
+
+def _with_replays(graph: Graph, nbytes: int, make: Callable[..., Plan], options: tuple[Any, ...]) -> Plan:
+    """Solves a graph in which random nodes take more memory if they run again.
+
+    Solvers take the memory of a node to be the same however often it runs. So they get the graph without that memory,
+    which rarely matters, because it is a few kilobytes. If the plan does not fit, smaller budgets are tried.
+
+    Raises:
+        BudgetError: no plan fits the budget. Its `least_bytes` do not depend on the budget.
+    """
+    given = graph.without_replays
+    solve_for = lambda nbytes: dataclasses.replace(make(given, nbytes, *options), graph=graph)
+    try:
+        for part in range(_PARTS + 1):  # the last one fits
+            plan = solve_for(max(1, nbytes - graph.replaying_nbytes * part // _PARTS))
+            if plan.peak_bytes <= nbytes:
+                return plan
+        raise AssertionError("a plan takes more memory to draw again than any random node")
+    except BudgetError as error:
+        low = error.least_bytes
+        plan = solve_for(low)
+        if low > nbytes and plan.peak_bytes == low:
+            raise
+    budgets = [low + (plan.peak_bytes - low) * part // _PARTS for part in range(_PARTS)]
+    plans = [plan, *[solve_for(each) for each in budgets[1:]]]
+    fitting = [plan for plan in plans if plan.peak_bytes <= nbytes]
+    if fitting:
+        return min(fitting, key=lambda plan: plan.timeline.seconds)
+    least = min(plan.peak_bytes for plan in plans)
+    raise BudgetError(
+        f"no plan fits {format_bytes(nbytes)} ({nbytes} bytes): the least that the solver {plan.solver!r} finds is "
+        f"{format_bytes(least)} ({least} bytes), with what it takes to draw random numbers again. Give at least that, "
+        "or a smaller batch.",
+        least,
+    )
 
 
 def nbytes_of(budget: Budget, graph: Graph) -> int:

@@ -117,6 +117,11 @@ def _grouped_mm(
     return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)
 
 
+def _without_generator(op: Any) -> Callable[..., torch.Tensor]:
+    """Returns a random operation that ignores a generator, which torch's Python function for it does not take."""
+    return lambda *args, generator=None: op(*args)
+
+
 def _expanded(tensor: torch.Tensor, size: Sequence[Any], *, implicit: bool = False) -> torch.Tensor:
     """Expands a tensor with the strides that torch's kernel gives to dimensions of size 1."""
     new = len(size) - tensor.dim()
@@ -152,7 +157,14 @@ def _empty(shape: Sequence[Any], like: torch.Tensor, form: torch.memory_format) 
     return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=form)
 
 
-_ALWAYS: dict[Any, Callable[..., torch.Tensor]] = {aten._grouped_mm.default: _grouped_mm}
+_DRAWING = (
+    aten.exponential, aten.exponential_, aten.cauchy, aten.cauchy_, aten.geometric, aten.geometric_, aten.log_normal,
+    aten.log_normal_,
+)  # fmt: skip
+_ALWAYS: dict[Any, Callable[..., torch.Tensor]] = {
+    aten._grouped_mm.default: _grouped_mm,
+    **{op.default: _without_generator(op.default) for op in _DRAWING},
+}
 """Functions that compute the layouts of results where torch's own refuse what the kernels take."""
 
 _LAYOUTS: dict[Any, Callable[..., torch.Tensor]] = {

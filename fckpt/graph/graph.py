@@ -227,18 +227,14 @@ class Graph:
         return self.with_costs(nodes, self.values)
 
     @functools.cached_property
-    def replays(self) -> bool:
-        """Whether random nodes take more memory if they run again."""
-        return any(node.replayed_nbytes > node.temporary_nbytes for node in self.nodes)
+    def replaying_nbytes(self) -> int:
+        """The most bytes that a random node takes in addition if it runs again."""
+        return max([node.replayed_nbytes - node.temporary_nbytes for node in self.nodes if node.replayed_nbytes] + [0])
 
-    def replaying(self, always: bool) -> Graph:
-        """Returns a graph in which the memory of a node does not depend on how often it runs.
-
-        Args:
-            always: whether each random node takes the memory that it takes if it runs again.
-        """
-        least = lambda node: max(node.temporary_nbytes, node.replayed_nbytes if always else 0)
-        nodes = [changed(node, temporary_nbytes=least(node), replayed_nbytes=0) for node in self.nodes]
+    @functools.cached_property
+    def without_replays(self) -> Graph:
+        """The graph in which random nodes take no more memory if they run again."""
+        nodes = [changed(node, replayed_nbytes=0) if node.replayed_nbytes else node for node in self.nodes]
         return self.with_costs(nodes, self.values)
 
     def with_costs(self, nodes: Iterable[Node], values: Iterable[Value]) -> Graph:

@@ -77,6 +77,8 @@ def test_a_plan_is_refused_by_another_function_and_other_shapes(saved: Any) -> N
         fckpt.remat(net, plan=plan)(x[:5])
     with pytest.raises(fckpt.PlanError, match="another computation"):
         fckpt.remat(nn.Sequential(nn.Linear(32, 32), nn.GELU()), plan=plan)(x)
+    with pytest.raises(fckpt.PlanError, match=r"number of gradients .* require grad"):
+        fckpt.remat(net, plan=plan)(x.clone().requires_grad_(not x.requires_grad))
     with pytest.raises(fckpt.PlanError, match="another computation"):
         fckpt.remat(net.double(), plan=plan)(x.double())
 
