@@ -125,7 +125,7 @@ def _with_replays(graph: Graph, nbytes: int, make: Callable[..., Plan], options:
         BudgetError: no plan fits the budget. Its `least_bytes` do not depend on the budget.
     """
     given = graph.without_replays
-    solve_for = lambda nbytes: dataclasses.replace(make(given, nbytes, *options), graph=graph)
+    solve_for = lambda size: dataclasses.replace(make(given, size, *options), graph=graph, budget_bytes=nbytes)
     try:
         for part in range(_PARTS + 1):  # the last one fits
             plan = solve_for(max(1, nbytes - graph.replaying_nbytes * part // _PARTS))
@@ -135,10 +135,11 @@ def _with_replays(graph: Graph, nbytes: int, make: Callable[..., Plan], options:
     except BudgetError as error:
         low = error.least_bytes
         plan = solve_for(low)
-        if low > nbytes and plan.peak_bytes == low:
+        plain = dataclasses.replace(plan, schedule=plain_schedule(graph))  # solvers may draw earlier
+        if min(low, plain.peak_bytes) > nbytes and plan.peak_bytes == low:
             raise
     budgets = [low + (plan.peak_bytes - low) * part // _PARTS for part in range(_PARTS)]
-    plans = [plan, *[solve_for(each) for each in budgets[1:]]]
+    plans = [plan, plain, *[solve_for(each) for each in budgets[1:]]]
     fitting = [plan for plan in plans if plan.peak_bytes <= nbytes]
     if fitting:
         return min(fitting, key=lambda plan: plan.timeline.seconds)

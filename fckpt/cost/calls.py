@@ -89,6 +89,7 @@ def signature(call: Call, specs: Sequence[TensorSpec]) -> str:
         specs: the specs of the tensors, by number.
 
     Example:
+        >>> from fckpt._trace.operations import Ref
         >>> x = TensorSpec((2, 3), (3, 1), torch.float32, torch.device("cpu"), value=0)
         >>> signature(Call(torch.ops.aten.sum.dim_IntList, (Ref(0), [1]), {}, (1,), 0), [x])
         'aten.sum.dim_IntList(%0=float32[2,3](3,1)cpu, [1])'

@@ -42,7 +42,7 @@ def difference(plan: Graph, call: Graph) -> str | None:
     Sizes in bytes are not compared: a plan's sizes may be measured, while the sizes in a call's trace are computed.
     """
     counts = len(plan.nodes), len(call.nodes)
-    forward = [[node.op for node in graph.nodes[: graph.boundary]] for graph in (plan, call)]
+    forward = [[(n.op, n.arguments) for n in graph.nodes[: graph.boundary]] for graph in (plan, call)]
     gradients = len(plan.gradients), len(call.gradients)
     if forward[0] == forward[1] and gradients[0] != gradients[1]:
         how = "the number of gradients is {} in the plan, and {} here: other arguments or parameters require grad"
