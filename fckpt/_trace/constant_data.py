@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fckpt._call.levels import below_all
@@ -35,17 +35,19 @@ class UnknownData(Exception):
     """The data depend on more than numbers and sizes."""
 
 
-def held_data(data: torch.Tensor) -> torch.Tensor:
-    """Returns the data that a trace holds for a tensor of Python numbers, which each call copies.
+def held_data(data: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns the data that a trace holds for a tensor of Python numbers, which each call copies to a device.
 
-    They are on the CPU, in memory that torch's allocator does not know. The smallest ones stay on their device: a copy
+    They are on the CPU, in memory that torch's allocator does not know. The smallest ones are on the device: a copy
     from the CPU would take longer than they are worth.
     """
-    if (data.device.type != "cpu" and data.nbytes <= _SMALLEST_BLOCK) or not data.numel():
-        return data
-    elements = torch.zeros(data.shape, dtype=data.dtype) if data.is_meta else data.cpu()
-    copied = bytearray(elements.reshape(-1).view(torch.uint8).numpy())
-    return torch.frombuffer(copied, dtype=data.dtype).reshape(data.shape)
+    if (device.type != "cpu" and data.nbytes <= _SMALLEST_BLOCK) or not data.numel() or data.is_meta:
+        return data.to(device)
+    if isinstance(data, FakeTensor):
+        return data.cpu()
+    with _disable_current_modes():
+        copied = bytearray(data.cpu().reshape(-1).view(torch.uint8).numpy())
+        return torch.frombuffer(copied, dtype=data.dtype).reshape(data.shape)
 
 
 def refuse_number(func: Any) -> None:

@@ -347,16 +347,15 @@ class Recorder(TorchDispatchMode):
 
         Each call copies it from data that the trace holds: it takes memory for as long as the plain function's does.
         """
-        if self.names_constants:
-            data = data.to("meta")
-        held = held_data(data)
+        device = torch.device("meta") if self.names_constants else data.device
+        held = held_data(data, device)
         with self.fake:
             fake = aten.lift_fresh.default(held)
         given = self._fresh(fake, held=True)
         self.constants[len(self.tensors) - 1] = held
-        if held.device == data.device:
+        if held.device == device:
             return self.__torch_dispatch__(aten.clone.default, (), (given,))
-        return self.__torch_dispatch__(aten._to_copy.default, (), (given,), {"device": self.device_of(data.device)})
+        return self.__torch_dispatch__(aten._to_copy.default, (), (given,), {"device": self.device_of(device)})
 
     @contextlib.contextmanager
     def _faking(self) -> Iterator[None]:

@@ -203,6 +203,16 @@ def test_constants_of_python_numbers_are_made_on_the_named_device() -> None:
     assert found.count("_to_copy") == 1  # of the number that is made on the CPU
 
 
+@pytest.mark.parametrize("count", [2, 4000])
+def test_what_a_constant_holds_on_a_named_device_is_not_taken_for_zero(count: int) -> None:
+    def fn(x: Tensor) -> Tensor:
+        held = torch.tensor([float(i) for i in range(count)], device=x.device)
+        return (x * held * (3 if held.max().item() > 0 else 1)).sum()
+
+    with pytest.raises(fckpt.TraceError, match="looks at the data"):
+        fckpt.plan(fn, torch.randn(count, requires_grad=True), device="cuda", costs="A100")
+
+
 def test_fake_cuda_tensors_are_planned() -> None:
     with FakeTensorMode():
         x = torch.empty(100, 3, device="cuda", requires_grad=True)
