@@ -205,7 +205,7 @@ def test_constants_of_python_numbers_are_made_on_the_named_device() -> None:
 
 @pytest.mark.parametrize("count", [2, 4000])
 def test_what_a_constant_holds_on_a_named_device_is_not_taken_for_zero(count: int) -> None:
-    def fn(x: Tensor) -> Tensor:
+    def fn(x):
         held = torch.tensor([float(i) for i in range(count)], device=x.device)
         return (x * held * (3 if held.max().item() > 0 else 1)).sum()
 
