@@ -179,7 +179,7 @@ class Run(Record):
     planning_seconds: float = 0.0
     """The median time in which the plan of a new size is made: its trace, costs, schedule and program."""
     new_size_seconds: float = 0.0
-    """The median time of the first step at a new size beyond that of a plain step."""
+    """By how many seconds the first step at a new size takes longer than the plain step: the median."""
 
 
 def _checkpointed(task: Task, net: nn.Module) -> Loss:

@@ -48,10 +48,12 @@ class GeneratorState:
     __slots__ = ("_copy", "_data")
 
     def __init__(self, generator: torch.Generator):
+        self._copy: torch.Generator | None = None
         self._data = b""
         with _reading, collector_paused():
-            self._copy = generator.clone_state() if generator.device.type == "cpu" else None
-            if self._copy is None:
+            if generator.device.type == "cpu":
+                self._copy = generator.clone_state()
+            else:
                 self._data = _bytes_of(generator)
 
     def read(self) -> bytes:
@@ -67,8 +69,6 @@ class GeneratorState:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GeneratorState) and self.read() == other.read()
-
-    __hash__ = None  # type: ignore[assignment]  # compared only
 
 
 def _bytes_of(generator: torch.Generator) -> bytes:

@@ -147,11 +147,11 @@ class Families:
 
 def settled(graph: Graph, nbytes: int, find: Callable[[Graph, int], Schedule | None]) -> Plan | None:
     """Returns the plan with the schedule that `find` returns, if it fits; None if not."""
-    replaying = graph.replaying_nbytes
-    given = graph.without_replays if replaying else graph
-    for size in (nbytes, max(1, nbytes - replaying)) if replaying else (nbytes,):
+    given = graph.without_replays
+    for size in dict.fromkeys((nbytes, max(1, nbytes - graph.replaying_nbytes))):
         schedule = settled_within(given, size, find) if writes_late(graph) else find(given, size)
-        plan = None if schedule is None else Plan(graph, schedule, "auto", nbytes, str(torch.__version__))
-        if plan is not None and plan.peak_bytes <= nbytes:
-            return plan
+        if schedule is not None:
+            plan = Plan(graph, schedule, "auto", nbytes, str(torch.__version__))
+            if plan.peak_bytes <= nbytes:
+                return plan
     return None

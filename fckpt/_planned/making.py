@@ -106,16 +106,15 @@ def make_plan(
         return Plan(graph, solve.get("policy")(graph, None), "policy", None, torch_version)
     nbytes = nbytes_of(budget, graph)
     make = solved_with_writes if writes_late(graph) else solved
-    if not graph.replaying_nbytes:
-        return make(graph, nbytes, solver, torch_version, time_limit)
-    return _with_replays(graph, nbytes, make, (solver, torch_version, time_limit))
+    solve_for = lambda graph, nbytes: make(graph, nbytes, solver, torch_version, time_limit)
+    return _with_replays(graph, nbytes, solve_for) if graph.replaying_nbytes else solve_for(graph, nbytes)
 
 
 _PARTS = 8
 """The number of smaller budgets that are tried if a plan exceeds its budget where random numbers are drawn again."""
 
 
-def _with_replays(graph: Graph, nbytes: int, make: Callable[..., Plan], options: tuple[Any, ...]) -> Plan:
+def _with_replays(graph: Graph, nbytes: int, make: Callable[[Graph, int], Plan]) -> Plan:
     """Solves a graph in which random nodes take more memory if they run again.
 
     Solvers take the memory of a node to be the same however often it runs. So they get the graph without that memory,
@@ -125,7 +124,7 @@ def _with_replays(graph: Graph, nbytes: int, make: Callable[..., Plan], options:
         BudgetError: no plan fits the budget. Its `least_bytes` do not depend on the budget.
     """
     given = graph.without_replays
-    solve_for = lambda size: dataclasses.replace(make(given, size, *options), graph=graph, budget_bytes=nbytes)
+    solve_for = lambda size: dataclasses.replace(make(given, size), graph=graph, budget_bytes=nbytes)
     try:
         for part in range(_PARTS + 1):  # the last one fits
             plan = solve_for(max(1, nbytes - graph.replaying_nbytes * part // _PARTS))

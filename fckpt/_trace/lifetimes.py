@@ -148,9 +148,9 @@ class Sums:
         The engine adds in place if nothing else holds the memory of the first gradient. The base of a view holds it:
         the gradient of a linear layer's weight is one. Below a dispatch mode, the engine never adds in place.
         """
-        if self._done is None or func is not torch.ops.aten.add.Tensor or args[0]._is_view():
+        if self._done is None or func is not torch.ops.aten.add.Tensor:
             return False
-        return torch._C._current_autograd_node() is self._done
+        return torch._C._current_autograd_node() is self._done and not args[0]._is_view()
 
     def release(self) -> None:
         """Drops the reference to the last autograd node."""

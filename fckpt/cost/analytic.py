@@ -81,10 +81,9 @@ def _formula_of(call: Call) -> Callable[..., Any] | None:
     from torch.utils import flop_counter
 
     formula = flop_counter.flop_registry.get(getattr(call.op, "overloadpacket", call.op))
-    if formula is None and packet(call).startswith(_FLASH_CPU):
-        backward = packet(call).endswith("backward")
-        formula = flop_counter.sdpa_backward_flop if backward else flop_counter.sdpa_flop
-    return formula
+    if formula is not None or not packet(call).startswith(_FLASH_CPU):
+        return formula
+    return flop_counter.sdpa_backward_flop if packet(call).endswith("backward") else flop_counter.sdpa_flop
 
 
 _FLASH_CPU = "aten._scaled_dot_product_flash_attention_for_cpu"

@@ -132,14 +132,20 @@ class CostsBySize:
     def seconds(self, operation: Operation) -> float | None:
         """Returns the time of an operation; None if too few sizes have been measured."""
         known = self._known.get(operation.place)
-        return None if known is None else _seconds(known.times, operation.work)
+        if known is None:
+            return None
+        return _seconds(known.times, operation.work)
 
     def cost(self, operation: Operation) -> OpCost | None:
         """Returns the whole cost of an operation if its memory is known too; None if it has to be measured."""
         known = self._known.get(operation.place)
-        temporary = None if known is None or known.unforeseen else _temporary(known.temporaries, operation)
-        seconds = None if known is None or temporary is None else _seconds(known.times, operation.work)
-        if temporary is None or seconds is None:
+        if known is None or known.unforeseen:
+            return None
+        temporary = _temporary(known.temporaries, operation)
+        if temporary is None:
+            return None
+        seconds = _seconds(known.times, operation.work)
+        if seconds is None:
             return None
         return OpCost(seconds, operation.flops, temporary, operation.results)
 
@@ -169,7 +175,9 @@ def _temporary(known: Mapping[_Shapes, int], operation: Operation) -> int | None
     if shapes in known:
         return known[shapes]
     most = min((nbytes for larger, nbytes in known.items() if _is_within(shapes, larger)), default=None)
-    if most is None or (most and not is_pointwise):
+    if most is None:
+        return None
+    if most > 0 and not is_pointwise:
         return None
     least = max((nbytes for smaller, nbytes in known.items() if _is_within(smaller, shapes)), default=0)
     return most if most == least else None

@@ -120,7 +120,7 @@ def _made_shape(trace: Trace, keys: list[str]) -> _Shape:
     value_of = lambda tensor: trace.tensors[tensor].value
     draws = [node.id for node in trace.graph.nodes if node.random and _is_on_cpu(trace, node)]
     drawing = [call for call in (calls if draws else ()) if is_random(call.op)]
-    late = {call.node for call in drawing if all(t is None for t in call.outputs)}
+    late = {call.node for call in drawing if all(made is None for made in call.outputs)}
     watched = {call.node for call in drawing if not is_tagged_random(call.op)}
     return _Shape(
         keys,

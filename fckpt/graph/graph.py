@@ -229,11 +229,13 @@ class Graph:
     @functools.cached_property
     def replaying_nbytes(self) -> int:
         """The most bytes that a random node takes in addition if it runs again."""
-        return max([node.replayed_nbytes - node.temporary_nbytes for node in self.nodes if node.replayed_nbytes] + [0])
+        return max([0, *[n.replayed_nbytes - n.temporary_nbytes for n in self.nodes if n.replayed_nbytes]])
 
     @functools.cached_property
     def without_replays(self) -> Graph:
         """The graph in which random nodes take no more memory if they run again."""
+        if not self.replaying_nbytes:
+            return self
         nodes = [changed(node, replayed_nbytes=0) if node.replayed_nbytes else node for node in self.nodes]
         return self.with_costs(nodes, self.values)
 

@@ -146,11 +146,6 @@ def closed(net: nn.Module, x: Tensor) -> Case:
     return lambda _, x: net(x), list(net.parameters()), x
 
 
-def twice(run: nn.Module) -> Callable[..., Tensor]:
-    """Autograd adds the gradients of weights that are used twice: not in place where they are transposed."""
-    return lambda _, x: (run(x) * run(x.flip(0))).mean()
-
-
 class Tied(nn.Module):
     """A language model whose last layer has the weight of the first one."""
 
@@ -177,8 +172,9 @@ class Cells(nn.Module):
         return (state[0] if isinstance(state, tuple) else state).square().mean()
 
 
-def used_twice(run: nn.Module, x: Tensor) -> Case:
-    return twice(run), list(run.parameters()), x
+def used_twice(net: nn.Module, x: Tensor) -> Case:
+    """A module that runs twice. Autograd adds the two gradients of each weight."""
+    return lambda _, x: (net(x) * net(x.flip(0))).mean(), list(net.parameters()), x
 
 
 CASES: dict[str, Callable[[], Case]] = {

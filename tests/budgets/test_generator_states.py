@@ -107,11 +107,10 @@ def test_states_count_where_random_numbers_are_drawn_again(name: str, rows: int)
 def test_plans_of_small_functions_draw_again() -> None:
     """Otherwise the test above would test nothing."""
     loss, x = dropout(), torch.randn(60, 12, requires_grad=True)
-    graph = fckpt.plan(loss, x, budget=0.7).graph
-    assert graph.replaying_nbytes > 0
-    schedule = fckpt.plan(loss, x, budget=0.7).schedule
-    runs = [step.node for step in (*schedule.forward, *schedule.backward) if hasattr(step, "node")]
-    assert any(runs.count(node.id) > 1 for node in graph.nodes if node.random)
+    plan = fckpt.plan(loss, x, budget=0.7)
+    assert plan.graph.replaying_nbytes > 0
+    runs = [node for half in plan.schedule.computed for node in half]
+    assert any(runs.count(node.id) > 1 for node in plan.graph.nodes if node.random)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
