@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fckpt import solve
+from fckpt._call import ambient
 from fckpt._planned.late_writes import solved_with_writes, writes_late
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.solving import solved
@@ -19,12 +20,13 @@ from fckpt.cost.allocators import warn_of_whole_blocks
 from fckpt.cost.calls import CostSource
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, BudgetError
 from fckpt.graph.graph import Graph
+from fckpt.graph.identity import fingerprint
 from fckpt.graph.schedule import plain_schedule
 from fckpt.graph.simulation import simulate
 from fckpt.policies.decisions import Policy
 from fckpt.policies.named import apply_policy
 
-__all__ = ["check_budget", "make_plan", "nbytes_of", "plain_plan", "priced"]
+__all__ = ["check_budget", "identity", "make_plan", "nbytes_of", "plain_plan", "priced"]
 
 
 def check_budget(budget: Any) -> Budget:
@@ -47,6 +49,21 @@ def check_budget(budget: Any) -> Budget:
             )
         return budget
     return parse_bytes(budget)
+
+
+def identity(traced: Trace) -> tuple[Any, ...]:
+    """Returns everything on which the plan of a trace depends, except times."""
+    if traced.general is not None and traced.sized is not None:
+        return traced.sized, traced.general.sizes, ambient.of_plans()
+    graph = traced.graph
+    return (
+        fingerprint(graph),
+        tuple([(v.names, v.held_to) for v in graph.values]),
+        tuple([(n.overwrites, n.accumulates) for n in graph.nodes]),
+        tuple([(nodes, id(policy)) for nodes, policy in traced.regions]),
+        tuple([traced.tensors[t].device for t in traced.operands]),
+        ambient.of_plans(),
+    )
 
 
 def priced(

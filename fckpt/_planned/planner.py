@@ -29,7 +29,7 @@ from fckpt._planned.cuda_graphs import CudaGraphs, check_recordable, drawing_onc
 from fckpt._planned.families import Families, is_shared
 from fckpt._planned.ledger import Ledger
 from fckpt._planned.lower import Lowered
-from fckpt._planned.making import make_plan, nbytes_of, priced
+from fckpt._planned.making import identity, make_plan, nbytes_of, priced
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.program import Program
 from fckpt._planned.programs import Experience, Programs
@@ -64,7 +64,7 @@ from fckpt.errors import (
     TraceError,
 )
 from fckpt.graph.graph import Graph
-from fckpt.graph.identity import difference, fingerprint
+from fckpt.graph.identity import difference
 from fckpt.policies.decisions import PolicyLike, as_policy
 from fckpt.spmd.mesh import mesh_in_use
 
@@ -128,7 +128,7 @@ class Planner:
         self.sizes = SizedTraces(functools.partial(self.ledger.count, "sized"))
         self.families = Families()
         self.plans: dict[Any, Plan] = {}
-        """The latest plans, by everything on which a plan depends, see `_identity`."""
+        """The latest plans, by everything on which a plan depends, see `identity`."""
         self.ledger.expected = lambda: max([plan.baseline_peak_bytes for plan in self.plans.values()], default=None)
 
     @property
@@ -438,7 +438,7 @@ class Planner:
             return self._fitting(self.given, traced)
         mesh = mesh_of(traced, self.budget is not None)
         if mesh is None:
-            key = (_identity(traced), batches, None if of_training is None else _identity(of_training))
+            key = (identity(traced), batches, None if of_training is None else identity(of_training))
             if key not in self.plans:
                 with self.ledger.timed("price"):
                     graph, budget = self._priced(traced, batches), self.budget
@@ -520,19 +520,6 @@ class Planner:
                 f"{torch.__version__}). Make a plan for these arguments with fckpt.plan, or give a budget instead."
             )
         return plan
-
-
-def _identity(traced: Trace) -> tuple[Any, ...]:
-    """Returns everything on which the plan of a trace depends, except times."""
-    graph = traced.graph
-    return (
-        fingerprint(graph),
-        tuple([(v.names, v.held_to) for v in graph.values]),
-        tuple([(n.overwrites, n.accumulates) for n in graph.nodes]),
-        tuple([(nodes, id(policy)) for nodes, policy in traced.regions]),
-        tuple([traced.tensors[t].device for t in traced.operands]),
-        ambient.of_plans(),
-    )
 
 
 def traced_without_running(

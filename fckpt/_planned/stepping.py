@@ -15,9 +15,9 @@ from fckpt._call import ambient
 from fckpt._call.results import Rebuilt, is_number
 from fckpt._fuse.option import Kernels
 from fckpt._planned.late_writes import without_recomputation
-from fckpt._planned.making import priced
+from fckpt._planned.making import identity, priced
 from fckpt._planned.plan import Budget, Plan
-from fckpt._planned.planner import Planner, _identity
+from fckpt._planned.planner import Planner
 from fckpt._planned.program import Program
 from fckpt._planned.tiling import Tile, tiled_or_hinted
 from fckpt._trace.operations import Backward, TensorSpec, Trace
@@ -84,7 +84,7 @@ class StepPlanner(Planner):
     def plan(self, traced: Trace, *rest: Any) -> Plan:  # type: ignore[override]  # narrower arguments
         """Prices and solves a trace of one microbatch."""
         first = self.then is not None and self.then.first
-        key = (_identity(traced), self.budget, first, _costs_of_updates(traced, first))
+        key = (identity(traced), self.budget, first, _costs_of_updates(traced, first))
         if key not in self.plans:
             version = str(torch.__version__)
             if self.budget is None:

@@ -52,7 +52,7 @@ class Ref(NamedTuple):
     tensor: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorSpec:
     """The layout of a tensor of a trace, and its place in memory."""
 
@@ -75,7 +75,7 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """One operation of a trace, with refs in place of tensors."""
 
@@ -194,6 +194,8 @@ class General(NamedTuple):
     trace: Any
     """The trace with symbols (`_trace.sized.SizedTrace`). All traces that it makes have the same calls, except for
     numbers in arguments that are not tensors."""
+    sizes: tuple[int, ...]
+    """The values of the symbols."""
     calls: tuple[Call, ...]
     """A trace with other calls was changed afterwards."""
 

@@ -147,7 +147,7 @@ class SizedTrace:
         texts = self._arguments(made["tensors"], numbers)
         nodes = [changed(node, arguments=texts[node.arguments]) for node in graph.nodes]
         graph = graph.with_costs(nodes, values)
-        return dataclasses.replace(self._trace, graph=graph, general=General(self, made["calls"]), **made)
+        return dataclasses.replace(self._trace, graph=graph, general=General(self, tuple(sizes), made["calls"]), **made)
 
     def _arguments(self, tensors: Sequence[TensorSpec], numbers: dict[str, Any]) -> dict[str, str]:
         """Returns the arguments of nodes at some sizes, by their texts with symbols."""
@@ -252,8 +252,9 @@ class _Writer:
         if isinstance(value, _SYMBOLIC):
             return self._number(value)
         if isinstance(value, (TensorSpec, Call, Value)):
-            parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
-            return self._made(type(value), parts)
+            found = [(name, self._symbolic(part)) for name, part in vars(value).items()]
+            fields = ", ".join([f"{name}={text}" for name, text in found if text])
+            return f"{self._constant(changed)}({self._constant(value)}, {fields})" if fields else ""
         if isinstance(value, dict):
             return self._joined("{", [(f"{self._constant(k)}: ", v) for k, v in value.items()], "}")
         if isinstance(value, slice):

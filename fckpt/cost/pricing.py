@@ -49,7 +49,6 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
     shape = _shape_of(trace)
     calls = [call for call in trace.calls if call.node is not None]
     costs = _costs(trace, source, calls, shape.distinct, progress)
-    made = [_sizes_of(results, costs[key].storages) for key, results in zip(shape.keys, shape.results, strict=True)]
     total: dict[int, OpCost] = {}
     for key, call, results in zip(shape.keys, calls, shape.results, strict=True):
         assert call.node is not None
@@ -59,11 +58,11 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
     for i, cost in total.items():
         spent = {"seconds": cost.seconds, "flops": cost.flops, "temporary_nbytes": cost.temporary_nbytes}
         nodes[i] = changed(nodes[i], **spent)
-    values = _measured_sizes(trace, shape, made)
+    values = _measured_sizes(trace, shape, costs)
     if shape.rounds:
         grain = source.profile.allocation_granularity if isinstance(source, Analytic) else None
         values = _rounded(trace, values, grain)
-    nodes = [_overwriting_equals(node, values) for node in nodes]
+    nodes = [_overwriting_equals(n, values) if n.overwrites or n.accumulates else n for n in nodes]
     return trace.graph.with_costs(_with_states(trace, shape, nodes), values)
 
 
@@ -271,19 +270,22 @@ def _held(trace: Trace, operands: Mapping[int, tuple[TensorSpec, Memory]], call:
     return found
 
 
-def _measured_sizes(trace: Trace, shape: _Shape, made: Sequence[dict[int, int]]) -> list[Value]:
-    """Returns the values of the graph with the sizes measured as each call made them."""
+def _measured_sizes(trace: Trace, shape: _Shape, costs: Mapping[str, OpCost]) -> list[Value]:
+    """Returns the values of the graph with the sizes measured as each call made them, as far as they were measured."""
     sizes: dict[int, int] = {}
-    for replaced, seen in zip(shape.replaced, made, strict=True):
-        for value, nbytes in seen.items():
-            sizes[value] = max(nbytes, sizes.get(value, 0))
+    for key, results, replaced in zip(shape.keys, shape.results, shape.replaced, strict=True):
+        storages = costs[key].storages
+        for value, positions in results.values if storages else ():
+            seen = [storages[i] for i in positions if i < len(storages)]
+            if seen:  # a storage that an earlier result shares is measured as 0
+                sizes[value] = max(sum(seen), sizes.get(value, 0))
         for before, after in replaced:  # both versions have the same memory
             if before in sizes and after >= 0 and trace.graph.values[after].nbytes:
                 sizes[after] = sizes[before]
     values = list(trace.graph.values)
     for value, nbytes in sizes.items():
         if values[value].nbytes != nbytes:
-            values[value] = dataclasses.replace(values[value], nbytes=nbytes)
+            values[value] = changed(values[value], nbytes=nbytes)
     return values
 
 
@@ -301,29 +303,19 @@ def _rounded(trace: Trace, values: Sequence[Value], grain: int | None) -> list[V
     return [dataclasses.replace(value, nbytes=size(value)) for value in values]
 
 
-def _sizes_of(results: _Results, storages: Sequence[int]) -> dict[int, int]:
-    """Returns the values that a call makes, with their measured bytes, as far as they were measured."""
-    sizes: dict[int, int] = {}
-    for value, positions in results.values if storages else ():
-        seen = [storages[i] for i in positions if i < len(storages)]
-        if seen:
-            sizes[value] = sum(seen)  # a storage that an earlier result shares is measured as 0
-    return sizes
-
-
 def _with_dropped(results: _Results, cost: OpCost) -> OpCost:
     """Returns the cost with results that are no values of the graph counted as temporaries."""
+    if not results.dropped:
+        return cost
     dropped = sum([cost.storages[i] for i in results.dropped if i < len(cost.storages)])
     return dataclasses.replace(cost, temporary_nbytes=cost.temporary_nbytes + dropped) if dropped else cost
 
 
 def _overwriting_equals(node: Node, values: Sequence[Value]) -> Node:
     """Returns the node without overwrites of values whose measured size differs from that of the result."""
-    if not node.overwrites and not node.accumulates:
-        return node
     sizes = {values[v].nbytes for v in node.outputs}
-    fit = lambda over: tuple(v for v in over if {values[v].nbytes} == sizes)
-    overwrites, accumulates = fit(node.overwrites), fit(node.accumulates)
+    overwrites = tuple([v for v in node.overwrites if {values[v].nbytes} == sizes])
+    accumulates = tuple([v for v in node.accumulates if {values[v].nbytes} == sizes])
     if (overwrites, accumulates) == (node.overwrites, node.accumulates):
         return node
     return changed(node, overwrites=overwrites, accumulates=accumulates)

@@ -18,7 +18,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fckpt.errors import ArgumentValueError
 
@@ -30,7 +30,7 @@ FORMATS = (2, 3, 4)
 `accumulates` and `Value.held_to`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Value:
     """A storage: one block of the allocator's memory."""
 
@@ -115,10 +115,16 @@ class Node:
         return next((v for v in self.overwrites if v in freed), None)
 
 
-def changed(node: Node, **fields: Any) -> Node:
-    """Returns the node with other fields, like `dataclasses.replace` in a quarter of its time."""
-    found = object.__new__(Node)
-    vars(found).update(vars(node), **fields)
+Record = TypeVar("Record")
+
+
+def changed(record: Record, **fields: Any) -> Record:
+    """Returns a frozen dataclass with other fields, like `dataclasses.replace` in a fraction of its time.
+
+    Cached properties are taken over: they must not depend on these fields.
+    """
+    found = object.__new__(type(record))
+    object.__setattr__(found, "__dict__", vars(record) | fields)
     return found
 
 

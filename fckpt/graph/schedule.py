@@ -124,12 +124,15 @@ def plain_schedule(graph: Graph) -> Schedule:
 
 def with_freed(steps: Sequence[AnyStep]) -> Iterator[tuple[AnyStep, frozenset[int]]]:
     """Yields each step with the values that are freed directly after it."""
-    freed: list[int] = []
+    freed = _NOTHING
     found: list[tuple[AnyStep, frozenset[int]]] = []
     for step in reversed(steps):
-        found.append((step, frozenset(freed)))
-        freed = [*freed, step.value] if isinstance(step, Free) else []
+        found.append((step, freed))
+        freed = freed.union((step.value,)) if isinstance(step, Free) else _NOTHING
     return reversed(found)
+
+
+_NOTHING = frozenset[int]()
 
 
 def _number(step: Step) -> int:

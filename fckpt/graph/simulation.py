@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NoReturn
 
 from fckpt.errors import ScheduleError
-from fckpt.graph.graph import Graph
+from fckpt.graph.graph import Graph, Node
 from fckpt.graph.schedule import Compute, FusedBlock, FusedSchedule, FusedStep, Schedule, with_freed
 
 __all__ = ["Timeline", "simulate"]
@@ -108,37 +107,38 @@ class _Run:
         graph = self.graph
         if not 0 <= index < len(graph.nodes):
             raise ScheduleError(f"step {len(self.profile)} computes node {index} of {len(graph.nodes)}.")
-        node = graph.nodes[index]
-        writes = node.writes if not self.counts[index] else ()
-        missing = [v for v in node.inputs if v not in self.live]
-        missing += [v for v in writes if v in self.gone or v not in self.made]
-        if missing or (node.backward and not backward):
-            self.refuse(index, missing)
-        self.live.difference_update(writes)
-        self.gone.update(dict.fromkeys(writes, index))
+        node, again = graph.nodes[index], self.counts[index] > 0
+        self.check(node, backward)
+        if node.writes and not again:
+            self.live.difference_update(node.writes)
+            self.gone.update(dict.fromkeys(node.writes, index))
         new = [v for v in node.outputs if v not in self.live and v not in self.gone]
-        over = node.overwritten(freed) if new and node.overwrites else None
+        over = node.overwritten(freed) if node.overwrites and new else None
         if over is not None:  # its bytes now belong to the output
             self.held_nbytes -= graph.values[over].nbytes
             self.overwritten.add(over)
         made = sum([graph.values[v].nbytes for v in node.outputs])
-        temporary = node.temporary_nbytes
-        if self.counts[index]:
-            temporary = max(temporary, node.replayed_nbytes)
+        temporary = max(node.temporary_nbytes, node.replayed_nbytes) if again else node.temporary_nbytes
         self.profile.append(self.held_nbytes + made + temporary)
         self.held_nbytes += made if len(new) == len(node.outputs) else sum([graph.values[v].nbytes for v in new])
         self.live.update(new)
         self.made.update(new)
         self.count(index, backward)
 
-    def refuse(self, index: int, missing: list[int]) -> NoReturn:
-        """Raises the error of a node that cannot run, because values are missing or the backward pass is to come."""
-        at = f"step {len(self.profile)} computes node {index} ({self.graph.nodes[index].op})"
+    def check(self, node: Node, backward: bool) -> None:
+        """Raises an error if a node cannot run, because values are missing or the backward pass is to come."""
+        writes = node.writes if not self.counts[node.id] else ()
+        if self.live.issuperset(node.inputs) and not writes and (backward or not node.backward):
+            return
+        missing = [v for v in node.inputs if v not in self.live]
+        missing += [v for v in writes if v in self.gone or v not in self.made]
+        at = f"step {len(self.profile)} computes node {node.id} ({node.op})"
         if missing and missing[0] in self.gone:
             raise ScheduleError(f"{at}, but node {self.gone[missing[0]]} has written over value {missing[0]}.")
         if missing:
             raise ScheduleError(f"{at}, but value {missing[0]} is not live.")
-        raise ScheduleError(f"{at} before the backward pass.")
+        if node.backward and not backward:
+            raise ScheduleError(f"{at} before the backward pass.")
 
     def block(self, block: FusedBlock, freed: Collection[int], backward: bool) -> None:
         at, inside = f"step {len(self.profile)} computes a block", set[int]()
