@@ -9,6 +9,7 @@ from torch import fx
 
 from fckpt._compile.by_size import CompiledBySize
 from fckpt._compile.compilation import Compilation
+from fckpt._compile.skipped import watch
 from fckpt.errors import ArgumentTypeError
 
 __all__ = ["fckpt"]
@@ -56,3 +57,6 @@ def fckpt(
     compilation = Compilation(module, inputs, dict(options or {}), mode)
     function = compilation.compiled()
     return CompiledBySize(compilation, function) if compilation.is_for_more_sizes() else function
+
+
+watch()

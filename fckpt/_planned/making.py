@@ -14,7 +14,7 @@ from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.solving import solved
 from fckpt._planned.tracing import TRACING
 from fckpt._trace.operations import Trace
-from fckpt._units import format_bytes, parse_bytes
+from fckpt._units import parse_bytes
 from fckpt.cost import Measured, price
 from fckpt.cost.allocators import warn_of_whole_blocks
 from fckpt.cost.calls import CostSource
@@ -25,6 +25,8 @@ from fckpt.graph.schedule import plain_schedule
 from fckpt.graph.simulation import simulate
 from fckpt.policies.decisions import Policy
 from fckpt.policies.named import apply_policy
+from fckpt.solve.core.rules import over_budget
+from fckpt.solve.proofs.bounds import least_peak
 
 __all__ = ["check_budget", "identity", "make_plan", "nbytes_of", "plain_plan", "priced"]
 
@@ -159,13 +161,8 @@ def _with_replays(graph: Graph, nbytes: int, make: Callable[[Graph, int], Plan])
     fitting = [plan for plan in plans if plan.peak_bytes <= nbytes]
     if fitting:
         return min(fitting, key=lambda plan: plan.timeline.seconds)
-    least = min(plan.peak_bytes for plan in plans)
-    raise BudgetError(
-        f"no plan fits {format_bytes(nbytes)} ({nbytes} bytes): the least that the solver {plan.solver!r} finds is "
-        f"{format_bytes(least)} ({least} bytes), with what it takes to draw random numbers again. Give at least that, "
-        "or a smaller batch.",
-        least,
-    )
+    least = min(plans, key=lambda plan: plan.peak_bytes)
+    raise over_budget(graph, least.schedule, nbytes, least.solver, least.timeline, least_peak(given))
 
 
 def nbytes_of(budget: Budget, graph: Graph) -> int:

@@ -331,6 +331,31 @@ class InParts(nn.Module):
         return h.mul_(2.0).square().mean()
 
 
+class Looping(nn.Module):
+    """A function that Dynamo gives up, because its graph breaks within a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self.body(x).sin()
+            torch._dynamo.graph_break()
+        return x
+
+
+class Recurrent(nn.Module):
+    """A function that Dynamo gives up, because it has a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.GRU(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)[0]
+
+
 class Aliases(nn.Module):
     """A function that writes to two buffers with the same memory, and differentiates through one of them."""
 
@@ -460,3 +485,20 @@ def test_a_fraction_says_nothing_of_a_part_without_a_backward_pass() -> None:
     told = [str(warning.message) for warning in found if issubclass(warning.category, fckpt.BudgetWarning)]
     assert any("in parts" in text and "\n" not in text for text in told)
     assert not any("no backward pass" in text for text in told)
+
+
+@pytest.mark.parametrize("make", [Looping, Recurrent])
+def test_warns_of_functions_that_the_compiler_gives_up(make: Callable[[], nn.Module]) -> None:
+    compiled = torch.compile(make(), backend="fckpt", options={"budget": 0.5})
+    with pytest.warns(fckpt.BudgetWarning, match=rf"gives up {make.__name__}\.forward .* without the budget"):
+        compiled(torch.randn(4, 16)).sum().backward()
+    torch._dynamo.reset()
+    with pytest.warns(fckpt.BudgetWarning, match="gives up"):
+        compiled(torch.randn(4, 16))
+
+
+def test_does_not_warn_of_functions_without_a_budget() -> None:
+    compiled = torch.compile(Recurrent(), backend="fckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fckpt.BudgetWarning)
+        compiled(torch.randn(4, 16)).sum().backward()

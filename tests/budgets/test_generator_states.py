@@ -137,6 +137,7 @@ def test_the_least_budget_that_an_error_names_is_one(make: Callable[[], Loss]) -
     plain = fckpt.plan(loss, x).baseline_peak_bytes
     with pytest.raises(fckpt.BudgetError) as caught:
         fckpt.plan(loss, x, budget=100)
+    assert "needs while it runs" in str(caught.value)
     least = caught.value.least_bytes
     assert least < plain
     for budget in (least, (least + plain) // 2, plain):

@@ -25,7 +25,7 @@ ROOMS = [
 """The folders and files of the package. Each may import from those before it, and from itself."""
 
 PRIVATE = {
-    "torch._dynamo": ("_capture/",),
+    "torch._dynamo": ("_capture/", "_compile/skipped.py"),
     "torch._functorch": ("_call/levels.py", "_recompute/", "_capture/", "_trace/", "_compile/", "spmd/simulation.py"),
     "torch._C._functorch": ("_call/levels.py", "_recompute/", "_capture/", "_trace/"),
     "torch._C._autograd": ("_capture/entered.py", "_recompute/saved_tensors.py", "_trace/aliases.py"),
