@@ -283,8 +283,9 @@ class Replay:
 
 _NOT_PURE = (
     "the function is not pure. Its result must depend only on its arguments; look for globals that change, counters, "
-    "caches, parameters whose requires_grad was switched, a mode (a TorchDispatchMode or TorchFunctionMode) around "
-    "only one run, or an operation whose results differ from run to run without fckpt too (torch.linalg.lstsq)."
+    "caches (parametrize.cached() belongs inside of the function), parameters whose requires_grad was switched, a mode "
+    "(a TorchDispatchMode or TorchFunctionMode) around only one run, or an operation whose results differ from run to "
+    "run without fckpt too (torch.linalg.lstsq)."
 )
 
 _THREADED = (
