@@ -146,7 +146,7 @@ class ModuleParts:
         return True
 
     def _read(self) -> list[Any]:
-        return list(map(dict.get, self._owners, self._names))
+        return list(map(dict.get, self._owners, self._names, itertools.repeat(ABSENT)))
 
     def _read_structure(self) -> tuple[list[int], list[Any], list[type], list[int], list[str]]:
         """Returns sizes, submodules, their classes, the addresses of the dicts that hold tensors and modules, and the
@@ -282,10 +282,10 @@ class ModuleState:
                 (held, name, then.get(name, ABSENT))
                 for held, then in parts.members
                 for name in {**held, **then}
-                if held.get(name) is not then.get(name)
+                if held.get(name, ABSENT) is not then.get(name, ABSENT)
             ]
             changes += [(held, name, ABSENT) for held, then in parts._tensors for name in held.keys() - then]
-        changes += [(held, name, None) for held, name in self.unset if held.get(name) is not None]
+        changes += [(held, name, None) for held, name in self.unset if held.get(name, ABSENT) is not None]
         if self.sizes != list(map(len, parts._sizes)):
             known: dict[int, set[str]] = {}
             for owner, name in [*zip(parts._owners, parts._names, strict=True), *parts.open]:

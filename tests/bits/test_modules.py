@@ -408,3 +408,60 @@ def test_tensors_that_the_first_call_makes_are_made_once(make: Any, captured: bo
         return found
 
     assert_equal(run(fckpt.remat), run(lambda fn: fn))
+
+
+class Gated(nn.Module):
+    """A module whose first call makes its gate, in the place of a None."""
+
+    def __init__(self, none: Callable[[nn.Module, str, None], None], make: Callable[[], Any]):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        none(self, "gate", None)
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gate is None:
+            self.gate = self.make()
+        h = torch.tanh(self.inner(x))
+        return self.gate(h) if isinstance(self.gate, nn.Module) else h * self.gate
+
+
+NONE = {
+    "attribute": setattr,
+    "parameter": nn.Module.register_parameter,
+    "buffer": nn.Module.register_buffer,
+    "module": nn.Module.register_module,
+}
+MADE = {
+    "parameter": lambda: nn.Parameter(torch.ones(4)),
+    "module": lambda: nn.Linear(4, 4),
+    "tensor": lambda: torch.ones(4),
+}
+
+
+def in_blocks(module: nn.Module) -> nn.Module:
+    net = nn.Sequential(module)
+    fckpt.remat_blocks(net, blocks=type(module))
+    return net
+
+
+PLACES = [(none, made) for none in ("attribute", "buffer") for made in MADE]
+PLACES += [("parameter", "parameter"), ("module", "parameter"), ("module", "module")]  # torch refuses the others
+
+
+@pytest.mark.parametrize("none, make", PLACES)
+@pytest.mark.sweep(2)
+def test_what_the_first_call_puts_in_the_place_of_none(none: str, make: str) -> None:
+    def run(wrap: Any) -> tuple[list[Any], list[Any]]:
+        module = Gated(NONE[none], MADE[make])
+        region, found = wrap(module), []
+        for _ in range(3):
+            region(torch.linspace(0, 1, 32).reshape(8, 4)).sum().backward()
+            found += [(p.detach().clone(), p.grad.clone()) for p in module.parameters()]
+        return found, [[*module.state_dict()], [*vars(module)], [*module._modules]]
+
+    (expected, names), _ = seeded(lambda: run(lambda module: module))
+    for wrap in (fckpt.remat, in_blocks):
+        (found, names_after), _ = seeded(lambda wrap=wrap: run(wrap))
+        assert_equal(found, expected)
+        assert names_after == names
