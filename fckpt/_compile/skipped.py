@@ -24,16 +24,22 @@ def watch() -> None:
 
 
 class _Callbacks(list[Callable[[Any], None]]):
-    """The callbacks at the end of compilations. A reset of Dynamo removes those of others."""
+    """The functions that Dynamo calls at the end of each compilation.
+
+    `torch._dynamo.reset()` clears the list. The warnings of fckpt remain in it.
+    """
 
     def clear(self) -> None:
         self[:] = [_warn]
 
 
 def _warn(_: Any) -> None:
-    """Warns if the compilation that ends has failed, which Dynamo does not tell: it runs the function as it is."""
-    error, frame = sys.exc_info()[1], _compiling(sys._getframe())
-    if not isinstance(error, Unsupported) or frame is None:
+    """Warns if the compilation that ends has failed. Dynamo says nothing, and runs the function without a compiler."""
+    error = sys.exc_info()[1]
+    if not isinstance(error, Unsupported):
+        return
+    frame = _compiling(sys._getframe())
+    if frame is None:
         return
     known = frame.f_locals
     if known.get("one_graph") or not _has_budget(known.get("compiler_fn")):
@@ -50,7 +56,7 @@ def _warn(_: Any) -> None:
 
 
 def _compiling(frame: FrameType | None) -> FrameType | None:
-    """Returns the frame in which Dynamo compiles a function. (If torch renames it, there is no warning.)"""
+    """Returns the frame in which Dynamo compiles a function; None if this version of torch has no such frame."""
     while frame is not None and frame.f_code.co_name != "_compile":
         frame = frame.f_back
     return frame

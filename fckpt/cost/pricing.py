@@ -300,7 +300,7 @@ def _rounded(trace: Trace, values: Sequence[Value], grain: int | None) -> list[V
     there = {spec.value: spec.device for spec in trace.tensors if spec.device.type not in ("cpu", "meta")}
     grains = {device: grain or granularity(device) for device in {*there.values()}}
     size = lambda value: rounded(value.nbytes, grains[there[value.id]]) if value.id in there else value.nbytes
-    return [dataclasses.replace(value, nbytes=size(value)) for value in values]
+    return [changed(value, nbytes=size(value)) for value in values]
 
 
 def _with_dropped(results: _Results, cost: OpCost) -> OpCost:

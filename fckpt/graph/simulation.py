@@ -108,12 +108,13 @@ class _Run:
         if not 0 <= index < len(graph.nodes):
             raise ScheduleError(f"step {len(self.profile)} computes node {index} of {len(graph.nodes)}.")
         node, again = graph.nodes[index], self.counts[index] > 0
-        self.check(node, backward)
-        if node.writes and not again:
-            self.live.difference_update(node.writes)
-            self.gone.update(dict.fromkeys(node.writes, index))
+        writes = () if again else node.writes
+        self.check(node, writes, backward)
+        if writes:
+            self.live.difference_update(writes)
+            self.gone.update(dict.fromkeys(writes, index))
         new = [v for v in node.outputs if v not in self.live and v not in self.gone]
-        over = node.overwritten(freed) if node.overwrites and new else None
+        over = node.overwritten(freed) if new and node.overwrites else None
         if over is not None:  # its bytes now belong to the output
             self.held_nbytes -= graph.values[over].nbytes
             self.overwritten.add(over)
@@ -125,9 +126,14 @@ class _Run:
         self.made.update(new)
         self.count(index, backward)
 
-    def check(self, node: Node, backward: bool) -> None:
-        """Raises an error if a node cannot run, because values are missing or the backward pass is to come."""
-        writes = node.writes if not self.counts[node.id] else ()
+    def check(self, node: Node, writes: Collection[int], backward: bool) -> None:
+        """Raises an error if a node cannot run, because values are missing or the backward pass is to come.
+
+        Args:
+            node: the node.
+            writes: the values that this run of the node writes over.
+            backward: whether the backward pass has begun.
+        """
         if self.live.issuperset(node.inputs) and not writes and (backward or not node.backward):
             return
         missing = [v for v in node.inputs if v not in self.live]
