@@ -34,6 +34,7 @@ from torch._dynamo import allow_in_graph, config, convert_frame, symbolic_conver
 from torch._dynamo import guards as dynamo_guards
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.hooks import Hooks
+from torch._dynamo.mutation_guard import install_generation_tagging_init
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
@@ -96,6 +97,9 @@ __all__ = ["CaptureError", "Captured", "Entry", "Input", "capture"]
 
 for mark in (marks.begin, marks.end, marks.name):
     allow_in_graph(mark)
+# Dynamo replaces `nn.Module.__init__` at the first `torch.compile` of a process. Replaced before the first capture, it
+# does not differ from what a capture has read.
+install_generation_tagging_init()
 
 _LOGGING = ("debug", "info", "warning", "error", "critical", "exception", "log", "warning_once", "warning_advice")
 """Names of logging calls, including those that Hugging Face adds. A plan does not repeat logging calls."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -253,3 +255,24 @@ def test_cotangents_of_all_layouts(product: str) -> None:
     found = fckpt.stats(region)
     assert found.captures == 1 and not found.fallbacks
     assert found.plans <= 3  # expanded ones share that of the output's strides
+
+
+FIRST_COMPILED = """
+import fckpt, torch
+from torch import nn
+
+def loss(layer, x):
+    return nn.Sequential(layer, nn.Tanh())(x).sum()
+
+region, layer, x = fckpt.remat(loss, budget=1.0), nn.Linear(4, 4), torch.ones(2, 4)
+region(layer, x).backward()
+torch.compile(torch.sin, backend="eager")(x)
+region(layer, x).backward()
+print(fckpt.stats(region).captures)
+"""
+
+
+def test_the_first_compilation_of_a_process_changes_no_class_that_was_read() -> None:
+    """Dynamo replaces the constructor of modules then, so this needs a process that has compiled nothing."""
+    made = subprocess.run([sys.executable, "-c", FIRST_COMPILED], capture_output=True, text=True)
+    assert made.stdout.split() == ["1"], made.stderr
