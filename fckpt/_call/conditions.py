@@ -409,6 +409,7 @@ class Conditions:
             stack.enter_context(self.settings_restored(completed))
             if left:
                 stack.enter_context(placed(left))
+            stack.enter_context(_same_leaves([t for t, _ in self.watched]))
             yield Again(roots[0], roots[1:], scratch, versions)
 
     def _changes(self, placing: Sequence[Slot]) -> tuple[list[Slot], frozenset[int], Versions]:
@@ -435,6 +436,21 @@ class Conditions:
         changes += placing
         changes += [(buffer.buffers, buffer.name, t) for buffer, t in stand_ins]
         return changes, frozenset(id(t) for _, t in stand_ins), versions
+
+
+@contextlib.contextmanager
+def _same_leaves(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Restores after the body which leaves autograd tracks.
+
+    A function may freeze parameters and thaw them at its end, which a recompute does not reach if it may stop earlier.
+    """
+    before = [(t, t.requires_grad) for t in tensors if t.is_leaf]
+    try:
+        yield
+    finally:
+        for tensor, flag in before:
+            if tensor.requires_grad != flag:
+                tensor.requires_grad_(flag)
 
 
 def _installed(parts: Sequence[ModuleParts]) -> list[Slot]:
