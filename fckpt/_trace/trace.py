@@ -168,6 +168,7 @@ def _traced(
         computed = [layout.computed for layout in layouts]
         operands = stand_ins if levels is None else levels.wrapped(stand_ins, tracked, computed)
         del stand_ins
+        flags = [t.requires_grad for t in operands]
         new = {id(t): operand for t, operand in zip(tensors, operands, strict=True)}
         args, kwargs = arguments.rebuild(operands[:count])
         closed = [(holder, key, replaced(value, new)) for holder, key, value in slots]
@@ -186,6 +187,7 @@ def _traced(
                     result = place[0](*args, **kwargs)  # a partial or a bound method may itself hold tensors
                 refuse_hooks(hooks, [*operands, *tensors], result)
                 check_assignments(closed, before, recorder)
+                _refuse_switched(operands, flags, origins)
                 refuse_accumulated(fn, operands)
         if donated:
             kept = fn.returned_operands(result) if isinstance(fn, GraphFunction) else set()
@@ -258,6 +260,20 @@ def _python_code(
         stack.enter_context(impure_calls_refused(reads, inference))
         stack.enter_context(with_attributes_of(tensors, operands))
         yield
+
+
+def _refuse_switched(operands: Sequence[torch.Tensor], flags: Sequence[bool], origins: Sequence[str]) -> None:
+    for i, (tensor, flag) in enumerate(zip(operands, flags, strict=True)):
+        if tensor.is_leaf and tensor.requires_grad != flag:
+            raise TraceError(
+                f"the function leaves `requires_grad` of {_named(origins, i)} at {not flag}, where it was {flag} "
+                "before the call, which a plan would not repeat. Set it before the call of the function, or set it "
+                f"back within the function. {WAY_OUT}"
+            )
+
+
+def _named(origins: Sequence[str], i: int) -> str:
+    return f"`{origins[i]}`" if i < len(origins) and origins[i] else "a tensor"
 
 
 def _refuse_lost_grad(results: Results, layouts: Sequence[Layout]) -> None:
