@@ -64,13 +64,14 @@ def test_a_function_that_freezes_parameters(options: dict[str, Any], thawed: boo
 
     def trained(wrap: Any) -> list[Any]:
         torch.manual_seed(0)
-        generator, discriminator = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        generator, last = nn.Linear(4, 4), nn.Linear(4, 1)
+        discriminator = nn.Sequential(nn.Linear(4, 4), last)
 
         def loss(x: torch.Tensor) -> torch.Tensor:
             discriminator.requires_grad_(False)
             y = discriminator(torch.tanh(generator(x))).square().mean()
             if thawed:
-                discriminator[1].weight.requires_grad = True
+                last.weight.requires_grad = True
                 discriminator.requires_grad_(True)
             return y
 
@@ -104,4 +105,4 @@ def test_an_argument_that_begins_to_require_grad_inside() -> None:
     x, other = (torch.ones(3, 4, requires_grad=True) for _ in range(2))
     planned(x, w).backward()
     (expected,) = torch.autograd.grad(loss(other, w), other)
-    assert torch.equal(x.grad, expected)
+    assert x.grad is not None and torch.equal(x.grad, expected)
