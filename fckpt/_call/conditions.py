@@ -409,7 +409,7 @@ class Conditions:
             stack.enter_context(self.settings_restored(completed))
             if left:
                 stack.enter_context(placed(left))
-            stack.enter_context(_same_leaves([t for t, _ in self.watched]))
+            stack.enter_context(_same_flags([t for t, _ in self.watched]))
             yield Again(roots[0], roots[1:], scratch, versions)
 
     def _changes(self, placing: Sequence[Slot]) -> tuple[list[Slot], frozenset[int], Versions]:
@@ -439,8 +439,8 @@ class Conditions:
 
 
 @contextlib.contextmanager
-def _same_leaves(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restores after the body which leaves autograd tracks.
+def _same_flags(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Restores `requires_grad` of leaves after the body.
 
     A function may freeze parameters and thaw them at its end, which a recompute does not reach if it may stop earlier.
     """
