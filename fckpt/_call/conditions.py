@@ -8,7 +8,7 @@ forward saw, and generators and buffers end where the plain function leaves them
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -409,7 +409,7 @@ class Conditions:
             stack.enter_context(self.settings_restored(completed))
             if left:
                 stack.enter_context(placed(left))
-            stack.enter_context(_same_flags([t for t, _ in self.watched]))
+            stack.enter_context(_same_flags(t for t, _ in self.watched))
             yield Again(roots[0], roots[1:], scratch, versions)
 
     def _changes(self, placing: Sequence[Slot]) -> tuple[list[Slot], frozenset[int], Versions]:
@@ -439,7 +439,7 @@ class Conditions:
 
 
 @contextlib.contextmanager
-def _same_flags(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def _same_flags(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Restores `requires_grad` of leaves after the body.
 
     A function may freeze parameters and thaw them at its end, which a recompute does not reach if it may stop earlier.

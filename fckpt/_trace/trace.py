@@ -152,6 +152,7 @@ def _traced(
     target: NamedDevice | None,
 ) -> Trace:
     tensors = [*arguments.tensors, *closure]
+    names = [*origins, *[""] * (len(tensors) - len(origins))]
     enabled = torch.is_grad_enabled() or any(layout.requires_grad for layout in layouts)
     wrapped = batch is not None or any(layout.transformed or layout.at_level for layout in layouts)
     graph, inference = isinstance(fn, (GraphFunction, BatchedGraph)), torch.is_inference_mode_enabled()
@@ -168,7 +169,6 @@ def _traced(
         computed = [layout.computed for layout in layouts]
         operands = stand_ins if levels is None else levels.wrapped(stand_ins, tracked, computed)
         del stand_ins
-        flags = [t.requires_grad for t in operands]
         new = {id(t): operand for t, operand in zip(tensors, operands, strict=True)}
         args, kwargs = arguments.rebuild(operands[:count])
         closed = [(holder, key, replaced(value, new)) for holder, key, value in slots]
@@ -187,7 +187,7 @@ def _traced(
                     result = place[0](*args, **kwargs)  # a partial or a bound method may itself hold tensors
                 refuse_hooks(hooks, [*operands, *tensors], result)
                 check_assignments(closed, before, recorder)
-                _refuse_switched(operands, flags, origins)
+                _refuse_switched(operands, tracked, names)
                 refuse_accumulated(fn, operands)
         if donated:
             kept = fn.returned_operands(result) if isinstance(fn, GraphFunction) else set()
@@ -200,7 +200,6 @@ def _traced(
         late: list[LateReads] = []
         with registered_code_watched(fn) if graph else late_code_watched(reads, before.again(), slots, late):
             results.differentiate(backward, carried)
-    names = [*origins, *[""] * (len(operands) - len(origins))]
     assembly = Assembly(recorder, results.interface(), names)
     traced = assembly.trace()
     if recorder.ending is not None:
@@ -262,18 +261,14 @@ def _python_code(
         yield
 
 
-def _refuse_switched(operands: Sequence[torch.Tensor], flags: Sequence[bool], origins: Sequence[str]) -> None:
-    for i, (tensor, flag) in enumerate(zip(operands, flags, strict=True)):
-        if tensor.is_leaf and tensor.requires_grad != flag:
+def _refuse_switched(operands: Sequence[torch.Tensor], tracked: Sequence[bool], names: Sequence[str]) -> None:
+    for operand, before, name in zip(operands, tracked, names, strict=True):
+        if operand.is_leaf and operand.requires_grad != before:
             raise TraceError(
-                f"the function leaves `requires_grad` of {_named(origins, i)} at {not flag}, where it was {flag} "
-                "before the call, which a plan would not repeat. Set it before the call of the function, or set it "
-                f"back within the function. {WAY_OUT}"
+                f"the function leaves `requires_grad` of {f'`{name}`' if name else 'a tensor'} at {not before}, where "
+                f"it was {before} before the call, which a plan would not repeat. Set it before the call of the "
+                f"function, or set it back within the function. {WAY_OUT}"
             )
-
-
-def _named(origins: Sequence[str], i: int) -> str:
-    return f"`{origins[i]}`" if i < len(origins) and origins[i] else "a tensor"
 
 
 def _refuse_lost_grad(results: Results, layouts: Sequence[Layout]) -> None:
