@@ -59,8 +59,10 @@ class Families:
     def __init__(self) -> None:
         self._known: dict[str, tuple[Schedule, ...]] = {}
         """Schedules by structure, the latest first. Tuples, because other threads may be adapting them."""
+        self._noted: dict[int, tuple[Plan, StoredPlans | None]] = {}
+        """Plans, adapted or found quickly, whose graphs are to be solved if they are used again, by id: the latest."""
         self._pending: dict[int, tuple[Plan, background.Request, StoredPlans | None]] = {}
-        """Plans, adapted or found quickly, whose graphs are being solved in the background, by id."""
+        """Such plans whose graphs are being solved in the background, by id."""
         self._better: dict[int, tuple[Plan, Plan]] = {}
         """Such plans with the faster plans that replace them, by id: the latest ones."""
 
@@ -106,11 +108,12 @@ class Families:
         self._add(structure(plan.graph), plan)
 
     def solve_later(self, plan: Plan, stored: StoredPlans | None = None) -> None:
-        """Has a plan solved in the background, and the result stored on disk, unless the plan recomputes nothing."""
+        """Has a plan solved in the background once it is used again, unless the plan recomputes nothing.
+
+        Many sizes occur once. The result is stored on disk.
+        """
         if plan.overhead > 0:
-            for other in list(self._pending)[: 1 - _PENDING]:
-                self._pending.pop(other, None)
-            self._pending[id(plan)] = plan, background.Request(plan), stored
+            self._noted = dict([*self._noted.items(), (id(plan), (plan, stored))][-_MOST:])
 
     def improved(self, plan: Plan) -> Plan | None:
         """Returns a faster plan that was solved in the background meanwhile; None if there is none.
@@ -120,6 +123,11 @@ class Families:
         better = self._better.get(id(plan))
         if better is not None and better[0] is plan:  # other programs of the plan ask as well
             return better[1]
+        noted = self._noted.pop(id(plan), None)
+        if noted is not None and noted[0] is plan:
+            for other in list(self._pending)[: 1 - _PENDING]:
+                self._pending.pop(other, None)
+            self._pending[id(plan)] = plan, background.Request(plan), noted[1]
         pending = self._pending.get(id(plan))
         if pending is None:
             return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -55,6 +55,13 @@ class Lowered:
     """The values of the variables `a0`, `a1`, ... in the source."""
     residuals: tuple[str, ...] = ()
     """The names of the residuals in the source."""
+    written: _Written | None = field(default=None, repr=False)
+    """The code, see `at`."""
+
+    def at(self, trace: Trace) -> Lowered:
+        """Returns the functions of the same schedule for a trace that the same trace with symbols made."""
+        assert self.written is not None
+        return _bound(self.written, trace)
 
     def is_same(self, other: Lowered) -> bool:
         """Whether another pair of functions does the same."""
@@ -91,11 +98,15 @@ def lower(trace: Trace, schedule: Schedule | FusedSchedule, graph: Graph) -> Low
     Raises:
         PlanError: the schedule does not belong to the trace.
     """
-    written = _written(trace, schedule, graph)
+    return _bound(_written(trace, schedule, graph), trace)
+
+
+def _bound(written: _Written, trace: Trace) -> Lowered:
+    """Returns the functions with the arguments of the operations of a trace."""
     arguments = tuple([_argument(trace.calls, path) for path in written.arguments])
     scope = written.scope | {f"a{i}": value for i, value in enumerate(arguments)}
     exec(written.code, scope)
-    return Lowered(scope["forward"], scope["backward"], written.source, arguments, written.residuals)
+    return Lowered(scope["forward"], scope["backward"], written.source, arguments, written.residuals, written)
 
 
 def _written(trace: Trace, schedule: Schedule | FusedSchedule, graph: Graph) -> _Written:

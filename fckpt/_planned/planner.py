@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,11 +31,12 @@ from fckpt._planned.making import identity, make_plan, nbytes_of, priced
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.program import Program
 from fckpt._planned.programs import Experience, Programs
+from fckpt._planned.refusals import explaining, latest
+from fckpt._planned.resized import Resized
 from fckpt._planned.sized_traces import SizedTraces
 from fckpt._planned.stored import StoredPlans, stored_plans
 from fckpt._planned.tiling import Tile, tiled_as_planned, tiled_or_hinted
 from fckpt._planned.tracing import (
-    REACHES,
     TRACING,
     CapturedTensors,
     as_on_cpu,
@@ -49,11 +48,11 @@ from fckpt._planned.tracing import (
 )
 from fckpt._recompute.closed_over import unwatched
 from fckpt._tile.rewriting import rewritten
-from fckpt._trace.effects import ASSIGNS
 from fckpt._trace.layouts import layouts_below
 from fckpt._trace.named_device import NamedDevice
 from fckpt._trace.operations import Backward, Layout, Trace
 from fckpt._trace.stand_ins import WAY_OUT
+from fckpt.cost import Measured
 from fckpt.cost.calls import CostSource
 from fckpt.errors import (
     ArgumentTypeError,
@@ -127,6 +126,8 @@ class Planner:
         self.experience = Experience()
         self.sizes = SizedTraces(functools.partial(self.ledger.count, "sized"))
         self.families = Families()
+        alike = policy is None and plan is None and not cuda_graphs and is_shared(solver, tile)
+        self.resized = Resized(costs or Measured()) if alike else Resized(None)
         self.plans: dict[Any, Plan] = {}
         """The latest plans, by everything on which a plan depends, see `identity`."""
         self.ledger.expected = lambda: max([plan.baseline_peak_bytes for plan in self.plans.values()], default=None)
@@ -296,6 +297,9 @@ class Planner:
                 if whole is not None:
                     with contextlib.suppress(TraceError, RuntimeError):  # fused operations have no derivative
                         of_training = whole(self.experience.likely())
+            program = None if batches or whole is not None else self._resized(traced)
+            if program is not None:
+                return program
             try:
                 plan = self.plan(traced, batches, of_training)
             except BudgetError as error:
@@ -310,6 +314,23 @@ class Planner:
             program = Program(traced, plan, count, kernels, within)
         if self.graphs is not None:
             check_recordable(program)
+        self.resized.add(program)
+        return program
+
+    def _resized(self, traced: Trace) -> Program | None:
+        """Returns a program made from a program of another size, if there is one that is good enough."""
+        if self.budget is None or not self.resized.knows(traced) or mesh_in_use() is not None:
+            return None
+        key = identity(traced), (), None
+        if key in self.plans:
+            return None
+        with self.ledger.timed("price"):
+            program = self.resized.program(traced, self.budget)
+        if program is not None:
+            for counted in ("adapted", "plans", "programs"):
+                self.ledger.count(counted)
+            self._remember(key, program.plan)
+            self.families.solve_later(program.plan, self._stored(traced))
         return program
 
     def _with_less(self, program: Program, nbytes: int) -> Lowered:
@@ -405,27 +426,13 @@ class Planner:
         self.captures = [entry for entry in self.captures if entry[0] is not captured]
         self.refusals[captured.below] = why
 
-    @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
+    def explaining(self) -> contextlib.AbstractContextManager[None]:
         """Adds to a `TraceError` of the body, which traces Python code, why the function was not captured."""
-        try:
-            yield
-        except TraceError as error:
-            reasons = self.refused().replace(WAY_OUT, "").strip().rstrip(".")
-            self.refusals.clear()  # the obstacle may be gone at the next call
-            if not reasons or reasons in str(error) or _is_same_place(str(error), reasons):
-                raise
-            for beginning, why in ((ASSIGNS, "which may assign nothing"), (REACHES, "which is not possible here")):
-                if str(error).startswith(beginning):  # more distant than the obstacle to a capture
-                    raise TraceError(
-                        f"the function cannot be captured: {reasons}. It is traced by running its Python code instead, "
-                        f"{why}: {error}"
-                    ) from error
-            raise TraceError(f"{error} (Nor could it be captured: {reasons}.)") from error
+        return explaining(self.refusals)
 
     def refused(self) -> str:
         """Returns why the function was not captured; empty if it was captured."""
-        return next(reversed(self.refusals.values()), "")
+        return latest(self.refusals)
 
     # -- plans
 
@@ -579,9 +586,3 @@ def _with_outputs(error: BudgetError, traced: Trace) -> BudgetError:
         f" The plan is for a gradient of {count} outputs together, which is expected until the backward pass shows "
         "which outputs are differentiated: return only those."
     )
-
-
-def _is_same_place(error: str, reasons: str) -> bool:
-    """Whether an error and the reasons against a capture name one line of code: `model.py:12`."""
-    found = re.match(r"(.+?):(\d+)\b", error)
-    return found is not None and os.path.basename(found[1]) in reasons and f"line {found[2]}" in reasons

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -38,22 +39,14 @@ class Program:
             kernels: the kernels that run it, see `remat`.
             within: for compiled kernels, see `with_blocks`.
         """
-        self.trace = trace
-        self.plan = plan
         self.kernels: Kernels = kernels
+        self.count = count
         running = plan if kernels == "aten" else with_blocks(trace, plan, kernels, within)
         self.schedule = schedule = running.schedule
-        self.graph = graph = plan.graph
-        self.unfused = lower(trace, schedule, graph)
-        """The lowered functions that run operation by operation, for cotangents with other strides than planned."""
+        graph = plan.graph
         self.fused = None if kernels == "aten" else running.fused
         """The schedule with compiled blocks; None if there are none."""
-        self.lowered = self.unfused if self.fused is None else lower(trace, self.fused, graph)
-        if self.lowered.residuals != self.unfused.residuals:  # the backward pass of one may follow on the other forward
-            self.fused, self.lowered = None, self.unfused
-        self.count = count
-        self.ambient = ambient.capture()
-        """The settings of the trace, which are those of every call. The backward pass recomputes under them."""
+        self._fit(trace, plan, lower(trace, schedule, graph))
         self.constants = [data for _, data in trace.constants]
         self.written = {operand for _, operand in trace.versions}
         """The operands that the call writes."""
@@ -61,10 +54,6 @@ class Program:
         """The operands of interest: all arguments, and the captured tensors that the operations use or write."""
         self.draws = any(node.random for node in trace.graph.nodes)
         """Whether an operation draws random numbers."""
-        self.backward = trace.backward
-        """The planned backward pass."""
-        self.returned = _returned(trace)
-        """The result as the caller sees it: tree structure, leaves, and the shapes and dtypes of its tensors."""
         closed_over = [i for i in range(count, len(trace.operands)) if i in self.uses]
         self.read_only = [i for i in closed_over if i not in self.written]
         """The captured tensors that are used but not written. They are operands of the call for autograd."""
@@ -102,9 +91,39 @@ class Program:
         """The captured tensors that the forward pass writes and the backward pass reads."""
         self.writes_late = any(graph.nodes[call.node].backward for call in trace.calls if call.node and call.replaced)
         """Whether the backward pass has in-place operations, which do not work with batched cotangents."""
-        self._taken: dict[tuple[tuple[int, ...], ...], bool] = {}
         self.casts = _cast(trace)
         """The operands that autocast casts, and whose casts it may cache."""
+
+    def _fit(self, trace: Trace, plan: Plan, lowered: Lowered) -> None:
+        """Sets what depends on sizes."""
+        self.trace = trace
+        self.plan = plan
+        self.graph = plan.graph
+        self.unfused = lowered
+        """The lowered functions that run operation by operation, for cotangents with other strides than planned."""
+        self.lowered = self.unfused if self.fused is None else lower(trace, self.fused, self.graph)
+        if self.lowered.residuals != self.unfused.residuals:  # the backward pass of one may follow on the other forward
+            self.fused, self.lowered = None, self.unfused
+        self.ambient = ambient.capture()
+        """The settings of the trace, which are those of every call. The backward pass recomputes under them."""
+        self.backward = trace.backward
+        """The planned backward pass."""
+        self.returned = _returned(trace)
+        """The result as the caller sees it: tree structure, leaves, and the shapes and dtypes of its tensors."""
+        self._taken: dict[tuple[tuple[int, ...], ...], bool] = {}
+
+    def at(self, trace: Trace, plan: Plan) -> Program:
+        """Returns the program of a trace that the same trace with symbols made for other sizes.
+
+        Args:
+            trace: the trace.
+            plan: a plan with the schedule of this program, whose graph overwrites the same values.
+        """
+        found = copy.copy(self)
+        for name in ("dependents", "functional", "timeline", "again_nbytes"):  # cached
+            vars(found).pop(name, None)
+        found._fit(trace, plan, self.unfused.at(trace))
+        return found
 
     @functools.cached_property
     def dependents(self) -> dict[int, tuple[int, ...]]:
@@ -131,6 +150,8 @@ class Program:
     @functools.cached_property
     def timeline(self) -> Timeline:
         """The memory of the program, step by step, with its compiled blocks."""
+        if self.executed is self.plan.schedule and self.plan.fused is None:
+            return self.plan.timeline
         return simulate(self.graph, self.executed)
 
     @functools.cached_property

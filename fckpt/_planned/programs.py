@@ -73,6 +73,7 @@ class Programs:
                 if self._last is None:
                     made = self._make(self._experience.likely())
                     self._made[made.backward] = self._last = made
+                    return made
         last = self._last  # another thread may replace it now
         better = self._improved(last)
         if better is not last:

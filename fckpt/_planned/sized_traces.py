@@ -19,6 +19,7 @@ from fckpt._planned.tracing import GraphTracer
 from fckpt._trace.memories import memory_of
 from fckpt._trace.operations import Backward, Batch, Layout, Trace, strides_of
 from fckpt.cost.by_size import CostsBySize
+from fckpt.graph.graph import changed
 
 if TYPE_CHECKING:
     from fckpt._trace.sized import SizedTrace
@@ -158,7 +159,7 @@ class SizedTraces:
                 found = _found(general, sizes, layouts, backward)
                 if found is not None:
                     self._count()
-                    return dataclasses.replace(found, given=tensors, other_sizes=structure.costs)
+                    return changed(found, given=tensors, other_sizes=structure.costs)
             made = dataclasses.replace(tracer(backward), other_sizes=structure.costs)
             if backward.then is None:
                 structure.add(_Call(sizes, layouts, numbers, made), tracer, backward)

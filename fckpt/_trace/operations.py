@@ -198,6 +198,8 @@ class General(NamedTuple):
     """The values of the symbols."""
     calls: tuple[Call, ...]
     """A trace with other calls was changed afterwards."""
+    nbytes: tuple[int, ...]
+    """By value of the graph: its bytes."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from fckpt._trace.operations import (
     places_of,
     plain_cotangents,
 )
-from fckpt.graph.graph import Value, changed
+from fckpt.graph.graph import Node, Value, changed
 
 __all__ = ["SizedTrace", "Symbols", "Unsized", "same_trace", "sizes_of"]
 
@@ -112,19 +112,24 @@ class SizedTrace:
             "calls": writer.text(trace.calls),
             "leaves": writer.text(trace.leaves),
             "backward": writer.text(trace.backward),
-            "values": writer.text(trace.graph.values),
         }
+        values = writer.text(trace.graph.values)
+        nbytes = "".join([writer.text(value.nbytes) + ", " for value in trace.graph.values])
         conditions = _conditions(env, symbols)
         made = ", ".join(f"{name!r}: {text}" for name, text in fields.items())
         arguments, numbers = ", ".join(symbols.names), ", ".join(writer.numbers)
         found = ", ".join(f"{name}={name}" for name in writer.numbers)
         source = f"def numbers({arguments}):\n{writer.assignments()}    return dict({found})\n"
         source += f"def made({numbers}):\n    return {{{made}}}\n"
+        source += f"def values({numbers}):\n    return {values}\n"
+        source += f"def nbytes({numbers}):\n    return ({nbytes})\n"
         source += f"def holds({arguments}):\n    return {' and '.join(conditions)}\n"
         scope = writer.scope
         exec(compile(source, "<fckpt sizes>", "exec"), scope)
         self._numbers: Callable[..., dict[str, Any]] = scope["numbers"]
         self._made: Callable[..., dict[str, Any]] = scope["made"]
+        self._values: Callable[..., tuple[Value, ...]] = scope["values"]
+        self._nbytes: Callable[..., tuple[int, ...]] = scope["nbytes"]
         self._holds: Callable[..., bool] = scope["holds"]
         named = self._made(**{name: _named(name, value) for name, value in writer.numbers.items()})
         self.calls: tuple[Call, ...] = named["calls"]
@@ -142,12 +147,14 @@ class SizedTrace:
             numbers = self._numbers(*sizes)
         except (ArithmeticError, ValueError):  # a division by 0, or the root of a negative number
             return None
-        made, graph = self._made(**numbers), self._trace.graph
-        values = made.pop("values")
-        texts = self._arguments(made["tensors"], numbers)
-        nodes = [changed(node, arguments=texts[node.arguments]) for node in graph.nodes]
-        graph = graph.with_costs(nodes, values)
-        return dataclasses.replace(self._trace, graph=graph, general=General(self, tuple(sizes), made["calls"]), **made)
+        made = self._made(**numbers)
+        graph = self._trace.graph.deferred(lambda: (self._nodes(made["tensors"], numbers), self._values(**numbers)))
+        general = General(self, tuple(sizes), made["calls"], self._nbytes(**numbers))
+        return changed(self._trace, graph=graph, general=general, **made)
+
+    def _nodes(self, tensors: Sequence[TensorSpec], numbers: dict[str, Any]) -> list[Node]:
+        texts = self._arguments(tensors, numbers)
+        return [changed(node, arguments=texts[node.arguments]) for node in self._trace.graph.nodes]
 
     def _arguments(self, tensors: Sequence[TensorSpec], numbers: dict[str, Any]) -> dict[str, str]:
         """Returns the arguments of nodes at some sizes, by their texts with symbols."""

@@ -8,6 +8,7 @@ architectures", 2009, https://doi.org/10.1145/1498765.1498785.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Analytic:
 
 def flops_of(call: Call, specs: Sequence[TensorSpec]) -> int:
     """Counts floating point operations with torch's FLOP counter, or else as one per element of the largest tensor."""
-    formula = _formula_of(call)
+    formula = _formula_of(call.op)
     if formula is not None:
         try:
             args, kwargs = _shapes(call.args, specs), _shapes(call.kwargs, specs)
@@ -76,14 +77,15 @@ def flops_of(call: Call, specs: Sequence[TensorSpec]) -> int:
     return max((math.prod(spec.shape) for spec in tensors), default=0)
 
 
-def _formula_of(call: Call) -> Callable[..., Any] | None:
+@functools.lru_cache(1024)
+def _formula_of(op: Any) -> Callable[..., Any] | None:
     """Returns the formula of torch's FLOP counter for an operation, if there is one."""
     from torch.utils import flop_counter
 
-    formula = flop_counter.flop_registry.get(getattr(call.op, "overloadpacket", call.op))
-    if formula is not None or not packet(call).startswith(_FLASH_CPU):
+    formula, name = flop_counter.flop_registry.get(getattr(op, "overloadpacket", op)), str(op)
+    if formula is not None or not name.startswith(_FLASH_CPU):
         return formula
-    return flop_counter.sdpa_backward_flop if packet(call).endswith("backward") else flop_counter.sdpa_flop
+    return flop_counter.sdpa_backward_flop if "backward" in name else flop_counter.sdpa_flop
 
 
 _FLASH_CPU = "aten._scaled_dot_product_flash_attention_for_cpu"

@@ -21,7 +21,7 @@ import functools
 import itertools
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,9 @@ _ENOUGH = 3
 
 _MOST = 64
 """The number of sizes of an operation whose memory is remembered."""
+
+_SCALARS = 64
+"""The most bytes that are taken for numbers that a kernel puts into tensors: `mean` divides by one, for example."""
 
 _BY_SIZE = re.compile("conv|mkldnn|miopen|cudnn|rnn|lstm|gru|fft|sparse|quantized|_aa")
 """Names of operations whose sizes choose between algorithms."""
@@ -101,6 +104,8 @@ class _Measured:
     """Pairs of work and seconds."""
     temporaries: dict[_Shapes, int] = field(default_factory=dict)
     """By shapes: the bytes besides the results."""
+    constant: int | None = None
+    """These bytes, if they have been the same at all sizes."""
     unforeseen: bool = False
     """Whether the operation needed other memory for its results than expected."""
 
@@ -125,6 +130,8 @@ class CostsBySize:
             bisect.insort(known.times, (work, cost.seconds))
         if _used(call, cost.storages) != _used(call, operation.results):
             known.unforeseen = True
+        is_same = not known.temporaries or known.constant == cost.temporary_nbytes
+        known.constant = cost.temporary_nbytes if is_same else None
         known.temporaries[operation.shapes] = cost.temporary_nbytes
         if len(known.temporaries) > _MOST:
             del known.temporaries[next(iter(known.temporaries))]
@@ -141,7 +148,7 @@ class CostsBySize:
         known = self._known.get(operation.place)
         if known is None or known.unforeseen:
             return None
-        temporary = _temporary(known.temporaries, operation)
+        temporary = _temporary(known, operation)
         if temporary is None:
             return None
         seconds = _seconds(known.times, operation.work)
@@ -160,25 +167,25 @@ def _seconds(points: Sequence[tuple[int, float]], work: int) -> float | None:
     return max(found, min([seconds for _, seconds in points]) / 2)
 
 
-def _temporary(known: Mapping[_Shapes, int], operation: Operation) -> int | None:
+def _temporary(measured: _Measured, operation: Operation) -> int | None:
     """Returns the bytes that an operation needs besides its results, if those at other sizes determine them."""
-    op = operation.call.op
+    op, known, constant = operation.call.op, measured.temporaries, measured.constant
     if getattr(op, "namespace", "") != "aten":
         return None
     is_pointwise = torch.Tag.pointwise in op.tags
-    if is_pointwise and not any(known.values()):
-        return 0 if known else None
+    if is_pointwise and constant == 0:
+        return 0
     specs = operation.specs
     if _chooses_by_size(op) or any(specs[t].device.type != "cpu" for t in operation.tensors):
         return None
     shapes = operation.shapes
     if shapes in known:
         return known[shapes]
+    if constant == 0:
+        return 0 if any(_is_within(shapes, larger) for larger in reversed(known)) else None
+    if not is_pointwise and (constant is None or constant > _SCALARS):
+        return None
     most = min((nbytes for larger, nbytes in known.items() if _is_within(shapes, larger)), default=None)
-    if most is None:
-        return None
-    if most > 0 and not is_pointwise:
-        return None
     least = max((nbytes for smaller, nbytes in known.items() if _is_within(smaller, shapes)), default=0)
     return most if most == least else None
 

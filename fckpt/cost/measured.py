@@ -202,11 +202,15 @@ def _prepared(
     return lambda: call.op(*args, **kwargs)
 
 
+_BLIND = {"aten.embedding_dense_backward"}
+"""Operations that read indices, whose kernels on the CPU allocate the same memory for all indices."""
+
+
 def _looks_at_data(call: Call, specs: Sequence[TensorSpec]) -> bool:
     """Whether the allocations of a kernel may depend on the contents of masks, indices or factors."""
     if packet(call) in PRODUCTS:
         return True
-    if torch.Tag.pointwise in getattr(call.op, "tags", ()):
+    if torch.Tag.pointwise in getattr(call.op, "tags", ()) or packet(call) in _BLIND:
         return False
     operands = {*tensors_of(call)}
     return any(not (specs[i].dtype.is_floating_point or specs[i].dtype.is_complex) for i in operands)

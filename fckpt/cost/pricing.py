@@ -26,7 +26,7 @@ from fckpt.errors import ArgumentTypeError, BudgetWarning, name_of, users_stackl
 from fckpt.graph.graph import Graph, Node, Value, changed
 from fckpt.report.progress import Line
 
-__all__ = ["price"]
+__all__ = ["Prices", "price", "prices"]
 
 
 def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
@@ -46,6 +46,43 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
     Warns:
         UserWarning: some operations were estimated, because `Measured` could not run them, or because they are custom.
     """
+    return prices(trace, source, progress=progress).of(trace.graph)
+
+
+class Prices(NamedTuple):
+    """What pricing found for a trace."""
+
+    seconds: list[float]
+    """By node, like the next three."""
+    flops: list[int]
+    temporary_nbytes: list[int]
+    replayed_nbytes: list[int]
+    nbytes: list[int]
+    """By value."""
+
+    def of(self, graph: Graph) -> Graph:
+        """Returns the graph of the trace with these prices."""
+        return graph.with_costs(*self.parts(graph))
+
+    def parts(self, graph: Graph) -> tuple[list[Node], list[Value]]:
+        """Returns the nodes and values of `of`."""
+        values = [
+            v if v.nbytes == nbytes else changed(v, nbytes=nbytes)
+            for v, nbytes in zip(graph.values, self.nbytes, strict=True)
+        ]
+        nodes = []
+        for node, *spent in zip(graph.nodes, *self[:4], strict=True):
+            seconds, flops, temporary, replayed = spent
+            found = changed(node, seconds=seconds, flops=flops, temporary_nbytes=temporary, replayed_nbytes=replayed)
+            nodes.append(_overwriting_equals(found, values) if found.overwrites or found.accumulates else found)
+        return nodes, values
+
+
+def prices(trace: Trace, source: CostSource, *, progress: bool = False) -> Prices:
+    """Returns the seconds, FLOPs and temporary bytes of every node of a trace, and the bytes of every value.
+
+    See `price`.
+    """
     shape = _shape_of(trace)
     calls = [call for call in trace.calls if call.node is not None]
     costs = _costs(trace, source, calls, shape.distinct, progress)
@@ -54,16 +91,18 @@ def price(trace: Trace, source: CostSource, *, progress: bool = False) -> Graph:
         assert call.node is not None
         cost = _with_dropped(results, costs[key])
         total[call.node] = _joined(total[call.node], cost) if call.node in total else cost
-    nodes = list(trace.graph.nodes)
-    for i, cost in total.items():
-        spent = {"seconds": cost.seconds, "flops": cost.flops, "temporary_nbytes": cost.temporary_nbytes}
-        nodes[i] = changed(nodes[i], **spent)
-    values = _measured_sizes(trace, shape, costs)
+    spent = [total.get(i, _FREE) for i in range(shape.nodes)]
+    temporary = [cost.temporary_nbytes for cost in spent]
+    before = trace.general.nbytes if trace.sized and trace.general else [value.nbytes for value in trace.graph.values]
+    nbytes = _measured_sizes(shape, costs, before)
     if shape.rounds:
         grain = source.profile.allocation_granularity if isinstance(source, Analytic) else None
-        values = _rounded(trace, values, grain)
-    nodes = [_overwriting_equals(n, values) if n.overwrites or n.accumulates else n for n in nodes]
-    return trace.graph.with_costs(_with_states(trace, shape, nodes), values)
+        nbytes = _rounded(trace, nbytes, grain)
+    replayed = _replayed(shape, temporary, before)
+    return Prices([cost.seconds for cost in spent], [cost.flops for cost in spent], temporary, replayed, nbytes)
+
+
+_FREE = OpCost(0.0, 0, 0)
 
 
 class _Results(NamedTuple):
@@ -82,6 +121,8 @@ class _Results(NamedTuple):
 class _Shape(NamedTuple):
     """What pricing reads from a trace that is the same at all sizes."""
 
+    nodes: int
+    """The number of nodes."""
     keys: list[str]
     """The signatures of the calls that belong to nodes. Calls with equal texts have equal costs. For a trace with
     symbols, these are texts with symbols."""
@@ -91,8 +132,8 @@ class _Shape(NamedTuple):
     """By call."""
     replaced: list[list[tuple[int, int]]]
     """By call: the values that it writes, each before and after."""
-    draws: list[int]
-    """The nodes that draw random numbers from a generator on the CPU."""
+    draws: dict[int, tuple[int, ...]]
+    """The nodes that draw random numbers from a generator on the CPU, each with the values that it makes."""
     late: set[int | None]
     """Random nodes that write to memory that is already allocated when the state of the generator is read."""
     watched: set[int | None]
@@ -117,11 +158,12 @@ def _shape_of(trace: Trace) -> _Shape:
 def _made_shape(trace: Trace, keys: list[str]) -> _Shape:
     calls = [call for call in trace.calls if call.node is not None]
     value_of = lambda tensor: trace.tensors[tensor].value
-    draws = [node.id for node in trace.graph.nodes if node.random and _is_on_cpu(trace, node)]
+    draws = {node.id: node.outputs for node in trace.graph.nodes if node.random and _is_on_cpu(trace, node)}
     drawing = [call for call in (calls if draws else ()) if is_random(call.op)]
     late = {call.node for call in drawing if all(made is None for made in call.outputs)}
     watched = {call.node for call in drawing if not is_tagged_random(call.op)}
     return _Shape(
+        len(trace.graph.nodes),
         keys,
         {key: position for position, key in enumerate(keys)},
         [_results_of(trace, call) for call in calls],
@@ -206,24 +248,29 @@ def _measured(
 _PRICED = "priced {} of {} operations"
 
 
-def _with_states(trace: Trace, shape: _Shape, nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Returns the nodes with the memory that torch allocates to read the state of a generator.
+def _replayed(shape: _Shape, temporary: list[int], nbytes: Sequence[int]) -> list[int]:
+    """Returns, by node, the memory that torch allocates to read the state of a generator.
 
     A planned call does so when it runs a random operation again: before the operation and, if other threads might draw,
-    after it as well.
+    after it as well. For custom operations, which are watched whenever they run, the memory is added to `temporary`.
+
+    Args:
+        shape: the shape of the trace.
+        temporary: the temporary bytes by node.
+        nbytes: the bytes by value, as traced.
     """
+    found = [0] * shape.nodes
     if not shape.draws:
-        return tuple(nodes)
-    found = list(nodes)
+        return found
     state, alone = torch.default_generator.get_state().nbytes, threading.active_count() == 1
-    for i in shape.draws:
-        if i in shape.watched:
-            found[i] = changed(nodes[i], temporary_nbytes=max(nodes[i].temporary_nbytes, state))
+    for node, outputs in shape.draws.items():
+        if node in shape.watched:
+            temporary[node] = max(temporary[node], state)
             continue
-        early = alone and i not in shape.late
-        made = sum([trace.graph.values[v].nbytes for v in nodes[i].outputs]) if early else 0
-        found[i] = changed(nodes[i], replayed_nbytes=max(0, state - made))
-    return tuple(found)
+        early = alone and node not in shape.late
+        made = sum([nbytes[v] for v in outputs]) if early else 0
+        found[node] = max(0, state - made)
+    return found
 
 
 def _warn(source: Measured, before: set[str]) -> None:
@@ -270,37 +317,35 @@ def _held(trace: Trace, operands: Mapping[int, tuple[TensorSpec, Memory]], call:
     return found
 
 
-def _measured_sizes(trace: Trace, shape: _Shape, costs: Mapping[str, OpCost]) -> list[Value]:
-    """Returns the values of the graph with the sizes measured as each call made them, as far as they were measured."""
-    sizes: dict[int, int] = {}
+def _measured_sizes(shape: _Shape, costs: Mapping[str, OpCost], before: Sequence[int]) -> list[int]:
+    """Returns the bytes of all values: those measured as each call made them, or else those `before`."""
+    found = list(before)
+    seen: set[int] = set()
     for key, results, replaced in zip(shape.keys, shape.results, shape.replaced, strict=True):
         storages = costs[key].storages
         for value, positions in results.values if storages else ():
-            seen = [storages[i] for i in positions if i < len(storages)]
-            if seen:  # a storage that an earlier result shares is measured as 0
-                sizes[value] = max(sum(seen), sizes.get(value, 0))
-        for before, after in replaced:  # both versions have the same memory
-            if before in sizes and after >= 0 and trace.graph.values[after].nbytes:
-                sizes[after] = sizes[before]
-    values = list(trace.graph.values)
-    for value, nbytes in sizes.items():
-        if values[value].nbytes != nbytes:
-            values[value] = changed(values[value], nbytes=nbytes)
-    return values
+            sizes = [storages[i] for i in positions if i < len(storages)]
+            if sizes:  # a storage that an earlier result shares is measured as 0
+                found[value] = max(sum(sizes), found[value]) if value in seen else sum(sizes)
+                seen.add(value)
+        for old, new in replaced:  # both versions have the same memory
+            if old in seen and new >= 0 and before[new]:
+                found[new] = found[old]
+                seen.add(new)
+    return found
 
 
-def _rounded(trace: Trace, values: Sequence[Value], grain: int | None) -> list[Value]:
-    """Returns the values with the bytes that the allocators of their devices take for them.
+def _rounded(trace: Trace, nbytes: Sequence[int], grain: int | None) -> list[int]:
+    """Returns the bytes that the allocators of their devices take for the values.
 
     Args:
         trace: the trace.
-        values: the values of its graph.
+        nbytes: the bytes by value of its graph.
         grain: the allocator of the GPU rounds up to a multiple of this many bytes; None for that of torch.
     """
     there = {spec.value: spec.device for spec in trace.tensors if spec.device.type not in ("cpu", "meta")}
     grains = {device: grain or granularity(device) for device in {*there.values()}}
-    size = lambda value: rounded(value.nbytes, grains[there[value.id]]) if value.id in there else value.nbytes
-    return [changed(value, nbytes=size(value)) for value in values]
+    return [rounded(size, grains[there[value]]) if value in there else size for value, size in enumerate(nbytes)]
 
 
 def _with_dropped(results: _Results, cost: OpCost) -> OpCost:

@@ -18,7 +18,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fckpt.errors import ArgumentValueError
 
@@ -252,10 +252,37 @@ class Graph:
             nodes: the same nodes with other times, bytes or texts, or which overwrite fewer values.
             values: the same values in other sizes.
         """
-        found = object.__new__(Graph)
-        vars(found).update({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
-        vars(found).update(nodes=tuple(nodes), values=tuple(values), skeleton=self.skeleton)
+        found = self.deferred(lambda: (nodes, values))
+        found._complete()
         return found
+
+    def deferred(self, make: Callable[[], tuple[Iterable[Node], Iterable[Value]]]) -> Graph:
+        """Returns a graph of the same structure like `with_costs`, whose nodes and values are made when they are read.
+
+        Args:
+            make: returns the nodes and the values.
+        """
+        found, parts = object.__new__(Graph), ("nodes", "values")
+        vars(found).update({f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in parts})
+        vars(found).update(skeleton=self.skeleton, _make=make)
+        return found
+
+    def _complete(self) -> None:
+        """Makes the nodes and values of a graph that `deferred` returned."""
+        make = vars(self).get("_make")
+        if make is not None:  # otherwise another thread has made them
+            nodes, values = make()
+            vars(self).update(nodes=tuple(nodes), values=tuple(values))
+            vars(self).pop("_make", None)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("nodes", "values"):
+                self._complete()
+                if name in vars(self):
+                    return vars(self)[name]
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @functools.cached_property
     def skeleton(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import random
 import subprocess
@@ -19,10 +20,13 @@ from planned import Block, ConvNet, Squared, UNet, Unrolled, Words, measured
 from torch import Tensor, nn
 
 import fckpt
-from fckpt._planned.background import Request
+from fckpt._planned.background import PENDING, Request
 from fckpt._planned.families import Families
 from fckpt._planned.plan import Plan
 from fckpt._planned.planner import Planner, traced_without_running
+from fckpt._planned.program import Program
+from fckpt._planned.resized import Resized
+from fckpt.cost import price
 from fckpt.graph.graph import Graph
 from fckpt.graph.identity import structure
 from fckpt.graph.schedule import Schedule
@@ -297,6 +301,59 @@ def test_structure_depends_on_operations_and_decisions_not_on_sizes() -> None:
     assert of(3, fn, budget=1.0) == of(5, fn, budget=1.0)
     assert of(3, fn, budget=1.0) != of(3, lambda x: (x @ x.mT).cos().sum(), budget=1.0)
     assert of(3, fn, budget=1.0) != of(3, fn, budget=1.0, policy=policy)
+
+
+# -- programs of other sizes
+
+
+@pytest.mark.parametrize("budget", [0.7, "0.7 of 160 rows"])
+def test_a_program_of_another_size_is_what_planning_returns(budget: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Squared(nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(32, 32), nn.LayerNorm(32), nn.Dropout(0.1))]))
+    if isinstance(budget, str):
+        budget = int(fckpt.plan(net, torch.randn(160, 32), budget=1.0).baseline_peak_bytes * 0.7)
+    made = list[Any]()
+    found = Resized.program
+
+    def noted(self: Resized, traced: Any, budget: Any) -> Any:
+        made.append((found(self, traced, budget), traced))
+        return made[-1][0]
+
+    monkeypatch.setattr(Resized, "program", noted)
+    planned = fckpt.remat(copy.deepcopy(net), budget=budget)
+    for rows in (160, 130, 150, 120, 140, 155, 60, 90):
+        x = torch.randn(rows, 32)
+        assert_equal(seeded(lambda x=x: results(planned, (x,))), seeded(lambda x=x: results(net, (x,))))
+    programs = [part for part in made if part[0] is not None]
+    assert len(programs) >= 2, fckpt.stats(planned)
+    for program, traced in programs:
+        plan = program.plan
+        assert "nodes" not in vars(plan.graph)  # nothing has read the graph
+        assert plan.peak_bytes <= plan.budget_bytes
+        graph, measured_now = plan.graph, price(traced, fckpt.cost.Measured(cache=False))
+        for node, again in zip(graph.nodes, measured_now.nodes, strict=True):
+            assert dataclasses.replace(node, seconds=again.seconds) == again
+        assert graph.values == measured_now.values
+        assert simulate(graph, plan.schedule).live_nbytes == plan.timeline.live_nbytes
+        fresh = Program(traced, Plan(graph, plan.schedule, "auto", plan.budget_bytes, ""), program.count)
+        assert fresh.lowered.is_same(program.lowered)
+        fixed = ("uses", "written", "read_only", "delivered", "summed", "sampled", "sampled_again", "reread", "casts")
+        changing = ("backward", "returned", "again_nbytes", "dependents")
+        for name in (*fixed, *changing, "constant", "statistics", "remembered", "draws", "writes_late"):
+            assert getattr(fresh, name) == getattr(program, name), name
+
+
+def test_a_size_is_solved_in_the_background_once_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = list[Plan]()
+    monkeypatch.setattr("fckpt._planned.background.Request.__init__", lambda self, plan: requests.append(plan))
+    monkeypatch.setattr("fckpt._planned.background.Request.answer", lambda self: PENDING)
+    net = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU())])
+    planned = fckpt.remat(lambda x: net(x).square().sum(), budget=0.6)
+    for rows in (160, 130, 150, 120):
+        planned(torch.randn(rows, 32)).backward()
+    assert fckpt.stats(planned).adapted == 3 and not requests
+    for _ in range(2):
+        planned(torch.randn(120, 32)).backward()
+    assert len(requests) == 1
 
 
 # -- solving in the background

@@ -1,0 +1,121 @@
+"""Programs for new sizes, made from programs of other sizes: milliseconds, of which most are for the trace.
+
+`families` adapts known schedules to the graph of a new size. Mostly that means to take the fastest that fits, as it is.
+For a trace with symbols (`_trace/sized.py`), nothing of that needs the graph: what a schedule holds is a sum of bytes
+(`graph/outline.py`), its code is written, and all other properties of a program are the same at all sizes. The graph is
+only made if something reads it, for example if the size comes again and is solved in the background.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fckpt._planned.plan import Budget, Plan
+from fckpt._planned.program import Program
+from fckpt._trace.operations import Trace
+from fckpt._units import parse_bytes
+from fckpt.cost import Measured
+from fckpt.cost.calls import CostSource
+from fckpt.cost.pricing import Prices
+from fckpt.cost.pricing import prices as prices_of
+from fckpt.graph.outline import Outline
+from fckpt.graph.schedule import plain_schedule
+from fckpt.graph.simulation import Timeline
+from fckpt.solve._adapt import FULL
+
+__all__ = ["Resized"]
+
+_STRUCTURES = 32
+"""The number of traces with symbols whose programs are known: the first ones are forgotten."""
+_MOST = 16
+"""The number of programs of a trace with symbols, with different schedules: the latest ones."""
+
+ALIKE = 0.995
+"""Fractions of budgets that differ by less are taken to be equal."""
+
+CLOSE = 0.02
+"""A schedule is taken as it is, although much of the budget is left, if the plain function, or a schedule that needs
+slightly more than the budget, is faster by at most this fraction of the time of a step."""
+
+
+class _Known(NamedTuple):
+    """A program, and what its schedule holds as a function of sizes."""
+
+    program: Program
+    outline: Outline
+    full: float
+    """The least fraction of a budget that the schedule took where planning ended with it, and at most `FULL`."""
+
+
+class Resized:
+    """The programs of one function whose traces were made for given sizes by traces with symbols."""
+
+    def __init__(self, costs: CostSource | None):
+        """Prepares to make programs with these costs; None to make none.
+
+        Only plans of the solver `auto` are known to be good at other sizes, and costs other than measured ones may
+        depend on anything.
+        """
+        self._costs = costs if isinstance(costs, Measured) else None
+        self._known: dict[Any, list[_Known]] = {}
+        """By trace with symbols: programs with different schedules, the latest first."""
+        self._plain: dict[Any, Outline] = {}
+        """By trace with symbols: the plain function."""
+
+    def add(self, program: Program) -> None:
+        """Adds a program, if programs of other sizes can be made from it."""
+        sized, plan = program.trace.sized, program.plan
+        if self._costs is None or sized is None or program.kernels != "aten" or plan.budget_bytes is None:
+            return
+        known = self._known.pop(sized, [])
+        same = next((other for other in known if other.program.schedule == program.schedule), None)
+        others = [other for other in known if other is not same]
+        outline = Outline(program.graph, program.schedule) if same is None else same.outline
+        full = min(FULL if same is None else same.full, plan.peak_bytes / plan.budget_bytes * ALIKE)
+        known = [_Known(program, outline, full), *others][:_MOST]
+        self._known = dict([*self._known.items(), (sized, known)][-_STRUCTURES:])
+        if sized not in self._plain:
+            graph = program.graph
+            plain = Outline(graph.eager, plain_schedule(graph))
+            self._plain = dict([*self._plain.items(), (sized, plain)][-_STRUCTURES:])
+
+    def knows(self, traced: Trace) -> bool:
+        """Whether there are programs of other sizes."""
+        return traced.sized in self._known and not traced.regions
+
+    def program(self, traced: Trace, budget: Budget) -> Program | None:
+        """Returns a program for a trace whose structure is known; None if no schedule is good enough as it is.
+
+        Args:
+            traced: the trace.
+            budget: the budget.
+        """
+        assert self._costs is not None
+        prices = prices_of(traced, self._costs)
+        plain = self._plain[traced.sized]
+        if not plain.is_valid(prices.nbytes):
+            return None
+        nbytes = parse_bytes(budget) if not isinstance(budget, float) else 0
+        if isinstance(budget, float):
+            nbytes = max(1, int(_timeline(plain, prices).peak_nbytes * budget))
+        valid = [known for known in self._known[traced.sized] if known.outline.is_valid(prices.nbytes)]
+        found = [(_timeline(known.outline, prices), known) for known in valid]
+        within = [pair for pair in found if pair[0].peak_nbytes <= nbytes]
+        if not within:
+            return None
+        timeline, (program, _, full) = min(within, key=lambda pair: pair[0].seconds)
+        if timeline.overhead > CLOSE and timeline.peak_nbytes < full * nbytes:
+            outside = [other for other, _ in found if other.peak_nbytes > nbytes]
+            nearest = min(outside, key=lambda other: other.peak_nbytes, default=None)
+            if nearest is None or timeline.overhead > nearest.overhead + CLOSE:
+                return None
+        graph = traced.graph.deferred(lambda: prices.parts(traced.graph))
+        plan = Plan(graph, program.schedule, "auto", nbytes, str(torch.__version__))
+        vars(plan)["timeline"] = timeline  # otherwise simulated at its first use
+        return program.at(traced, plan)
+
+
+def _timeline(outline: Outline, prices: Prices) -> Timeline:
+    return outline.timeline(prices.seconds, prices.temporary_nbytes, prices.replayed_nbytes, prices.nbytes)
