@@ -1,9 +1,9 @@
 """Families of plans: graphs that differ in sizes only share their schedules, so that a new size is not solved anew.
 
 A schedule that was found for one size is valid for all sizes. For a new size, the known schedules are adapted to the
-budget, which takes a fraction of a second; the solver runs only if none of them fits. The plan is used at once, while
-another process solves the graph (`background`). If that plan is faster, it replaces the adapted plan. A process starts
-with the schedules that other processes have stored on disk (`stored`).
+budget, which takes a fraction of a second; the solver runs only if none of them fits. The plan is used at once. If the
+plan is used again, another process solves the graph meanwhile (`background`). If the solved plan is faster, it replaces
+the adapted one. A process starts with the schedules that other processes have stored on disk (`stored`).
 
 A call of a structure without any schedules does not wait for the solver either, if its graph is not small: it runs by a
 plan that is found quickly (`solve/_quick.py`), which another process improves in the same way.
@@ -38,6 +38,8 @@ _STRUCTURES = 128
 """The number of structures whose schedules are known: the first ones are forgotten."""
 _PENDING = 8
 """The number of plans that wait to be solved in the background: the latest ones."""
+_NOTED = 128
+"""The number of plans that are solved in the background if they are used again: the latest ones."""
 _SMALL = 40
 """The number of nodes of a graph that is solved at once, because that takes less than a second."""
 
@@ -60,7 +62,7 @@ class Families:
         self._known: dict[str, tuple[Schedule, ...]] = {}
         """Schedules by structure, the latest first. Tuples, because other threads may be adapting them."""
         self._noted: dict[int, tuple[Plan, StoredPlans | None]] = {}
-        """Plans, adapted or found quickly, whose graphs are to be solved if they are used again, by id: the latest."""
+        """Plans, adapted or found quickly, that are solved if they are used again, by id: the latest ones."""
         self._pending: dict[int, tuple[Plan, background.Request, StoredPlans | None]] = {}
         """Such plans whose graphs are being solved in the background, by id."""
         self._better: dict[int, tuple[Plan, Plan]] = {}
@@ -113,7 +115,7 @@ class Families:
         Many sizes occur once. The result is stored on disk.
         """
         if plan.overhead > 0:
-            self._noted = dict([*self._noted.items(), (id(plan), (plan, stored))][-_MOST:])
+            self._noted = dict([*self._noted.items(), (id(plan), (plan, stored))][-_NOTED:])
 
     def improved(self, plan: Plan) -> Plan | None:
         """Returns a faster plan that was solved in the background meanwhile; None if there is none.
