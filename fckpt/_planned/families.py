@@ -1,9 +1,9 @@
 """Families of plans: graphs that differ in sizes only share their schedules, so that a new size is not solved anew.
 
 A schedule that was found for one size is valid for all sizes. For a new size, the known schedules are adapted to the
-budget, which takes a fraction of a second; the solver runs only if none of them fits. The plan is used at once. If the
-plan is used again, another process solves the graph meanwhile (`background`). If the solved plan is faster, it replaces
-the adapted one. A process starts with the schedules that other processes have stored on disk (`stored`).
+budget, which takes a fraction of a second; the solver runs only if none of them fits. The plan is used at once, while
+another process solves the graph (`background`). If that plan is faster, it replaces the adapted plan. A process starts
+with the schedules that other processes have stored on disk (`stored`).
 
 A call of a structure without any schedules does not wait for the solver either, if its graph is not small: it runs by a
 plan that is found quickly (`solve/_quick.py`), which another process improves in the same way.
@@ -62,9 +62,9 @@ class Families:
         self._known: dict[str, tuple[Schedule, ...]] = {}
         """Schedules by structure, the latest first. Tuples, because other threads may be adapting them."""
         self._noted: dict[int, tuple[Plan, StoredPlans | None]] = {}
-        """Plans, adapted or found quickly, that are solved if they are used again, by id: the latest ones."""
+        """Plans that are solved in the background if they are used again, by id: the latest ones."""
         self._pending: dict[int, tuple[Plan, background.Request, StoredPlans | None]] = {}
-        """Such plans whose graphs are being solved in the background, by id."""
+        """Plans, adapted or found quickly, whose graphs are being solved in the background, by id."""
         self._better: dict[int, tuple[Plan, Plan]] = {}
         """Such plans with the faster plans that replace them, by id: the latest ones."""
 
@@ -109,13 +109,20 @@ class Families:
         """Adds the schedule of a plan."""
         self._add(structure(plan.graph), plan)
 
-    def solve_later(self, plan: Plan, stored: StoredPlans | None = None) -> None:
-        """Has a plan solved in the background once it is used again, unless the plan recomputes nothing.
+    def solve_later(self, plan: Plan, stored: StoredPlans | None = None, *, if_used_again: bool = False) -> None:
+        """Has a plan solved in the background, and the result stored on disk, unless the plan recomputes nothing.
 
-        Many sizes occur once. The result is stored on disk.
+        Args:
+            plan: the plan.
+            stored: the plans on disk.
+            if_used_again: whether to wait until `improved` is called for the plan: many sizes occur only once.
         """
-        if plan.overhead > 0:
+        if plan.overhead > 0 and if_used_again:
             self._noted = dict([*self._noted.items(), (id(plan), (plan, stored))][-_NOTED:])
+        elif plan.overhead > 0:
+            for other in list(self._pending)[: 1 - _PENDING]:
+                self._pending.pop(other, None)
+            self._pending[id(plan)] = plan, background.Request(plan), stored
 
     def improved(self, plan: Plan) -> Plan | None:
         """Returns a faster plan that was solved in the background meanwhile; None if there is none.
@@ -127,9 +134,7 @@ class Families:
             return better[1]
         noted = self._noted.pop(id(plan), None)
         if noted is not None and noted[0] is plan:
-            for other in list(self._pending)[: 1 - _PENDING]:
-                self._pending.pop(other, None)
-            self._pending[id(plan)] = plan, background.Request(plan), noted[1]
+            self.solve_later(*noted)
         pending = self._pending.get(id(plan))
         if pending is None:
             return None

@@ -330,7 +330,7 @@ class Planner:
             for counted in ("adapted", "plans", "programs"):
                 self.ledger.count(counted)
             self._remember(key, program.plan)
-            self.families.solve_later(program.plan, self._stored(traced))
+            self.families.solve_later(program.plan, self._stored(traced), if_used_again=True)
         return program
 
     def _with_less(self, program: Program, nbytes: int) -> Lowered:

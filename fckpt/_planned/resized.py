@@ -70,7 +70,7 @@ class Resized:
         if self._costs is None or sized is None or program.kernels != "aten" or plan.budget_bytes is None:
             return
         known = self._known.pop(sized, [])
-        same = next((other for other in known if other.program.schedule == program.schedule), None)
+        same = next((other for other in known if _is_same(other.program, program)), None)
         others = [other for other in known if other is not same]
         outline = Outline(program.graph, program.schedule) if same is None else same.outline
         full = min(FULL if same is None else same.full, plan.peak_bytes / plan.budget_bytes * ALIKE)
@@ -115,6 +115,12 @@ class Resized:
         plan = Plan(graph, program.schedule, "auto", nbytes, str(torch.__version__))
         vars(plan)["timeline"] = timeline  # otherwise simulated at its first use
         return program.at(traced, plan)
+
+
+def _is_same(one: Program, other: Program) -> bool:
+    """Whether two programs have the same schedule and write over the same values."""
+    over = [[(node.overwrites, node.accumulates) for node in program.graph.nodes] for program in (one, other)]
+    return one.schedule == other.schedule and over[0] == over[1]
 
 
 def _timeline(outline: Outline, prices: Prices) -> Timeline:

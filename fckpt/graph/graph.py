@@ -275,6 +275,10 @@ class Graph:
             vars(self).update(nodes=tuple(nodes), values=tuple(values))
             vars(self).pop("_make", None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._complete()  # functions cannot be pickled
+        return vars(self)
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
