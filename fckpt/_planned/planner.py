@@ -126,8 +126,7 @@ class Planner:
         self.experience = Experience()
         self.sizes = SizedTraces(functools.partial(self.ledger.count, "sized"))
         self.families = Families()
-        alike = policy is None and plan is None and not cuda_graphs and is_shared(solver, tile)
-        self.resized = Resized(costs or Measured()) if alike else Resized(None)
+        self.resized = Resized()
         self.plans: dict[Any, Plan] = {}
         """The latest plans, by everything on which a plan depends, see `identity`."""
         self.ledger.expected = lambda: max([plan.baseline_peak_bytes for plan in self.plans.values()], default=None)
@@ -314,8 +313,15 @@ class Planner:
             program = Program(traced, plan, count, kernels, within)
         if self.graphs is not None:
             check_recordable(program)
-        self.resized.add(program)
+        if self._resizes:
+            self.resized.add(program)
         return program
+
+    @property
+    def _resizes(self) -> bool:
+        """Whether a program of one size may become a program of another size."""
+        simple = self.policy is None and self.given is None and self.graphs is None
+        return simple and is_shared(self.solver, self.tile) and (self.costs is None or isinstance(self.costs, Measured))
 
     def _resized(self, traced: Trace) -> Program | None:
         """Returns a program made from a program of another size, if there is one that is good enough."""
@@ -325,7 +331,8 @@ class Planner:
         if key in self.plans:
             return None
         with self.ledger.timed("price"):
-            program = self.resized.program(traced, self.budget)
+            costs = self.costs if isinstance(self.costs, Measured) else Measured()
+            program = self.resized.program(traced, self.budget, costs)
         if program is not None:
             for counted in ("adapted", "plans", "programs"):
                 self.ledger.count(counted)

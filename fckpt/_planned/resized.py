@@ -17,7 +17,6 @@ from fckpt._planned.program import Program
 from fckpt._trace.operations import Trace
 from fckpt._units import parse_bytes
 from fckpt.cost import Measured
-from fckpt.cost.calls import CostSource
 from fckpt.cost.pricing import Prices
 from fckpt.cost.pricing import prices as prices_of
 from fckpt.graph.outline import Outline
@@ -52,13 +51,7 @@ class _Known(NamedTuple):
 class Resized:
     """The programs of one function whose traces were made for given sizes by traces with symbols."""
 
-    def __init__(self, costs: CostSource | None):
-        """Prepares to make programs with these costs; None to make none.
-
-        Only plans of the solver `auto` are known to be good at other sizes, and costs other than measured ones may
-        depend on anything.
-        """
-        self._costs = costs if isinstance(costs, Measured) else None
+    def __init__(self) -> None:
         self._known: dict[Any, list[_Known]] = {}
         """By trace with symbols: programs with different schedules, the latest first."""
         self._plain: dict[Any, Outline] = {}
@@ -67,7 +60,7 @@ class Resized:
     def add(self, program: Program) -> None:
         """Adds a program, if programs of other sizes can be made from it."""
         sized, plan = program.trace.sized, program.plan
-        if self._costs is None or sized is None or program.kernels != "aten" or plan.budget_bytes is None:
+        if sized is None or program.kernels != "aten" or plan.budget_bytes is None:
             return
         known = self._known.pop(sized, [])
         same = next((other for other in known if _is_same(other.program, program)), None)
@@ -85,15 +78,15 @@ class Resized:
         """Whether there are programs of other sizes."""
         return traced.sized in self._known and not traced.regions
 
-    def program(self, traced: Trace, budget: Budget) -> Program | None:
+    def program(self, traced: Trace, budget: Budget, costs: Measured) -> Program | None:
         """Returns a program for a trace whose structure is known; None if no schedule is good enough as it is.
 
         Args:
             traced: the trace.
             budget: the budget.
+            costs: the source of costs.
         """
-        assert self._costs is not None
-        prices = prices_of(traced, self._costs)
+        prices = prices_of(traced, costs)
         plain = self._plain[traced.sized]
         if not plain.is_valid(prices.nbytes):
             return None

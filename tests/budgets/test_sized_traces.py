@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fckpt
 from fckpt._planned import lower, sized_traces
+from fckpt._planned.program import Program
 from fckpt._trace.operations import Backward, Trace
 from fckpt._trace.sized import same_trace
 
@@ -63,6 +64,14 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             found.append(code == write(lower._Writer(*given)))
         return code
 
+    at = Program.at
+
+    def again(self: Program, trace: Any, plan: Any) -> Program:
+        program = at(self, trace, plan)
+        found.append(program.lowered.written == write(lower._Writer(trace, plan.schedule, plan.graph)))
+        return program
+
+    monkeypatch.setattr(Program, "at", again)
     monkeypatch.setattr(lower._Writer, "write", lambda self: (writes.append(self), write(self))[1])
     monkeypatch.setattr(lower, "_written", written)
     return found

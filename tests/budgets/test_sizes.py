@@ -315,8 +315,8 @@ def test_a_program_of_another_size_is_what_planning_returns(budget: Any, monkeyp
     made = list[Any]()
     found = Resized.program
 
-    def noted(self: Resized, traced: Any, budget: Any) -> Any:
-        made.append((found(self, traced, budget), traced))
+    def noted(self: Resized, traced: Any, *given: Any) -> Any:
+        made.append((found(self, traced, *given), traced))
         return made[-1][0]
 
     monkeypatch.setattr(Resized, "program", noted)
