@@ -34,9 +34,11 @@ _MOST = 16
 ALIKE = 0.995
 """Fractions of budgets that differ by less are taken to be equal."""
 
-CLOSE = 0.02
+CLOSE = 0.01
 """A schedule is taken as it is, although much of the budget is left, if the plain function, or a schedule that needs
 slightly more than the budget, is faster by at most this fraction of the time of a step."""
+ABOVE = 1.1
+"""A schedule needs slightly more than the budget if it needs at most this multiple."""
 
 
 class _Known(NamedTuple):
@@ -100,9 +102,8 @@ class Resized:
             return None
         timeline, (program, _, full) = min(within, key=lambda pair: pair[0].seconds)
         if timeline.overhead > CLOSE and timeline.peak_nbytes < full * nbytes:
-            outside = [other for other, _ in found if other.peak_nbytes > nbytes]
-            nearest = min(outside, key=lambda other: other.peak_nbytes, default=None)
-            if nearest is None or timeline.overhead > nearest.overhead + CLOSE:
+            above = [other.overhead for other, _ in found if nbytes < other.peak_nbytes <= ABOVE * nbytes]
+            if not above or timeline.overhead > min(above) + CLOSE:
                 return None
         graph = traced.graph.deferred(lambda: prices.parts(traced.graph))
         plan = Plan(graph, program.schedule, "auto", nbytes, str(torch.__version__))
