@@ -28,7 +28,7 @@ from fckpt.policies.named import apply_policy
 from fckpt.solve.core.rules import over_budget
 from fckpt.solve.proofs.bounds import least_peak
 
-__all__ = ["check_budget", "identity", "make_plan", "nbytes_of", "plain_plan", "priced"]
+__all__ = ["check_budget", "identity", "make_plan", "nbytes_of", "nbytes_within", "plain_plan", "priced"]
 
 
 def check_budget(budget: Any) -> Budget:
@@ -167,6 +167,9 @@ def _with_replays(graph: Graph, nbytes: int, make: Callable[[Graph, int], Plan])
 
 def nbytes_of(budget: Budget, graph: Graph) -> int:
     """Returns a budget in bytes; a float is a fraction of the plain peak of `graph`."""
-    if isinstance(budget, float):
-        return max(1, int(simulate(graph.eager, plain_schedule(graph)).peak_nbytes * budget))
-    return parse_bytes(budget)
+    return nbytes_within(budget, lambda: simulate(graph.eager, plain_schedule(graph)).peak_nbytes)
+
+
+def nbytes_within(budget: Budget, plain_peak: Callable[[], int]) -> int:
+    """Returns a budget in bytes; a float is a fraction of what `plain_peak` returns."""
+    return max(1, int(plain_peak() * budget)) if isinstance(budget, float) else parse_bytes(budget)

@@ -320,8 +320,10 @@ class Planner:
     @property
     def _resizes(self) -> bool:
         """Whether a program of one size may become a program of another size."""
-        simple = self.policy is None and self.given is None and self.graphs is None
-        return simple and is_shared(self.solver, self.tile) and (self.costs is None or isinstance(self.costs, Measured))
+        if self.policy is not None or self.given is not None or self.graphs is not None:
+            return False
+        is_measured = self.costs is None or isinstance(self.costs, Measured)
+        return is_measured and is_shared(self.solver, self.tile)
 
     def _resized(self, traced: Trace) -> Program | None:
         """Returns a program made from a program of another size, if there is one that is good enough."""
@@ -331,8 +333,7 @@ class Planner:
         if key in self.plans:
             return None
         with self.ledger.timed("price"):
-            costs = self.costs if isinstance(self.costs, Measured) else Measured()
-            program = self.resized.program(traced, self.budget, costs)
+            program = self.resized.program(traced, self.budget, self.costs or Measured())
         if program is not None:
             for counted in ("adapted", "plans", "programs"):
                 self.ledger.count(counted)

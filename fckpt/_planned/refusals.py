@@ -40,7 +40,7 @@ def explaining(refusals: dict[bool, str]) -> Iterator[None]:
 
 
 def latest(refusals: dict[bool, str]) -> str:
-    """Returns the latest reason; empty if there is none."""
+    """Returns the latest reason, or an empty text if there are no reasons."""
     return next(reversed(refusals.values()), "")
 
 

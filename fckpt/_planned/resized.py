@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fckpt._planned.making import nbytes_within
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.program import Program
 from fckpt._trace.operations import Trace
-from fckpt._units import parse_bytes
-from fckpt.cost import Measured
+from fckpt.cost.calls import CostSource
 from fckpt.cost.pricing import Prices
 from fckpt.cost.pricing import prices as prices_of
 from fckpt.graph.outline import Outline
@@ -50,37 +50,41 @@ class _Known(NamedTuple):
     """The least fraction of a budget that the schedule took where planning ended with it, and at most `FULL`."""
 
 
+class _Structure(NamedTuple):
+    """What is known of a trace with symbols."""
+
+    plain: Outline
+    """The plain function."""
+    known: list[_Known]
+    """Programs with different schedules, the latest first."""
+
+
 class Resized:
     """The programs of one function whose traces were made for given sizes by traces with symbols."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, list[_Known]] = {}
-        """By trace with symbols: programs with different schedules, the latest first."""
-        self._plain: dict[Any, Outline] = {}
-        """By trace with symbols: the plain function."""
+        self._structures: dict[Any, _Structure] = {}
+        """By trace with symbols, the latest last."""
 
     def add(self, program: Program) -> None:
         """Adds a program, if programs of other sizes can be made from it."""
         sized, plan = program.trace.sized, program.plan
         if sized is None or program.kernels != "aten" or plan.budget_bytes is None:
             return
-        known = self._known.pop(sized, [])
+        graph, found = program.graph, self._structures.pop(sized, None)
+        plain, known = found or _Structure(Outline(graph.eager, plain_schedule(graph)), [])
         same = next((other for other in known if _is_same(other.program, program)), None)
+        outline, full = (Outline(graph, program.schedule), FULL) if same is None else (same.outline, same.full)
+        latest = _Known(program, outline, min(full, plan.peak_bytes / plan.budget_bytes * ALIKE))
         others = [other for other in known if other is not same]
-        outline = Outline(program.graph, program.schedule) if same is None else same.outline
-        full = min(FULL if same is None else same.full, plan.peak_bytes / plan.budget_bytes * ALIKE)
-        known = [_Known(program, outline, full), *others][:_MOST]
-        self._known = dict([*self._known.items(), (sized, known)][-_STRUCTURES:])
-        if sized not in self._plain:
-            graph = program.graph
-            plain = Outline(graph.eager, plain_schedule(graph))
-            self._plain = dict([*self._plain.items(), (sized, plain)][-_STRUCTURES:])
+        structure = _Structure(plain, [latest, *others][:_MOST])
+        self._structures = dict([*self._structures.items(), (sized, structure)][-_STRUCTURES:])
 
     def knows(self, traced: Trace) -> bool:
         """Whether there are programs of other sizes."""
-        return traced.sized in self._known and not traced.regions
+        return traced.sized in self._structures and not traced.regions
 
-    def program(self, traced: Trace, budget: Budget, costs: Measured) -> Program | None:
+    def program(self, traced: Trace, budget: Budget, costs: CostSource) -> Program | None:
         """Returns a program for a trace whose structure is known; None if no schedule is good enough as it is.
 
         Args:
@@ -89,14 +93,12 @@ class Resized:
             costs: the source of costs.
         """
         prices = prices_of(traced, costs)
-        plain = self._plain[traced.sized]
+        plain, known = self._structures[traced.sized]
         if not plain.is_valid(prices.nbytes):
             return None
-        nbytes = parse_bytes(budget) if not isinstance(budget, float) else 0
-        if isinstance(budget, float):
-            nbytes = max(1, int(_timeline(plain, prices).peak_nbytes * budget))
-        valid = [known for known in self._known[traced.sized] if known.outline.is_valid(prices.nbytes)]
-        found = [(_timeline(known.outline, prices), known) for known in valid]
+        nbytes = nbytes_within(budget, lambda: _timeline(plain, prices).peak_nbytes)
+        valid = [each for each in known if each.outline.is_valid(prices.nbytes)]
+        found = [(_timeline(each.outline, prices), each) for each in valid]
         within = [pair for pair in found if pair[0].peak_nbytes <= nbytes]
         if not within:
             return None

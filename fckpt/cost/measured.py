@@ -203,14 +203,16 @@ def _prepared(
 
 
 _BLIND = {"aten.embedding_dense_backward"}
-"""Operations that read indices, whose kernels on the CPU allocate the same memory for all indices."""
+"""Operations with indices whose kernels on the CPU allocate the same memory whatever the indices are."""
 
 
 def _looks_at_data(call: Call, specs: Sequence[TensorSpec]) -> bool:
     """Whether the allocations of a kernel may depend on the contents of masks, indices or factors."""
     if packet(call) in PRODUCTS:
         return True
-    if torch.Tag.pointwise in getattr(call.op, "tags", ()) or packet(call) in _BLIND:
+    if torch.Tag.pointwise in getattr(call.op, "tags", ()):
+        return False
+    if packet(call) in _BLIND and _device(call, specs).type == "cpu":
         return False
     operands = {*tensors_of(call)}
     return any(not (specs[i].dtype.is_floating_point or specs[i].dtype.is_complex) for i in operands)
