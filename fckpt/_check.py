@@ -39,6 +39,8 @@ class Check:
     peak_bytes: int
     largest: float = 0.0
     """The largest difference of a tensor of floats: the norm of the difference, as a fraction of the plain tensor's."""
+    loss_of: tuple[str, ...] = ()
+    """The tensors of the result that were differentiated, if there are others that could be."""
 
     def __bool__(self) -> bool:
         return not self.differences
@@ -46,7 +48,8 @@ class Check:
     def __str__(self) -> str:
         found = "; ".join(self.differences) or f"all {self.compared} tensors are bitwise equal"
         found += f"; the largest relative difference is {self.largest:.2g}" if self.differences else ""
-        return f"{found}; peak {format_bytes(self.plain_peak_bytes)} -> {format_bytes(self.peak_bytes)}"
+        peaks = f"peak {format_bytes(self.plain_peak_bytes)} -> {format_bytes(self.peak_bytes)}"
+        return f"{found}; {peaks}" + (f"; for a loss of {', '.join(self.loss_of)} alone" if self.loss_of else "")
 
 
 def check(
@@ -101,7 +104,7 @@ def check(
         for name in names
     ]
     largest = max((_relative(expected[name], actual[name]) for name in expected), default=0.0)
-    return Check(tuple(differences), len(expected), plain_peak, peak, largest)
+    return Check(tuple(differences), len(expected), plain_peak, peak, largest, comparison.loss_of)
 
 
 class _Comparison:
@@ -117,6 +120,8 @@ class _Comparison:
     ):
         """Prepares the runs; `donated` are the ids of the tensors over which the rematerialised function may write."""
         self.args, self.kwargs, self.chosen, self.donated = args, kwargs, chosen, donated
+        self.loss_of: tuple[str, ...] = ()
+        """The tensors of the result that the last run differentiated, if there are others that could be."""
         run = fn.forward if isinstance(fn, nn.Module) else fn
         arguments = Arguments(args, kwargs)
         observation = Observation([run], arguments.statics, arguments.tensors, {})
@@ -137,10 +142,15 @@ class _Comparison:
         self.device = pairs[0][1].device
 
     def _differentiated(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+        able = [t for _, t in named if t.requires_grad]
         if self.chosen is None:
-            return [t for _, t in named]
+            return able
         try:
-            return [named[i][1] for i in tree.selected(self.chosen, [name for name, _ in named])]
+            places = tree.selected(self.chosen, [name for name, _ in named])
+            found = [named[i] for i in places if named[i][1].requires_grad]
+            others = len(found) < len(able)
+            self.loss_of = tuple([f"{name} {tree.describe(t)}".strip() for name, t in found]) if others else ()
+            return [t for _, t in found]
         except LookupError as error:
             raise ArgumentValueError(f"outputs: {error}.") from error
 
@@ -152,7 +162,7 @@ class _Comparison:
             leaves, spec = tree.flatten(fn(*self.args, **self.kwargs))
             named = [(n, t) for n, t in zip(spec.names(), leaves, strict=True) if isinstance(t, torch.Tensor)]
             found.update({f"output {i}": t.detach() for i, (_, t) in enumerate(named)})
-            outputs = [t for t in self._differentiated(named) if t.requires_grad]
+            outputs = self._differentiated(named)
             cotangents = [
                 torch.linspace(1, 2, t.numel(), device=t.device).to(t.dtype).reshape(t.shape) for t in outputs
             ]

@@ -89,8 +89,11 @@ class Pareto(list[ParetoPoint]):
         return found[0]
 
     def __str__(self) -> str:
-        """Returns a table of peaks and overheads."""
-        return "no points" if not self else curve_table(self._pairs(), self._baseline())
+        """Returns a table of peaks and overheads; and what is differentiated, if that is a part of the result."""
+        if not self:
+            return "no points"
+        table, loss_of = curve_table(self._pairs(), self._baseline()), self[0].plan.loss_of
+        return f"{table}\nFor a loss of {', '.join(loss_of)} alone." if loss_of else table
 
     def svg(self) -> str:
         """Returns a picture of the overheads over the peaks, as an `<svg>` element."""

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fckpt._units import format_bytes
+from fckpt._planned.plan import Budget
+from fckpt._units import format_bytes, parse_bytes
 from fckpt.errors import BudgetWarning, GradientWarning, PlanWarning, users_stacklevel
 
 __all__ = ["Ledger", "Stats"]
@@ -149,6 +150,12 @@ clock = time.perf_counter
 _SIZES = re.compile(r"size mismatch|stride mismatch|\.size\(\)|\.stride\(\)")
 
 
+def _promised(budget: Budget, plain: int | None) -> str:
+    if not isinstance(budget, float):
+        return format_bytes(parse_bytes(budget))
+    return f"{budget:g} of the plain peak" + (f" ({format_bytes(int(budget * plain))})" if plain is not None else "")
+
+
 class Ledger:
     """The counts of one region, and the warnings that it has issued."""
 
@@ -158,7 +165,7 @@ class Ledger:
         self._in_a_row = {False: 0, True: 0}
         self.reused = False
         """Whether a call has used an earlier capture since the latest one."""
-        self.promised: int | float | str | None = None
+        self.promised: Budget | None = None
         self.name = "a rematerialised function"
         self.expected: Callable[[], int | None] = lambda: None
         """Returns the peak in bytes of a call without a plan; None if it is unknown."""
@@ -192,19 +199,16 @@ class Ledger:
         if quiet or self.promised is None or reason in self._warned:
             return
         self._warned.add(reason)
-        found, budget = _REASONS[reason], self.promised
-        expected = self.expected() if found.is_plain else nbytes
-        whose = ", the peak of the plain function" if found.is_plain else ""
-        peak = ""
+        found, plain = _REASONS[reason], self.expected()
+        expected = plain if found.is_plain else nbytes
         if expected is not None:
-            peak = f", in up to {format_bytes(expected)}{whose}"
-        promised = (
-            f"{budget:g} of the plain peak"
-            if isinstance(budget, float)
-            else (budget if isinstance(budget, str) else format_bytes(budget))
-        )
+            peak = f", in up to {format_bytes(expected)}{', the peak of the plain function' if found.is_plain else ''}"
+        elif plain is not None:
+            peak = f"; it is not known how much memory that takes (a plain step: up to {format_bytes(plain)})"
+        else:
+            peak = "; it is not known how much memory that takes"
         warnings.warn(
-            f"the budget of {self.name}, {promised}, is not kept in this call: {found.why}"
+            f"the budget of {self.name}, {_promised(self.promised, plain)}, is not kept in this call: {found.why}"
             f"{f' ({detail})' if detail else ''}. The function {found.does}{peak}. {found.way_out} "
             'To make this an error: warnings.simplefilter("error", fckpt.BudgetWarning).',
             BudgetWarning,

@@ -19,7 +19,7 @@ from fckpt._fuse.option import Kernels, check_kernels
 from fckpt._tile.stretches import Gathered, Step, step_from_json, step_to_json
 from fckpt._units import format_bytes
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, FckptError, PlanError
-from fckpt.graph.graph import Graph, checked
+from fckpt.graph.graph import Graph, checked, checked_texts
 from fckpt.graph.identity import fingerprint
 from fckpt.graph.schedule import Compute, FusedBlock, FusedSchedule, Schedule, plain_schedule
 from fckpt.graph.simulation import Timeline, simulate
@@ -342,7 +342,7 @@ def _plan_from(data: dict[str, Any]) -> Plan:
         checked(data["solver"], "solver", str),
         None if budget is None else checked(budget, "budget_bytes", int, positive=True),
         checked(data["torch"], "torch", str),
-        tuple([checked(text, "loss_of", str) for text in data.get("loss_of", [])]),
+        checked_texts(data.get("loss_of", []), "loss_of"),
         tuple([step_from_json(step) for step in data.get("tiles", [])]),
         _tile_from(data.get("tile", False)),
         Graph.from_json(data["untiled"]) if "untiled" in data else None,
@@ -351,6 +351,6 @@ def _plan_from(data: dict[str, Any]) -> Plan:
 
 
 def _tile_from(value: Any) -> bool | str:
-    if value not in (True, False, "exact"):
+    if not isinstance(value, bool) and value != "exact":
         raise ArgumentValueError(f"tile is {value!r}")
     return value

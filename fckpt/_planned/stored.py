@@ -21,7 +21,6 @@ import hashlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ import fckpt
 from fckpt import solve
 from fckpt._planned.plan import Plan
 from fckpt._trace.operations import Trace
-from fckpt.cost.store import cache_folder, environment
+from fckpt.cost.store import cache_folder, environment, remove_oldest
 from fckpt.errors import FckptError
 from fckpt.graph.graph import Graph, checked
 from fckpt.graph.identity import fingerprint, structure
@@ -52,8 +51,6 @@ SLOWER = 5e-3
 """A stored plan counts as solved if its overhead has grown by at most this much, by the present costs."""
 OTHER_TIMES = 2.0
 """It does not if the step's time differs by more than this factor: costs were registered, or measured elsewhere."""
-_ABANDONED = 3600.0
-"""Seconds after which a temporary file belongs to a process that was killed."""
 
 
 class _Entry(NamedTuple):
@@ -129,7 +126,7 @@ class StoredPlans:
         text = json.dumps({"entries": [{**e._asdict(), "schedule": e.schedule.to_json()} for e in entries]})
         with contextlib.suppress(OSError):
             _replace(self._path(plan.graph), text)
-            _remove_oldest()
+            remove_oldest("plans", MOST_FILES, MOST_BYTES)
 
     def _path(self, graph: Graph) -> Path:
         parts = (structure(graph), self._solver, self._where, torch.__version__, fckpt.__version__)
@@ -214,18 +211,3 @@ def _replace(path: Path, text: str) -> None:
             os.unlink(file.name)
             raise
     os.replace(file.name, path)
-
-
-def _remove_oldest() -> None:
-    """Removes files beyond the largest number and size, and temporary files of processes that were killed."""
-    files = []
-    for path in cache_folder().glob("plans-*"):
-        with contextlib.suppress(OSError):  # another process has removed it
-            files.append((path.stat().st_mtime, path.stat().st_size, path))
-    kept = 0
-    for i, (used, nbytes, path) in enumerate(sorted(files, reverse=True)):
-        kept += nbytes
-        abandoned = path.suffix == ".tmp" and used < time.time() - _ABANDONED
-        if i >= MOST_FILES or kept > MOST_BYTES or abandoned:
-            with contextlib.suppress(OSError):
-                path.unlink()

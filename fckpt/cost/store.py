@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +23,16 @@ from fckpt._call import ambient
 from fckpt.cost.calls import OpCost, valid
 from fckpt.errors import TraceError
 
-__all__ = ["Store", "cache_folder", "environment"]
+__all__ = ["Store", "cache_folder", "environment", "remove_oldest"]
 
 FORMAT = 3  # part of the file names: to be increased when the measurements change
+MOST_FILES = 32
+MOST_BYTES = 64 * 2**20
+"""The number of files that stay, and their size in bytes. The files that were used last stay."""
+MOST_BYTES_EACH = 16 * 2**20
+"""Of a larger file, only the second half of its lines is read and stays."""
+_ABANDONED = 3600.0
+"""Seconds after which a temporary file belongs to a process that was killed."""
 
 
 def environment(device: torch.device) -> str:
@@ -74,9 +82,10 @@ class Store:
     """A store of costs by environment and signature.
 
     Processes may share the files: each line is written by a single append, which is atomic, and the last line for an
-    operation counts. Each line has a checksum; a file with invalid lines is rewritten without them. If the folder is
-    not writable, nothing is stored, and no error is raised. All stores of a process share what they have read, and read
-    a file again only if another process has changed it.
+    operation counts. Each line has a checksum; a file with invalid lines is rewritten without them. If there is too
+    much, the oldest lines and files are removed. If the folder is not writable, nothing is stored, and no error is
+    raised. All stores of a process share what they have read, and read a file again only if another process has
+    changed it.
     """
 
     def __init__(self) -> None:
@@ -105,6 +114,8 @@ class Store:
             alone = before.number in (after.number, 0) and after.nbytes == before.nbytes + len(line)
             if alone and known == before and costs is self._read[where]:
                 _READ[path] = after, costs
+            if before == _MISSING:
+                remove_oldest("costs", MOST_FILES, MOST_BYTES)
 
 
 def _path(where: str) -> Path:
@@ -149,6 +160,8 @@ def _load(path: Path) -> dict[str, OpCost]:
     if version == _MISSING or known != version:
         costs = _parsed_file(path)
         _READ[path] = version, costs
+        with contextlib.suppress(OSError):  # the time of the last change stays, which is a part of the version
+            os.utime(path, ns=(time.time_ns(), version.changed))
     return costs
 
 
@@ -159,13 +172,14 @@ def _parsed_file(path: Path) -> dict[str, OpCost]:
         return {}
     found: dict[str, OpCost] = {}
     corrupt = False
-    for line in filter(None, lines):
+    large = sum(map(len, lines)) > MOST_BYTES_EACH
+    for line in filter(None, lines[len(lines) // 2 :] if large else lines):
         try:
             key, cost = _parsed(json.loads(line))
             found[key] = cost
         except (ValueError, TypeError, KeyError, RecursionError):
             corrupt = True
-    if corrupt:
+    if corrupt or large:
         _rewrite(path, found)
     return found
 
@@ -185,7 +199,29 @@ def _rewrite(path: Path, costs: dict[str, OpCost]) -> None:
     # Lines that another process appends in the meantime are lost, and measured again later.
     with contextlib.suppress(OSError):
         text = "".join(f"{_line(key, cost)}\n" for key, cost in costs.items())
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix="costs-", suffix=".tmp", delete=False) as file:
             file.write(text)
         shutil.copymode(path, file.name)  # other users may share the folder
         os.replace(file.name, path)
+
+
+def remove_oldest(kind: str, most_files: int, most_nbytes: int) -> None:
+    """Removes files from the folder until few enough stay, and temporary files of processes that were killed.
+
+    Args:
+        kind: the first part of the files' names, `costs` or `plans`.
+        most_files: the number of files that may stay. Those stay that were used last.
+        most_nbytes: the size in bytes that all of them may have together.
+    """
+    files = []
+    for path in cache_folder().glob(f"{kind}-*"):
+        with contextlib.suppress(OSError):  # another process has removed it
+            found = path.stat()
+            files.append((max(found.st_atime, found.st_mtime), found.st_size, path))
+    kept = 0
+    for i, (used, nbytes, path) in enumerate(sorted(files, reverse=True)):
+        kept += nbytes
+        abandoned = path.suffix == ".tmp" and used < time.time() - _ABANDONED
+        if i >= most_files or kept > most_nbytes or abandoned:
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fckpt.errors import ArgumentValueError
 
-__all__ = ["DECISIONS", "Graph", "Node", "Value", "changed", "checked"]
+__all__ = ["DECISIONS", "Graph", "Node", "Value", "changed", "checked", "checked_texts"]
 
 FORMAT = 4
 FORMATS = (2, 3, 4)
@@ -363,7 +363,12 @@ def _ints(value: Any, name: str) -> tuple[int, ...]:
     return tuple(checked(item, name, int) for item in value)
 
 
-def _texts(value: Any, name: str) -> tuple[str, ...]:
+def checked_texts(value: Any, name: str) -> tuple[str, ...]:
+    """Returns a field of parsed data that is a list of texts.
+
+    Raises:
+        ArgumentValueError: the value is something else.
+    """
     _require(isinstance(value, (list, tuple)), f"{name} is not a list: {value!r}")
     return tuple(checked(item, name, str) for item in value)
 
@@ -407,8 +412,8 @@ _NODE = {
     "module": _TEXT, "overwrites": _ints, "in_place": _FLAG, "writes": _ints, "arguments": _TEXT, "accumulates": _ints,
 }  # fmt: skip
 _VALUE = {
-    "id": _INT, "nbytes": _INT, "producer": _or_none, "origin": _TEXT, "names": _texts, "shape": _ints, "dtype": _TEXT,
-    "decision": _decision, "held_to": _or_none,
+    "id": _INT, "nbytes": _INT, "producer": _or_none, "origin": _TEXT, "names": checked_texts, "shape": _ints,
+    "dtype": _TEXT, "decision": _decision, "held_to": _or_none,
 }  # fmt: skip
 
 

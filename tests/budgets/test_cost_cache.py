@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,37 @@ def test_a_line_that_another_process_appends_at_the_same_time_is_read(monkeypatc
         mine.put("here", "second", cost)
     found = store.Store()
     assert [found.get("here", key) for key in ("first", "second", "other")] == [cost] * 3
+
+
+def test_of_a_large_file_the_latest_half_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fckpt.cost import store
+
+    cost, full = OpCost(1.0, 2, 3), store.Store()
+    for number in range(20):
+        full.put("here", f"op{number}", cost)
+    nbytes = store._path("here").stat().st_size
+    monkeypatch.setattr(store, "MOST_BYTES_EACH", nbytes - 200)
+    monkeypatch.setattr(store, "_READ", {})
+    kept = [number for number in range(20) if store.Store().get("here", f"op{number}") == cost]
+    assert kept == list(range(10, 20))
+    assert store._path("here").stat().st_size <= nbytes // 2 + 1
+
+
+def test_the_files_that_were_used_last_stay(cost_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fckpt.cost import store
+
+    monkeypatch.setattr(store, "MOST_FILES", 3)
+    cost_folder.mkdir(exist_ok=True)
+    (cost_folder / "costs-left.tmp").write_text("")
+    (cost_folder / "plans-of-others.json").write_text("")
+    os.utime(cost_folder / "costs-left.tmp", (0, 0))
+    for i, where in enumerate("abc"):
+        store.Store().put(where, "op", OpCost(1.0, 2, 3))
+        os.utime(store._path(where), (i + 1, i + 1))
+    assert store.Store().get("a", "op") == OpCost(1.0, 2, 3)  # reading is use
+    store.Store().put("d", "op", OpCost(1.0, 2, 3))
+    assert {where for where in "abcd" if store._path(where).exists()} == {"a", "c", "d"}
+    assert not (cost_folder / "costs-left.tmp").exists() and (cost_folder / "plans-of-others.json").exists()
 
 
 def test_other_users_can_still_read_a_file_from_which_corrupt_lines_were_dropped(cost_folder: Path) -> None:

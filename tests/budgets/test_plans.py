@@ -183,7 +183,9 @@ def test_a_plan_for_the_outputs_that_are_named(outputs: Any) -> None:
     assert plan.loss_of[0] in str(plan).splitlines()[-1]
     found = fckpt.check(with_hidden, w, x, budget=plan.budget_bytes, outputs=outputs)
     assert found and found.peak_bytes <= plan.budget_bytes
-    assert fckpt.pareto(with_hidden, w, x, points=2, outputs=outputs)[-1].plan.loss_of == plan.loss_of
+    assert found.loss_of == plan.loss_of and str(found).endswith(f"; for a loss of {', '.join(plan.loss_of)} alone")
+    curve = fckpt.pareto(with_hidden, w, x, points=2, outputs=outputs)
+    assert curve[-1].plan.loss_of == plan.loss_of and str(curve).splitlines()[-1] == str(plan).splitlines()[-1]
 
 
 def with_views(w: Tensor, x: Tensor) -> tuple[Any, ...]:

@@ -14,8 +14,10 @@ import torchvision_shim  # noqa: F401  before transformers
 from judge import Session, judge, leaves_of, stats_of
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fckpt
+from fckpt._units import format_bytes
 
 
 class Pair(NamedTuple):
@@ -289,6 +291,73 @@ def test_a_warning_is_an_error_where_the_user_wants_it() -> None:
         for _ in range(3):
             outer(x).backward()
     assert len(caught) == 1, "once per reason"
+
+
+class Looks(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def second_derivative(f: Any, x: Tensor, w: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(f(x, w), w, create_graph=True)
+    return torch.autograd.grad(slope.square().sum(), w)[0]
+
+
+def per_pair(f: Any, x: Tensor, w: Tensor) -> Tensor:
+    return vmap(vmap(grad(f, argnums=1), (0, None)), (0, None))(x.reshape(4, 16, 32), w)
+
+
+def backward_elsewhere(f: Any, x: Tensor, w: Tensor) -> Tensor:
+    loss = f(x, w)
+    torch.use_deterministic_algorithms(True)
+    try:
+        return torch.autograd.grad(loss, w)[0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def under_a_mode(f: Any, x: Tensor, w: Tensor) -> Tensor:
+    with Looks():
+        return torch.autograd.grad(f(x, w), w)[0]
+
+
+def backward_twice(f: Any, x: Tensor, w: Tensor) -> Tensor:
+    loss = f(x, w)
+    first = torch.autograd.grad(loss, w, retain_graph=True)[0]
+    return first + torch.autograd.grad(loss, w)[0]
+
+
+CAUSES: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "saved-tensor hooks": (lambda f, x, w: torch.autograd.grad(hooked(f)(x, w), w)[0], "saved-tensor hooks"),
+    "forward mode": (lambda f, x, w: jvp(lambda w: f(x, w), (w.detach(),), (w.detach(),))[1], "forward-mode"),
+    "vmap": (per_pair, "vmap"),
+    "batched backward": (lambda f, x, w: torch.func.jacrev(f, argnums=1)(x, w.detach()), "jacrev"),
+    "second derivative": (second_derivative, "second derivative"),
+    "dispatch mode": (under_a_mode, "TorchDispatchMode"),
+    "settings": (backward_elsewhere, "other settings"),
+    "forward again": (backward_twice, "second one"),
+}
+"""By reason: a derivative that runs without a plan, or beyond it, and words of the warning."""
+
+
+@pytest.mark.parametrize("promise", [0.7, 40_000, "40KiB"])
+@pytest.mark.parametrize("reason", CAUSES)
+def test_a_warning_says_why_what_was_promised_and_what_is_expected(reason: str, promise: Any) -> None:
+    derive, words = CAUSES[reason]
+    x, w = torch.randn(64, 32), torch.randn(32, 32, requires_grad=True)
+    f = fckpt.remat(mlp, budget=promise, solver="greedy")
+    torch.autograd.grad(f(x, w), w)  # makes a plan
+    plain = fckpt.plan(mlp, x, w, solver="greedy").baseline_peak_bytes
+    with pytest.warns(fckpt.BudgetWarning, match=words) as caught:  # type: ignore[attr-defined]
+        results = [derive(f, x, w) for _ in range(2)]
+    assert all(torch.equal(result, derive(mlp, x, w)) for result in results)
+    (said,) = [str(found.message) for found in caught if found.category is fckpt.BudgetWarning]
+    share = f"0.7 of the plain peak ({format_bytes(int(0.7 * plain))})"
+    assert {0.7: share, 40_000: "39.1 KiB", "40KiB": "40.0 KiB"}[promise] in said
+    unknown = f"it is not known how much memory that takes (a plain step: up to {format_bytes(plain)})"
+    assert "in up to" in said or unknown in said
+    fallbacks = fckpt.stats(f).fallbacks
+    assert list(fallbacks) == [reason] and fallbacks[reason] >= 2
 
 
 def test_a_jacobian_is_said_and_takes_no_more_than_without_a_plan() -> None:
