@@ -44,7 +44,7 @@ def classifier(layers: int, hidden: int, lora: bool) -> nn.Module:
 
 
 def samples(count: int, tokens: int) -> list[dict[str, Tensor]]:
-    """Random sentences with random labels. Without a mask: see the guide for what traces with one."""
+    """Random sentences with random labels."""
     torch.manual_seed(1)
     return [{"input_ids": torch.randint(1000, (tokens,)), "labels": torch.tensor(i % 2)} for i in range(count)]
 
