@@ -57,7 +57,8 @@ class Record:
     peak_bytes: int | None = None
     error: Exception | None = None
     warned: bool = False
-    """Whether a `BudgetWarning` has been issued up to here."""
+    """Whether a `BudgetWarning` has been issued in this call, or earlier for the reason for which this call falls back.
+    """
 
 
 @dataclass
@@ -136,7 +137,7 @@ class Session:
                 raise
 
     def step(self, run: Run, pick: Pick | None = None, *, times: int = 3, peak: bool = True) -> None:
-        """Runs forward and backward several times, and measures the last of them.
+        """Runs forward and backward several times, and measures all but the first of them.
 
         The first call of a kind may plan, and the second may meet caches that the first has filled.
 
@@ -149,7 +150,7 @@ class Session:
         for i in range(times):
             record = Record(f"call {len(self.records)}", {})
             self.records.append(record)
-            self._call(record, run, pick or total, measured=peak and i == times - 1)
+            self._call(record, run, pick or total, measured=peak and (i > 0 or times == 1))
             if record.error is not None:
                 raise _Ended
 
@@ -167,7 +168,7 @@ class Session:
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            before = self._effort()
+            before, fallbacks = self._effort(), self._fallbacks()
             try:
                 if measured:
                     held = fckpt.measure_peak(forward_and_backward, DEVICE).peak_bytes
@@ -176,8 +177,9 @@ class Session:
                     forward_and_backward()
             except Exception as error:
                 record.error = error
-        self.warned += [str(w.message) for w in caught if issubclass(w.category, BudgetWarning)]
-        record.warned = bool(self.warned)
+        said = [str(w.message) for w in caught if issubclass(w.category, BudgetWarning)]
+        self.warned += said
+        record.warned = bool(said) or bool(self.warned and self._fallbacks() != fallbacks)
         if record.error is None:
             out, loss = result[0]
             record.seen = {"output": snapshot(out), "loss": snapshot(loss), **self._visible()}
@@ -191,6 +193,10 @@ class Session:
         stats = [stats_of(region) for region in self.regions]
         idle = "nothing to differentiate"
         return [(s.captures, s.plans, s.fallbacks.get(idle, 0)) for s in stats if s is not None]
+
+    def _fallbacks(self) -> Any:
+        """How often regions did not run by a plan, by reason. Each reason is warned of once."""
+        return [dict(s.fallbacks) for s in map(stats_of, self.regions) if s is not None]
 
     def _forget_gradients(self) -> None:
         for thing in self.watched.values():

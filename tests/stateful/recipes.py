@@ -56,6 +56,8 @@ class Round:
     """(what, which piece, which change of it)."""
     subset: int
     """Which of the outputs are in the loss."""
+    writes: int = 0
+    """Which output the caller writes to before the loss; 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,14 @@ def loss_of(out: Any, subset: int) -> Tensor:
     return sum((t.float().sum() for t in chosen), torch.zeros(()))
 
 
+def written(out: Any, which: int, form: str) -> Any:
+    """Writes to an output that no operation has saved for the backward pass: to any of several views of one, say."""
+    tensors = [t for t in leaves_of(out) if t.requires_grad and not t.is_leaf]
+    if which and tensors and form in ("tensor", "tuple", "named", "views", "detached"):
+        tensors[(which - 1) % len(tensors) if form == "views" else 0].mul_(0.5)
+    return out
+
+
 def scenario(recipe: Recipe) -> Callable[[Session], None]:
     """Makes a judge's scenario of a recipe."""
 
@@ -277,7 +287,8 @@ def scenario(recipe: Recipe) -> Callable[[Session], None]:
                 for change in turn.changes:
                     training.change(*change)
                 whole = recipe.region not in ("parts", "nested") and recipe.form != "views"
-                session.step(training.call, lambda out: loss_of(out, turn.subset), peak=whole)
+                pick = lambda out, turn=turn: loss_of(written(out, turn.writes, form), turn.subset)
+                session.step(training.call, pick, peak=whole)
 
     return run
 
@@ -311,8 +322,9 @@ def changes() -> st.SearchStrategy[tuple[str, int, int]]:
 
 def recipes(most_parts: int = 4, most_rounds: int = 3) -> st.SearchStrategy[Recipe]:
     """Programs with state, and what happens to them."""
-    later = st.builds(Round, st.lists(changes(), min_size=1, max_size=3).map(tuple), st.integers(0, 7))
-    first = st.builds(Round, st.just(()), st.integers(0, 7))
+    subset, writes = st.integers(0, 7), st.sampled_from([0, 0, 0, 1, 2, 3])
+    later = st.builds(Round, st.lists(changes(), min_size=1, max_size=3).map(tuple), subset, writes)
+    first = st.builds(Round, st.just(()), subset, writes)
     rounds = st.tuples(first, st.lists(later, min_size=1, max_size=most_rounds - 1)).map(lambda r: (r[0], *r[1]))
     return st.builds(
         Recipe,
