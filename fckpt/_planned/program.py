@@ -158,15 +158,17 @@ class Program:
     def again_nbytes(self) -> int:
         """The peak, in bytes at most, of a backward pass that runs the forward pass again.
 
-        The caller holds the results of the first forward pass all the time. The results of the second one are held
-        until its end, and during the backward pass if the backward pass reads them.
+        The caller holds the results of the first forward pass and the cotangents all the time. The results of the
+        second forward pass are held until its end, and during the backward pass if the backward pass reads them.
         """
         graph, live = self.graph, self.timeline.live_nbytes
         count = len(self.executed.forward)
         results = set(graph.outputs).difference(graph.inputs)
         read = {v for node in _computed(self.schedule.backward) for v in graph.nodes[node].inputs}
-        first, kept = (sum(graph.values[v].nbytes for v in values) for values in (results, results & read))
-        return max(max(live[:count], default=0) + first, max(live[count:], default=0) + kept)
+        first, kept, given = (
+            sum(graph.values[v].nbytes for v in values) for values in (results, results & read, graph.cotangents)
+        )
+        return max(max(live[:count], default=0) + first + given, max(live[count:], default=0) + kept)
 
     def has_room_for(self, nbytes: int) -> bool:
         """Whether so many bytes beside the plan are within the budget."""

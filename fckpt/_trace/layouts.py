@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
 from fckpt._call.casts import remembers_casts_of
 from fckpt._call.levels import is_wrapped, layers, transforms_active, unseen, wraps_all
 from fckpt._trace.operations import Layout
+from fckpt._trace.stand_ins import check_dense
 
 __all__ = ["as_differentiated", "layouts_below"]
 
 
-def layouts_below(tensors: Iterable[torch.Tensor]) -> list[Layout]:
-    """Returns the layouts below all levels of torch.func. A tensor that any level tracks requires grad."""
+def layouts_below(tensors: Sequence[torch.Tensor]) -> list[Layout]:
+    """Returns the layouts below all levels of torch.func. A tensor that any level tracks requires grad.
+
+    Raises:
+        TraceError: a tensor is nested, so that it has no sizes.
+    """
+    try:
+        return _layouts_below(tensors)
+    except RuntimeError:  # not looked for before: a call may have a thousand tensors
+        for tensor in tensors:
+            check_dense(tensor)
+        raise
+
+
+def _layouts_below(tensors: Sequence[torch.Tensor]) -> list[Layout]:
     if not transforms_active():
         # A call may have a thousand tensors, and the constructor of a named tuple would take most of the time.
         new, strided = functools.partial(tuple.__new__, Layout), torch.strided

@@ -75,7 +75,7 @@ def seems(stand_in: torch.Tensor, kind: type[torch.Tensor]) -> None:
 
 
 def check_dense(tensor: torch.Tensor) -> None:
-    """Raises `TraceError` for a tensor that cannot be traced: a sparse tensor, a subclass, a fake CUDA tensor."""
+    """Raises `TraceError` for a tensor that cannot be traced: sparse, nested, of a subclass, or fake CUDA."""
     kind = type(tensor)
     if kind not in (FakeTensor, StandIn) and not is_plain_type(kind):
         raise TraceError(
@@ -83,9 +83,10 @@ def check_dense(tensor: torch.Tensor) -> None:
             "nn.Parameter, and subclasses of nn.Parameter that redefine nothing of torch.Tensor and have no slots. "
             f"{WAY_OUT}"
         )
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested sizes" if tensor.is_nested else f"layout {tensor.layout}"
         raise TraceError(
-            f"a {kind.__name__} with layout {tensor.layout} cannot be traced: budgets and policies support dense "
+            f"a {kind.__name__} with {layout} cannot be traced: budgets and policies support dense "
             f"torch.Tensors only. {WAY_OUT}"
         )
     if type(tensor) is FakeTensor and tensor.device.type == "cuda" and not torch.cuda.is_available():
