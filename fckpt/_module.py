@@ -265,7 +265,16 @@ def _class_of(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._fckpt_region(self._fckpt_forward(), args, kwargs)
 
+    # A class makes new modules for users who have one of its modules only: `type(model).from_pretrained(folder)`. These
+    # are plain, as only `remat` knows how to rematerialise them.
+    @functools.wraps(cls.__init__)
+    def new(kind: type, *args: Any, **kwargs: Any) -> Any:
+        if kind is made:
+            return cls(*args, **kwargs)
+        return object.__new__(kind) if cls.__new__ is object.__new__ else cls.__new__(kind, *args, **kwargs)
+
     body = {
+        "__new__": new,
         "forward": _Forward(forward),
         "__slots__": (
             "_fckpt_class", "_fckpt_compiled", "_fckpt_inner", "_fckpt_make", "_fckpt_own", "_fckpt_region",
@@ -279,4 +288,5 @@ def _class_of(cls: type[nn.Module]) -> type[nn.Module]:
         body["cls_to_become"] = _Become()
     bases = (cls,) if issubclass(cls, _Rematerialised) else (_Rematerialised, cls)
     meta: Any = type(cls)
-    return meta(cls.__name__, bases, body)
+    made = meta(cls.__name__, bases, body)
+    return made

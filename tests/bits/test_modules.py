@@ -215,6 +215,20 @@ def test_signature_is_that_of_the_module() -> None:
     assert list(inspect.signature(fckpt.remat(Takes()).forward).parameters) == ["x", "mask"]
 
 
+@pytest.mark.parametrize("options", [{}, {"budget": 1.0}, {"policy": fckpt.policies.nothing_saveable}], ids=str)
+@pytest.mark.filterwarnings("ignore::fckpt.BudgetWarning")  # a plan within another region
+def test_the_class_makes_new_modules_which_are_plain(options: Any) -> None:
+    once = fckpt.remat(nn.Linear(3, 2), **options)
+    for module in (once, fckpt.remat(once)):
+        made = type(module)(3, 2, bias=False)
+        assert type(made) is nn.Linear and made.bias is None
+        assert inspect.signature(type(module)) == inspect.signature(nn.Linear)
+        made.load_state_dict({"weight": module.weight})
+        assert_equal([made(torch.ones(3))], [module(torch.ones(3)) - module.bias])
+    parametrized = nn.utils.parametrizations.weight_norm(fckpt.remat(nn.Linear(3, 2), **options))
+    assert_equal([copy.deepcopy(parametrized)(torch.ones(3))], [parametrized(torch.ones(3))])
+
+
 def test_hooks_of_the_inner_module_run_once_a_call() -> None:
     model = network()
     calls: list[str] = []
