@@ -17,10 +17,10 @@ from fckpt._call.arguments import DonatedArguments
 from fckpt._call.closure import closure_of
 from fckpt._call.results import number_of
 from fckpt._fuse.option import Kernels, check_kernels
-from fckpt._planned.families import Families, is_shared
+from fckpt._planned.families import Families, is_shared, quick_plan
 from fckpt._planned.fusing import with_blocks
 from fckpt._planned.ledger import Stats
-from fckpt._planned.making import check_budget, make_plan, plain_plan, priced
+from fckpt._planned.making import check_budget, make_plan, nbytes_of, plain_plan, priced
 from fckpt._planned.plan import Budget, Plan
 from fckpt._planned.planner import traced_without_running
 from fckpt._planned.tiling import Tile, check_tile, tiled_or_hinted
@@ -31,6 +31,7 @@ from fckpt._trace.operations import Trace
 from fckpt.cost import Analytic, DeviceProfile, Measured, profile_of, profiles
 from fckpt.cost.calls import CostSource
 from fckpt.errors import ArgumentTypeError, ArgumentValueError, PlanError
+from fckpt.graph.graph import Graph
 from fckpt.graph.identity import structure
 from fckpt.policies.decisions import PolicyLike, as_policy
 from fckpt.policies.named import reductions_saveable
@@ -253,7 +254,22 @@ class Looked:
         tile: Tile = False,
         *,
         hint: bool = True,
+        quickly: bool = False,
     ) -> Plan:
+        """Plans the call.
+
+        Args:
+            policy: see `fckpt.plan`.
+            budget: see `fckpt.plan`.
+            solver: see `fckpt.plan`.
+            time_limit: see `fckpt.plan`.
+            tile: see `fckpt.remat`.
+            hint: whether the error says what smaller parts of the batch would fit.
+            quickly: whether a plan that is found quickly will do. If none is found, the solver runs.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
         budget = None if budget is None else check_budget(budget)
         solve.get(solver)  # raises if there is no such solver, before the operations are priced
         policy = None if policy is None else as_policy(policy)
@@ -261,7 +277,11 @@ class Looked:
             self.graphs[policy] = priced(self.trace, policy, self.costs, budgeted=True)
         graph = self.graphs[policy]
         version = str(torch.__version__)
-        make = lambda graph, budget: make_plan(graph, budget, solver, version, time_limit)
+
+        def make(graph: Graph, budget: Budget | None) -> Plan:
+            found = quick_plan(graph, nbytes_of(budget, graph)) if quickly and budget is not None else None
+            return found or make_plan(graph, budget, solver, version, time_limit)
+
         if budget is None and policy is None:
             made = plain_plan(graph, version)
         elif not tile and not hint:

@@ -30,7 +30,7 @@ from fckpt.graph.schedule import Schedule
 from fckpt.solve._adapt import adapt
 from fckpt.solve._quick import quick
 
-__all__ = ["Families", "is_shared", "settled"]
+__all__ = ["SMALL", "Families", "is_shared", "quick_plan", "settled"]
 
 _MOST = 16
 """The number of schedules per structure that are adapted to a new size: the latest ones."""
@@ -40,7 +40,7 @@ _PENDING = 8
 """The number of plans that wait to be solved in the background: the latest ones."""
 _NOTED = 128
 """The number of plans that are solved in the background if they are used again: the latest ones."""
-_SMALL = 40
+SMALL = 40
 """The number of nodes of a graph that is solved at once, because that takes less than a second."""
 
 Origin = Literal["solved", "read", "adapted", "quick"]
@@ -98,8 +98,8 @@ class Families:
         origin: Origin = "solved"
         if known:
             plan, origin = settled(graph, nbytes, functools.partial(adapt, known=known)), "adapted"
-        elif quickly and len(graph.nodes) > _SMALL and background.is_available():
-            plan, origin = settled(graph, nbytes, quick), "quick"
+        elif quickly and background.is_available():
+            plan, origin = quick_plan(graph, nbytes), "quick"
         if plan is None:
             plan, origin = solve(), "solved"
         self._add(name, plan)
@@ -158,6 +158,11 @@ class Families:
             for other in list(self._known)[:-_STRUCTURES]:
                 self._known.pop(other, None)
             self._known[name] = (plan.schedule, *known)[:_MOST]
+
+
+def quick_plan(graph: Graph, nbytes: int) -> Plan | None:
+    """Returns a plan that is found quickly; None if there is none, or if a solver takes no longer."""
+    return settled(graph, nbytes, quick) if len(graph.nodes) > SMALL else None
 
 
 def settled(graph: Graph, nbytes: int, find: Callable[[Graph, int], Schedule | None]) -> Plan | None:

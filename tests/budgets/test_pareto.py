@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fckpt
+from fckpt import solve
 
 A100 = fckpt.cost.Analytic(fckpt.cost.profiles["A100"])
 
@@ -70,3 +71,31 @@ def test_best_takes_numbers(curve: fckpt.Pareto) -> None:
     text: Any = "10 %"
     with pytest.raises(fckpt.ArgumentTypeError, match="overhead is a number, not str: '10 %'"):
         curve.best(overhead=text)
+
+
+def deep(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(24):
+        x = torch.tanh(x @ w).sin() + x
+    return x.sum()
+
+
+def test_plans_are_found_quickly_and_are_nearly_as_fast_as_those_of_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (deep, torch.ones(16, 16, requires_grad=True), torch.ones(1024, 16))
+    asked: list[str] = []
+    solver_of = solve.get
+    monkeypatch.setattr(solve, "get", lambda name: (asked.append(name), solver_of(name))[1])
+    curve = fckpt.pareto(*given, points=6, costs=A100)
+    assert "auto" not in asked[asked.index("greedy") :]  # only for the plan that recomputes nothing
+    asked.clear()
+    best = fckpt.pareto(*given, points=6, costs=A100, solver="auto")
+    assert set(asked) == {"auto"} and len(curve) >= 5
+    for point in curve:
+        assert point.peak_bytes <= max(p.peak_bytes for p in best)
+        assert point.overhead <= best.best(peak_bytes=max(point.peak_bytes, best[0].peak_bytes)).overhead + 0.02
+
+
+def test_the_solver_runs_where_no_plan_is_found_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (deep, torch.ones(16, 16, requires_grad=True), torch.ones(1024, 16))
+    monkeypatch.setattr("fckpt._planned.families.quick", lambda graph, nbytes: None)
+    curve = fckpt.pareto(*given, points=3, costs=A100)
+    assert len(curve) == 3 and curve[0].overhead > 0 == curve[-1].overhead

@@ -400,7 +400,7 @@ def test_a_first_call_runs_by_a_quick_plan_which_the_solver_improves(monkeypatch
     monkeypatch.delenv("FCKPT_BACKGROUND", raising=False)
     monkeypatch.setattr("fckpt._planned.background.NICENESS", 0)
     monkeypatch.setattr("fckpt._planned.families.quick", lambda graph, budget: slower(graph, budget, ()))
-    monkeypatch.setattr("fckpt._planned.families._SMALL", 0)
+    monkeypatch.setattr("fckpt._planned.families.SMALL", 0)
     monkeypatch.setattr("fckpt._planned.planner.make_plan", lambda *_: pytest.fail("solved while the call waits"))
     net, planned = deep()
     x, limit = torch.randn(400, 32), time.monotonic() + 300
@@ -423,7 +423,7 @@ def test_a_first_call_runs_by_a_quick_plan_which_the_solver_improves(monkeypatch
 def test_a_first_call_is_solved_if(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Graph] = []
     monkeypatch.setenv("FCKPT_BACKGROUND", "0" if why == "switched off" else "1")
-    monkeypatch.setattr("fckpt._planned.families._SMALL", 10_000 if why == "small" else 0)
+    monkeypatch.setattr("fckpt._planned.families.SMALL", 10_000 if why == "small" else 0)
     monkeypatch.setattr("fckpt._planned.families.quick", lambda graph, budget: asked.append(graph))
     net, _ = deep()
     solver = "greedy" if why == "named solver" else "auto"

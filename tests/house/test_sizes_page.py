@@ -20,7 +20,9 @@ def lines() -> list[str]:
     for row in FOUND:
         ratios = [number(row[way]) for way in ("checkpointed", "compiled", "planned")]
         first = [row["network"], f"{row['plain_seconds']:.1f}", number(row["budget"]), str(row["above"])]
-        milliseconds = ["" if t is None else f"{1000 * t:.0f}" for t in (row["planning_seconds"], row["new_size_seconds"])]
+        milliseconds = [
+            "" if t is None else f"{1000 * t:.0f}" for t in (row["planning_seconds"], row["new_size_seconds"])
+        ]
         last = [f"{row['kept']} of {row['steps']}", *milliseconds]
         found.append(f"| {' | '.join([*first, *ratios, *last])} |")
     return found
