@@ -14,7 +14,7 @@ import torch
 
 from fckpt._call.ambient import without_modes
 from fckpt._call.levels import below_autograd, out_of_reach
-from fckpt._call.rng import RandomState
+from fckpt._call.rng import GeneratorState, RandomState
 from fckpt._memory import collector_paused, measure_operation, undisturbed
 from fckpt._trace.operations import Call, TensorSpec, statistics_of, tensors_of
 from fckpt.cost.analytic import Analytic, flops_of
@@ -249,14 +249,12 @@ def isolated(device: torch.device) -> Iterator[None]:
     if outside == device:
         yield
         return
-    indices = [] if device.type == "cpu" else [_index(device)]
     others = RandomState.capture()  # of Python and NumPy: a custom operation may draw from any generator
-    kind = "cuda" if device.type == "cpu" else device.type
     with (
         out_of_reach(),
         without_modes(),
         torch.no_grad(),
-        torch.random.fork_rng(indices, device_type=kind),
+        _generators_kept(device),
         warnings.catch_warnings(),
         collector_paused(),  # only the operation frees memory
     ):
@@ -267,6 +265,23 @@ def isolated(device: torch.device) -> Iterator[None]:
         finally:
             _ISOLATED.device = outside
             others.drawn().rewind()
+
+
+@contextlib.contextmanager
+def _generators_kept(device: torch.device) -> Iterator[None]:
+    """Restores torch's generators of the CPU and of a device after the body.
+
+    Unlike torch's `fork_rng`, it holds no tensor with the state of the CPU meanwhile, which a budget would count.
+    """
+    if device.type != "cpu":
+        with torch.random.fork_rng([_index(device)], device_type=device.type):
+            yield
+        return
+    state = GeneratorState(torch.default_generator)
+    try:
+        yield
+    finally:
+        state.set(torch.default_generator)
 
 
 @contextlib.contextmanager
