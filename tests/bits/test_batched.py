@@ -17,7 +17,7 @@ from torch.func import grad, vmap
 import fckpt
 from fckpt import policies
 from fckpt._planned import tracing
-from fckpt.report.table import residuals
+from fckpt.report.table import Residual, residuals
 
 P = [torch.linspace(-1, 1, 64, dtype=torch.float64).reshape(8, 8).roll(k) for k in range(3)]
 X = torch.linspace(-2, 2, 512, dtype=torch.float64).reshape(64, 8)
@@ -83,16 +83,58 @@ def test_a_batched_call_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(traces) == 2
 
 
+def saved(region: Any) -> list[list[Residual]]:
+    """The intermediates that each program of a region saves."""
+    captures = region._fckpt_region.planner.captures
+    programs = [made.likely() for _, known in captures for made in known.values()]
+    return [[row for row in residuals(p.graph, p.schedule) if row.kind == "intermediate"] for p in programs]
+
+
 def test_a_policy_means_the_same_under_vmap() -> None:
     """A product is one of matrices, whatever `vmap` makes of it."""
     policy = policies.dots_with_no_batch_dims_saveable
     region = fckpt.remat(block, policy=policy)
     WAYS["grad"](region)
     WAYS["ensemble"](region)
-    captures = region._fckpt_region.planner.captures  # type: ignore[attr-defined]
-    programs = [made.likely() for _, known in captures for made in known.values()]
-    saved = [[row.origin for row in residuals(p.graph, p.schedule) if row.kind == "intermediate"] for p in programs]
-    assert [len(rows) for rows in saved] == [3, 3]
+    assert [len(rows) for rows in saved(region)] == [3, 3]
+
+
+def named(w: Tensor, x: Tensor) -> Tensor:
+    h = fckpt.checkpoint_name(torch.tanh(x @ w), "hidden")
+    return fckpt.checkpoint_name((h @ w).exp(), "out").sin().sum()
+
+
+def named_batch(w: Tensor, xs: Tensor) -> Tensor:
+    return vmap(lambda x: named(w, x))(xs).sum()
+
+
+NAMES: dict[str, tuple[policies.Policy, list[str]]] = {
+    "the first": (policies.save_only_these_names("hidden"), ["hidden"]),
+    "the second": (policies.save_only_these_names("out"), ["out"]),
+    "both": (policies.save_only_these_names("hidden", "out"), ["hidden", "out"]),
+    "none": (policies.nothing_saveable, []),
+}
+
+
+@pytest.mark.parametrize("which", NAMES)
+def test_a_policy_saves_values_by_name_under_vmap_of_grad(which: str) -> None:
+    policy, names = NAMES[which]
+    region = fckpt.remat(named, policy=policy)
+    found = [vmap(grad(f), (None, 0))(P[0], X) for f in (region, region, named)]
+    assert_equal(found[:2], [found[2]] * 2)
+    (rows,) = saved(region)
+    assert [(row.name, row.shape) for row in rows] == [(name, (64, 8)) for name in names]
+
+
+@pytest.mark.parametrize("which", NAMES)
+def test_a_policy_saves_values_that_are_named_within_a_vmap_inside(which: str) -> None:
+    policy, names = NAMES[which]
+    region, w = fckpt.remat(named_batch, policy=policy), P[0].clone().requires_grad_()
+    found = [torch.autograd.grad(f(w, X), w) for f in (region, region, named_batch)]
+    assert_equal(found[:2], [found[2]] * 2)
+    rows = [row for row in fckpt.saved_residuals(region, w, X) if row.kind == "intermediate"]
+    assert [(row.name, row.shape) for row in rows] == [(name, (64, 8)) for name in names]
+    assert fckpt.stats(region).fallbacks == {}
 
 
 def test_closed_over_parameters_get_their_gradient() -> None:

@@ -7,6 +7,7 @@ import functools
 import pickle
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,6 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import fckpt
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+PLANS: list[dict[str, Any]] = [{"budget": 1.0}, {"policy": fckpt.policies.nothing_saveable}]
+under_a_plan = pytest.mark.parametrize("options", PLANS, ids=["budget", "policy"])
+estimated = pytest.mark.filterwarnings("ignore:fckpt does not run custom operations:fckpt.BudgetWarning")
 
 
 class Net(nn.Module):
@@ -151,6 +155,31 @@ def test_replicas() -> None:
     plain, region = made(), fckpt.remat(made())
     assert_equal(gradients(region, replicated(region)), gradients(plain, replicated(plain)))
     assert retained(replicated(region)) < retained(replicated(plain))
+
+
+@under_a_plan
+def test_replicas_of_a_planned_module(options: dict[str, Any]) -> None:
+    plain, region = made(), fckpt.remat(made(), **options)
+    for _ in range(2):
+        assert_equal(gradients(region, replicated(region)), gradients(plain, replicated(plain)))
+        assert_equal(gradients(region, nn.DataParallel(region)), gradients(plain, nn.DataParallel(plain)))
+    assert not fckpt.stats(region).fallbacks
+
+
+@under_a_plan
+def test_replicas_of_a_planned_module_run_in_threads(options: dict[str, Any]) -> None:
+    def in_threads(module: nn.Module) -> Callable[[Tensor], Tensor]:
+        replicas = [replicated(module).eval() for _ in range(3)]
+
+        def call(x: Tensor) -> Tensor:
+            with ThreadPoolExecutor(3) as pool:
+                return torch.cat([*pool.map(lambda replica: replica(x), replicas)])
+
+        return call
+
+    plain, region = made(), fckpt.remat(made(), **options)
+    for _ in range(2):
+        assert_equal(gradients(region, in_threads(region)), gradients(plain, in_threads(plain)))
 
 
 def test_compiled_before() -> None:
@@ -321,6 +350,51 @@ def test_inside_of_a_region(name: str) -> None:
         assert_equal(gradients(module, fckpt.remat(lambda x: fn(module, x))), expected)
 
 
+NOT_PLANNED = {
+    "checkpoint": r"torch.utils.checkpoint inside, and draws random numbers there.*preserve_rng_state=False",
+    "cond": r"torch.s operator `cond`.*Write the branch",
+}
+
+
+@estimated
+@under_a_plan
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in NOT_PLANNED])
+def test_inside_of_a_plan(name: str, options: dict[str, Any]) -> None:
+    plain, module, fn = made(), made(), FUNCTIONS[name]
+    region = fckpt.remat(lambda x: fn(module, x), **options)
+    for call in range(2):
+        warned = call == 0 and name == "reentrant checkpoint" and "budget" in options
+        with pytest.warns(fckpt.BudgetWarning, match="use_reentrant=False") if warned else nullcontext():
+            got = gradients(module, region)
+        assert_equal(got, gradients(plain, lambda x: fn(plain, x)))
+
+
+@under_a_plan
+@pytest.mark.parametrize("name", NOT_PLANNED)
+def test_what_is_refused_inside_of_a_plan_has_changed_nothing(name: str, options: dict[str, Any]) -> None:
+    module, fn = made(), FUNCTIONS[name]
+    with pytest.raises(fckpt.TraceError, match=NOT_PLANNED[name]):
+        fckpt.remat(lambda x: fn(module, x), **options)(leaf(X))
+    assert_equal(module.state_dict(), made().state_dict())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_inside_of_a_plan_keeps_a_budget_in_bytes(use_reentrant: bool) -> None:
+    net = made(lambda: nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(6, 6), nn.Tanh(), nn.GELU()))))
+    fn = lambda x: checkpoint(net, x.sin(), use_reentrant=use_reentrant).exp().sum()  # type: ignore[union-attr]
+    x, found = torch.randn(256, 6, requires_grad=True), []
+    budget = fckpt.measure_peak(lambda: fn(x).backward()).peak_bytes * 7 // 10
+    region = fckpt.remat(fn, budget=budget)
+    region(x).backward()
+    for f in (fn, region):
+        x.grad = None
+        net.zero_grad()
+        peak = fckpt.measure_peak(lambda f=f: f(x).backward()).peak_bytes
+        found.append([x.grad, *(p.grad for p in net.parameters())])
+    assert peak <= budget
+    assert_equal(*found)
+
+
 @pytest.mark.parametrize("fn", [
     lambda x: torch.cond(x.sum() > 0, lambda x: x.sin().exp(), lambda x: x.cos().exp(), (x,)).sin(),
     lambda x: torch.cond(torch.tensor(True), lambda x: x.sin().exp(), lambda x: x.cos().exp(), (x,)).sin(),
@@ -388,16 +462,18 @@ def scaled(x: Tensor) -> Tensor:
     return torch.tanh(x).exp()
 
 
-def test_conjugated_arguments_and_cotangents() -> None:
-    z = torch.randn(4, 3, dtype=torch.complex64)
-    cotangent = torch.randn(4, 3, dtype=torch.complex64).conj()
+@pytest.mark.parametrize("options", [{}, *PLANS], ids=["plain", "budget", "policy"])
+def test_conjugated_arguments_and_cotangents(options: dict[str, Any]) -> None:
+    z, g = (torch.randn(4, 3, dtype=torch.complex64) for _ in range(2))
     fn = lambda z: (z.exp() * z.conj()).sin()
-    got = []
-    for f in (fn, fckpt.remat(fn)):
-        x = leaf(z)
-        f(x.conj()).backward(cotangent)
-        got.append(x.grad)
-    assert_equal(got[1], got[0])
+    region = fckpt.remat(fn, **options)
+    for cotangent in (g.conj(), g, g.t().contiguous().mH, g.conj()):
+        got = []
+        for f in (fn, region):
+            x = leaf(z)
+            f(x.conj()).backward(cotangent)
+            got.append(x.grad)
+        assert_equal(got[1], got[0])
 
 
 def test_an_operation_that_mutates_what_is_not_the_functions() -> None:
@@ -411,6 +487,50 @@ def test_an_operation_that_mutates_what_is_not_the_functions() -> None:
         fckpt.remat(fn)(leaf(X), torch.zeros(4, 6))
     with pytest.raises(fckpt.MutationError, match="changed a captured tensor in place"):
         fckpt.remat(lambda x: fn(x, held))(leaf(X))
+
+
+class Mutating(nn.Module):
+    """Has a buffer that an operation overwrites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("held", torch.zeros(4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        double_into(h.detach(), self.held)
+        return (h.sin() * self.held).exp().sin()
+
+
+@estimated
+@under_a_plan
+def test_an_operation_that_mutates_a_buffer_under_a_plan(options: dict[str, Any]) -> None:
+    plain, region = made(Mutating), fckpt.remat(made(Mutating), **options)
+    for _ in range(2):
+        assert_equal(gradients(region), gradients(plain))
+
+
+@estimated
+@under_a_plan
+def test_an_operation_that_mutates_an_argument_is_refused_under_a_plan(options: dict[str, Any]) -> None:
+    def fn(x: Tensor, out: Tensor) -> Tensor:
+        double_into(x.detach(), out)
+        return (x.sin() * out).exp().sin()
+
+    out = torch.zeros(4, 6)
+    with pytest.raises(fckpt.MutationError, match=r"args\[1\] was changed in place.*Return the new value"):
+        fckpt.remat(fn, **options)(leaf(X), out)
+    assert_equal(out, torch.zeros(4, 6))
+
+
+@under_a_plan
+@pytest.mark.parametrize("captured", [False, True])
+def test_jagged_tensors_are_refused_under_a_plan(captured: bool, options: dict[str, Any]) -> None:
+    t = torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)], requires_grad=True, layout=torch.jagged)
+    region = fckpt.remat((lambda: t.sin()) if captured else (lambda t: t.sin()), **options)
+    with pytest.raises(fckpt.TraceError, match=r"class NestedTensor cannot be traced.*without policy and budget"):
+        region(*([] if captured else [t]))
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
@@ -441,12 +561,46 @@ def test_inference_tensors() -> None:
     assert_equal(got[1:], [got[0]] * 2)
 
 
-def test_jit_trace() -> None:
+@under_a_plan
+@pytest.mark.parametrize("captured", [False, True])
+def test_inference_tensors_are_refused_under_a_plan(captured: bool, options: dict[str, Any]) -> None:
+    with torch.inference_mode():
+        x = torch.randn(4, 6)
+    fn = lambda w, x: torch.tanh(torch.sin(x) * w).exp()
+    region = fckpt.remat((lambda w, _: fn(w, x)) if captured else fn, **options)
+    with pytest.raises(fckpt.ArgumentValueError, match=r"made in inference mode.*torch.no_grad\(\), or pass its clone"):
+        region(torch.ones(6, requires_grad=True), X if captured else x)
+
+
+@pytest.mark.parametrize("options", [{}, *PLANS], ids=["plain", "budget", "policy"])
+def test_jit_trace(options: dict[str, Any]) -> None:
     module = made().eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, and in use
-        traced = torch.jit.trace(fckpt.remat(module), leaf(X))
+        traced = torch.jit.trace(fckpt.remat(module, **options), leaf(X))
     assert_equal(gradients(module, traced), gradients(module))
+
+
+@pytest.mark.parametrize("options", [{}, *PLANS], ids=["plain", "budget", "policy"])
+def test_jit_trace_of_a_function(options: dict[str, Any]) -> None:
+    fn, found = lambda w, x: torch.tanh(x @ w).exp().sin(), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(fckpt.remat(fn, **options), (torch.ones(6, 6, requires_grad=True), leaf(X)))
+    for f in (traced, fn):
+        w = torch.linspace(-1, 1, 36).view(6, 6).requires_grad_()
+        found.append(torch.autograd.grad(f(w, X).sum(), w))
+    assert_equal(*found)
+
+
+@under_a_plan
+def test_jit_trace_inside_is_refused_under_a_plan(options: dict[str, Any]) -> None:
+    module = made().eval()
+    region = fckpt.remat(lambda x: torch.jit.trace(module, x.detach())(x).sin(), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with pytest.raises(fckpt.TraceError, match="without policy and budget takes any function"):
+            region(leaf(X))
 
 
 @pytest.mark.parametrize("options", [{}, {"budget": 1.0}])

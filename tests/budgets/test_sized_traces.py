@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -422,3 +423,91 @@ def test_expressions_of_sizes_that_grow_do_not_stall_a_capture() -> None:
         x = torch.randn(2, edge, edge, 6)
         assert_equal(torch.autograd.grad(planned(x, w), w), torch.autograd.grad(fn(x, w), w))
     assert fckpt.stats(planned).captures == 2
+
+
+V = torch.randn(6, 6)
+K, DEPTHWISE = torch.randn(6, 2, 3, 3, requires_grad=True), torch.randn(6, 1, 3, 3, requires_grad=True)
+
+
+def _image(h: Tensor) -> Tensor:
+    return h.movedim(-1, 0)[None].contiguous()
+
+
+def _masked(h: Tensor, *, floating: bool) -> Tensor:
+    mask = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).tril()
+    bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    return F.scaled_dot_product_attention(h[None], h.sin()[None], h[None], attn_mask=bias if floating else mask)
+
+
+Sizes = list[tuple[int, int]]
+SMALL: Sizes = [(5, 9), (8, 3), (4, 7), (11, 6), (6, 6), (2, 13), (1, 5), (9, 1), (31, 12), (3, 4), (4, 40)]
+IMAGES: Sizes = [(5, 9), (8, 3), (4, 7), (11, 6), (6, 6), (3, 13), (31, 12), (12, 31), (100, 60), (60, 61)]
+LENGTHS: Sizes = [(2, 5), (3, 9), (4, 33), (2, 64), (2, 600), (2, 1), (3, 2), (2, 192), (1, 600), (1, 64), (3, 800)]
+KERNELS: dict[str, tuple[Callable[[Tensor], Tensor], Sizes]] = {
+    "three operands": (lambda h: torch.einsum("nmi,ij,nkj->mk", h, W, h.tanh()), SMALL),
+    "every second row": (lambda h: h[:, ::2] @ V, SMALL),  # a matrix where the number of rows is even
+    "the first four rows": (lambda h: h[:, :4] @ V, SMALL),
+    "transposed batches": (lambda h: h.transpose(0, 1) @ V, SMALL),
+    "a matrix before batches": (lambda h: V @ h.mT, SMALL),
+    "batches and a vector": (lambda h: h[:, ::2] @ V[0], SMALL),
+    "broadcast batches": (lambda h: h[:, None] @ h.mT[None], SMALL),
+    "maximum": (lambda h: F.max_pool2d(_image(h), 3, 2, ceil_mode=True), IMAGES),
+    "average": (lambda h: F.avg_pool2d(_image(h), 3, 2, 1, ceil_mode=True), IMAGES),
+    "adaptive average": (lambda h: F.adaptive_avg_pool2d(_image(h), (3, 2)), IMAGES),
+    "reflected": (lambda h: F.pad(_image(h), (2, 1, 1, 2), mode="reflect"), IMAGES),
+    "replicated": (lambda h: F.pad(_image(h), (2, 1, 1, 2), mode="replicate"), IMAGES),
+    "unfolded": (lambda h: F.unfold(_image(h), 3, padding=1), IMAGES),
+    "groups": (lambda h: F.conv2d(_image(h), K, padding=1, groups=3), IMAGES),
+    "a group per channel": (lambda h: F.conv2d(_image(h), DEPTHWISE, stride=2, groups=6), IMAGES),
+    "attention": (lambda h: F.scaled_dot_product_attention(h[None], h.sin()[None], h[None]), LENGTHS),
+    "causal attention": (
+        lambda h: F.scaled_dot_product_attention(h[None], h.sin()[None], h[None], is_causal=True),
+        LENGTHS,
+    ),
+    "attention, a mask": (lambda h: _masked(h, floating=False), LENGTHS),
+    "attention, a bias": (lambda h: _masked(h, floating=True), LENGTHS),
+}
+UNSIZED = ["unfolded"]
+"""Operations that torch does not run on symbolic sizes."""
+
+
+def _compare(of: Callable[[Tensor], Tensor], sizes: Sizes) -> None:
+    loss = lambda x: of(x @ W).sin().sum()
+    planned = fckpt.remat(loss, budget=1.0)
+    for size in sizes:
+        x, found = torch.randn(*size, 6), []
+        for fn in (planned, loss):
+            value = fn(x)
+            found.append([value, *torch.autograd.grad(value, [W, K, DEPTHWISE], allow_unused=True)])
+        assert_equal(*found)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_operations_that_have_other_kernels_for_other_sizes(name: str, compared: list[bool]) -> None:
+    _compare(*KERNELS[name])
+    assert all(compared)
+    assert compared or name in UNSIZED or (name.startswith("attention") and WITHOUT_ATTENTION)
+
+
+class CheapestFirst:
+    """Stands for the package `opt_einsum`: two of three operands are contracted first, which depends on sizes."""
+
+    @staticmethod
+    def contract_path(equation: str, *operands: Tensor, optimize: Any = None) -> tuple[list[tuple[int, int]], str]:
+        terms = equation.partition("->")[0].split(",")
+        sizes: dict[str, int] = {}
+        for term, x in zip(terms, operands, strict=True):
+            sizes.update(zip(term, x.shape, strict=True))
+        cost = lambda pair: math.prod(sizes[letter] for letter in sorted({*terms[pair[0]], *terms[pair[1]]}))
+        return [min([(0, 1), (1, 2), (0, 2)], key=cost), (0, 1)], ""
+
+
+def test_an_order_of_contractions_that_depends_on_sizes(compared: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, terms = torch.backends.opt_einsum, "ni,ij,mj->nm"
+    monkeypatch.setattr(backend, "is_available", lambda: True)
+    monkeypatch.setattr(backend, "get_opt_einsum", lambda: CheapestFirst)
+    monkeypatch.setattr(backend.m, "enabled", True)
+    orders = {CheapestFirst.contract_path(terms, torch.ones(m, 6), W, torch.ones(n, 6))[0][0] for n, m in SMALL}
+    assert orders == {(0, 1), (1, 2)}
+    _compare(lambda h: torch.einsum(terms, h[0], W, h[:, 0]), SMALL)
+    assert compared and all(compared)

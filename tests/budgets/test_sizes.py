@@ -27,6 +27,7 @@ from fckpt._planned.plan import Plan
 from fckpt._planned.planner import Planner, traced_without_running
 from fckpt._planned.program import Program
 from fckpt._planned.resized import Resized
+from fckpt._planned.solving import solved
 from fckpt.cost import price
 from fckpt.graph.graph import Graph
 from fckpt.graph.identity import structure
@@ -117,6 +118,76 @@ def test_a_fixed_budget_holds_for_larger_and_smaller_sizes() -> None:
     assert fckpt.stats(planned).adapted == 4
     with pytest.raises(fckpt.BudgetError):
         planned(torch.randn(20_000, 32))
+
+
+@pytest.mark.parametrize("adapts", [True, False])
+def test_a_budget_error_comes_only_after_a_solver_has_run(adapts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Graph] = []
+
+    def solve(graph: Graph, *rest: Any) -> Plan:
+        asked.append(graph)
+        return solved(graph, *rest)
+
+    monkeypatch.setattr("fckpt._planned.making.solved", solve)
+    if not adapts:
+        monkeypatch.setattr("fckpt._planned.families.adapt", lambda *_, **__: None)
+    plain = Squared(nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(32, 32), nn.Tanh())]))
+    budget = measured(plain, torch.randn(100, 32)) * 7 // 10
+    planned = fckpt.remat(copy.deepcopy(plain), budget=budget)
+    for rows in (100, 120):
+        x = torch.randn(rows, 32)
+        assert_equal(results(planned, (x,)), results(plain, (x,)))
+        assert measured(planned, x) <= budget < measured(plain, x)
+    assert (len(asked), fckpt.stats(planned).adapted) == ((1, 1) if adapts else (2, 0))
+    with pytest.raises(fckpt.BudgetError):
+        planned(torch.randn(20_000, 32))
+    assert len(asked) == (2 if adapts else 3)
+
+
+FIRST_STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "batch norms": (
+        lambda: Squared(
+            nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh())])
+        ),
+        lambda size: torch.randn(size, 32),
+    ),
+    "convolutions": (ConvNet, lambda size: torch.randn(2, 3, 4, size)),
+    "transformer": (lambda: Squared(Block()), lambda size: torch.randn(size, 4, 32)),
+}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("name", FIRST_STEPS)
+def test_the_first_step_of_a_new_size_keeps_a_budget(name: str, monkeypatch: pytest.MonkeyPatch, frozen: None) -> None:
+    make, of = FIRST_STEPS[name]
+    torch.manual_seed(0)
+    plain = make()
+    budget = measured(plain, of(320)) * 7 // 10
+    planned = fckpt.remat(copy.deepcopy(plain), budget=budget)
+    as_it_was, found = list[bool](), Resized.program
+
+    def noted(self: Resized, *given: Any) -> Any:
+        program = found(self, *given)
+        as_it_was.append(program is not None)
+        return program
+
+    monkeypatch.setattr(Resized, "program", noted)
+    exceeding = 0
+    for number, size in enumerate((320, 240, 280, 304, 303, 256, 255, 319, 120, 119)):
+        x, peaks, states = of(size), list[int](), list[Any]()
+        for net in (plain, planned):
+            net.zero_grad()
+            torch.manual_seed(number)
+            peaks.append(fckpt.measure_peak(lambda net=net, x=x: net(x).backward()).peak_bytes)
+            states.append(([p.grad for p in net.parameters()], [b.clone() for b in net.buffers()]))
+        assert_equal(states[1], states[0])
+        if number >= 3:
+            assert peaks[1] <= budget, (size, peaks, budget)
+            exceeding += peaks[0] > budget
+    assert exceeding >= 5
+    assert any(as_it_was) and not all(as_it_was)
+    stats = fckpt.stats(planned)
+    assert stats.adapted >= 7 and not stats.fallbacks
 
 
 def test_a_size_of_one_or_none_is_right() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import errno
 import functools
 import json
+import marshal
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -29,6 +32,8 @@ from fckpt._planned.plan import Plan
 from fckpt._planned.planner import Planner, traced_without_running
 from fckpt._planned.stored import StoredPlans
 from fckpt._trace.operations import Trace
+from fckpt.cost import OpCost
+from fckpt.cost.store import Store
 from fckpt.graph.schedule import Compute, Schedule, schedule_of
 from fckpt.graph.simulation import simulate
 
@@ -359,6 +364,63 @@ def test_many_writers_at_once(folder: Path) -> None:
     assert not failures
     entries = json.loads(only(folder).read_bytes())["entries"]
     assert len(entries) == len({e["key"] for e in entries}) == stored.MOST_ENTRIES
+
+
+ADDER = """
+import dataclasses, sys
+import fckpt
+from fckpt._planned import stored
+stored.MOST_FILES = 3
+plan = fckpt.Plan.load(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+for i in range(60):
+    plans = stored.StoredPlans("auto", f"device {i % 5}")
+    plans.add(dataclasses.replace(plan, budget_bytes=plan.budget_bytes + int(sys.argv[2]) + i))
+    for schedule in plans.schedules(plan.graph):
+        assert schedule == plan.schedule
+"""
+
+
+def test_two_processes_add_plans_while_the_oldest_are_removed(folder: Path, tmp_path_factory: Any) -> None:
+    first, _ = plan()
+    file = tmp_path_factory.mktemp("plan") / "first.plan.json"
+    first.save(file)
+    command = [sys.executable, "-c", ADDER, str(file)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    adders = [subprocess.Popen([*command, number], text=True, **pipes) for number in ("0", "1000")]
+    assert [adder.stdout.readline() for adder in adders if adder.stdout] == ["ready\n"] * 2
+    for adder in adders:  # both are ready
+        assert adder.stdin is not None
+        adder.stdin.write("\n")
+        adder.stdin.flush()
+    assert [(adder.communicate(timeout=60)[1], adder.returncode) for adder in adders] == [("", 0)] * 2
+    files = [*folder.glob("plans-*")]
+    assert 1 <= len(files) <= 3
+    for path in files:
+        entries = json.loads(path.read_bytes())["entries"]
+        assert 1 <= len(entries) <= stored.MOST_ENTRIES
+        assert all(Schedule.from_json(entry["schedule"]) == first.schedule for entry in entries)
+
+
+EXECUTING = [
+    (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (marshal, "loads"), (torch, "load"),
+    (builtins, "exec"), (builtins, "eval"), (builtins, "compile"),
+]  # fmt: skip
+
+
+def test_what_is_read_from_disk_is_never_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = plan()
+    plans, costs = StoredPlans("auto", stored_where()), Store()
+    costs.put("here", "an operation", OpCost(1.0, 2, 3))
+    monkeypatch.setattr("fckpt.cost.store._READ", {})
+    with monkeypatch.context() as patch:
+        for module, name in EXECUTING:
+            patch.setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"{name} was called"))
+        found, known = plans.plan(first.graph, first.budget_bytes or 0), plans.schedules(first.graph)
+        cost = Store().get("here", "an operation")
+    assert plans.read and found is not None and found.schedule == first.schedule
+    assert known == (first.schedule,) and cost == OpCost(1.0, 2, 3)
 
 
 def test_the_folder_has_a_largest_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision_shim  # noqa: F401  before transformers
+from helpers import assert_equal
 from torch import nn
 from torch.nn import functional as F
 
@@ -91,3 +92,31 @@ def test_models_of_hugging_face(name: str) -> None:
     model = getattr(transformers, kinds[name])(config).to(torch.bfloat16).train()
     tokens = torch.randint(512, (8, 256))
     compare(lambda ids: model(input_ids=ids, labels=ids).loss, (tokens,), model)
+
+
+RECOMPUTING = {
+    torch.float32: lambda: [m for _ in range(6) for m in (nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU())],
+    torch.bfloat16: lambda: [m for _ in range(6) for m in (nn.Linear(512, 1024), nn.GLU(), nn.LayerNorm(512))],
+}
+
+
+@pytest.mark.parametrize("dtype", RECOMPUTING)
+def test_a_plan_that_recomputes_has_the_bits_of_the_plain_function_and_the_peak_that_was_predicted(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*RECOMPUTING[dtype]()).to(dtype)
+    fn, x = lambda x: net(x).square().sum(), torch.randn(8192, 512, dtype=dtype, requires_grad=True)
+    plan = fckpt.plan(fn, x, device="cuda", costs="H100", budget=0.5)
+    assert plan.overhead > 0
+    net.to(CUDA)
+    x = x.detach().to(CUDA).requires_grad_()
+    region = fckpt.remat(fn, plan=plan)
+    gradients = lambda f: torch.autograd.grad(f(x), [x, *net.parameters()])
+    for _ in range(2):
+        assert_equal(gradients(region), gradients(fn))
+    plain, measured = (fckpt.measure_peak(lambda f=f: gradients(f), CUDA).peak_bytes for f in (fn, region))
+    print(f"predicted {plan.peak_bytes:,}, measured {measured:,}, plain {plain:,}")
+    assert abs(measured / plan.peak_bytes - 1) <= 0.1
+    assert measured < 0.6 * plain
+    assert not fckpt.stats(region).fallbacks

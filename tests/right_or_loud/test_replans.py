@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers import assert_equal
 from judge import Session, judge, stats_of
+from planned import measured
 from torch import Tensor, nn
 
 import fckpt
@@ -224,6 +227,51 @@ def test_equal_graphs_share_a_plan() -> None:
     assert verdict.kept, (verdict.error, verdict.over)
 
 
+class Choosing(Net):
+    """Reads an option, a method and a submodule, of which others may give the same graph."""
+
+    kinds = ("plain", "residual")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.option, self.outer = "plain", nn.Tanh()
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+    def forward(self, x: Tensor, unread: Any = None) -> Tensor:
+        if self.option not in self.kinds:
+            x = x.exp()
+        return super().forward(self.outer(self.inner(x)))
+
+
+ALIKE: dict[str, Callable[[Choosing, pytest.MonkeyPatch], Any]] = {
+    "an option of the same branch": lambda net, patch: setattr(net, "option", "residual"),
+    "a class attribute": lambda net, patch: patch.setattr(Choosing, "kinds", ("plain", "residual", "third")),
+    "a method": lambda net, patch: patch.setattr(Choosing, "inner", lambda self, x: x.sin()),
+    "a layer of another class": lambda net, patch: setattr(net, "outer", type("Tanh", (nn.Tanh,), {})()),
+    "a hook that changes nothing": lambda net, patch: net.outer.register_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("change", ALIKE)
+def test_an_equal_graph_that_is_captured_again_is_not_solved_again(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x = Choosing(), torch.randn(96, 32)
+    budget = measured(net, x) * 9 // 10
+    f = fckpt.remat(net, budget=budget)
+    assert measured(f, x) <= budget
+    monkeypatch.setattr("fckpt._planned.planner.make_plan", lambda *_: pytest.fail("solved"))
+    monkeypatch.setattr("fckpt._planned.families.adapt", lambda *_, **__: pytest.fail("adapted"))
+    ALIKE[change](net, monkeypatch)
+    assert measured(f, x) <= budget
+    stats = fckpt.stats(f)
+    assert (stats.captures, stats.plans, stats.fallbacks) == (2, 1, {})
+    found = [torch.autograd.grad(loss(x), list(net.parameters())) for loss in (f, net)]
+    assert_equal(*found)
+
+
 COTANGENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "ones": torch.ones_like,
     "expanded": lambda y: torch.tensor(1.5, dtype=y.dtype).expand(y.shape),
@@ -255,6 +303,38 @@ def test_cotangents_of_all_layouts(product: str) -> None:
     found = fckpt.stats(region)
     assert found.captures == 1 and not found.fallbacks
     assert found.plans <= 3  # expanded ones share that of the output's strides
+
+
+def chain(w: Tensor, x: Tensor) -> Tensor:
+    for _ in range(6):
+        x = torch.tanh(x @ w) * x.sgn()
+    return x
+
+
+def of_cotangent(fn: Callable[..., Tensor], w: Tensor, x: Tensor, layout: str) -> Tensor:
+    torch.manual_seed(1)
+    y = fn(w, x)
+    return torch.autograd.grad(y, w, COTANGENTS[layout](y))[0]
+
+
+@pytest.mark.parametrize("given", ["budget", "plan"])
+@pytest.mark.parametrize("layout", COTANGENTS)
+def test_a_backward_pass_from_a_cotangent_of_any_layout_keeps_a_budget_or_warns(layout: str, given: str) -> None:
+    w, x = torch.randn(24, 24, requires_grad=True), torch.randn(400, 24)
+    expected = of_cotangent(chain, w, x, layout)
+    budget = fckpt.measure_peak(lambda: of_cotangent(chain, w, x, layout)).peak_bytes * 8 // 10
+    options = {"budget": budget} if given == "budget" else {"plan": fckpt.plan(chain, w, x, budget=budget)}
+    region, said = fckpt.remat(chain, **options), list[type[Warning]]()
+    for call in range(4):
+        found: list[Tensor] = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            held = fckpt.measure_peak(lambda found=found: found.append(of_cotangent(region, w, x, layout))).peak_bytes
+        said += [warning.category for warning in caught]
+        assert_equal(found, [expected])
+        assert said or call == 0 or held <= budget  # the first backward pass of a kind shows what to plan for
+    # A plan that is given cannot be made for other strides.
+    assert said == [fckpt.BudgetWarning] * (given == "plan" and layout in ("transposed", "a slice"))
 
 
 FIRST_COMPILED = """

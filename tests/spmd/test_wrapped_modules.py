@@ -17,12 +17,20 @@ def test_data_parallel_training_in_two_processes() -> None:
         assert all(found.values()), found
 
 
-def test_sharded_training() -> None:
-    (found,) = fckpt.launch(wrapped_programs.sharded, 1)
-    refused = found.pop("refused")
-    assert list(found) == wrapped_programs.ORDERS
-    assert all(found.values()), found
-    assert "cannot plan this FSDPSequential" in refused and "leave out budget" in refused
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sharded_training(processes: int) -> None:
+    for found in fckpt.launch(wrapped_programs.sharded, processes):
+        refused = found.pop("refused")
+        assert list(found) == wrapped_programs.ORDERS
+        assert all(found.values()), found
+        assert "cannot plan this FSDPSequential" in refused and "leave out budget" in refused
+
+
+def test_a_budget_or_a_policy_around_a_replicated_module_is_refused() -> None:
+    (found,) = fckpt.launch(wrapped_programs.refused_steps, 1)
+    for name in ("with a budget", "with a policy"):
+        assert "remat cannot plan this DistributedDataParallel" in found[name], found
+        assert "put it around the planned module: DDP(remat(model, budget=...))" in found[name]
 
 
 @pytest.mark.parametrize("options", [{"budget": 0.5}, {"policy": fckpt.policies.dots_saveable}])

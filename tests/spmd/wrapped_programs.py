@@ -155,11 +155,13 @@ def refused_steps() -> dict[str, str]:
         "sharded": lambda: step(sharded, lambda model, x: model(x).sum()),
         "in the loss": lambda: step(inner, lambda model, x: replicated(x).sum())(x),
         "in a function": lambda: fckpt.remat(lambda x: replicated(x).sum(), budget=1.0)(x),
+        "with a budget": lambda: fckpt.remat(replicated, budget=0.5),
+        "with a policy": lambda: fckpt.remat(replicated, policy=fckpt.policies.dots_saveable),
     }
     found = {}
     for name, call in calls.items():
         try:
             call()
-        except Exception as error:
+        except fckpt.FckptError as error:
             found[name] = str(error)
     return found
