@@ -337,6 +337,23 @@ def test_a_backward_pass_from_a_cotangent_of_any_layout_keeps_a_budget_or_warns(
     assert said == [fckpt.BudgetWarning] * (given == "plan" and layout in ("transposed", "a slice"))
 
 
+def test_backward_passes_from_cotangents_of_changing_layouts_keep_a_budget_or_warn() -> None:
+    w, x = torch.randn(24, 24, requires_grad=True), torch.randn(400, 24)
+    layouts = [name for name in COTANGENTS if name != "a slice"]  # of a larger tensor, which the caller holds
+    budget = min(fckpt.measure_peak(lambda k=k: of_cotangent(chain, w, x, k)).peak_bytes for k in layouts) * 9 // 10
+    region, said = fckpt.remat(chain, budget=budget), False
+    for number in range(3):
+        for layout in layouts:
+            found: list[Tensor] = []
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                step = lambda layout=layout, found=found: found.append(of_cotangent(region, w, x, layout))
+                held = fckpt.measure_peak(step).peak_bytes
+            assert_equal(found, [of_cotangent(chain, w, x, layout)])
+            said = said or any(warning.category is fckpt.BudgetWarning for warning in caught)
+            assert said or number == 0 or held <= budget, (number, layout, held, budget)
+
+
 FIRST_COMPILED = """
 import fckpt, torch
 from torch import nn
