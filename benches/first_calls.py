@@ -1,10 +1,10 @@
-"""Seconds of the first planned step, by stage, for five networks: in a new folder, and with plans on disk.
+"""Seconds of the first planned step, by stage, for six networks: in a new folder, and with plans on disk.
 
-    python -m benches first_calls --json benches/results/first-calls-cpu.json       # five minutes
+    python -m benches first_calls --json benches/results/first-calls-cpu.json       # ten minutes
     python -m benches first_calls --tiny
 
-ResNet-50; BERT, GPT-2 and T5-small of transformers, with twelve layers in all; and a GPT of 48 layers. Widths, batches
-and lengths are small: what planning costs depends on the number of operations. Each network runs
+ResNet-50; BERT, GPT-2 and T5-small of transformers, with twelve layers each; and GPTs of 48 and 150 layers. Widths,
+batches and lengths are small: what planning costs depends on the number of operations. Each network runs
 `fckpt.remat(loss, budget=0.5)` in two new processes. For the first one, fckpt's cache folder is empty, so that all
 operations are measured, and the step runs by a quick plan. The same process then has the solver make a plan, which is
 stored, and which the second process reads.
@@ -98,7 +98,6 @@ def _t5(layers: int) -> tuple[nn.Module, Tensor]:
 
 
 def _gpt(layers: int) -> tuple[nn.Module, Tensor]:
-    layers = 4 * layers
     return Decoder(hidden=64, layers=layers, heads=4, vocabulary=VOCABULARY, positions=64), _tokens()
 
 
@@ -111,7 +110,8 @@ NETWORKS: dict[str, Callable[[int], tuple[nn.Module, Tensor]]] = {
     "BERT, 12 layers": _bert,
     "GPT-2, 12 layers": _gpt2,
     "T5-small": _t5,
-    "GPT, 48 layers": _gpt,
+    "GPT, 48 layers": lambda layers: _gpt(4 * layers),
+    "GPT, 150 layers": lambda layers: _gpt(layers * 25 // 2),
 }
 
 

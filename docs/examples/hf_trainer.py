@@ -60,7 +60,9 @@ def train(model: nn.Module, way: str, data: Any, batch: int) -> dict[str, Tensor
         loss = fckpt.remat(loss, budget=0.6)
 
     class BudgetTrainer(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+            if return_outputs:  # for an evaluation, which takes no gradients
+                return super().compute_loss(model, inputs, return_outputs, **options)
             return loss(**inputs)
 
     with tempfile.TemporaryDirectory() as folder:

@@ -2,7 +2,8 @@
 
 The plan that saves everything, with the lowest peak, is repaired until it fits the budget. On most graphs the result is
 about as fast as the plan of `auto`. If the repair takes too long, minimum cuts are repaired instead, and then, if the
-graph repeats itself, schedules of its chain of blocks. A short local search starts from the result.
+graph repeats itself, schedules of its chain of blocks. For large graphs, these come first. A short local search starts
+from the result.
 
 Complexity: near-linear in the size of the graph, plus a limited number of moves.
 
@@ -29,6 +30,8 @@ MOVES_PER_NODE = 25
 """The largest number of moves of the repairs of one kind of start, by node of the graph. Repairs that succeed take ten
 or fifteen.
 """
+LARGE = 4_000
+"""The number of nodes above which repairs of the plan that saves everything take longer than chains of blocks."""
 SEARCH_MOVES = 12_000
 IDLE_MOVES = 3_000
 """The search ends after this many moves without a better plan."""
@@ -57,9 +60,12 @@ def quick(graph: Graph, budget: int) -> Schedule | None:
 
 def _starts(rules: Rules, plain: Order, budget: int) -> Iterator[Callable[[], Iterable[Order]]]:
     """Yields functions that compute starts, the kind that takes the least time first."""
-    yield lambda: [plain]
-    yield lambda: near_budget(rules, [cheapest(rules, price) for price in PRICES], budget)
-    yield lambda: _of_blocks(rules, budget)
+    kinds: list[Callable[[], Iterable[Order]]] = [
+        lambda: [plain],
+        lambda: near_budget(rules, [cheapest(rules, price) for price in PRICES], budget),
+        lambda: _of_blocks(rules, budget),
+    ]
+    yield from kinds if len(rules.graph.nodes) <= LARGE else reversed(kinds)
 
 
 def _of_blocks(rules: Rules, budget: int) -> Iterable[Order]:
