@@ -59,6 +59,8 @@ class Record:
     warned: bool = False
     """Whether a `BudgetWarning` has been issued in this call, or earlier for the reason for which this call falls back.
     """
+    is_last: bool = False
+    """Whether it is the last of its step, which should find all planned."""
 
 
 @dataclass
@@ -75,6 +77,10 @@ class Verdict:
     """The texts of the `BudgetWarning`s."""
     stats: list[Any] = field(default_factory=list)
     """`fckpt.stats` of each region, where the library has it."""
+    plain_bytes: int | None = None
+    """The first peak that was measured plainly."""
+    unmeasured: list[str] = field(default_factory=list)
+    """Last calls of steps whose peaks are only known plainly, because something was captured or planned once more."""
 
     @property
     def outcome(self) -> str:
@@ -85,6 +91,12 @@ class Verdict:
     def kept(self) -> bool:
         """Whether all results are equal and all peaks within the budget."""
         return self.error is None and not self.over
+
+    @property
+    def kept_by_plans(self) -> bool:
+        """Whether it is kept, in bytes that plain calls exceed, and all calls ran by plans, with known peaks."""
+        planned = not self.unmeasured and bool(self.stats) and all(s.plans and not s.fallbacks for s in self.stats)
+        return self.kept and planned and self.plain_bytes is not None and self.budget < self.plain_bytes
 
 
 def plain(fn: Any, **options: Any) -> Any:
@@ -148,7 +160,7 @@ class Session:
             peak: whether the peak is one of the region, so that the budget holds for it.
         """
         for i in range(times):
-            record = Record(f"call {len(self.records)}", {})
+            record = Record(f"call {len(self.records)}", {}, is_last=i == times - 1)
             self.records.append(record)
             self._call(record, run, pick or total, measured=peak and (i > 0 or times == 1))
             if record.error is not None:
@@ -278,7 +290,7 @@ def judge(
         if not isinstance(error, fckpt.BudgetError) or attempt == 3:
             break
         budget = error.least_bytes
-    return _compared(expected, actual, budget)
+    return _compared(expected, actual, budget, peaks[0] if peaks else None)
 
 
 def _run(scenario: Scenario, remat: Callable[..., Any], options: dict[str, Any], seed: int) -> Session:
@@ -297,9 +309,9 @@ def _run(scenario: Scenario, remat: Callable[..., Any], options: dict[str, Any],
     return session
 
 
-def _compared(expected: Session, actual: Session, budget: Any) -> Verdict:
+def _compared(expected: Session, actual: Session, budget: Any, plain_bytes: int | None) -> Verdict:
     error = actual.records[-1].error if actual.records else None
-    over = []
+    over, unmeasured = [], []
     for want, got in itertools.zip_longest(expected.records, actual.records):
         if got is not None and isinstance(got.error, fckpt.FckptError):
             break
@@ -312,6 +324,8 @@ def _compared(expected: Session, actual: Session, budget: Any) -> Verdict:
         found = differences(want.seen, got.seen)
         if found:
             raise Silent(f"{want.name} of {len(expected.records)}: {found[0]}; {len(found)} differences")
+        if want.is_last and want.peak_bytes is not None and got.peak_bytes is None:
+            unmeasured.append(got.name)
         if budget is not None and want.peak_bytes is not None and got.peak_bytes is not None:
             allowed = budget if isinstance(budget, int) else budget * want.peak_bytes * WITHIN
             if got.peak_bytes > allowed + SLACK:
@@ -320,7 +334,8 @@ def _compared(expected: Session, actual: Session, budget: Any) -> Verdict:
                     raise Silent(f"budget {budget}: {text}, without a BudgetWarning")
                 over.append(text)
     stats = [s for s in map(stats_of, actual.regions) if s is not None]
-    return Verdict(error if isinstance(error, fckpt.FckptError) else None, budget, over, actual.warned, stats)
+    error = error if isinstance(error, fckpt.FckptError) else None
+    return Verdict(error, budget, over, actual.warned, stats, plain_bytes, unmeasured)
 
 
 def _compare_errors(want: Record, got: Record) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 import torch.nn.functional as F
 import torchvision_shim  # noqa: F401  before all of these libraries
 from helpers import assert_equal
+from judge import Session, judge
 from torch import nn
-from zoo import make
+from zoo import WithLoss, make
 
 import fckpt
 
@@ -209,6 +211,80 @@ def test_accelerate(how: str, precision: str | None) -> None:
     assert_equal(train(how), train("plain"))
 
 
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_planned_model_keeps_its_budget_under_accelerate(when: str, precision: str | None) -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def scenario(session: Session) -> None:
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+        model: nn.Module = WithLoss(network())
+        if when == "before":
+            model = session.region(model)
+        model = accelerator.prepare(model)
+        if when == "after":
+            model = session.region(model)
+        session.watch(model=model)
+        session.step(lambda: model(images=X, labels=Y)["loss"])
+
+    verdict = judge(scenario, budget=0.8)
+    assert verdict.kept_by_plans, verdict
+
+
+# -- transformers' Trainer -----------------------------------------------------------------------------------
+
+
+def test_a_trainer_with_the_loss_within_a_budget(tmp_path: Path) -> None:
+    """It saves, evaluates and changes its learning rate between the steps."""
+    transformers = pytest.importorskip("transformers")
+    model, _ = make("bert")
+    del model.bert.encoder.layer[1:]
+    data = [{"input_ids": torch.randint(3, 99, (12,)), "labels": i % 2} for i in range(32)]
+    batch = {"input_ids": torch.stack([d["input_ids"] for d in data[:8]]), "labels": torch.arange(8) % 2}
+    plain = lambda **inputs: model(**inputs).loss
+    first = copy.deepcopy(model.state_dict())
+    whole = peak(plain, batch, model)
+    budget = int(0.7 * whole)
+    loss = fckpt.remat(plain, budget=budget)
+    counts: list[tuple[bool, int, int]] = []
+
+    class BudgetTrainer(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            value = loss(**inputs)
+            stats = fckpt.stats(loss)
+            counts.append((model.training, stats.captures, stats.plans))
+            return (value, {}) if return_outputs else value
+
+    def train(kind: Any) -> list[torch.Tensor]:
+        model.load_state_dict(first)
+        folder = tmp_path / kind.__name__
+        arguments = transformers.TrainingArguments(
+            folder, use_cpu=True, max_steps=4, per_device_train_batch_size=8, per_device_eval_batch_size=8,
+            learning_rate=0.01, lr_scheduler_type="cosine", save_strategy="steps", save_steps=2, eval_strategy="steps",
+            eval_steps=2, prediction_loss_only=True, report_to=[], disable_tqdm=True, logging_strategy="no",
+        )  # fmt: skip
+        kind(model=model, args=arguments, train_dataset=data, eval_dataset=data[:16]).train()
+        assert (folder / "checkpoint-2").exists()
+        return [p.detach().clone() for p in model.parameters()]
+
+    expected = train(transformers.Trainer)
+    assert_equal(train(BudgetTrainer), expected)
+    assert counts[0] == counts[1] == (True, 1, 1)
+    assert counts[2:4] == [(False, 2, 2)] * 2
+    assert counts[4:] == [(True, 2, 2)] * 2 + [(False, 2, 2)] * 2
+    assert fckpt.stats(loss).fallbacks == {}
+    assert peak(loss, batch, model.train()) <= budget < whole
+
+
+def peak(loss: Any, batch: dict[str, torch.Tensor], model: nn.Module) -> int:
+    loss(**batch).backward()
+    model.zero_grad()
+    found = fckpt.measure_peak(lambda: loss(**batch).backward()).peak_bytes
+    model.zero_grad()
+    return found
+
+
 # -- peft ----------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +317,29 @@ def test_adapters_that_freeze_and_unfreeze(name: str, when: str) -> None:
     expected = train("never")
     assert 0 < len(expected[0]) < len(expected[2])
     assert_equal(train(when), expected)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_budget_is_kept_while_weights_freeze_and_unfreeze(name: str) -> None:
+    peft = pytest.importorskip("peft")
+    targets = ["query", "value"] if name == "bert" else ["q_proj", "v_proj"]
+
+    def scenario(session: Session) -> None:
+        model, batch = make(name)
+        model.config.use_cache = False
+        del (model.bert.encoder.layer if name == "bert" else model.model.layers)[1:]
+        config = peft.LoraConfig(r=2, target_modules=targets, lora_dropout=0.1, init_lora_weights=False)
+        adapted = peft.get_peft_model(model, config)
+        session.watch(adapted=adapted)
+        f = session.region(lambda **batch: adapted(**batch).loss)
+        for unfrozen in ("lora", "", "lora"):
+            for path, p in adapted.named_parameters():
+                p.requires_grad_(unfrozen in path)
+            session.step(lambda: f(**batch))
+
+    verdict = judge(scenario, budget=0.9, fraction=True)
+    assert verdict.kept and verdict.budget == 0.9 and not verdict.unmeasured, verdict
+    assert not verdict.stats[0].fallbacks
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -202,6 +202,27 @@ def test_backward_passes_that_alternate_are_refused_once() -> None:
     assert all(map(torch.equal, *grads))
 
 
+def test_an_ordinary_differential_equation_of_two_hundred_steps() -> None:
+    class Solved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(16, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(200):
+                x = x + 0.01 * torch.tanh(x @ self.up) @ self.down
+            return x.square().mean()
+
+    def scenario(session: Session) -> None:
+        net, x = Solved(), session.leaf(32, 8)
+        session.watch(net=net)
+        f = session.region(net)
+        session.step(lambda: f(x))
+
+    verdict = judge(scenario, budget=0.5)
+    assert verdict.kept_by_plans, verdict
+
+
 class LayerDrop(nn.Module):
     """Drops layers as bart, whisper and wav2vec2 do."""
 
@@ -437,6 +458,18 @@ def test_fast_paths_of_attention(name: str, frozen: bool, as_python: bool) -> No
         with torch.no_grad():
             assert torch.equal(planned(x), loss(x))
     assert not (as_python and fckpt.stats(planned).captures)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_that_is_trained_with_dropout(name: str) -> None:
+    def scenario(session: Session) -> None:
+        module, x = ATTENTION[name](), session.leaf(8, 24, 16)
+        session.watch(module=module)
+        f = session.region(lambda x: attended(module, x).square().mean())
+        session.step(lambda: f(x))
+
+    verdict = judge(scenario, budget=0.8)
+    assert verdict.kept_by_plans, verdict
 
 
 @pytest.mark.parametrize("checked", [True, False])
