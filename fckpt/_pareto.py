@@ -133,8 +133,8 @@ def pareto(
         points: the number of budgets, at least 2. They form a geometric sequence.
         policy: see `plan`.
         solver: see `plan`. By default, plans are found quickly, as for a first call; for graphs of up to 40 operations,
-            by `auto`. The solver `auto` finds plans that are faster by up to two percent of a step, and takes ten times
-            as long.
+            by `auto`. The solver `auto` finds plans that are faster by up to two percent of a step, and takes about
+            five times as long.
         tile: see `remat`.
         costs: see `plan`.
         device: see `plan`.
