@@ -254,7 +254,7 @@ def isolated(device: torch.device) -> Iterator[None]:
         out_of_reach(),
         without_modes(),
         torch.no_grad(),
-        _generators_kept(device),
+        _generators_restored(device),
         warnings.catch_warnings(),
         collector_paused(),  # only the operation frees memory
     ):
@@ -268,7 +268,7 @@ def isolated(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _generators_kept(device: torch.device) -> Iterator[None]:
+def _generators_restored(device: torch.device) -> Iterator[None]:
     """Restores torch's generators of the CPU and of a device after the body.
 
     Unlike torch's `fork_rng`, it holds no tensor with the state of the CPU meanwhile, which a budget would count.

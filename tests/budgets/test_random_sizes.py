@@ -98,7 +98,7 @@ def test_any_program_at_any_sizes_has_the_bits_of_plain_and_keeps_its_budget(par
 
     @seed(part)
     @settings(
-        max_examples=200 if SLOW else 4, deadline=None, database=None,
+        max_examples=200 if SLOW else 3, deadline=None, database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )  # fmt: skip
     @given(PROGRAMS, SIZES, st.floats(0.5, 1.0))
