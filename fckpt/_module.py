@@ -271,7 +271,9 @@ def _class_of(cls: type[nn.Module]) -> type[nn.Module]:
     def new(kind: type, *args: Any, **kwargs: Any) -> Any:
         if kind is made:
             return cls(*args, **kwargs)
-        return object.__new__(kind) if cls.__new__ is object.__new__ else cls.__new__(kind, *args, **kwargs)
+        if cls.__new__ is object.__new__:  # which takes no arguments
+            return object.__new__(kind)
+        return cls.__new__(kind, *args, **kwargs)  # of a subclass, such as the one that parametrizations make
 
     body = {
         "__new__": new,

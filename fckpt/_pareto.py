@@ -93,8 +93,7 @@ class Pareto(list[ParetoPoint]):
         """Returns a table of peaks and overheads; and what is differentiated, if that is a part of the result."""
         if not self:
             return "no points"
-        table, loss_of = curve_table(self._pairs(), self._baseline()), self[0].plan.loss_of
-        return f"{table}\nFor a loss of {', '.join(loss_of)} alone." if loss_of else table
+        return "\n".join([curve_table(self._pairs(), self._baseline()), *self[0].plan.loss_lines])
 
     def svg(self) -> str:
         """Returns a picture of the overheads over the peaks, as an `<svg>` element."""
@@ -164,7 +163,8 @@ def pareto(
     found: list[ParetoPoint] = []
     with remembering():
         whole = looked.plan(policy, 1.0, solver or "auto")
-        most, quickly = whole.baseline_peak_bytes, solver is None and len(whole.graph.nodes) > SMALL
+        most = whole.baseline_peak_bytes
+        quickly = solver is None and len(whole.graph.nodes) > SMALL
         solver = solver or ("greedy" if quickly else "auto")
         try:
             looked.plan(policy, 1, solver, None, tile, hint=False)

@@ -161,7 +161,10 @@ class Families:
 
 
 def quick_plan(graph: Graph, nbytes: int) -> Plan | None:
-    """Returns a plan that is found quickly; None if there is none, or if a solver takes no longer."""
+    """Returns the plan of a quick search; None if the search finds no plan, or if the graph is small.
+
+    On small graphs a solver is as fast.
+    """
     return settled(graph, nbytes, quick) if len(graph.nodes) > SMALL else None
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fckpt._planned.making import nbytes_within
 from fckpt._planned.plan import Budget
 from fckpt._units import format_bytes, parse_bytes
 from fckpt.errors import BudgetWarning, GradientWarning, PlanWarning, users_stacklevel
@@ -153,7 +154,8 @@ _SIZES = re.compile(r"size mismatch|stride mismatch|\.size\(\)|\.stride\(\)")
 def _promised(budget: Budget, plain: int | None) -> str:
     if not isinstance(budget, float):
         return format_bytes(parse_bytes(budget))
-    return f"{budget:g} of the plain peak" + (f" ({format_bytes(int(budget * plain))})" if plain is not None else "")
+    share = f"{budget:g} of the plain peak"
+    return share if plain is None else f"{share} ({format_bytes(nbytes_within(budget, lambda: plain))})"
 
 
 class Ledger:

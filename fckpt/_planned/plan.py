@@ -167,7 +167,12 @@ class Plan:
         )
         lines = [table, *([self._tiles_text()] if self.tiles else [])]
         lines += [] if self.kernels == "aten" else [self._kernels_text()]
-        return "\n".join([*lines, f"For a loss of {', '.join(self.loss_of)} alone."] if self.loss_of else lines)
+        return "\n".join([*lines, *self.loss_lines])
+
+    @property
+    def loss_lines(self) -> list[str]:
+        """The line that says what the plan takes for the loss; no line if there are no other outputs."""
+        return [f"For a loss of {', '.join(self.loss_of)} alone."] if self.loss_of else []
 
     def _kernels_text(self) -> str:
         """Describes the blocks: `With kernels='exact', 12 of 30 operations run in 4 compiled kernels.`"""

@@ -15,15 +15,17 @@ def number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
+def milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1000 * seconds:.0f}"
+
+
 def lines() -> list[str]:
     found = []
     for row in FOUND:
         ratios = [number(row[way]) for way in ("checkpointed", "compiled", "planned")]
         first = [row["network"], f"{row['plain_seconds']:.1f}", number(row["budget"]), str(row["above"])]
-        milliseconds = [
-            "" if t is None else f"{1000 * t:.0f}" for t in (row["planning_seconds"], row["new_size_seconds"])
-        ]
-        last = [f"{row['kept']} of {row['steps']}", *milliseconds]
+        times = [milliseconds(row[what]) for what in ("planning_seconds", "new_size_seconds")]
+        last = [f"{row['kept']} of {row['steps']}", *times]
         found.append(f"| {' | '.join([*first, *ratios, *last])} |")
     return found
 

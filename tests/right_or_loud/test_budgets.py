@@ -287,7 +287,7 @@ def test_a_warning_is_an_error_where_the_user_wants_it() -> None:
     x, w = torch.randn(64, 32), torch.randn(32, 32, requires_grad=True)
     f = fckpt.remat(mlp, budget=0.8, solver="greedy")
     outer = fckpt.remat(lambda x: f(x, w).sin())
-    with pytest.warns(fckpt.BudgetWarning) as caught:  # type: ignore[attr-defined]
+    with pytest.warns(fckpt.BudgetWarning) as caught:
         for _ in range(3):
             outer(x).backward()
     assert len(caught) == 1, "once per reason"
@@ -348,7 +348,7 @@ def test_a_warning_says_why_what_was_promised_and_what_is_expected(reason: str, 
     f = fckpt.remat(mlp, budget=promise, solver="greedy")
     torch.autograd.grad(f(x, w), w)  # makes a plan
     plain = fckpt.plan(mlp, x, w, solver="greedy").baseline_peak_bytes
-    with pytest.warns(fckpt.BudgetWarning, match=words) as caught:  # type: ignore[attr-defined]
+    with pytest.warns(fckpt.BudgetWarning, match=words) as caught:
         results = [derive(f, x, w) for _ in range(2)]
     assert all(torch.equal(result, derive(mlp, x, w)) for result in results)
     (said,) = [str(found.message) for found in caught if found.category is fckpt.BudgetWarning]
@@ -364,7 +364,7 @@ def test_a_jacobian_is_said_and_takes_no_more_than_without_a_plan() -> None:
     x, w = torch.randn(64, 32), torch.randn(32, 32)
     jacobian = lambda fn: torch.func.jacrev(fn, argnums=1)(x, w)
     f = fckpt.remat(mlp, budget=0.8, solver="greedy")
-    with pytest.warns(fckpt.BudgetWarning, match="jacrev"):  # type: ignore[attr-defined]
+    with pytest.warns(fckpt.BudgetWarning, match="jacrev"):
         assert torch.equal(jacobian(f), jacobian(mlp))
     plain = fckpt.measure_peak(lambda: jacobian(mlp)).peak_bytes
     assert fckpt.measure_peak(lambda: jacobian(f)).peak_bytes <= plain * 1.01 + 256

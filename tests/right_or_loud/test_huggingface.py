@@ -407,7 +407,7 @@ def test_a_mixture_of_experts_keeps_its_budget() -> None:
 
 
 def mixtral() -> tuple[Any, Batch]:
-    """Its experts are a loop over those that some token was sent to."""
+    """A model that loops over its experts, but only over experts to which a token was sent."""
     net, batch = zoo.make("mixtral")
     net.set_experts_implementation("eager")
     del net.model.layers[1:]
