@@ -125,6 +125,9 @@ class Branches:
         """The most bytes that a condition takes, at the sizes of the captured call."""
         return max((c.nbytes for c in self._conditions.values()), default=0)
 
+    def __len__(self) -> int:
+        return len(self._conditions)
+
     def hold(self, places: dict[str, Any]) -> bool:
         """Whether all conditions have the same outcomes in a call."""
         return all(c.evaluated(places) is c.outcome for c in self._conditions.values())

@@ -74,6 +74,7 @@ from fckpt._capture.own_formulas import own_formulas_used
 from fckpt._capture.patching import patched
 from fckpt._capture.readable import PASSED, explained, holds, readable
 from fckpt._capture.recurrent import steps_alike
+from fckpt._capture.repeated_blocks import Repeated
 from fckpt._capture.settings import changed_setting
 from fckpt._capture.shadows import BuiltinNames, shadows_guarded
 from fckpt._capture.sources import Names
@@ -443,6 +444,10 @@ class _Attempt:
 
         return write
 
+    def _noted(self) -> int:
+        """Returns how many facts were noted besides Dynamo's guards."""
+        return sum(map(len, (self.branches, self.attributes, self.distinct)))
+
     def captured(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         output, guards, names, builtin_names = self._run(args, kwargs)
         captured = Captured(entry, self.taken, (args, kwargs), output, guards, self.below, self.frames, self.folded)
@@ -473,6 +478,8 @@ class _Attempt:
                 stack.enter_context(self.distinct.recorded())
                 stack.enter_context(self.branches.decided())
                 stack.enter_context(marks.capturing())
+                # within `frames`, which notes what the caller of a block releases
+                stack.enter_context(Repeated(self.frames, self._noted).recorded())
                 stack.enter_context(self.frames.recorded())
                 stack.enter_context(patched(SideEffects, "codegen_update_mutated", self._writes_noted))
                 with unfinished_generators_refused():

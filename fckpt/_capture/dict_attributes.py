@@ -52,6 +52,9 @@ class DictAttributes:
         self._limits: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], int | None]] = []
         """For each deque: how to read it, and its `maxlen`."""
 
+    def __len__(self) -> int:
+        return len(self._known) + len(self._orders) + len(self._limits)
+
     def hold(self, places: dict[str, Any]) -> bool:
         """Whether the attributes are the same in a call with these arguments."""
         return not (self._known or self._orders or self._limits) or not self.changed(places)

@@ -49,6 +49,9 @@ class Distinct:
         self._values: dict[tuple[str, str], tuple[Callable[[dict[str, Any]], tuple[Any, ...]], bool]] = {}
         """Pairs of numbers, strings or tuples, and whether they were one object."""
 
+    def __len__(self) -> int:
+        return len(self._pairs) + len(self._values)
+
     def hold(self, places: dict[str, Any]) -> bool:
         """Whether the objects are distinct in a call with these arguments, or one as they were."""
         return not (self._pairs or self._values) or not self.changed(places)

@@ -66,6 +66,41 @@ class Frames:
                 self._ends[node] = len(self._calls) - 1
                 node.meta[_TRACED] = node
 
+    def mark(self, output: Any) -> int:
+        """Returns the position in `_calls` of all that is noted from now on."""
+        last = next(iter(reversed(output.graph.nodes)), None)
+        if last is not None:
+            self._calls.append(last)  # again, so that what was noted before has another position
+            last.meta[_TRACED] = last
+        return len(self._calls) - (last is not None)
+
+    def since(self, start: int) -> list[tuple[fx.Node, list[fx.Node]]]:
+        """Returns what was noted since a position: calls, and the tensors that were last released during each."""
+        found: list[tuple[fx.Node, list[fx.Node]]] = [(call, []) for call in self._calls[start:]]
+        for node, position in self._ends.items():
+            if position >= start:
+                found[position - start][1].append(node)
+        return found
+
+    def repeat(
+        self, released: list[tuple[fx.Node, list[fx.Node]]], before: fx.Node, copies: dict[fx.Node, fx.Node]
+    ) -> None:
+        """Notes for copies of calls what was noted for the calls.
+
+        Args:
+            released: what `since` returned.
+            before: the last call before the copies.
+            copies: the copies, and other nodes in whose place others are used, by original.
+        """
+        for call, nodes in released:
+            call = copies.get(call, before)
+            self._calls.append(call)
+            call.meta[_TRACED] = call
+            for node in nodes:
+                node = copies.get(node, node)
+                self._ends[node] = len(self._calls) - 1
+                node.meta[_TRACED] = node
+
     def ends(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         """Returns, for each call whose result a frame holds, the last call of `graph` during which it does so."""
         # The others are of functions that operators of the graph call, of the function that calls it, or were removed.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 from fckpt._call.facts import is_library
 from fckpt._capture.patching import patched
+from fckpt._capture.twins import exactly
 
 __all__ = ["BuiltinNames", "shadows_guarded"]
 
@@ -71,27 +71,16 @@ def _may_equal_another(value: Any) -> bool:
     return isinstance(value, (float, complex)) and 0.0 in (value.real, value.imag)
 
 
-def _exactly(value: Any) -> Any:
-    """Returns a form of the value with the types and signs of its numbers, so that 0.0 and -0.0 differ."""
-    if isinstance(value, (set, frozenset)):
-        return type(value), frozenset(map(_exactly, value))
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(map(_exactly, value))
-    if isinstance(value, (float, complex)):
-        return type(value), math.copysign(1.0, value.real), math.copysign(1.0, value.imag), repr(value)
-    return type(value), value
-
-
 def _guarding_sign(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def match(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
         original(self, guard, *args, **kwargs)
         value = self.get(guard)
         if _may_equal_another(value):
-            then = _exactly(value)
+            then = exactly(value)
             # An immutable value is recognised by identity, which is fast; lists and sets may have changed.
             known = value if isinstance(value, (tuple, frozenset)) else None
-            same = lambda now: (now is known and known is not None) or _exactly(now) == then
+            same = lambda now: (now is known and known is not None) or exactly(now) == then
             add = self.get_guard_manager(guard).add_lambda_guard
             parts = [f"the signs and kinds of the numbers in {value!r}"]
             try:
