@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Collection
 from typing import Any
 
 from torch import fx
@@ -15,7 +16,7 @@ from torch._dynamo import guards as dynamo_guards
 from torch._dynamo.guards import install_guard
 from torch._dynamo.source import Source, TypeDictSource, TypeMROSource, TypeSource
 from torch._dynamo.utils import get_fake_value
-from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, ValueMutationNew
+from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.lists import ListVariable
 
@@ -23,7 +24,7 @@ from fckpt._capture.block_records import BlockRecord, Unlike, compared, last_cal
 from fckpt._capture.frames import Frames
 from fckpt._capture.twins import Twins, exactly, is_constant
 
-__all__ = ["CHECKS", "BlockCopy", "modified"]
+__all__ = ["CHECKS", "BlockCopy"]
 
 CHECKS: dict[str, Any] = getattr(dynamo_guards, "GUARD_VALUE_DISPATCH", {})
 """By kind of guard: functions that compare the values of two places. Torch 2.11 has none."""
@@ -32,7 +33,7 @@ CHECKS: dict[str, Any] = getattr(dynamo_guards, "GUARD_VALUE_DISPATCH", {})
 class BlockCopy:
     """A copy of a recorded block's calls, for another block."""
 
-    def __init__(self, record: BlockRecord, variable: Any, tx: Any, args: Any, kwargs: Any):
+    def __init__(self, record: BlockRecord, variable: Any, tx: Any, args: Any, kwargs: Any, modified: Collection[int]):
         """Checks that the other block is like the recorded one.
 
         Args:
@@ -41,6 +42,7 @@ class BlockCopy:
             tx: Dynamo's evaluation of the caller.
             args: the positional arguments.
             kwargs: the keyword arguments.
+            modified: the ids of the objects that existed before and have been changed.
 
         Raises:
             Unlike: it is not.
@@ -53,7 +55,7 @@ class BlockCopy:
         self._copies: dict[fx.Node, fx.Node] = dict(zip(record.arguments.given, arguments.given, strict=True))
         """By recorded call or input: what takes its place."""
         self._twins = Twins(record.module, variable.value)
-        if not self._twins.alike or not self._twins.seconds.isdisjoint(modified(tx.output.side_effects)):
+        if not self._twins.alike or not self._twins.own.isdisjoint(modified):
             raise Unlike
         self._moved: dict[Source, Source] = {record.place: self.place}
         root = tx.output.root_tx
@@ -167,13 +169,6 @@ class BlockCopy:
             options = {"mutation_type": ValueMutationNew()} if kind is ListVariable else {}
             return kind([self._result(item) for item in items], **options)
         return result
-
-
-def modified(effects: Any) -> dict[int, Any]:
-    """Returns Dynamo's variables of the objects that existed before and that the function has changed, by id."""
-    kinds = (AttributeMutationExisting, ValueMutationExisting)
-    held = list(effects.id_to_variable.items())
-    return {key: item for key, item in held if isinstance(item.mutation_type, kinds) and effects.is_modified(item)}
 
 
 def _is_of_class(source: Any) -> bool:

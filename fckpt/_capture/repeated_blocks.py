@@ -22,17 +22,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch._C._functorch import get_dynamic_layer_stack_depth
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import UnspecializedNNModuleVariable
-from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
+from torch._dynamo.variables.base import (
+    AttributeMutationExisting,
+    AttributeMutationNew,
+    ValueMutationExisting,
+    ValueMutationNew,
+    VariableTracker,
+)
 from torch._dynamo.variables.builder import VariableBuilder
 
-from fckpt._capture.block_copies import CHECKS, BlockCopy, modified
+from fckpt._capture.block_copies import CHECKS, BlockCopy
 from fckpt._capture.block_records import BlockRecord, Unlike, last_call, structure_of_call
 from fckpt._capture.frames import Frames
 from fckpt._capture.patching import patched
@@ -61,6 +67,8 @@ class Repeated:
         self._running: list[BlockRecord] = []
         self._changes = 0
         """How many changes of objects that existed before Dynamo has evaluated."""
+        self._modified: tuple[int, dict[int, Any]] = (-1, {})
+        """The objects that existed before and have been changed, and how many changes there were."""
         self._changed: dict[int, tuple[Any, int]] = {}
         """By id: the objects that the capture has made and changed, and how often it has changed them."""
 
@@ -82,7 +90,7 @@ class Repeated:
             self._forget(None)  # objects of the call must not stay alive
 
     def _forget(self, output: Any) -> None:
-        self._output, self._known, self._running, self._changed = output, {}, [], {}
+        self._output, self._known, self._running, self._changed, self._modified = output, {}, [], {}, (-1, {})
 
     def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(builder: Any, value: Any) -> Any:
@@ -116,7 +124,7 @@ class Repeated:
                 with contextlib.suppress(Unlike):
                     if record.around != around:
                         raise Unlike
-                    return BlockCopy(record, variable, tx, args, kwargs).made(self._frames)
+                    return BlockCopy(record, variable, tx, args, kwargs, self._modified[1]).made(self._frames)
             begun = None
             with contextlib.suppress(Unlike):
                 if len(known) < _MOST:
@@ -144,7 +152,9 @@ class Repeated:
         Changes of objects that the capture has made matter if objects that existed before refer to them.
         """
         effects = tx.output.side_effects
-        held = _held(effects)
+        if self._modified[0] != self._changes:
+            self._modified = self._changes, _modified(effects)
+        held = _held(effects, self._modified[1].values())
         devices = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
         return (
             self._changes,
@@ -176,10 +186,17 @@ def _is_block(variable: Any, tx: Any) -> bool:
 _NUMBERED = re.compile(r"\._modules\['[^']*\d[^']*'\]$")
 
 
-def _held(effects: Any) -> set[int]:
-    """Returns the ids of all variables to which a changed object refers that existed before."""
+def _modified(effects: Any) -> dict[int, Any]:
+    """Returns Dynamo's variables of the objects that existed before and that the function has changed, by id."""
+    kinds = (AttributeMutationExisting, ValueMutationExisting)
+    held = list(effects.id_to_variable.items())
+    return {key: item for key, item in held if isinstance(item.mutation_type, kinds) and effects.is_modified(item)}
+
+
+def _held(effects: Any, changed: Iterable[Any]) -> set[int]:
+    """Returns the ids of all variables to which changed objects refer."""
     found: set[int] = set()
     cache: dict[int, Any] = {}
-    for item in modified(effects).values():
+    for item in changed:
         VariableTracker.visit(lambda variable: found.add(id(variable)), item, cache, effects)
     return found

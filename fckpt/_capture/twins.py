@@ -76,8 +76,8 @@ class Twins:
         self._origins: dict[int, Any] = {}
         """By id of an object that the second one refers to: what the first one has in its place."""
         self._alive: list[Any] = []
-        self.seconds: set[int] = set()
-        """The ids of all objects that only the second one refers to."""
+        self.own: set[int] = set()
+        """The ids of all objects to which only one of the two refers, or to which they refer in different places."""
         self.alike = self._match(first, second)
         """Whether the objects correspond."""
 
@@ -106,7 +106,7 @@ class Twins:
         self._partners[id(first)], self._origins[id(second)] = second, first
         if first is second:
             return True
-        self.seconds.add(id(second))
+        self.own |= {id(first), id(second)}
         return self._match_contents(first, second)
 
     def _match_contents(self, first: Any, second: Any) -> bool:

@@ -6,7 +6,9 @@ The plain call decides: planned results are equal to it, whichever block differs
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,10 +19,11 @@ import zoo
 from judge import Session, fresh, judge
 from right_or_loud.test_stale import FILES, MAY_REFUSE, body
 from torch import Tensor, nn
+from torch._dynamo.convert_frame import GraphCaptureOutput
 
 import fckpt
 from fckpt._capture.block_copies import CHECKS, BlockCopy
-from fckpt._capture.captured import Captured, Entry, capture
+from fckpt._capture.captured import CaptureError, Entry, capture
 from fckpt._capture.repeated_blocks import Repeated
 from fckpt._capture.wrapped import name_of
 
@@ -44,13 +47,22 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # -- the same capture --------------------------------------------------------------------------------------------
 
 
-def _captured(model: Any, batch: Any) -> Captured:
+def _parts(fn: Any, *args: Any) -> Any:
+    """Returns all that a capture records, with names that do not depend on the order of creation; or why it fails."""
     torch._dynamo.reset()
-    return capture(Entry(), lambda model, batch: model(**batch), (model, batch), {})
+    guards: list[Any] = []
+    check = GraphCaptureOutput.build_guards
 
+    def build_guards(made: Any, *args: Any, **kwargs: Any) -> Any:
+        guards.extend(made.output_graph.guards)
+        return check(made, *args, **kwargs)
 
-def _parts(found: Captured) -> dict[str, Any]:
-    """Returns all that a capture has recorded, with names that do not depend on the order of creation."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GraphCaptureOutput, "build_guards", build_guards)
+            found = capture(Entry(), fn, args, {})
+    except CaptureError as error:
+        return str(error)
     graph = found.graph
     assert graph is not None
     for module in graph.module.modules():
@@ -63,11 +75,26 @@ def _parts(found: Captured) -> dict[str, Any]:
     calls = [node for node in graph.module.graph.nodes if node.op.startswith("call")]
     return {
         "code": [str(getattr(module, "code", "")) for module in graph.module.modules()],
+        "guards": {(re.sub(r"_\d+_c\d+|___\d+", "", name_of(g)), g.create_fn_name()) for g in guards},
         "inputs": found.inputs,
         "numbers": (graph.numbers, graph.decisive),
         "held": {node.name: end.name for node, end in graph._held.items()},
         "sources": {node.name: node.meta["source"] for node in calls},
     }
+
+
+def _parts_without_copies(monkeypatch: pytest.MonkeyPatch, fn: Any, *args: Any) -> Any:
+    with monkeypatch.context() as patch:
+        patch.setattr(Repeated, "recorded", lambda self: contextlib.nullcontext())
+        return _parts(fn, *args)
+
+
+def _check_same(short: Any, evaluated: Any) -> None:
+    """Checks that copies leave out no guard, except for classes that all blocks share, and nothing else."""
+    if isinstance(short, dict) and isinstance(evaluated, dict):
+        missing = {guard for guard in evaluated.pop("guards") - short.pop("guards") if "type(" not in guard[0]}
+        assert not missing
+    assert evaluated == short
 
 
 LAYERS = {"vit": 1, "bert": 1, "albert": 1, "clip": 2, "t5": 1, "bart": 1}
@@ -80,10 +107,10 @@ def test_copies_are_what_the_evaluation_of_each_block_gives(
     name: str, copied: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch = zoo.make(name, "padding")
-    short = _captured(model, batch)
+    call = lambda model, batch: model(**batch)
+    short = _parts(call, model, batch)
     assert len(copied) >= LAYERS[name]
-    monkeypatch.setattr(Repeated, "recorded", lambda self: contextlib.nullcontext())
-    assert _parts(_captured(model, batch)) == _parts(short)
+    _check_same(short, _parts_without_copies(monkeypatch, call, model, batch))
 
 
 # -- numbers that blocks read ------------------------------------------------------------------------------------
@@ -99,11 +126,14 @@ class Reader(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, *blocks: nn.Module) -> None:
+    """Blocks after a layer: all of them get a result, with a width that is no variable of the capture."""
+
+    def __init__(self, *blocks: nn.Module, width: int = 16) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(blocks)
+        self.stem, self.blocks = nn.Linear(width, width), nn.ModuleList(blocks)
 
     def forward(self, x: Tensor, *args: Any) -> Tensor:
+        x = self.stem(x)
         for block in self.blocks:
             x = block(x, *args)
         return x
@@ -133,7 +163,7 @@ def test_a_number_that_one_block_reads_differs(places: Callable[[], list[Any]], 
             session.undo(getattr(place, "close", lambda: None))
         made[2].write(3)
         x, w = session.leaf(96, 32), session.leaf(32, 32)
-        model = Stack(*map(Reader, made))
+        model = Stack(*map(Reader, made), width=32)
         session.watch(model=model)
         f = session.region(model)
         session.step(lambda: f(x, w), times=2)
@@ -221,7 +251,7 @@ CHANGES: dict[str, Change] = {
 MAY_BE_REFUSED = {"forward"}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("when", ["before", "between"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_one_block_differs(change: str, when: str) -> None:
@@ -247,7 +277,7 @@ def test_one_block_differs(change: str, when: str) -> None:
 def test_blocks_that_are_alike_are_copied(copied: list[str]) -> None:
     model, x = Stack(*(Block() for _ in range(6))), torch.randn(64, 16)
     fckpt.remat(model, budget=0.9)(x).sum().backward()
-    assert len(copied) == 4  # the first one is given an argument, the others are given results
+    assert len(copied) == 5
 
 
 # -- what a block knows about itself and its surroundings --------------------------------------------------------
@@ -395,6 +425,25 @@ class BySlot(Block):
         return super().forward(x) * self.slot
 
 
+class LooksAtItsBuffer(Block):
+    flags: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("flags", torch.ones(2, dtype=torch.bool))
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        x = super().forward(x)
+        return x * 2 if torch.all(self.flags) else x
+
+
+class SharesAWeight(Block):
+    shared: Any
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        return super().forward(x) @ self.shared
+
+
 class ByClosure(Block):
     made: Any = None
 
@@ -427,6 +476,23 @@ def _each(kind: type, name: str, values: Callable[[list[Any]], Any]) -> Callable
     return make
 
 
+def _flagged() -> list[Block]:
+    blocks: list[Any] = [LooksAtItsBuffer() for _ in range(4)]
+    blocks[2].flags[0] = False
+    return [*blocks]
+
+
+class Sharing(Stack):
+    def __init__(self, *blocks: Any) -> None:
+        super().__init__(*blocks)
+        self.weight, other = (nn.Parameter(torch.randn(16, 16) / 4) for _ in range(2))
+        for number, block in enumerate(blocks):
+            block.shared = other if number == 2 else self.weight
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        return super().forward(x @ self.weight)
+
+
 def _registered(kind: type, key: Callable[[Any], Any]) -> Callable[[], list[Block]]:
     def make() -> list[Block]:
         REGISTERED.clear()
@@ -456,6 +522,7 @@ PROGRAMS: dict[str, Callable[[], list[Block]]] = {
     "looks up": _each(ByLookup, "table", lambda blocks: [{"scale": 1.0 + n // 2} for n in range(4)]),
     "by a property": _each(ByProperty, "hidden", lambda blocks: [1.0, 1.0, 2.0, 1.0]),
     "by a slot": _each(BySlot, "slot", lambda blocks: [1.0, 1.0, 2.0, 1.0]),
+    "looks at its buffer": _flagged,
     "by a closure": _each(ByClosure, "made", lambda blocks: [_scaling(1.0 + n // 2) for n in range(4)]),
     "counts": _memories(Counts, counter={"calls": 0}),
     "counts itself": _memories(CountsItself),
@@ -466,7 +533,7 @@ PROGRAMS: dict[str, Callable[[], list[Block]]] = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_a_block_knows(program: str) -> None:
     def scenario(session: Session) -> None:
@@ -497,6 +564,26 @@ class Listed(Block):
     def forward(self, x: Tensor, *args: Any) -> Tensor:
         args[0].append(x.mean())
         return super().forward(x) + args[0][0]
+
+
+class AsksForSettings(Block):
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        x = super().forward(x)
+        if not torch.is_grad_enabled():
+            x = x * 2
+        if torch.is_autocast_enabled("cpu"):
+            x = x * 3
+        return x if torch.get_default_dtype() == torch.float32 else x * 4
+
+
+class Asks(Block):
+    """Asks an object that all blocks share, and itself."""
+
+    shared: Any = None
+    scale = 1.0
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        return super().forward(x) * self.scale * COUNT["now"]
 
 
 class Passed(Block):
@@ -531,14 +618,11 @@ class Returns(Block):
         return x
 
 
-def _loop(step: Callable[[Any, Tensor, int, dict[str, Any]], Tensor]) -> Callable[[list[Block]], nn.Module]:
-    class Looping(nn.Module):
-        def __init__(self, blocks: list[Block]) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(blocks)
-
-        def forward(self, x: Tensor) -> Tensor:
-            memory: dict[str, Any] = {"first": x, "list": []}
+def _loop(step: Callable[[Any, Tensor, int, dict[str, Any]], Tensor]) -> Callable[..., nn.Module]:
+    class Looping(Stack):
+        def forward(self, x: Tensor, *args: Any) -> Tensor:
+            x = self.stem(x)
+            memory: dict[str, Any] = {"first": x, "list": [], "blocks": self.blocks}
             for number, block in enumerate(self.blocks):
                 x = step(block, x, number, memory)
             return x
@@ -554,6 +638,30 @@ def _in_turns(block: Any, x: Tensor, number: int, memory: Any) -> Tensor:
 def _under_autocast(block: Any, x: Tensor, number: int, memory: Any) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=number == 2):
         return block(x).float()
+
+
+def _counting(block: Any, x: Tensor, number: int, memory: Any) -> Tensor:
+    COUNT["now"] = number + 1
+    return block(x)
+
+
+def _scaling_all(block: Any, x: Tensor, number: int, memory: Any) -> Tensor:
+    if number == 0:
+        for place, each in enumerate(memory["blocks"]):
+            each.scale = 1.0 + place
+    return block(x)
+
+
+def _scaling_the_first(block: Any, x: Tensor, number: int, memory: Any) -> Tensor:
+    if number == 0:
+        block.scale = 3.0
+    return block(x)
+
+
+def _scaling_the_third(block: Any, x: Tensor, number: int, memory: Any) -> Tensor:
+    if number == 0:
+        memory["blocks"][2].dropout.p = 0.5
+    return block(x)
 
 
 def _first_of(block: Any, x: Tensor, *args: Any) -> Tensor:
@@ -574,8 +682,12 @@ LOOPS: dict[str, tuple[type, Callable[[Any, Tensor, int, dict[str, Any]], Tensor
     "dtypes": (Scaled, lambda block, x, n, memory: block.double()(x.double()) if n > 2 else block(x)),
     "a list": (Listed, lambda block, x, n, memory: block(x, memory["list"])),
     "one tensor twice": (Passed, lambda block, x, n, memory: block(x, x if n == 2 else memory["first"])),
-    "no gradients": (Block, _in_turns),
-    "autocast": (Block, _under_autocast),
+    "no gradients": (AsksForSettings, _in_turns),
+    "autocast": (AsksForSettings, _under_autocast),
+    "counted": (Asks, _counting),
+    "all changed": (Asks, _scaling_all),
+    "the first one changed": (Asks, _scaling_the_first),
+    "the third one changed": (Block, _scaling_the_third),
     "called twice": (Block, lambda block, x, n, memory: block(block(x))),
     "checkpointed": (
         Block,
@@ -588,17 +700,49 @@ LOOPS: dict[str, tuple[type, Callable[[Any, Tensor, int, dict[str, Any]], Tensor
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_how_blocks_are_called(loop: str) -> None:
     kind, step = LOOPS[loop]
 
     def scenario(session: Session) -> None:
         torch.manual_seed(0)
-        model = _loop(step)([kind() for _ in range(4)])
+        COUNT["now"] = 1
+        model = _loop(step)(*(kind() for _ in range(4)))
         x = session.leaf(64, 16)
         session.watch(model=model)
         f = session.region(model)
         session.step(lambda: f(x), times=2)
 
     judge(scenario, budget=0.95)  # equal, or refused
+
+
+# -- all of these programs, captured twice -------------------------------------------------------------------------
+
+
+def _changed(change: str) -> nn.Module:
+    model = Stack(*(Block() for _ in range(4)))
+    CHANGES[change](model.blocks)
+    return model
+
+
+def _looped(loop: str) -> nn.Module:
+    kind, step = LOOPS[loop]
+    return _loop(step)(*(kind() for _ in range(4)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{f"changed: {name}": functools.partial(_changed, name) for name in CHANGES},
+    **{f"knows: {name}": functools.partial(lambda make: Stack(*make()), make) for name, make in PROGRAMS.items()},
+    "shares a weight": lambda: Sharing(*(SharesAWeight() for _ in range(4))),
+    **{f"called: {name}": functools.partial(_looped, name) for name in LOOPS},
+}
+
+
+@copies
+@pytest.mark.parametrize("name", MODELS)
+def test_captures_with_and_without_copies_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    COUNT["now"] = 1
+    model, x = MODELS[name](), torch.randn(64, 16, requires_grad=True)
+    short = _parts(model, x)
+    _check_same(short, _parts_without_copies(monkeypatch, model, x))
