@@ -16,8 +16,9 @@ plain steps differ from one another.
 
 Of the planned steps the table also says how many kept the budget, measured by the allocator, and how many had losses
 and gradients bitwise equal to the plain ones; how many plain steps exceed the budget; and, for the first step at a new
-size, the medians of the time in which its plan is made, and of the time of the step beyond a plain one. With `--check`
-the exit code is 1 if a budget was exceeded, a result was not equal, or a step was refused.
+size, the medians of the time in which its plan is made, and of the time of the step beyond a plain one. For five of the
+new sizes, the solver makes a plan afterwards; the table has the largest difference of the predicted overheads. With
+`--check` the exit code is 1 if a budget was exceeded, a result was not equal, or a step was refused.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ from benches.common.rows import Record
 from benches.common.timing import set_up
 from benches.models.convolutional import ResNet
 from fckpt._memory import measure_peak
+from fckpt._planned.making import make_plan
+from fckpt._planned.plan import Plan
+from fckpt._region import planner_of
 
 Batch = tuple[Tensor, ...]
 Loss = Callable[..., Tensor]
@@ -180,6 +184,9 @@ class Run(Record):
     """The median time in which the plan of a new size is made: its trace, costs, schedule and program."""
     new_size_seconds: float = 0.0
     """By how many seconds the first step at a new size takes longer than the plain step: the median."""
+    extra: float | None = None
+    """The predicted overhead of plans made for new sizes, beyond that of plans solved for these sizes: the largest of
+    five, as a fraction of the plain step. None if no plan was made from one of another size."""
 
 
 def _checkpointed(task: Task, net: nn.Module) -> Loss:
@@ -255,14 +262,18 @@ def _examined(name: str, size: str, compiles: bool, device: torch.device) -> Run
             except Exception as error:
                 complaints.append(f"{way}: {described(error)}")
     planned = fckpt.remat(loss, budget=within)
-    spent: list[float] = []
+    planner, spent, adapted = planner_of(planned), list[float](), list[Plan]()
+    assert planner is not None
 
     def recorded(*batch: Tensor) -> Tensor:
-        before = sum(fckpt.stats(planned).seconds.values())
+        before = fckpt.stats(planned)
         try:
             return planned(*batch)
         finally:
-            spent.append(sum(fckpt.stats(planned).seconds.values()) - before)
+            after = fckpt.stats(planned)
+            spent.append(sum(after.seconds.values()) - sum(before.seconds.values()))
+            if after.adapted > before.adapted:
+                adapted.append(list(planner.plans.values())[-1])
 
     seconds = _seconds(recorded, net, batches)
     ratio, stats = _ratio(seconds, plain), fckpt.stats(planned)
@@ -277,7 +288,17 @@ def _examined(name: str, size: str, compiles: bool, device: torch.device) -> Run
     found.planning_seconds = statistics.median([spent[i] for i in firsts]) if firsts else 0.0
     found.new_size_seconds = statistics.median(new) if new else 0.0
     _verify(found, net, (loss, planned), batches, within, device)
+    found.extra = max(map(_extra, adapted[:: max(1, len(adapted) // _SOLVED)][:_SOLVED]), default=None)
     return found
+
+
+_SOLVED = 5
+"""The number of new sizes for which plans are solved to compare."""
+
+
+def _extra(plan: Plan) -> float:
+    """Returns the overhead of a plan beyond that of the solver's plan for the same graph and budget."""
+    return plan.overhead - make_plan(plan.graph, plan.budget_bytes, "auto", torch.__version__).overhead
 
 
 def _verify(
@@ -318,6 +339,7 @@ def show(rows: Sequence[Run], console: Console) -> None:
     """Prints the table of one network."""
     table = table_of(
         "network", "steps", "plain s", "budget", "above", "blocks", "compile", "fckpt", "kept", "equal", "plan", "new",
+        "extra",
         left=("network",),
     )  # fmt: skip
     number = lambda value: "" if value is None else f"{value:.2f}"
@@ -326,7 +348,8 @@ def show(rows: Sequence[Run], console: Console) -> None:
         times = map(number, (row.checkpointed, row.compiled, row.planned))
         counts = map(str, (row.kept, row.equal))
         new = (f"{1000 * seconds:.0f} ms" for seconds in (row.planning_seconds, row.new_size_seconds))
-        table.add_row(*first, *times, *counts, *new)
+        extra = "" if row.extra is None else f"{100 * row.extra:.2f} %"
+        table.add_row(*first, *times, *counts, *new, extra)
     console.print(table)
 
 
@@ -342,6 +365,6 @@ def main(arguments: list[str]) -> int:
     run = lambda name, advance: examine(name, size, not parsed.no_compile, device)
     note = (
         "Times: of whole runs, relative to the plain run. Plan: the time to make the plan of a new size. New: the time "
-        "of its first step beyond a plain step."
+        "of its first step beyond a plain step. Extra: the overhead of such a plan beyond that of a solved one."
     )
     return report_each(parsed, (console, document), "rows", parsed.networks, run, show, note=note)

@@ -57,12 +57,14 @@ class BlockCopy:
         self._twins = Twins(record.module, variable.value)
         if not self._twins.alike or not self._twins.own.isdisjoint(modified):
             raise Unlike
+        record.prepare(tx.output)
         self._moved: dict[Source, Source] = {record.place: self.place}
         root = tx.output.root_tx
         self._scope = {"G": root.f_globals, "L": root.f_locals}
         self._locals: dict[str, Any] = {}
         self._values: dict[Source, Any] = {}
-        for source, value in record.reads.items():
+        read = {**{source: self._value(source) for source in record.inputs.values()}, **record.reads}
+        for source, value in read.items():
             if not self._twins.correspond(value, self._value(self._move(source))):
                 raise Unlike
         if any(map(self._twins.differ, record.outside)):

@@ -63,7 +63,7 @@ class BlockRecord:
         self.around = around
         self.arguments = CallArguments(structure, given)
         self.reads: dict[Source, Any] = {}
-        """The places that were read, with their values: at the end, those that concern the block."""
+        """The places that were read, with their values. In the end, only those that concern the block."""
         self.outside: list[Any] = []
         """The values that were read elsewhere."""
         self.inputs: dict[fx.Node, Source] = {}
@@ -79,6 +79,7 @@ class BlockRecord:
         self.result: Any = None
         """The structure of the result: a call, a constant, or the type and the items of a tuple or a list."""
         self.released: Released = []
+        self._is_prepared = False
 
     def finish(self, tx: Any, last: fx.Node, arguments: CallArguments, result: Any, released: Released) -> None:
         """Completes the record after the call of the block.
@@ -95,8 +96,7 @@ class BlockRecord:
         """
         if arguments != self.arguments:
             raise Unlike
-        graph, output = tx.output.graph, tx.output
-        concerned = functools.cache(functools.partial(_concerns, place=self.place))
+        graph = tx.output.graph
         self.calls = [node for node in _after(last, graph) if node.op != "placeholder"]
         inside = {*self.calls}
         for node in self.calls:
@@ -106,7 +106,7 @@ class BlockRecord:
         operands = {n for node in self.calls for n in node.all_input_nodes if n not in inside}
         for node in (n for n in graph.nodes if n.op == "placeholder" and n.meta.get("grapharg") is not None):
             source = node.meta["grapharg"].source
-            if concerned(source):
+            if self._concerns(source):
                 if not _is_fixed(node):
                     raise Unlike
                 self.inputs[node] = source
@@ -116,18 +116,31 @@ class BlockRecord:
             known = node in self.inputs or node in self.arguments.given
             if not known and node.op != "placeholder" and not _is_number(node):
                 raise Unlike
-        self.guards = [
-            guard for guard in output.guards if any(map(concerned, (guard.originating_source, *compared(guard))))
-        ]
-        self.ordered = [source for source in output.guard_on_key_order if concerned(source)]
-        self.outside += [value for source, value in self.reads.items() if not concerned(source)]
-        self.reads = {source: value for source, value in self.reads.items() if concerned(source)}
         self.result = _result(result)
         results = list(_nodes(self.result))
         if len({*results}) < len(results) or not inside.issuperset(results):
             raise Unlike
         self.evaluated = _decisive(self.calls, results)
         self.released = released
+
+    def prepare(self, output: Any) -> None:
+        """Collects what is needed for copies, before the first one. Most blocks of some networks are never copied.
+
+        Args:
+            output: Dynamo's object that holds the graph made so far.
+        """
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        places = lambda guard: (guard.originating_source, *compared(guard))
+        self.guards = [guard for guard in output.guards if any(map(self._concerns, places(guard)))]
+        self.ordered = [source for source in output.guard_on_key_order if self._concerns(source)]
+        self.outside += [value for source, value in self.reads.items() if not self._concerns(source)]
+        self.reads = {source: value for source, value in self.reads.items() if self._concerns(source)}
+
+    def _concerns(self, source: Source) -> bool:
+        """Whether what a source reads depends on the block's place."""
+        return self.place.name in source.name and _concerns(source, self.place)
 
 
 def last_call(graph: fx.Graph) -> fx.Node:
@@ -143,7 +156,6 @@ def compared(guard: Any) -> list[Source]:
 
 
 def _concerns(source: Source, place: Source) -> bool:
-    """Whether what a source reads depends on `place`."""
     if source == place:
         return True
     fields = [getattr(source, field.name) for field in dataclasses.fields(source)]
