@@ -42,6 +42,7 @@ PRIVATE = {
     "torch._tensor_str": ("_call/levels.py",),
     "torch._guards": ("_fuse/inductor.py",),
     "torch._subclasses": (
+        "_capture/block_records.py",
         "_fuse/inductor.py",
         "_trace/",
         "_tile/",
