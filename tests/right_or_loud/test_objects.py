@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -150,7 +151,33 @@ def with_dict(write: bool, through: bool) -> Case:
     return fn, lambda: held.k if write else setattr(held, "k", held.k + 1)
 
 
+class Asking:
+    """Asks its `__dict__` for one key at each access, as Hugging Face's configurations do."""
+
+    def __init__(self) -> None:
+        self.k, self.j, self.asked = 1, 2, "other"
+
+    def __getattribute__(self, name: str) -> Any:
+        held = super().__getattribute__("__dict__").get(super().__getattribute__("asked"))
+        if name == "j" and held is not None:
+            return held * super().__getattribute__(name)
+        return super().__getattribute__(name)
+
+
+def asking(key: str) -> Case:
+    held: Any = Asking()
+    held.asked = key
+
+    def fn(x: Tensor) -> Tensor:
+        held.k = 3 if held.j else None
+        return x.sin() * held.j
+
+    return fn, lambda: vars(held)["k"]
+
+
 CASES: dict[str, Callable[[], Case]] = {
+    "asks for another key": lambda: asking("other"),
+    "asks for the key": lambda: asking("k"),
     "moved to the end": lambda: moved("a"),
     "moved to the start": lambda: moved("c", last=False),
     "a cache of what was used last": least_recently_used,
@@ -172,8 +199,9 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 RIGHT = {
     "moved to the end", "moved to the start", "a cache of what was used last", "a class assigned outside",
-    "a list with another method", "an object and its dict, read",
+    "a list with another method", "an object and its dict, read", "asks for another key",
 }  # fmt: skip
+EITHER = {"asks for the key"}
 
 
 @pytest.mark.filterwarnings("ignore:.*is captured for the:fckpt.PlanWarning")
@@ -189,6 +217,10 @@ def test_changes_of_objects(name: str) -> None:
         return found
 
     want = run(lambda fn: fn)
+    if name in EITHER:  # torch 2.11 takes the `__dict__` for another object
+        with contextlib.suppress(fckpt.TraceError):
+            assert_equal(run(lambda fn: fckpt.remat(fn, budget=1.0)), want)
+        return
     if name in RIGHT:
         assert_equal(run(lambda fn: fckpt.remat(fn, budget=1.0)), want)
         return
