@@ -26,7 +26,7 @@ from fckpt._capture.twins import Twins, exactly, is_constant
 
 __all__ = ["CHECKS", "BlockCopy"]
 
-CHECKS: dict[str, Any] = getattr(dynamo_guards, "GUARD_VALUE_DISPATCH", {})
+CHECKS: dict[str, Any] = {} and getattr(dynamo_guards, "GUARD_VALUE_DISPATCH", {})
 """By kind of guard: functions that compare the values of two places. Torch 2.11 has none."""
 
 
