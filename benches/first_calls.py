@@ -3,12 +3,12 @@
     python -m benches first_calls --json benches/results/first-calls-cpu.json       # ten minutes
     python -m benches first_calls --tiny
 
-ResNet-50; BERT, GPT-2 and T5-small of transformers, with twelve layers each and without a cache (blocks that write to a
-cache are all evaluated by a capture, and take twice as long); and GPTs of 48 and 150 layers. Widths,
-batches and lengths are small: what planning costs depends on the number of operations. Each network runs
-`fckpt.remat(loss, budget=0.5)` in two new processes. For the first one, fckpt's cache folder is empty, so that all
-operations are measured, and the step runs by a quick plan. The same process then has the solver make a plan, which is
-stored, and which the second process reads.
+ResNet-50; BERT, GPT-2 and T5-small of transformers, with twelve layers each and without a cache; and GPTs of 48 and 150
+layers. (A block that writes to a cache is not like the others, and is captured by itself.) Widths, batches and lengths
+are small: what planning costs depends on the number of operations. Each network runs `fckpt.remat(loss, budget=0.5)` in
+two new processes. For the first one, fckpt's cache folder is empty, so that all operations are measured, and the step
+runs by a quick plan. The same process then has the solver make a plan, which is stored, and which the second process
+reads.
 
 Seconds are CPU seconds of the process, so that other load matters less. The column `imports` is the time to import the
 modules that a capture needs, once per process. The first call includes the step itself. The column `quick` is the

@@ -20,13 +20,14 @@ from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.lists import ListVariable
 
+from fckpt._call.modules import INTERNAL
 from fckpt._capture.block_records import BlockRecord, Unlike, compared, last_call, structure_of_call
 from fckpt._capture.frames import Frames
-from fckpt._capture.twins import Twins, exactly, is_constant
+from fckpt._capture.twins import Twins, exactly, is_constant, is_plain
 
 __all__ = ["CHECKS", "BlockCopy"]
 
-CHECKS: dict[str, Any] = {} and getattr(dynamo_guards, "GUARD_VALUE_DISPATCH", {})
+CHECKS: dict[str, Any] = getattr(dynamo_guards, "GUARD_VALUE_DISPATCH", {})
 """By kind of guard: functions that compare the values of two places. Torch 2.11 has none."""
 
 
@@ -58,16 +59,23 @@ class BlockCopy:
         if not self._twins.alike or not self._twins.own.isdisjoint(modified):
             raise Unlike
         record.prepare(tx.output)
+        if not record.may_be_copied:
+            raise Unlike
         self._moved: dict[Source, Source] = {record.place: self.place}
         root = tx.output.root_tx
         self._scope = {"G": root.f_globals, "L": root.f_locals}
         self._locals: dict[str, Any] = {}
         self._values: dict[Source, Any] = {}
         read = {**{source: self._value(source) for source in record.inputs.values()}, **record.reads}
+        self.reads: dict[Source, Any] = {}
+        """The places that are read in the other block, with their values."""
         for source, value in read.items():
-            if not self._twins.correspond(value, self._value(self._move(source))):
+            place = self._move(source)
+            self.reads[place] = other = self._value(place)
+            if not self._twins.correspond(value, other) or (value is other and not self._is_seen(source, value)):
                 raise Unlike
-        if any(map(self._twins.differ, record.outside)):
+        outside = [*record.outside, *map(self._value, record.arguments.places)]
+        if any(map(self._twins.concern, outside)):
             raise Unlike
         self._guards = [made for guard in record.guards if (made := self._guard(guard)) is not None]
 
@@ -81,6 +89,11 @@ class BlockCopy:
             found = source if same else dataclasses.replace(source, **inner)
             self._moved[source] = found
         return found
+
+    @staticmethod
+    def _is_seen(source: Any, value: Any) -> bool:
+        """Whether Dynamo has seen all that was read of an object that both blocks refer to."""
+        return getattr(source, "member", None) in INTERNAL or _is_of_class(source) or is_plain(value)
 
     def _value(self, source: Source) -> Any:
         try:

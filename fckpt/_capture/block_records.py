@@ -15,7 +15,6 @@ from torch import fx
 from torch._dynamo.source import Source
 from torch._dynamo.variables import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._subclasses.fake_tensor import FakeTensor
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from fckpt._call.modules import storage_of
 from fckpt._capture import marks
-from fckpt._capture.twins import exactly, is_constant, layout
+from fckpt._capture.twins import exactly, is_constant, is_plain, layout
 
 __all__ = ["BlockRecord", "CallArguments", "Unlike", "compared", "last_call", "structure_of_call"]
 
@@ -43,25 +42,26 @@ class CallArguments(NamedTuple):
     """All on which code can depend that gets the arguments."""
     given: list[fx.Node]
     """The tensors and numbers among them that the capture has computed."""
+    places: list[Source]
+    """The places of those that existed before."""
 
 
 class BlockRecord:
     """What Dynamo did at the call of one block."""
 
-    def __init__(self, variable: Any, around: tuple[Any, ...], structure: Any, given: list[fx.Node]):
+    def __init__(self, variable: Any, around: tuple[Any, ...], arguments: CallArguments):
         """Begins a record.
 
         Args:
             variable: the block, as Dynamo represents it.
             around: the settings, and counts of changes: see `Repeated`.
-            structure: see `CallArguments`.
-            given: see `CallArguments`.
+            arguments: the arguments of the call.
         """
         self.module = variable.value
         self.place: Source = variable.source
         """Where Dynamo finds the block."""
         self.around = around
-        self.arguments = CallArguments(structure, given)
+        self.arguments = arguments
         self.reads: dict[Source, Any] = {}
         """The places that were read, with their values. In the end, only those that concern the block."""
         self.outside: list[Any] = []
@@ -80,6 +80,8 @@ class BlockRecord:
         """The structure of the result: a call, a constant, or the type and the items of a tuple or a list."""
         self.released: Released = []
         self._is_prepared = False
+        self.may_be_copied = False
+        """Whether Dynamo has seen all that was read elsewhere."""
 
     def finish(self, tx: Any, last: fx.Node, arguments: CallArguments, result: Any, released: Released) -> None:
         """Completes the record after the call of the block.
@@ -94,7 +96,7 @@ class BlockRecord:
         Raises:
             Unlike: the block cannot be copied.
         """
-        if arguments != self.arguments:
+        if arguments != self.arguments or any(map(self._concerns, arguments.places)):
             raise Unlike
         graph = tx.output.graph
         self.calls = [node for node in _after(last, graph) if node.op != "placeholder"]
@@ -123,6 +125,11 @@ class BlockRecord:
         self.evaluated = _decisive(self.calls, results)
         self.released = released
 
+    def add(self, reads: dict[Source, Any], outside: list[Any]) -> None:
+        """Adds what a block inside read, whose calls were copied: see `reads` and `outside`."""
+        self.reads = {**reads, **self.reads}
+        self.outside += outside
+
     def prepare(self, output: Any) -> None:
         """Collects what is needed for copies, before the first one. Most blocks of some networks are never copied.
 
@@ -137,6 +144,7 @@ class BlockRecord:
         self.ordered = [source for source in output.guard_on_key_order if self._concerns(source)]
         self.outside += [value for source, value in self.reads.items() if not self._concerns(source)]
         self.reads = {source: value for source, value in self.reads.items() if self._concerns(source)}
+        self.may_be_copied = all(map(is_plain, self.outside))
 
     def _concerns(self, source: Source) -> bool:
         """Whether what a source reads depends on the block's place."""
@@ -204,14 +212,20 @@ def structure_of_call(args: Iterable[Any], kwargs: dict[str, Any]) -> CallArgume
     Raises:
         Unlike: code could depend on more of them than is known.
     """
-    given: list[fx.Node] = []
-    structure = [_structure(value, given) for value in args], [(k, _structure(v, given)) for k, v in kwargs.items()]
-    return CallArguments(structure, given)
+    made = CallArguments(([], []), [], [])
+    positional, named = made.structure
+    positional += [_structure(value, made) for value in args]
+    named += [(name, _structure(value, made)) for name, value in kwargs.items()]
+    return made
 
 
-def _structure(variable: Any, given: list[fx.Node]) -> Any:
+def _structure(variable: Any, made: CallArguments) -> Any:
     variable = _realized(variable)
-    if variable.source is not None:  # records are used as long as no object has been changed
+    given = made.given
+    if variable.source is not None:
+        if not _is_simple(variable):
+            raise Unlike
+        made.places.append(variable.source)
         return "source", variable.source
     if type(variable) is TensorVariable:
         node = variable.proxy.node
@@ -225,11 +239,17 @@ def _structure(variable: Any, given: list[fx.Node]) -> Any:
         return "number", given.index(given[-1]), str(variable.sym_num.node.expr)
     if type(variable) is ConstantVariable and is_constant(variable.value):
         return "constant", exactly(variable.value)
-    if type(variable) in (TupleVariable, ListVariable):
-        return type(variable).__name__, [_structure(item, given) for item in variable.items]
-    if type(variable) is ConstDictVariable and variable.user_cls is dict:
-        return "dict", [(_structure(k.vt, given), _structure(v, given)) for k, v in variable.items.items()]
+    if type(variable) is TupleVariable:  # other containers may be reached elsewhere too, and be changed
+        return "tuple", [_structure(item, made) for item in variable.items]
     raise Unlike
+
+
+def _is_simple(variable: Any) -> bool:
+    """Whether a variable stands for a tensor or a constant that existed before."""
+    if isinstance(variable, LazyVariableTracker):
+        value = variable.peek_value()
+        return is_constant(value) or type(value) in (torch.Tensor, torch.nn.Parameter)
+    return type(variable) in (TensorVariable, ConstantVariable)
 
 
 def _result(variable: Any) -> Any:

@@ -119,14 +119,13 @@ class Branches:
         self._scope = scope
         self._places = places
         self._conditions: dict[Any, _Condition] = {}
+        self.uses = 0
+        """How often an outcome was asked for."""
 
     @property
     def nbytes(self) -> int:
         """The most bytes that a condition takes, at the sizes of the captured call."""
         return max((c.nbytes for c in self._conditions.values()), default=0)
-
-    def __len__(self) -> int:
-        return len(self._conditions)
 
     def hold(self, places: dict[str, Any]) -> bool:
         """Whether all conditions have the same outcomes in a call."""
@@ -148,6 +147,7 @@ class Branches:
             if made is None or len(self._conditions) >= _MOST_CONDITIONS:
                 return None
             self._conditions[node] = made
+        self.uses += 1
         return self._conditions[node].outcome
 
     def _condition(self, node: fx.Node, tx: Any) -> _Condition | None:

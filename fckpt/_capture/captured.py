@@ -445,8 +445,8 @@ class _Attempt:
         return write
 
     def _noted(self) -> int:
-        """Returns how many facts were noted besides Dynamo's guards."""
-        return sum(map(len, (self.branches, self.attributes, self.distinct)))
+        """Returns how often facts were used that Dynamo does not guard."""
+        return self.branches.uses + self.attributes.uses + self.distinct.uses
 
     def captured(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         output, guards, names, builtin_names = self._run(args, kwargs)

@@ -45,15 +45,14 @@ class DictAttributes:
     def __init__(self, scope: dict[str, Any]) -> None:
         """Begins with nothing. Dynamo's expressions for objects refer to the entry's globals `scope` as `G`."""
         self._scope = scope
+        self.uses = 0
+        """How often an attribute was read."""
         self._known: dict[tuple[str, str], tuple[Callable[[dict[str, Any]], tuple[Any, ...]], Any]] = {}
         """By expression for a dict, and name of an attribute: how to read the dict, and a fact about the attribute."""
         self._orders: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[Any, None]]] = []
         """For each such dict: how to read it, and its keys."""
         self._limits: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], int | None]] = []
         """For each deque: how to read it, and its `maxlen`."""
-
-    def __len__(self) -> int:
-        return len(self._known) + len(self._orders) + len(self._limits)
 
     def hold(self, places: dict[str, Any]) -> bool:
         """Whether the attributes are the same in a call with these arguments."""
@@ -102,6 +101,7 @@ class DictAttributes:
         value = getattr(variable, "value", None)
         if not variable.source or not has_dict_attributes(value):
             return
+        self.uses += 1
         expression = name_of(variable.source)
         if (expression, name) not in self._known:
             fact = _fact(_attributes(value).get(name, ABSENT))

@@ -45,12 +45,11 @@ class Distinct:
         """
         self._scope = scope
         self._places = places
+        self.uses = 0
+        """How often two objects were compared."""
         self._pairs: dict[tuple[str, str], Callable[[dict[str, Any]], tuple[Any, ...]]] = {}
         self._values: dict[tuple[str, str], tuple[Callable[[dict[str, Any]], tuple[Any, ...]], bool]] = {}
         """Pairs of numbers, strings or tuples, and whether they were one object."""
-
-    def __len__(self) -> int:
-        return len(self._pairs) + len(self._values)
 
     def hold(self, places: dict[str, Any]) -> bool:
         """Whether the objects are distinct in a call with these arguments, or one as they were."""
@@ -84,6 +83,8 @@ class Distinct:
             if name == "IS_OP" and _are_numbers(left, right):
                 raise LookupError("whether a number that may change is the same object as another is not known")
             result = original(tx, inst)
+            compared = (left,) if name == "CONTAINS_OP" else (left, right)
+            self.uses += not any(_is_value(variable, name == "IS_OP") for variable in compared)
             if name == "IS_OP":
                 self._add_values(left, right, tx.stack[-1], inst.argval)
             if left.source is not None:
@@ -134,6 +135,16 @@ class Distinct:
             return pair, read, *read(self._places)
         except Exception:  # an expression that only Dynamo's own guards can evaluate
             return None
+
+
+def _is_value(variable: Any, by_identity: bool) -> bool:
+    """Whether the outcome of a comparison with a variable depends on its value alone, of which Dynamo takes care."""
+    variable = variable.realize()
+    if isinstance(variable, SymNodeVariable):
+        return not by_identity
+    if not variable.is_python_constant():
+        return False
+    return not by_identity or type(variable.as_python_constant()) not in _VALUES - {str}
 
 
 def _are_numbers(*variables: Any) -> bool:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch._C._functorch import get_dynamic_layer_stack_depth
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import UnspecializedNNModuleVariable
+from torch._dynamo.variables import ConstantVariable, TensorVariable, UnspecializedNNModuleVariable
 from torch._dynamo.variables.base import (
     AttributeMutationExisting,
     AttributeMutationNew,
@@ -37,6 +37,8 @@ from torch._dynamo.variables.base import (
     VariableTracker,
 )
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.lists import BaseListVariable
 
 from fckpt._capture.block_copies import CHECKS, BlockCopy
 from fckpt._capture.block_records import BlockRecord, Unlike, last_call, structure_of_call
@@ -69,8 +71,6 @@ class Repeated:
         """How many changes of objects that existed before Dynamo has evaluated."""
         self._modified: tuple[int, dict[int, Any]] = (-1, {})
         """The objects that existed before and have been changed, and how many changes there were."""
-        self._changed: dict[int, tuple[Any, int]] = {}
-        """By id: the objects that the capture has made and changed, and how often it has changed them."""
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -90,7 +90,7 @@ class Repeated:
             self._forget(None)  # objects of the call must not stay alive
 
     def _forget(self, output: Any) -> None:
-        self._output, self._known, self._running, self._changed, self._modified = output, {}, [], {}, (-1, {})
+        self._output, self._known, self._running, self._modified = output, {}, [], (-1, {})
 
     def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(builder: Any, value: Any) -> Any:
@@ -103,10 +103,8 @@ class Repeated:
     def _changing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def change(effects: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(item.mutation_type, (AttributeMutationNew, ValueMutationNew)):
-                _, count = self._changed.get(id(item), (item, 0))
-                self._changed[id(item)] = item, count + 1
-            else:
+            made = isinstance(item.mutation_type, (AttributeMutationNew, ValueMutationNew))
+            if not made or isinstance(item, TensorVariable):
                 self._changes += 1
             return original(effects, item, *args, **kwargs)
 
@@ -119,16 +117,22 @@ class Repeated:
             if self._output is not tx.output:  # Dynamo has started again
                 self._forget(tx.output)
             known = self._known.setdefault(type(variable.value), [])
-            around = self._surroundings(tx)
+            try:
+                around = self._surroundings(tx)
+            except Unlike:
+                return original(variable, tx, args, kwargs)
             for record in known:
                 with contextlib.suppress(Unlike):
                     if record.around != around:
                         raise Unlike
-                    return BlockCopy(record, variable, tx, args, kwargs, self._modified[1]).made(self._frames)
+                    copy = BlockCopy(record, variable, tx, args, kwargs, self._modified[1])
+                    for running in self._running:
+                        running.add(copy.reads, record.outside)
+                    return copy.made(self._frames)
             begun = None
             with contextlib.suppress(Unlike):
                 if len(known) < _MOST:
-                    begun = BlockRecord(variable, around, *structure_of_call(args, kwargs))
+                    begun = BlockRecord(variable, around, structure_of_call(args, kwargs))
             if begun is None:
                 return original(variable, tx, args, kwargs)
             start, last, noted = self._frames.mark(tx.output), last_call(tx.output.graph), self._noted()
@@ -147,18 +151,21 @@ class Repeated:
         return call_function
 
     def _surroundings(self, tx: Any) -> tuple[Any, ...]:
-        """Returns the settings on which the evaluation of any code depends, and counts of changes.
+        """Returns the settings on which the evaluation of any code depends, and a count of changes.
 
-        Changes of objects that the capture has made matter if objects that existed before refer to them.
+        Raises:
+            Unlike: blocks may depend on more.
         """
         effects = tx.output.side_effects
         if self._modified[0] != self._changes:
             self._modified = self._changes, _modified(effects)
-        held = _held(effects, self._modified[1].values())
+        if not _hold_constants(effects, self._modified[1].values()):
+            raise Unlike
+        if getattr(tx.symbolic_torch_function_state, "mode_stack", ()):
+            raise Unlike
         devices = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
         return (
             self._changes,
-            sum(count for item, count in self._changed.values() if id(item) in held),
             len(effects.tensor_hooks),
             len(effects.save_for_backward),
             len(tx.output.random_calls),
@@ -169,7 +176,6 @@ class Repeated:
             torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
             get_dynamic_layer_stack_depth(),
-            len(getattr(tx.symbolic_torch_function_state, "mode_stack", ())),
             torch._C._is_torch_function_enabled(),
             torch._C._is_torch_function_mode_enabled(),
         )
@@ -193,10 +199,17 @@ def _modified(effects: Any) -> dict[int, Any]:
     return {key: item for key, item in held if isinstance(item.mutation_type, kinds) and effects.is_modified(item)}
 
 
-def _held(effects: Any, changed: Iterable[Any]) -> set[int]:
-    """Returns the ids of all variables to which changed objects refer."""
-    found: set[int] = set()
+def _hold_constants(effects: Any, changed: Iterable[Any]) -> bool:
+    """Whether objects that have been changed hold nothing new but constants and empty containers.
+
+    Others, which the capture has made, could be reached and changed in ways that are not seen.
+    """
+    found: list[Any] = []
     cache: dict[int, Any] = {}
     for item in changed:
-        VariableTracker.visit(lambda variable: found.add(id(variable)), item, cache, effects)
-    return found
+        for value in effects.store_attr_mutations.get(item, {}).values():
+            VariableTracker.visit(found.append, value, cache, effects)
+        if isinstance(item.mutation_type, ValueMutationExisting):
+            return False
+    empty = lambda value: isinstance(value, (ConstDictVariable, BaseListVariable)) and not value.items
+    return all(isinstance(value, ConstantVariable) or empty(value) for value in found)

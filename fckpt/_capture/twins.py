@@ -7,11 +7,12 @@ with one block or another: see `repeated_blocks.py`.
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 import types
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 
 from fckpt._call.places import PLAIN
 
-__all__ = ["Twins", "exactly", "is_constant", "layout"]
+__all__ = ["Twins", "exactly", "is_constant", "is_plain", "layout"]
 
 
 def exactly(value: Any) -> Any:
@@ -34,10 +35,31 @@ def exactly(value: Any) -> Any:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a value is a number, a string or the like, or a tuple or a frozenset of such values."""
-    if type(value) in (tuple, frozenset, torch.Size):
+    """Whether a value is a number, a string or the like, or a tuple of such values."""
+    if type(value) in (tuple, torch.Size):
         return all(map(is_constant, value))
     return type(value) in PLAIN or isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether Dynamo sees whatever code reads of a value: each attribute of an object, by itself.
+
+    It does not see what code takes from containers and iterators that it has seen before. Containers that hold only
+    constants and code are plain too.
+    """
+    if is_constant(value) or isinstance(value, (*_CODE, torch.Tensor, nn.Module, enum.Enum)):
+        return True
+    if isinstance(value, (dict, list, set, frozenset, tuple, deque, types.MappingProxyType)):
+        items = [*value.items()] if isinstance(value, (dict, types.MappingProxyType)) else [(v, None) for v in value]
+        return len(items) <= _MOST and all(is_constant(v) or isinstance(v, _CODE) for pair in items for v in pair)
+    if not hasattr(value, "__dict__") or hasattr(type(value), "__next__"):
+        return False
+    return not hasattr(type(value), "__iter__") or all(map(is_plain, vars(value).values()))
+
+
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+_MOST = 1000
+"""The most items of a container that are looked at."""
 
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -78,7 +100,10 @@ class Twins:
         self._alive: list[Any] = []
         self.own: set[int] = set()
         """The ids of all objects to which only one of the two refers, or to which they refer in different places."""
-        self.alike = self._match(first, second)
+        try:
+            self.alike = self._match(first, second)
+        except (RecursionError, ValueError):  # a long chain of objects; an empty cell
+            self.alike = False
         """Whether the objects correspond."""
 
     def correspond(self, first: Any, second: Any) -> bool:
@@ -91,9 +116,9 @@ class Twins:
         """Returns the object that corresponds to one of the first one's, given by its id; None if there is none."""
         return self._partners.get(number)
 
-    def differ(self, value: Any) -> bool:
-        """Whether a value belongs to the first object and has another one as its partner."""
-        return self._partners.get(id(value), value) is not value
+    def concern(self, value: Any) -> bool:
+        """Whether a value belongs to one of the objects, and not to both in the same place."""
+        return id(value) in self.own
 
     def _match(self, first: Any, second: Any) -> bool:
         if type(first) is not type(second):
@@ -120,8 +145,8 @@ class Twins:
             return factories and len(first) == len(second) and all(self._match_items(*pair) for pair in pairs)
         if kind in (list, tuple):
             return len(first) == len(second) and all(map(self._match, first, second))
-        if kind in (set, frozenset):
-            return all(map(is_constant, first)) and first == second
+        if kind in (set, frozenset):  # the order may differ between equal sets
+            return all(map(is_constant, first)) and [*map(exactly, first)] == [*map(exactly, second)]
         if kind is types.MethodType:
             return self._match(first.__func__, second.__func__) and self._match(first.__self__, second.__self__)
         if kind is types.FunctionType:
