@@ -47,7 +47,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # -- the same capture --------------------------------------------------------------------------------------------
 
 
-def _parts(fn: Any, *args: Any) -> Any:
+def parts(fn: Any, *args: Any) -> Any:
     """Returns all that a capture records, with names that do not depend on the order of creation; or why it fails."""
     torch._dynamo.reset()
     guards: list[Any] = []
@@ -83,13 +83,13 @@ def _parts(fn: Any, *args: Any) -> Any:
     }
 
 
-def _parts_without_copies(monkeypatch: pytest.MonkeyPatch, fn: Any, *args: Any) -> Any:
+def parts_without_copies(monkeypatch: pytest.MonkeyPatch, fn: Any, *args: Any) -> Any:
     with monkeypatch.context() as patch:
         patch.setattr(Repeated, "recorded", lambda self: contextlib.nullcontext())
-        return _parts(fn, *args)
+        return parts(fn, *args)
 
 
-def _check_same(short: Any, evaluated: Any) -> None:
+def check_same(short: Any, evaluated: Any) -> None:
     """Checks that copies leave out no guard, except for classes that all blocks share, and nothing else."""
     if isinstance(short, dict) and isinstance(evaluated, dict):
         missing = {guard for guard in evaluated.pop("guards") - short.pop("guards") if "type(" not in guard[0]}
@@ -108,9 +108,9 @@ def test_copies_are_what_the_evaluation_of_each_block_gives(
 ) -> None:
     model, batch = zoo.make(name, "padding")
     call = lambda model, batch: model(**batch)
-    short = _parts(call, model, batch)
+    short = parts(call, model, batch)
     assert len(copied) >= LAYERS[name]
-    _check_same(short, _parts_without_copies(monkeypatch, call, model, batch))
+    check_same(short, parts_without_copies(monkeypatch, call, model, batch))
 
 
 # -- numbers that blocks read ------------------------------------------------------------------------------------
@@ -744,5 +744,5 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def test_captures_with_and_without_copies_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     COUNT["now"] = 1
     model, x = MODELS[name](), torch.randn(64, 16, requires_grad=True)
-    short = _parts(model, x)
-    _check_same(short, _parts_without_copies(monkeypatch, model, x))
+    short = parts(model, x)
+    check_same(short, parts_without_copies(monkeypatch, model, x))
