@@ -9,9 +9,10 @@ the record is used with the places of the first block (`layers.0.attn.weight`) r
 * the blocks are twins: they have corresponding objects in the same places (`twins.py`);
 * all that was read of the first block has its counterpart in the other one, and numbers and strings are equal;
 * all guards that concern the first block hold for the other one, and are made for it too;
-* what was read outside is no part of a block, and is unchanged;
-* the arguments have the same structure, with equal constants, and tensors of equal layouts;
-* the grad mode and other settings are the same, and the block changes nothing that exists outside of it.
+* what was read outside is no part of either block, and Dynamo has seen all of it: see `twins.is_plain`;
+* the arguments have the same structure: tensors of equal layouts, equal constants, and tuples of these;
+* the grad mode and other settings are the same, the block changes nothing that exists outside of it, and objects that
+  the function has changed hold no object that the capture has made.
 
 All other blocks are evaluated, like any other code. Seen on torch 2.13, whose `torch.compiler.nested_compile_region`
 treats functions that the user marks in a similar way. Torch 2.11 lacks what is needed, and evaluates each block.
