@@ -185,8 +185,8 @@ class Run(Record):
     new_size_seconds: float = 0.0
     """By how many seconds the first step at a new size takes longer than the plain step: the median."""
     extra: float | None = None
-    """The predicted overhead of plans made for new sizes, beyond that of plans solved for these sizes: the largest of
-    five, as a fraction of the plain step. None if no plan was made from one of another size."""
+    """The predicted overhead of an adapted plan minus that of the solver's plan for the same size, as a fraction of the
+    plain step: the largest of up to five sizes. None if no plan was adapted."""
 
 
 def _checkpointed(task: Task, net: nn.Module) -> Loss:
@@ -297,7 +297,7 @@ _SOLVED = 5
 
 
 def _extra(plan: Plan) -> float:
-    """Returns the overhead of a plan beyond that of the solver's plan for the same graph and budget."""
+    """Returns the predicted overhead of a plan minus that of the solver's plan for the same graph and budget."""
     return plan.overhead - make_plan(plan.graph, plan.budget_bytes, "auto", torch.__version__).overhead
 
 
@@ -365,6 +365,6 @@ def main(arguments: list[str]) -> int:
     run = lambda name, advance: examine(name, size, not parsed.no_compile, device)
     note = (
         "Times: of whole runs, relative to the plain run. Plan: the time to make the plan of a new size. New: the time "
-        "of its first step beyond a plain step. Extra: the overhead of such a plan beyond that of a solved one."
+        "of its first step beyond a plain step. Extra: its predicted overhead minus that of the solver's plan."
     )
     return report_each(parsed, (console, document), "rows", parsed.networks, run, show, note=note)

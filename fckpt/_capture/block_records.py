@@ -43,7 +43,7 @@ class CallArguments(NamedTuple):
     given: list[fx.Node]
     """The tensors and numbers among them that the capture has computed."""
     places: list[Source]
-    """The places of those that existed before."""
+    """Where Dynamo finds the other tensors and the constants, which existed before the call."""
 
 
 class BlockRecord:
@@ -63,7 +63,7 @@ class BlockRecord:
         self.around = around
         self.arguments = arguments
         self.reads: dict[Source, Any] = {}
-        """The places that were read, with their values. In the end, only those that concern the block."""
+        """The places that were read, with their values. After `prepare`, only the places inside of the block."""
         self.outside: list[Any] = []
         """The values that were read elsewhere."""
         self.inputs: dict[fx.Node, Source] = {}
@@ -75,7 +75,7 @@ class BlockRecord:
         self.calls: list[fx.Node] = []
         self.evaluated: set[fx.Node] = set()
         """The calls that make the results, or that make or write tensors that share memory with a result. A copy
-        evaluates them with tensors of its own. All other calls of a copy have the layouts of the recorded ones."""
+        evaluates these calls with its own tensors. The results of other calls keep the recorded layouts."""
         self.result: Any = None
         """The structure of the result: a call, a constant, or the type and the items of a tuple or a list."""
         self.released: Released = []
