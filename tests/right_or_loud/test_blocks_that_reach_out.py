@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from right_or_loud.test_repeated_blocks import Block, Stack, check_same, copies, parts, parts_without_copies
+from blocks import Block, Stack, check_same, check_same_captures, copies, parts, parts_without_copies
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -164,7 +164,7 @@ def test_sets_in_another_order(first: list[int], monkeypatch: pytest.MonkeyPatch
     for number, block in enumerate(model.blocks):
         block.numbers = set(first if number < 2 else reversed(first))
     x = torch.randn(64, 16, requires_grad=True)
-    check_same(parts(model, x), parts_without_copies(monkeypatch, model, x))
+    check_same_captures(monkeypatch, model, x)
 
 
 @copies
@@ -181,4 +181,4 @@ def test_an_empty_cell(monkeypatch: pytest.MonkeyPatch) -> None:
         with contextlib.suppress(AttributeError):
             block.scale = make()
     x = torch.randn(64, 16, requires_grad=True)
-    check_same(parts(model, x), parts_without_copies(monkeypatch, model, x))
+    check_same_captures(monkeypatch, model, x)
