@@ -95,14 +95,14 @@ class ChainSolver:
         self._known: dict[Graph, list[Order]] = {}
         self._left = EFFORT
 
-    def curves(self, chain: Chain) -> list[Curve]:
-        """Returns the best plans of a chain for all memory limits, given the plans of its blocks."""
+    def curves(self, chain: Chain, budget: int | None = None) -> list[Curve]:
+        """Returns the best plans of a chain, given the plans of its blocks, for all memory limits or near a budget."""
         for block in sorted(chain.count, key=lambda graph: -chain.count[graph] * len(graph.nodes)):
             self._plan(block)
         for i, block in enumerate(chain.blocks):
             for plan in self._known[block.graph]:
                 chain.stages.add(i, [block.nodes[k] for k in plan.backward])
-        return tables(chain.stages, SLOTS)
+        return tables(chain.stages, SLOTS, budget)
 
     def _plan(self, block: Graph) -> None:
         """Finds plans of a block: with little memory held, with low peaks, with little time, and between these."""

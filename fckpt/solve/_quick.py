@@ -71,5 +71,5 @@ def _starts(rules: Rules, plain: Order, budget: int) -> Iterator[Callable[[], It
 def _of_blocks(rules: Rules, budget: int) -> Iterable[Order]:
     """Yields the schedules of the chain of blocks next to the budget, if blocks repeat."""
     chain = Chain(rules)
-    for curve in ChainSolver().curves(chain) if chain.repeats else ():
+    for curve in ChainSolver().curves(chain, budget) if chain.repeats else ():
         yield from curve.around(budget)

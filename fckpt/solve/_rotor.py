@@ -263,10 +263,18 @@ def curves(rules: Rules) -> list[Curve]:
     return found
 
 
-def tables(stages: Stages, slots: int = SLOTS) -> list[Curve]:
-    """Returns the plans of two tables for a chain: one for all memory limits, and one for low limits."""
-    low = int(LOW * peak_of(stages.rules, stages.whole))
-    return [Curve(stages, Table(stages.costs, top, slots)) for top in (_plain_nbytes(stages.costs, slots), low)]
+def tables(stages: Stages, slots: int = SLOTS, budget: int | None = None) -> list[Curve]:
+    """Returns the plans of two tables for a chain: one for all memory limits, and one for low limits.
+
+    Args:
+        stages: the chain, with plans of its stages.
+        slots: the number of slots of a table.
+        budget: bytes; if given, only the finer table that reaches as far is filled.
+    """
+    tops = [_plain_nbytes(stages.costs, slots), int(LOW * peak_of(stages.rules, stages.whole))]
+    if budget is not None:
+        tops = [min((top for top in tops if top >= budget), default=tops[0])]
+    return [Curve(stages, Table(stages.costs, top, slots)) for top in tops]
 
 
 def _plain_nbytes(costs: Costs, slots: int) -> int:
