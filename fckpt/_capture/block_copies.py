@@ -14,14 +14,14 @@ from typing import Any
 from torch import fx
 from torch._dynamo import guards as dynamo_guards
 from torch._dynamo.guards import install_guard
-from torch._dynamo.source import Source, TypeDictSource, TypeMROSource, TypeSource
+from torch._dynamo.source import Source
 from torch._dynamo.utils import get_fake_value
 from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.lists import ListVariable
 
 from fckpt._call.modules import INTERNAL
-from fckpt._capture.block_records import BlockRecord, Unlike, compared, last_call, structure_of_call
+from fckpt._capture.block_records import BlockRecord, Unlike, compared, is_of_class, last_call, structure_of_call
 from fckpt._capture.frames import Frames
 from fckpt._capture.twins import Twins, exactly, is_constant, is_plain
 
@@ -58,14 +58,14 @@ class BlockCopy:
         self._twins = Twins(record.module, variable.value)
         if not self._twins.alike or not self._twins.own.isdisjoint(modified):
             raise Unlike
-        record.prepare(tx.output)
-        if not record.may_be_copied:
-            raise Unlike
         self._moved: dict[Source, Source] = {record.place: self.place}
         root = tx.output.root_tx
         self._scope = {"G": root.f_globals, "L": root.f_locals}
         self._locals: dict[str, Any] = {}
         self._values: dict[Source, Any] = {}
+        record.prepare(tx.output, self._value)
+        if not record.may_be_copied:
+            raise Unlike
         read = {**{source: self._value(source) for source in record.inputs.values()}, **record.reads}
         self.reads: dict[Source, Any] = {}
         """The places that are read in the other block, with their values."""
@@ -93,7 +93,7 @@ class BlockCopy:
     @staticmethod
     def _is_seen(source: Any, value: Any) -> bool:
         """Whether Dynamo has seen all that was read of an object that both blocks refer to."""
-        return getattr(source, "member", None) in INTERNAL or _is_of_class(source) or is_plain(value)
+        return getattr(source, "member", None) in INTERNAL or is_of_class(source) or is_plain(value)
 
     def _value(self, source: Source) -> Any:
         try:
@@ -109,7 +109,7 @@ class BlockCopy:
         """
         source, kind, create = guard.originating_source, guard.create_fn_name(), guard.create_fn
         value, other = self._value(source), self._value(self._move(source))
-        if value is other and _is_of_class(source):  # the blocks have one class
+        if value is other and is_of_class(source):  # the blocks have one class
             return None
         if kind == "DUPLICATE_INPUT":
             if not all(self._value(self._move(place)) is other for place in compared(guard)):
@@ -140,7 +140,7 @@ class BlockCopy:
         """
         record, output, copies = self._record, self._tx.output, self._copies
         install_guard(*self._guards)
-        output.guard_on_key_order.update(self._move(source) for source in record.ordered if not _is_of_class(source))
+        output.guard_on_key_order.update(self._move(source) for source in record.ordered if not is_of_class(source))
         for node, source in record.inputs.items():
             place = self._move(source)
             copies[node] = VariableBuilder(self._tx, place)(self._value(place)).as_proxy().node
@@ -184,13 +184,6 @@ class BlockCopy:
             options = {"mutation_type": ValueMutationNew()} if kind is ListVariable else {}
             return kind([self._result(item) for item in items], **options)
         return result
-
-
-def _is_of_class(source: Any) -> bool:
-    """Whether a place is read through the class of an object."""
-    while source is not None and not isinstance(source, (TypeSource, TypeDictSource, TypeMROSource)):
-        source = getattr(source, "base", None)
-    return source is not None
 
 
 def _path(source: Source) -> str:

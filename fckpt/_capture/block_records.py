@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._dynamo.source import Source
+from torch._dynamo.source import Source, TypeDictSource, TypeMROSource, TypeSource
 from torch._dynamo.variables import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -24,7 +24,7 @@ from fckpt._call.modules import storage_of
 from fckpt._capture import marks
 from fckpt._capture.twins import exactly, is_constant, is_plain, layout
 
-__all__ = ["BlockRecord", "CallArguments", "Unlike", "compared", "last_call", "structure_of_call"]
+__all__ = ["BlockRecord", "CallArguments", "Unlike", "compared", "is_of_class", "last_call", "structure_of_call"]
 
 _MARKS = (marks.begin, marks.end, marks.name)
 Released = list[tuple[fx.Node, list[fx.Node]]]
@@ -66,6 +66,10 @@ class BlockRecord:
         """The places that were read, with their values. After `prepare`, only the places inside of the block."""
         self.outside: list[Any] = []
         """The values that were read elsewhere."""
+        self.touched: set[Source] = set()
+        """The places whose values the code has got, whether or not Dynamo had read them before."""
+        self.is_simple = True
+        """Whether the code is known to ask nothing that has another answer in another block."""
         self.inputs: dict[fx.Node, Source] = {}
         """The block's own parameters and buffers among the graph's inputs."""
         self.guards: list[Any] = []
@@ -74,8 +78,9 @@ class BlockRecord:
         """The dicts of the block whose keys are guarded in their order."""
         self.calls: list[fx.Node] = []
         self.evaluated: set[fx.Node] = set()
-        """The calls that make the results, or that make or write tensors that share memory with a result. A copy
-        evaluates these calls with its own tensors. The results of other calls keep the recorded layouts."""
+        """The calls that make the results, or that make or write tensors that share memory with a result or with a
+        tensor from elsewhere. A copy evaluates these calls with its own tensors. The results of other calls keep the
+        recorded layouts."""
         self.result: Any = None
         """The structure of the result: a call, a constant, or the type and the items of a tuple or a list."""
         self.released: Released = []
@@ -96,7 +101,7 @@ class BlockRecord:
         Raises:
             Unlike: the block cannot be copied.
         """
-        if arguments != self.arguments or any(map(self._concerns, arguments.places)):
+        if not self.is_simple or arguments != self.arguments or any(map(self._concerns, arguments.places)):
             raise Unlike
         graph = tx.output.graph
         self.calls = [node for node in _after(last, graph) if node.op != "placeholder"]
@@ -122,7 +127,7 @@ class BlockRecord:
         results = list(_nodes(self.result))
         if len({*results}) < len(results) or not inside.issuperset(results):
             raise Unlike
-        self.evaluated = _decisive(self.calls, results)
+        self.evaluated = _decisive(self.calls, [*results, *operands])
         self.released = released
 
     def add(self, reads: dict[Source, Any], outside: list[Any]) -> None:
@@ -130,11 +135,12 @@ class BlockRecord:
         self.reads = {**reads, **self.reads}
         self.outside += outside
 
-    def prepare(self, output: Any) -> None:
+    def prepare(self, output: Any, value: Callable[[Source], Any]) -> None:
         """Collects what is needed for copies, before the first one. Most blocks of some networks are never copied.
 
         Args:
             output: Dynamo's object that holds the graph made so far.
+            value: returns what is in a place.
         """
         if self._is_prepared:
             return
@@ -144,11 +150,20 @@ class BlockRecord:
         self.ordered = [source for source in output.guard_on_key_order if self._concerns(source)]
         self.outside += [value for source, value in self.reads.items() if not self._concerns(source)]
         self.reads = {source: value for source, value in self.reads.items() if self._concerns(source)}
-        self.may_be_copied = all(map(is_plain, self.outside))
+        touched = [value(source) for source in self.touched if not self._concerns(source)]
+        self.may_be_copied = all(map(is_plain, self.outside)) and not any(hasattr(v, "__next__") for v in touched)
+        self.outside += touched  # what code takes from containers among these is one of these too
 
     def _concerns(self, source: Source) -> bool:
         """Whether what a source reads depends on the block's place."""
         return self.place.name in source.name and _concerns(source, self.place)
+
+
+def is_of_class(source: Any) -> bool:
+    """Whether a place is read through the class of an object."""
+    while source is not None and not isinstance(source, (TypeSource, TypeDictSource, TypeMROSource)):
+        source = getattr(source, "base", None)
+    return source is not None
 
 
 def last_call(graph: fx.Graph) -> fx.Node:
@@ -231,6 +246,8 @@ def _structure(variable: Any, made: CallArguments) -> Any:
         node = variable.proxy.node
         example = node.meta.get("example_value")
         if not isinstance(example, torch.Tensor) or type(example) not in (torch.Tensor, FakeTensor):
+            raise Unlike
+        if getattr(example, "constant", None) is not None:  # Dynamo knows the data
             raise Unlike
         given.append(node)
         return "tensor", given.index(node), layout(example), example.grad_fn is None

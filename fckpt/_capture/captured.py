@@ -67,7 +67,7 @@ from fckpt._capture.identities import Identities
 from fckpt._capture.instance_checks import instance_checks_followed
 from fckpt._capture.late_code import late_readers_refused
 from fckpt._capture.lazy_properties import drop_lazy_properties
-from fckpt._capture.numbers import options_constant
+from fckpt._capture.numbers import options_constant, values_asked
 from fckpt._capture.numpys import numpy_not_computed
 from fckpt._capture.objects import objects_like_pythons
 from fckpt._capture.own_formulas import own_formulas_used
@@ -534,6 +534,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(containers_like_pythons())
         stack.enter_context(numpy_not_computed())
         stack.enter_context(options_constant())
+        stack.enter_context(values_asked())
         stack.enter_context(equivalents_evaluated())
         stack.enter_context(caches_asked())
         stack.enter_context(exceptions_only_caught())

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterator, KeysView
 from typing import Any
 
 import torch
-from torch._dynamo.variables import SymNodeVariable
+from torch._dynamo.variables import BuiltinVariable, SymNodeVariable
 from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
 from fckpt._call.places import PLAIN
-from fckpt._capture.patching import instructions_patched
+from fckpt._capture.patching import instructions_patched, patched
 from fckpt._capture.sources import is_users
 from fckpt._capture.wrapped import name_of, reader
 
@@ -31,6 +33,16 @@ _ITSELF = (torch.Tensor, type, *PLAIN)
 """Types of values of which Dynamo guards the identity or the value itself."""
 _VALUES = {int, float, complex, str, bytes, tuple, frozenset}
 """Types of values of which equal ones may be one object or two."""
+
+
+_FUNCTIONS = (
+    (operator.is_, "IS_OP"),
+    (operator.is_not, "IS_OP"),
+    (operator.eq, "COMPARE_OP"),
+    (operator.ne, "COMPARE_OP"),
+    (operator.contains, "CONTAINS_OP"),
+)
+"""Functions that compare, and the instructions that do the same."""
 
 
 class Distinct:
@@ -71,32 +83,68 @@ class Distinct:
     def recorded(self) -> Iterator[None]:
         """Records, within the body, what Dynamo compares."""
         names = ("IS_OP", "COMPARE_OP", "CONTAINS_OP")
-        with instructions_patched({name: functools.partial(self._comparing, name=name) for name in names}):
+        with (
+            instructions_patched({name: functools.partial(self._comparing, name=name) for name in names}),
+            patched(BuiltinVariable, "call_function", self._calling),
+        ):
             yield
         self._places = {}  # arguments of the call must not stay alive
 
     def _comparing(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def compare(tx: Any, inst: Any) -> Any:
+        def compare(tx: Any, inst: Any) -> None:
             left, right = tx.stack[-2:]
-            if name == "CONTAINS_OP" and is_users(tx.f_code.co_filename) and _is_tensor(left) and _is_hashed(right):
-                raise LookupError("whether a tensor is in a set or a dict is not known")
-            if name == "IS_OP" and _are_numbers(left, right):
-                raise LookupError("whether a number that may change is the same object as another is not known")
-            result = original(tx, inst)
-            compared = (left,) if name == "CONTAINS_OP" else (left, right)
-            self.uses += not any(_is_value(variable, name == "IS_OP") for variable in compared)
-            if name == "IS_OP":
-                self._add_values(left, right, tx.stack[-1], inst.argval)
-            if left.source is not None:
-                right = right.realize()
-                many = name == "CONTAINS_OP" and isinstance(right, BaseListVariable)
-                for other in right.items[:_MOST] if many else [right]:
-                    self._add(left, other)
-            return result
+            negated = name == "IS_OP" and bool(inst.argval)
+
+            def compute() -> Any:
+                original(tx, inst)
+                return tx.stack[-1]
+
+            self._compared(name, (left, right), negated, compute, is_users(tx.f_code.co_filename))
 
         return compare
 
-    def _add_values(self, left: Any, right: Any, result: Any, negated: int) -> None:
+    def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call_function(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            name = next((name for fn, name in _FUNCTIONS if fn is this.fn), None)
+            if name is None or len(args) != 2:
+                return original(this, tx, args, kwargs)
+            left, right = reversed(args) if name == "CONTAINS_OP" else args
+            compute = functools.partial(original, this, tx, args, kwargs)
+            return self._compared(name, (left, right), this.fn is operator.is_not, compute, False)
+
+        return call_function
+
+    def _compared(
+        self, name: str, compared: tuple[Any, Any], negated: bool, compute: Callable[[], Any], by_user: bool
+    ) -> Any:
+        """Returns what `compute` gives for a comparison, and notes what it depends on.
+
+        Raises:
+            LookupError: Dynamo does not know the result.
+        """
+        left, right = compared
+        by_identity = name == "IS_OP"
+        unknown = next((v for v in map(_realized, compared) if isinstance(v, GetAttrVariable)), None)
+        if unknown is not None:
+            raise LookupError(f"an attribute {unknown.name!r}, which is compared, is not known")
+        if name == "CONTAINS_OP" and by_user and _is_tensor(left) and _is_hashed(right):
+            raise LookupError("whether a tensor is in a set or a dict is not known")
+        if by_identity and _are_numbers(left, right):
+            raise LookupError("whether a number that may change is the same object as another is not known")
+        result = compute()
+        decisive = (left,) if name == "CONTAINS_OP" else compared
+        self.uses += not any(_is_value(variable, by_identity) for variable in decisive)
+        if by_identity:
+            self._add_values(left, right, result, negated)
+        if left.source is not None:
+            right = right.realize()
+            many = name == "CONTAINS_OP" and isinstance(right, BaseListVariable)
+            for other in right.items[:_MOST] if many else [right]:
+                self._add(left, other)
+        return result
+
+    def _add_values(self, left: Any, right: Any, result: Any, negated: bool) -> None:
         """Notes whether two values are one object.
 
         Raises:
@@ -109,7 +157,7 @@ class Distinct:
         if type(first) not in _VALUES or type(second) not in _VALUES:
             return
         same = first is second
-        if result.is_python_constant() and result.as_python_constant() != (same != bool(negated)):
+        if result.is_python_constant() and result.as_python_constant() != (same != negated):
             raise LookupError("whether two values are one object is not known")
         self._values[pair] = read, same
 
@@ -135,6 +183,10 @@ class Distinct:
             return pair, read, *read(self._places)
         except Exception:  # an expression that only Dynamo's own guards can evaluate
             return None
+
+
+def _realized(variable: Any) -> Any:
+    return variable.realize()
 
 
 def _is_value(variable: Any, by_identity: bool) -> bool:

@@ -5,6 +5,7 @@
   because AOTAutograd, which does not see the graph, would lose the operation.
 * A `functools.cached_property` sets an attribute, which is repeated like any other; Python's code for it takes a lock
   (until Python 3.11) and writes to the `__dict__` of the object.
+* `n.__class__` of a number is its type: Dynamo lets no type be it.
 * Names of torch's classes, such as `type(module.weight).__module__`, are constants.
 * An attribute that a container does not have is an error, also if nothing uses it: Dynamo reads it only when it is
   used. Here it ends the capture.
@@ -22,6 +23,7 @@ from typing import Any
 
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import BaseTorchVariable
@@ -56,6 +58,9 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
             known = found.obj.realize()
             if isinstance(known, BaseTorchVariable) and isinstance(known.value, type):
                 tx.stack[-1] = ConstantVariable.create(getattr(known.value, inst.argval))
+        elif inst.argval == "__class__" and tx.stack and isinstance(found := tx.stack[-1], GetAttrVariable):
+            with contextlib.suppress(NotImplementedError):  # something of Dynamo that has no type
+                tx.stack[-1] = VariableTracker.build(tx, found.obj.realize().python_type())
         elif tx.stack and isinstance(found := tx.stack[-1], GetAttrVariable):
             known = found.obj.realize()
             with contextlib.suppress(NotImplementedError):  # something of Dynamo that has no type

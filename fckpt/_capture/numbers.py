@@ -1,4 +1,4 @@
-"""Integers that a function reads from other places than its arguments: constants until they change.
+"""Numbers that may change: integers outside of the arguments, and code that needs the value of a number.
 
 Sizes of tensors and integers in the arguments are symbols from the first capture on. Integers elsewhere are mostly
 options (the number of heads, the width of a head). If each of them in each layer were a symbol, the capture of a
@@ -6,26 +6,32 @@ transformer would take ten times as long, nearly all of it for proofs about quot
 with a guard. If one of them changes (a counter of steps), it is a symbol from the next capture on. Dynamo does that for
 what local variables lead to, and here it does so for what global variables lead to as well.
 
-Seen on torch 2.11 and 2.13: `VariableBuilder.wrap_symint`, `is_int_specialization_case`.
+Code may ask of a number, or of the outcome of a comparison, what only its value tells: its text in an f-string, whether
+a container holds it, whether it is `True`. Then a capture is for this value. Dynamo gives wrong answers: in its view no
+list contains a constant as the value of a symbol, and `f"{n}"` is `n`.
+
+Seen on torch 2.11 and 2.13: `VariableBuilder.wrap_symint`, `is_int_specialization_case`, `iter_contains`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch._dynamo import config
 from torch._dynamo.source import is_from_defaults
-from torch._dynamo.variables import builder
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SymNodeVariable, builder, dicts, lists
 from torch._dynamo.variables.builder import VariableBuilder
 
-from fckpt._capture.patching import patched
+from fckpt._capture.patching import instructions_patched, patched
 from fckpt._capture.wrapped import name_of
 
-__all__ = ["options_constant"]
+__all__ = ["options_constant", "values_asked"]
 
 _PASSED = re.compile(r"L\['(?:args|kwargs)'\](?:\[[^\]]+\])*")
 
@@ -49,11 +55,103 @@ def _globals_like_locals(original: Callable[..., bool]) -> Callable[..., bool]:
     return is_always_constant
 
 
-@contextmanager
+@contextlib.contextmanager
 def options_constant() -> Iterator[None]:
     """Makes Dynamo capture integers outside of the arguments as constants, unless they have changed."""
     with (
         patched(VariableBuilder, "wrap_symint", _constant_at_first),
         patched(builder, "is_int_specialization_case", _globals_like_locals),
     ):
+        yield
+
+
+def _known(tx: Any, variable: Any) -> Any:
+    """Returns a variable; if it is a number that may change, the constant that it is in this capture, with a guard."""
+    variable = variable.realize()
+    if isinstance(variable, SymNodeVariable):
+        return ConstantVariable.create(variable.evaluate_expr(tx.output))
+    return variable
+
+
+def _formatting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def format_value(tx: Any, *args: Any) -> Any:
+        tx.push(_known(tx, tx.pop()))
+        return original(tx, *args)
+
+    return format_value
+
+
+def _is_operation(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def is_same(tx: Any, inst: Any) -> Any:
+        tx.stack[-2:] = _outcomes_known(tx, tx.stack[-2:])
+        return original(tx, inst)
+
+    return is_same
+
+
+def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call_function(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if this.fn is operator.is_ or this.fn is operator.is_not:
+            args = _outcomes_known(tx, args)
+        if this.fn is range and not all(map(_is_integral, args)):
+            raise TypeError("range of something that is no integer")
+        return original(this, tx, args, kwargs)
+
+    return call_function
+
+
+def _is_integral(variable: Any) -> bool:
+    """Whether a variable may stand for an integer."""
+    try:
+        return not issubclass(variable.realize().python_type(), (float, complex, str, bytes, type(None)))
+    except NotImplementedError:  # Dynamo does not know the type
+        return True
+
+
+def _outcomes_known(tx: Any, variables: Sequence[Any]) -> list[Any]:
+    """Returns variables, with constants for outcomes of comparisons of numbers that may change."""
+    is_outcome = lambda v: isinstance(v, SymNodeVariable) and v.python_type() is bool
+    return [_known(tx, v) if is_outcome(v.realize()) else v for v in variables]
+
+
+def _containing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def contains(items: Any, search: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        items = list(items)
+        if not search.is_python_constant() or all(item.is_python_constant() for item in items):
+            return original(items, search, tx, *args, **kwargs)
+        for item in items:
+            if _is_itself_only(item):
+                continue
+            same = _known(tx, BuiltinVariable(operator.eq).call_function(tx, [item, search], {}))
+            if not same.is_python_constant():
+                raise LookupError("whether a container holds a number is not known, since it holds tensors")
+            if same.as_python_constant():
+                return ConstantVariable.create(True)
+        return ConstantVariable.create(False)
+
+    return contains
+
+
+def _is_itself_only(variable: Any) -> bool:
+    """Whether a variable stands for an object that equals no number or string."""
+    try:
+        return variable.realize().python_type().__eq__ is object.__eq__
+    except NotImplementedError:  # Dynamo does not know the type
+        return False
+
+
+@contextlib.contextmanager
+def values_asked() -> Iterator[None]:
+    """Makes Dynamo guard, within the body, the values of numbers where code depends on nothing less."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(InstructionTranslatorBase, "_format_value", _formatting))
+        stack.enter_context(instructions_patched({"IS_OP": _is_operation}))
+        stack.enter_context(patched(BuiltinVariable, "call_function", _calling))
+        for module in (lists, dicts):
+            if hasattr(module, "iter_contains"):
+                stack.enter_context(patched(module, "iter_contains", _containing))
         yield

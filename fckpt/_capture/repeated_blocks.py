@@ -45,6 +45,7 @@ from fckpt._capture.block_copies import CHECKS, BlockCopy
 from fckpt._capture.block_records import BlockRecord, Unlike, last_call, structure_of_call
 from fckpt._capture.frames import Frames
 from fckpt._capture.patching import patched
+from fckpt._capture.simple_code import code_watched
 
 __all__ = ["Repeated"]
 
@@ -85,6 +86,7 @@ class Repeated:
                 patched(VariableBuilder, "__call__", self._reading),
                 patched(SideEffects, "mutation", self._changing),
                 patched(SideEffects, "store_attr", self._changing),
+                code_watched(lambda: bool(self._running), self._refuse, self._read),
             ):
                 yield
         finally:
@@ -92,6 +94,16 @@ class Repeated:
 
     def _forget(self, output: Any) -> None:
         self._output, self._known, self._running, self._modified = output, {}, [], (-1, {})
+
+    def _refuse(self) -> None:
+        """Notes that the blocks that are being evaluated may not be copied."""
+        for record in self._running:
+            record.is_simple = False
+
+    def _read(self, source: Any) -> None:
+        """Notes a place whose value code has got, which Dynamo may have read before."""
+        for record in self._running:
+            record.touched.add(source)
 
     def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(builder: Any, value: Any) -> Any:
