@@ -96,6 +96,11 @@ def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
     def call_function(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if this.fn is operator.is_ or this.fn is operator.is_not:
             args = _outcomes_known(tx, args)
+        if this.fn is format:  # Dynamo takes it for `str.format`
+            known = [_known(tx, variable) for variable in args]
+            if not all(variable.is_python_constant() for variable in known):
+                raise LookupError("the text of an object is not known")
+            return ConstantVariable.create(format(*[variable.as_python_constant() for variable in known]))
         if this.fn is range and not all(map(_is_integral, args)):
             raise TypeError("range of something that is no integer")
         return original(this, tx, args, kwargs)

@@ -60,9 +60,19 @@ def state_reads_refused() -> Iterator[None]:
 
         return wrapped
 
+    def of_results(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def requires_grad(this: Any, tx: Any) -> Any:
+            if this.source is None:  # Dynamo does not see that `base[0].add_(x)` changes it for `base`
+                this.requires_grad = this.proxy.node.meta["example_value"].requires_grad
+            return original(this, tx)
+
+        return requires_grad
+
     refused = lambda name: lambda original: lambda *args, **kwargs: _refuse(name)
     with (
         patched(SubgraphTracer, "create_proxy", checked),
+        patched(TensorVariable, "method_attr_requires_grad", of_results),
         patched(TensorVariable, "method_stride", of_inputs("stride")),
         patched(TensorVariable, "method_is_contiguous", of_inputs("is_contiguous")),
         patched(TensorVariable, "method_untyped_storage", refused("untyped_storage")),

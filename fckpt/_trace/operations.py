@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fckpt._call.data_writes import written_tensors
 from fckpt.graph.graph import Graph
 
 __all__ = [
     "DECLARED_PURE",
+    "EMPTY",
     "OPAQUE",
+    "RESIZES",
     "Backward",
     "Batch",
     "Call",
@@ -41,9 +44,24 @@ __all__ = [
     "tensors_of",
     "text_of",
     "unflat",
+    "written_by",
 ]
 
 aten = torch.ops.aten
+
+EMPTY = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_permuted.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+"""Operations that do not read the data of their operand."""
+RESIZES = {
+    op for packet in (aten.resize_, aten.resize_as_, aten.set_) for op in map(packet.__getattr__, packet.overloads())
+}
+"""Operations that change the memory of a tensor in place."""
 
 
 class Ref(NamedTuple):
@@ -279,6 +297,11 @@ class Recorded(NamedTuple):
     """Whether this call is an addition of gradients by autograd's engine, in place if nothing else holds the sum."""
     differentiates: bool = False
     """Whether autograd's engine made this call, in a backward pass of its own or in one inside of the function."""
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Returns the tensors that an operation changes in place."""
+    return [*written_tensors(func, args, kwargs), *(args[i] for i in statistics_of(func, args))]
 
 
 def statistics_of(op: Any, args: Sequence[Any]) -> tuple[int, ...]:

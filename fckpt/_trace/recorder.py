@@ -14,6 +14,7 @@ schema does not name.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,13 +23,24 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fckpt._call.data_writes import written_tensors
 from fckpt._call.levels import below_all, unwrapped
 from fckpt._call.results import View
 from fckpt._capture.sources import Source, current
 from fckpt._trace.constant_data import LOOKING, UnknownData, held_data, looked_at, refuse_number
 from fckpt._trace.lifetimes import Lifetimes, Sums
-from fckpt._trace.operations import Layout, Recorded, Ref, draws, flat, indices_of, mapped, statistics_of, unflat
+from fckpt._trace.operations import (
+    EMPTY,
+    RESIZES,
+    Layout,
+    Recorded,
+    Ref,
+    draws,
+    flat,
+    indices_of,
+    mapped,
+    unflat,
+    written_by,
+)
 from fckpt._trace.plain_kernels import PlainKernels
 from fckpt._trace.real_layouts import with_real_layouts
 from fckpt._trace.repeated import RepeatedCalls, layouts_key
@@ -118,6 +130,7 @@ class Recorder(TorchDispatchMode):
         self._open: list[tuple[Any, int]] = []  # the regions that have begun, and the number of calls before each
         self._donated: set[int] = set()  # the storages of donated operands
         self._refused: dict[int, Callable[[], Exception]] = {}  # by storage that must not be written: the error
+        self._given: list[weakref.ref[torch.Tensor]] = []  # the stand-ins for tensors that existed before
         self._blocks: dict[int, _Block] = {}
         self._by_fake: dict[int, _Block] = {}
         self._views: dict[int, int] = {}  # by tensor that is a view: the call that made it
@@ -311,6 +324,8 @@ class Recorder(TorchDispatchMode):
         storage = storage_without_memory(nbytes, fake.device) if self.sizes is None else storage_of_size(nbytes)
         tensor = self._viewing(storage, fake)
         self._adopt(tensor, fake, held)
+        if held:
+            self._given.append(weakref.ref(tensor))
         return tensor
 
     def _viewing(self, storage: torch.UntypedStorage, fake: Any) -> torch.Tensor:
@@ -390,7 +405,7 @@ class Recorder(TorchDispatchMode):
             return fake
 
         sent = mapped(args, fake_of), {k: mapped(v, fake_of) for k, v in kwargs.items()}
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if func in LOOKING and self.sizes is None and self.named is None:
             with contextlib.suppress(UnknownData):
                 refs = [mapped(a, lambda t: Ref(numbers[id(t)])) for a in args]
@@ -505,7 +520,7 @@ class Recorder(TorchDispatchMode):
         ref = lambda tensor: Ref(numbers[id(tensor)])
         accumulates = self.sums.is_one(func, args)
         args, kwargs = mapped(tuple(args), ref), {k: mapped(v, ref) for k, v in kwargs.items()}
-        if func in _EMPTY and outputs[0] is not None:  # it does not read the data of its operand
+        if func in EMPTY and outputs[0] is not None:  # it does not read the data of its operand
             fake = self.tensors[outputs[0]]
             func, args = aten.empty_strided.default, (list(fake.shape), list(fake.stride()))
             kwargs = {"dtype": fake.dtype, "device": fake.device}
@@ -543,8 +558,10 @@ class Recorder(TorchDispatchMode):
 
     def _reshaped(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Handles an operation that changes the geometry of a tensor in place (`x.t_()`, for example)."""
-        if func in _RESIZES:
-            raise TraceError(f"{current()}: {func} writes in place in a way that cannot be traced. {WAY_OUT}")
+        if func in RESIZES or any(given() is args[0] for given in self._given):
+            raise TraceError(
+                f"{current()}: {func} changes the layout of a tensor in place, which a plan does not repeat. {WAY_OUT}"
+            )
         tensor = args[0]
         numbers = {id(tensor): self._number(tensor)}
         block, fake = self._blocks[tensor.untyped_storage()._cdata], self._of(tensor)
@@ -572,24 +589,6 @@ class Recorder(TorchDispatchMode):
         if not self.autograd_nodes or self.autograd_nodes[-1] is not node:
             self.autograd_nodes.append(node)
         return self.sources.get(node._sequence_nr(), Source())
-
-
-_EMPTY = {
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_permuted.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-}
-_RESIZES = {
-    op for packet in (aten.resize_, aten.resize_as_, aten.set_) for op in map(packet.__getattr__, packet.overloads())
-}
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Returns the tensors that an operation changes in place."""
-    return [*written_tensors(func, args, kwargs), *(args[i] for i in statistics_of(func, args))]
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
