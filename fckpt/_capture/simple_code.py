@@ -49,7 +49,7 @@ _FREE = (
     "END_FOR", "EXTENDED_ARG", "FOR_ITER", "GET_ITER", "GET_LEN", "INPLACE_", "JUMP", "JUMP_", "KW_NAMES",
     "LIST_APPEND", "LIST_EXTEND", "LIST_TO_TUPLE", "LOAD_", "MAKE_CELL", "MAKE_FUNCTION", "MAP_ADD", "NOP", "NOT_TAKEN",
     "POP_ITER", "POP_TOP", "PRECALL", "PUSH_NULL", "RESUME", "RETURN_CONST", "RETURN_GENERATOR", "RETURN_VALUE",
-    "SET_FUNCTION_ATTRIBUTE", "STORE_DEREF", "STORE_FAST", "SWAP", "UNARY_INVERT", "UNARY_NEGATIVE", "UNPACK_",
+    "SET_FUNCTION_ATTRIBUTE", "STORE_FAST", "SWAP", "UNARY_INVERT", "UNARY_NEGATIVE", "UNPACK_",
     "YIELD_VALUE",
 )  # fmt: skip
 """Instructions, or beginnings of their names, that only move values, compute new ones, or call functions."""
@@ -66,8 +66,12 @@ _BUILTINS: tuple[Any, ...] = (
     isinstance, issubclass, len, callable, getattr, hasattr, super, type, list, tuple, dict, range, enumerate, zip,
     reversed, slice, iter,
 )  # fmt: skip
-_OF_VALUES: tuple[Any, ...] = (int, float, bool, str, min, max, abs, round, sum, divmod, pow)
+_OF_VALUES: tuple[Any, ...] = (int, float, bool, str, min, max, abs, round, sum, divmod, pow, operator.index)
 """Functions that are known for numbers and strings only."""
+_ARITHMETIC: tuple[Any, ...] = (
+    operator.add, operator.sub, operator.mul, operator.matmul, operator.truediv, operator.floordiv, operator.mod,
+    operator.pow, operator.neg,
+)  # fmt: skip
 _OF_SETTINGS: tuple[Any, ...] = (
     torch.jit.is_scripting, torch.jit.is_tracing, torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling,
     torch.compiler.is_exporting, torch._C._get_tracing_state, torch.is_grad_enabled, torch.is_tensor,
@@ -163,8 +167,10 @@ def _is_simple(tx: Any, inst: Any) -> bool:
         return _is_tensor(stack[-2]) or _is_key(stack[-1])
     if name == "STORE_SUBSCR":
         return _is_tensor(stack[-2])
+    if name == "STORE_DEREF":
+        return inst.argval in tx.f_code.co_cellvars  # and not of a function around it
     if name == "COMPARE_OP":
-        return all(map(_is_value, stack[-2:]))  # see `code_watched` for tensors
+        return all(_is_tensor(v) or _is_number(v) for v in stack[-2:])  # see `code_watched` for tensors
     if name == "IS_OP":
         return any(_is_singleton(v) for v in stack[-2:])
     if name == "CONTAINS_OP":
@@ -204,14 +210,14 @@ def _is_simple_call(tx: Any, fn: Any, args: Iterable[Any], kwargs: dict[str, Any
     if isinstance(fn, _BUILTIN):
         called = fn.as_python_constant()
         if any(called is known for known in _OF_VALUES):
-            return all(_is_value(v) and not _is_tensor(v) for v in given)
+            return all(map(_is_number, given))
         if called in (getattr, hasattr):
             if called is hasattr and _is_tensor(given[0]):
                 return False
             return _is_constant(given[1]) and _has_simple_attribute(tx, given[0], given[1].as_python_constant())
         if any(called is known for known in _BUILTINS):
             return True
-        return getattr(operator, getattr(called, "__name__", ""), None) is called and all(map(_is_value, given))
+        return any(called is known for known in _ARITHMETIC) and all(_is_tensor(v) or _is_number(v) for v in given)
     return False
 
 
@@ -262,13 +268,15 @@ def _is_constant(variable: Any) -> bool:
     )
 
 
-def _is_value(variable: Any) -> bool:
-    """Whether a variable stands for a constant, a number, a tensor, or lists and tuples of these."""
-    if _is_constant(variable) or _is_tensor(variable):
+def _is_number(variable: Any) -> bool:
+    """Whether a variable stands for a constant, a number, or lists and tuples of these."""
+    if _is_constant(variable):
         return True
+    if _is_tensor(variable):
+        return False
     variable = variable.realize()
     if isinstance(variable, BaseListVariable):
-        return all(map(_is_value, variable.items))
+        return all(map(_is_number, variable.items))
     return isinstance(variable, SymNodeVariable)
 
 

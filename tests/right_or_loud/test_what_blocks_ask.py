@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 HELD: list[Any] = []
 """Something of the last block, which the model reads before it calls a block."""
+COUNTER: list[Callable[[], int]] = []
 
 
 class Asking(Block):
@@ -65,6 +66,26 @@ def _under_autocast(block: Any, x: Tensor, number: int) -> Tensor:
 def _with_tuples(block: Any, x: Tensor, number: int) -> Tensor:
     pair = (1.0, x)
     return block(x, pair, pair if number < 2 else (1.0, x))
+
+
+def _with_tensors(block: Any, x: Tensor, number: int) -> Tensor:
+    y = x.sum()
+    return block(x, y, y if number < 2 else x.sum())
+
+
+def _counter() -> Callable[[], int]:
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
+def _counted(block: Any, x: Tensor) -> int:
+    return COUNTER[0]()
 
 
 def _marked(mark: Callable[[Any, int], None]) -> Callable[[Any, Tensor, int], Tensor]:
@@ -122,6 +143,9 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[Any, Tensor, int], Tenso
     "a key": (lambda b, x: dict.fromkeys(HELD, 2).get(b.linear, 3), _plainly, layer),
     "id": (lambda b, x: 2 if id(b.linear) in [id(m) for m in HELD] else 3, _plainly, layer),
     "tuples": (lambda b, x, p, q: 2 if operator.is_(p, q) else 3, _with_tuples, None),
+    "is_ of tensors": (lambda b, x, y, z: 2 if operator.is_(y, z) else 3, _with_tensors, None),
+    "lists of tensors": (lambda b, x, y, z: 2 if [y] == [z] else 3, _with_tensors, None),
+    "a variable outside": (_counted, _plainly, None),
     "in an except": (lambda b, x: 2 if sys.exc_info()[0] is None else 3, _in_except, None),
     "autocast": (lambda b, x: 2 if torch.is_autocast_enabled("xpu") else 3, _under_autocast, None),
     "an attribute": (lambda b, x, y: y.scale, _marked(_scale), None),
@@ -143,6 +167,7 @@ def _made(program: str) -> Model:
     ask, call, hold = PROGRAMS[program]
     torch.manual_seed(0)
     model = Model(ask, call)
+    COUNTER[:] = [_counter()]
     HELD[:] = [] if hold is None else [hold(model)]
     return model
 
