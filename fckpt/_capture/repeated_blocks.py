@@ -6,6 +6,7 @@ guards it makes, and which calls it adds to the graph (`block_records.py`). At t
 the record is used with the places of the first block (`layers.0.attn.weight`) replaced by those of the other one
 (`layers.1.attn.weight`), if evaluating the other block could not go another way (`block_copies.py`):
 
+* the code does nothing but what is known to be the same for equal blocks (`simple_code.py`);
 * the blocks are twins: they have corresponding objects in the same places (`twins.py`);
 * all that was read of the first block has its counterpart in the other one, and numbers and strings are equal;
 * all guards that concern the first block hold for the other one, and are made for it too;
