@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._dynamo.variables import BuiltinVariable, SymNodeVariable
 from torch._dynamo.variables.lists import BaseListVariable
-from torch._dynamo.variables.misc import GetAttrVariable
+from torch._dynamo.variables.misc import GetAttrVariable, StringFormatVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
 from fckpt._call.places import PLAIN
@@ -125,9 +125,11 @@ class Distinct:
         """
         left, right = compared
         by_identity = name == "IS_OP"
-        unknown = next((v for v in map(_realized, compared) if isinstance(v, GetAttrVariable)), None)
-        if unknown is not None:
-            raise LookupError(f"an attribute {unknown.name!r}, which is compared, is not known")
+        for variable in map(_realized, compared):
+            if isinstance(variable, GetAttrVariable):
+                raise LookupError(f"an attribute {variable.name!r}, which is compared, is not known")
+            if isinstance(variable, StringFormatVariable) and not by_identity:
+                raise LookupError("a text that is compared is not known")
         if name == "CONTAINS_OP" and by_user and _is_tensor(left) and _is_hashed(right):
             raise LookupError("whether a tensor is in a set or a dict is not known")
         if by_identity and _are_numbers(left, right):

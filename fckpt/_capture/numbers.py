@@ -27,6 +27,8 @@ from torch._dynamo.source import is_from_defaults
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SymNodeVariable, builder, dicts, lists
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.misc import StringFormatVariable
 
 from fckpt._capture.patching import instructions_patched, patched
 from fckpt._capture.wrapped import name_of
@@ -65,27 +67,44 @@ def options_constant() -> Iterator[None]:
         yield
 
 
-def _known(tx: Any, variable: Any) -> Any:
+def _known(variable: Any) -> Any:
     """Returns a variable; if it is a number that may change, the constant that it is in this capture, with a guard."""
     variable = variable.realize()
     if isinstance(variable, SymNodeVariable):
-        return ConstantVariable.create(variable.evaluate_expr(tx.output))
+        return ConstantVariable.create(variable.evaluate_expr())
     return variable
 
 
 def _formatting(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def format_value(tx: Any, *args: Any) -> Any:
-        tx.push(_known(tx, tx.pop()))
+        tx.push(_known(tx.pop()))
         return original(tx, *args)
 
     return format_value
 
 
+def _texts_known(original: Any) -> Any:
+    def create(cls: Any, text: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return original.__func__(
+            cls, text, [*map(_all_known, args)], {name: _all_known(value) for name, value in kwargs.items()}
+        )
+
+    return classmethod(create)
+
+
+def _all_known(variable: Any) -> Any:
+    """Returns a variable with constants for the numbers in it that may change."""
+    variable = _known(variable)
+    if isinstance(variable, BaseListVariable):
+        return variable.clone(items=[*map(_all_known, variable.items)])
+    return variable
+
+
 def _is_operation(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def is_same(tx: Any, inst: Any) -> Any:
-        tx.stack[-2:] = _outcomes_known(tx, tx.stack[-2:])
+        tx.stack[-2:] = _outcomes_known(tx.stack[-2:])
         return original(tx, inst)
 
     return is_same
@@ -95,9 +114,9 @@ def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call_function(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if this.fn is operator.is_ or this.fn is operator.is_not:
-            args = _outcomes_known(tx, args)
+            args = _outcomes_known(args)
         if this.fn is format:  # Dynamo takes it for `str.format`
-            known = [_known(tx, variable) for variable in args]
+            known = [_known(variable) for variable in args]
             if not all(variable.is_python_constant() for variable in known):
                 raise LookupError("the text of an object is not known")
             return ConstantVariable.create(format(*[variable.as_python_constant() for variable in known]))
@@ -116,10 +135,10 @@ def _is_integral(variable: Any) -> bool:
         return True
 
 
-def _outcomes_known(tx: Any, variables: Sequence[Any]) -> list[Any]:
+def _outcomes_known(variables: Sequence[Any]) -> list[Any]:
     """Returns variables, with constants for outcomes of comparisons of numbers that may change."""
     is_outcome = lambda v: isinstance(v, SymNodeVariable) and v.python_type() is bool
-    return [_known(tx, v) if is_outcome(v.realize()) else v for v in variables]
+    return [_known(v) if is_outcome(v.realize()) else v for v in variables]
 
 
 def _containing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,7 +150,7 @@ def _containing(original: Callable[..., Any]) -> Callable[..., Any]:
         for item in items:
             if _is_itself_only(item):
                 continue
-            same = _known(tx, BuiltinVariable(operator.eq).call_function(tx, [item, search], {}))
+            same = _known(BuiltinVariable(operator.eq).call_function(tx, [item, search], {}))
             if not same.is_python_constant():
                 raise LookupError("whether a container holds a number is not known, since it holds tensors")
             if same.as_python_constant():
@@ -156,6 +175,7 @@ def values_asked() -> Iterator[None]:
         stack.enter_context(patched(InstructionTranslatorBase, "_format_value", _formatting))
         stack.enter_context(instructions_patched({"IS_OP": _is_operation}))
         stack.enter_context(patched(BuiltinVariable, "call_function", _calling))
+        stack.enter_context(patched(StringFormatVariable, "create", _texts_known))
         for module in (lists, dicts):
             if hasattr(module, "iter_contains"):
                 stack.enter_context(patched(module, "iter_contains", _containing))
