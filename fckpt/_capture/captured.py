@@ -55,6 +55,7 @@ from fckpt._capture.checks import validation_captured
 from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patched_methods
 from fckpt._capture.compared import compared_constants
 from fckpt._capture.containers import containers_like_pythons
+from fckpt._capture.corrected import answers_corrected
 from fckpt._capture.dict_attributes import DictAttributes, keep_factories
 from fckpt._capture.distinct import Distinct
 from fckpt._capture.equivalents import equivalents_evaluated
@@ -535,6 +536,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(numpy_not_computed())
         stack.enter_context(options_constant())
         stack.enter_context(values_asked())
+        stack.enter_context(answers_corrected())
         stack.enter_context(equivalents_evaluated())
         stack.enter_context(caches_asked())
         stack.enter_context(exceptions_only_caught())

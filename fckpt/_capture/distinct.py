@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, KeysView
 from typing import Any
 
 import torch
-from torch._dynamo.variables import BuiltinVariable, SymNodeVariable
+from torch._dynamo.variables import BuiltinVariable, SymNodeVariable, UserDefinedObjectVariable
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import GetAttrVariable, StringFormatVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -130,11 +130,15 @@ class Distinct:
                 raise LookupError(f"an attribute {variable.name!r}, which is compared, is not known")
             if isinstance(variable, StringFormatVariable) and not by_identity:
                 raise LookupError("a text that is compared is not known")
+            if isinstance(variable, UserDefinedObjectVariable) and not by_identity and _is_compared_in_c(variable):
+                raise LookupError(f"an object of {type(variable.value).__name__}, which is compared, has no guard")
         if name == "CONTAINS_OP" and by_user and _is_tensor(left) and _is_hashed(right):
             raise LookupError("whether a tensor is in a set or a dict is not known")
         if by_identity and _are_numbers(left, right):
             raise LookupError("whether a number that may change is the same object as another is not known")
         result = compute()
+        if name == "CONTAINS_OP" and _is_tensor(result):
+            raise LookupError("whether a container holds a tensor is not known")
         decisive = (left,) if name == "CONTAINS_OP" else compared
         self.uses += not any(_is_value(variable, by_identity) for variable in decisive)
         if by_identity:
@@ -185,6 +189,12 @@ class Distinct:
             return pair, read, *read(self._places)
         except Exception:  # an expression that only Dynamo's own guards can evaluate
             return None
+
+
+def _is_compared_in_c(variable: Any) -> bool:
+    """Whether code that is not written in Python compares an object, so that Dynamo does not see what it reads."""
+    compare = getattr(type(variable.value), "__eq__", None)
+    return compare not in (object.__eq__, None) and not hasattr(compare, "__code__") and variable._base_vt is None
 
 
 def _realized(variable: Any) -> Any:

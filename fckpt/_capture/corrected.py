@@ -1,0 +1,156 @@
+"""Answers of Dynamo that are not Python's: corrected, or refused.
+
+* An object that two places lead to, one through a global variable and one through an argument, gets no guard that it
+  is one object.
+* `s -= t` changes a set that an argument leads to, but the change is not repeated after the graph.
+* The value of `yield from` is what the generator returns, not None.
+* `str(x)` of an object whose class defines `__repr__` alone is what `repr(x)` is, and not a constant.
+* An argument that is given by position and by keyword is an error, as is a keyword that is given twice.
+* A sum that no operand knows how to compute is an error, and not the constant `NotImplemented`.
+* What `Class[key]` gives depends on what the code of the class reads.
+
+Seen on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import enum
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.variables import BuiltinVariable, UserDefinedObjectVariable, builder, functions
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+
+from fckpt._capture.patching import instructions_patched, patched, with_subclasses
+
+__all__ = ["answers_corrected"]
+
+
+def _of_one_object(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make_guard(source: Any, other: Any) -> Any:
+        guard = original(source, other)
+        if guard is None and other and other != source:
+            return functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=other)
+        return guard
+
+    return make_guard
+
+
+def _subtracting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def subtract(this: Any, tx: Any, other: Any) -> Any:
+        this.should_reconstruct_all = True
+        return original(this, tx, other)
+
+    return subtract
+
+
+def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def send(tx: Any, inst: Any) -> None:
+        receiver, following = tx.stack[-2], tx.instruction_pointer
+        original(tx, inst)
+        if tx.instruction_pointer != following and isinstance(receiver, LocalGeneratorObjectVariable):  # it has ended
+            tx.pop()
+            tx.push(receiver.inline_tracer.symbolic_result)
+
+    return send
+
+
+def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def merge(tx: Any, inst: Any) -> None:
+        added, known = tx.stack[-1].realize(), tx.stack[-1 - inst.arg].realize()
+        if isinstance(added, ConstDictVariable) and not added.items.keys().isdisjoint(known.items.keys()):
+            raise TypeError("a keyword argument is given twice")
+        original(tx, inst)
+
+    return merge
+
+
+def _binding(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def bind(fn: Any, tx: Any, source: Any, args: Any, kwargs: Any) -> Any:
+        code = fn.__code__
+        positional = code.co_varnames[code.co_posonlyargcount : code.co_argcount][
+            : max(0, len(args) - code.co_posonlyargcount)
+        ]
+        if not kwargs.keys().isdisjoint(positional):
+            raise TypeError("an argument is given by position and by keyword")
+        return original(fn, tx, source, args, kwargs)
+
+    return bind
+
+
+def _adding(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add(tx: Any, inst: Any) -> None:
+        original(tx, inst)
+        result = tx.stack[-1]
+        if result.is_python_constant() and result.as_python_constant() is NotImplemented:
+            raise LookupError("the result of an operation on objects is not known")
+
+    return add
+
+
+def _indexing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def index(tx: Any, inst: Any) -> None:
+        holder = tx.stack[-2].realize()
+        if isinstance(holder, UserDefinedClassVariable):
+            cls = holder.value
+            own = getattr(getattr(cls, "__class_getitem__", None), "__func__", None)
+            of_class = getattr(type(cls), "__getitem__", None)
+            by_class = isinstance(of_class, types.FunctionType) and not issubclass(cls, enum.Enum)
+            if by_class or (isinstance(own, types.FunctionType) and own.__module__ != "typing"):
+                raise LookupError(f"an item of the class {cls.__name__} is not known")
+        original(tx, inst)
+
+    return index
+
+
+def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call_function(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if this.fn is str and len(args) == 1 and isinstance(given := args[0].realize(), UserDefinedObjectVariable):
+            kind = type(given.value)
+            if kind.__str__ is object.__str__ and kind.__repr__ is not object.__repr__:
+                return BuiltinVariable(repr).call_function(tx, [given], {})
+        return original(this, tx, args, kwargs)
+
+    return call_function
+
+
+_SUBTRACT = "nb_inplace_subtract_impl"
+"""The method of Dynamo for `s -= t`; torch 2.11 has none, and takes it for `difference_update`."""
+_INSTRUCTIONS = {
+    name: wrapped
+    for name, wrapped in {
+        "SEND": _sending, "DICT_MERGE": _merging, "BINARY_OP": _adding, "BINARY_SUBSCR": _indexing
+    }.items()
+    if name in dis.opmap
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def answers_corrected() -> Iterator[None]:
+    """Makes Dynamo answer, within the body, like Python."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(builder, "make_dupe_guard", _of_one_object))
+        for owner in with_subclasses((VariableTracker,)):
+            if inspect.isfunction(vars(owner).get(_SUBTRACT)) and owner.__name__ == "SetVariable":
+                stack.enter_context(patched(owner, _SUBTRACT, _subtracting))
+        stack.enter_context(instructions_patched(_INSTRUCTIONS))
+        stack.enter_context(patched(functions, "bind_args_cached", _binding))
+        stack.enter_context(patched(BuiltinVariable, "call_function", _calling))
+        yield
