@@ -18,7 +18,7 @@ import torch
 __all__ = ["STATES", "state_reads_refused"]
 
 _ATTRIBUTES = ("_backward_hooks", "_base", "_version", "is_leaf", "output_nr", "retains_grad")
-_METHODS = ("_is_view", "is_conj", "is_neg", "is_shared", "storage", "storage_offset", "untyped_storage")
+_METHODS = ("_is_view", "is_conj", "is_neg", "is_set_to", "is_shared", "storage", "storage_offset", "untyped_storage")
 STATES: dict[Any, str] = {
     **{vars(torch._C.TensorBase)[name].__get__: name for name in _ATTRIBUTES},
     **{getattr(torch.Tensor, name): name for name in _METHODS},
@@ -60,6 +60,18 @@ def state_reads_refused() -> Iterator[None]:
 
         return wrapped
 
+    def of_results_only(name: str) -> Callable[..., Any]:
+        def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def read(this: Any, *args: Any, **kwargs: Any) -> Any:
+                if this.source is not None:  # no guard says whether another tensor is a leaf
+                    _refuse(name)
+                return original(this, *args, **kwargs)
+
+            return read
+
+        return wrapped
+
     def of_results(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def requires_grad(this: Any, tx: Any) -> Any:
@@ -76,6 +88,7 @@ def state_reads_refused() -> Iterator[None]:
         patched(TensorVariable, "method_stride", of_inputs("stride")),
         patched(TensorVariable, "method_is_contiguous", of_inputs("is_contiguous")),
         patched(TensorVariable, "method_untyped_storage", refused("untyped_storage")),
+        patched(TensorVariable, "method_attr_grad_fn", of_results_only("grad_fn")),
         patched(TensorVariable, "method_attr__version", refused("_version")),
     ):
         yield

@@ -14,14 +14,22 @@ from typing import Any
 
 import torch
 from torch._C._autograd import CreationMeta, _get_creation_meta
+from torch.autograd.graph import get_gradient_edge
 
 from fckpt._call.levels import unwrapped
 from fckpt._call.modules import storage_of
 from fckpt._call.results import Rebuilt
 from fckpt._trace.lifetimes import nodes_behind
 from fckpt._trace.recorder import Recorder
+from fckpt._trace.stand_ins import WAY_OUT
+from fckpt.errors import TraceError
 
-__all__ = ["apart", "is_unrecorded"]
+NEW_LEAF = (
+    "the function returns a parameter that it makes, or another new leaf that requires grad: a plan would return a "
+    f"tensor without `.grad`. Make it outside, and pass it as an argument. {WAY_OUT}"
+)
+
+__all__ = ["NEW_LEAF", "apart", "is_unrecorded"]
 
 
 def apart(
@@ -86,8 +94,24 @@ def _of(
         if steps is None:
             return None
         if results[i] is not base:
+            if results[i].requires_grad and unwrapped(base) is base and not _leads_to(results[i], base):
+                raise TraceError(NEW_LEAF)
             found[i] = Rebuilt(source, results[i].requires_grad, steps, is_unrecorded(results[i]))
     return found
+
+
+def _leads_to(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether the gradient of a view reaches the base, and not only a leaf that was made of detached memory."""
+    if not base.requires_grad:
+        return False
+    target = get_gradient_edge(base).node
+    node = view.grad_fn
+    while node is not None and node is not target:  # most views have one way
+        node = next((node for node, _ in node.next_functions if node is not None), None)
+    if node is target:
+        return True
+    behind = list(nodes_behind([view]))
+    return any(node is target or any(n is target for n, _ in node.next_functions) for node in behind)
 
 
 def _of_one_another(

@@ -29,6 +29,7 @@ __all__ = [
     "TensorSpec",
     "Trace",
     "arguments_of",
+    "count_writes",
     "draws",
     "flat",
     "generators_in",
@@ -302,6 +303,16 @@ class Recorded(NamedTuple):
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Returns the tensors that an operation changes in place."""
     return [*written_tensors(func, args, kwargs), *(args[i] for i in statistics_of(func, args))]
+
+
+def count_writes(func: Any, written: Sequence[torch.Tensor]) -> None:
+    """Increases the versions of tensors that `torch._foreach_…_` functions write, as their kernels do.
+
+    Autograd does it itself for all other operations.
+    """
+    if func.overloadpacket.__name__.startswith("_foreach_"):
+        for tensor in written:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def statistics_of(op: Any, args: Sequence[Any]) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ from fckpt._trace.operations import (
     Layout,
     Recorded,
     Ref,
+    count_writes,
     draws,
     flat,
     indices_of,
@@ -418,6 +419,7 @@ class Recorder(TorchDispatchMode):
             else:
                 refuse_number(func)
             return result
+        count_writes(func, written)
         replaced = self._write(written, func) if written else ()
         for tensor in written:
             numbers[id(tensor)] = self._number(tensor)

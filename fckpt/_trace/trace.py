@@ -27,6 +27,7 @@ from fckpt._capture.reads import Reads
 from fckpt._memory import collector_paused
 from fckpt._recompute.gradients_inside import refuse_accumulated
 from fckpt._recompute.registrations import Registrations
+from fckpt._trace.aliases import NEW_LEAF
 from fckpt._trace.assemble import Assembly
 from fckpt._trace.donation import written_over_donated
 from fckpt._trace.effects import (
@@ -284,10 +285,7 @@ def _refuse_lost_grad(results: Results, layouts: Sequence[Layout]) -> None:
             f"to it: a plan would lose that. Detach the result. {WAY_OUT}"
         )
     if results.levels is None and any(t.is_leaf for t in results.made()):
-        raise TraceError(
-            "the function returns a parameter that it makes, or another new leaf that requires grad: a plan would "
-            f"return a tensor without `.grad`. Make it outside, and pass it as an argument. {WAY_OUT}"
-        )
+        raise TraceError(NEW_LEAF)
 
 
 class _Active(threading.local):
