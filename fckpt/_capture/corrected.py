@@ -8,6 +8,7 @@
 * An argument that is given by position and by keyword is an error, as is a keyword that is given twice.
 * A sum that no operand knows how to compute is an error, and not the constant `NotImplemented`.
 * What `Class[key]` gives depends on what the code of the class reads.
+* A class may get or lose methods such as `__len__` between two captures.
 
 Seen on torch 2.11 and 2.13.
 """
@@ -18,6 +19,7 @@ import contextlib
 import dis
 import enum
 import functools
+import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -131,6 +133,10 @@ def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
     return call_function
 
 
+try:
+    _SLOTS: Any = importlib.import_module("torch._dynamo.variables.object_protocol")._get_cached_slots
+except ImportError:  # torch 2.11, which remembers nothing of classes
+    _SLOTS = None
 _SUBTRACT = "nb_inplace_subtract_impl"
 """The method of Dynamo for `s -= t`; torch 2.11 has none, and takes it for `difference_update`."""
 _INSTRUCTIONS = {
@@ -145,6 +151,8 @@ _INSTRUCTIONS = {
 @contextlib.contextmanager
 def answers_corrected() -> Iterator[None]:
     """Makes Dynamo answer, within the body, like Python."""
+    if _SLOTS is not None:
+        _SLOTS.cache_clear()
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(builder, "make_dupe_guard", _of_one_object))
         for owner in with_subclasses((VariableTracker,)):

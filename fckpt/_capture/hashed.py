@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch._dynamo.variables import dicts
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import BaseListVariable
@@ -80,7 +81,12 @@ def _fields(variable: Any) -> list[Any]:
 
 
 def _has_equality(cls: type) -> bool:
-    """Whether a class defines `__eq__` or `__hash__` in Python, and Dynamo does not know these methods."""
+    """Whether a class defines `__eq__` or `__hash__` in Python, and Dynamo does not know these methods.
+
+    Named tuples count too: Dynamo does not find them in place of the equal tuples.
+    """
+    if issubclass(cls, tuple) and cls not in (tuple, torch.Size):
+        return True
     methods = [getattr(cls, name) for name in ("__eq__", "__hash__")]
     own = [method for method in methods if isinstance(method, types.FunctionType)]
     if all(method.__module__ == "enum" or method.__module__.startswith("torch.") for method in own):

@@ -190,6 +190,24 @@ def test_a_tensor_in_a_container(fn: Callable[[Tensor], Any]) -> None:
     run(fn, {}, {})
 
 
+@pytest.mark.parametrize("name", ["__len__", "__bool__"])
+def test_a_method_that_a_class_gets_later(name: str) -> None:
+    class Late:
+        pass
+
+    SCOPE["v"] = Late()
+    fn = lambda x: torch.tanh(x @ W) * (2 if SCOPE["v"] else 3)
+    planned = fckpt.remat(fn, budget=10**6, solver="greedy")
+    assert torch.equal(fn(X), planned(X))
+    setattr(Late, name, lambda self: False)
+    assert torch.equal(fn(X), planned(X))
+
+
+def test_named_tuples_as_keys() -> None:
+    run(lambda x: torch.tanh(x @ W) * {(4, 8): 2}.get(Point(*x.shape), 3), {}, {"args": (X[:2],)})
+    run(lambda x: torch.tanh(x @ W) * (2 if SCOPE["v"] in {(3, 3)} else 3), {"v": Point(3, 3)}, {"v": Point(3, 4)})
+
+
 def test_items_of_a_class_change() -> None:
     fn = lambda x: torch.tanh(x @ W) * Registry["a"]
     planned = fckpt.remat(fn, budget=10**6, solver="greedy")
