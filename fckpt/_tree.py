@@ -111,9 +111,15 @@ def unflatten(spec: TreeSpec, flat: Sequence[Any]) -> Any:
     start = 0
     for count, subspec in spec.inner:
         part = list(flat[start : start + count])
-        found.append(part[0] if subspec is None else torch_pytree.tree_unflatten(part, subspec))
+        found.append(part[0] if subspec is None else _of_torch(part, subspec))
         start += count
     return optree.tree_unflatten(spec.spec, found)
+
+
+def _of_torch(part: list[Any], subspec: Any) -> Any:
+    made = torch_pytree.tree_unflatten(part, subspec)
+    is_size = subspec.type is torch.Size and all(isinstance(n, int) for n in part)
+    return torch.Size(made) if is_size else made  # which torch makes a tuple
 
 
 def leaves(tree: Any) -> list[Any]:

@@ -208,6 +208,18 @@ def test_named_tuples_as_keys() -> None:
     run(lambda x: torch.tanh(x @ W) * (2 if SCOPE["v"] in {(3, 3)} else 3), {"v": Point(3, 3)}, {"v": Point(3, 4)})
 
 
+def test_sizes_that_are_results() -> None:
+    """Also of a function that is traced as Python."""
+    counts = (n for n in (1, 2, 3))
+    for fn in (lambda x: (torch.tanh(x), x.shape, [x.size()]), lambda x: (torch.tanh(x) * next(counts), x.shape, [])):
+        try:
+            found = fckpt.remat(fn, budget=10**6)(X)
+        except fckpt.FckptError:
+            continue
+        assert type(found[1]) is torch.Size and found[1] == X.shape
+        assert all(type(size) is torch.Size for size in found[2])
+
+
 def test_items_of_a_class_change() -> None:
     fn = lambda x: torch.tanh(x @ W) * Registry["a"]
     planned = fckpt.remat(fn, budget=10**6, solver="greedy")
