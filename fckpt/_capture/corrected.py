@@ -8,6 +8,7 @@
 * An argument that is given by position and by keyword is an error, as is a keyword that is given twice.
 * A sum that no operand knows how to compute is an error, and not the constant `NotImplemented`.
 * What `Class[key]` gives depends on what the code of the class reads.
+* That an attribute is deleted depends on whether it is there.
 * A class may get or lose methods such as `__len__` between two captures.
 
 Seen on torch 2.11 and 2.13.
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.variables import BuiltinVariable, UserDefinedObjectVariable, builder, functions
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable, UserDefinedObjectVariable, builder, functions
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
@@ -105,6 +106,26 @@ def _adding(original: Callable[..., Any]) -> Callable[..., Any]:
     return add
 
 
+def _deleting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def delete(tx: Any, inst: Any) -> None:
+        _check_there(tx, tx.stack[-1].realize(), ConstantVariable.create(inst.argval))
+        original(tx, inst)
+
+    return delete
+
+
+def _check_there(tx: Any, holder: Any, name: Any) -> None:
+    """Guards that an object has an attribute.
+
+    Raises:
+        LookupError: it has none.
+    """
+    there = VariableTracker.build(tx, hasattr).call_function(tx, [holder, name], {})
+    if not there.is_python_constant() or not there.as_python_constant():
+        raise LookupError(f"the attribute {name.as_python_constant()!r}, which is deleted, is not known")
+
+
 def _indexing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def index(tx: Any, inst: Any) -> None:
@@ -128,6 +149,8 @@ def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
             kind = type(given.value)
             if kind.__str__ is object.__str__ and kind.__repr__ is not object.__repr__:
                 return BuiltinVariable(repr).call_function(tx, [given], {})
+        if this.fn is delattr and len(args) == 2:
+            _check_there(tx, args[0].realize(), args[1].realize())
         return original(this, tx, args, kwargs)
 
     return call_function
@@ -139,13 +162,14 @@ except ImportError:  # torch 2.11, which remembers nothing of classes
     _SLOTS = None
 _SUBTRACT = "nb_inplace_subtract_impl"
 """The method of Dynamo for `s -= t`; torch 2.11 has none, and takes it for `difference_update`."""
-_INSTRUCTIONS = {
-    name: wrapped
-    for name, wrapped in {
-        "SEND": _sending, "DICT_MERGE": _merging, "BINARY_OP": _adding, "BINARY_SUBSCR": _indexing
-    }.items()
-    if name in dis.opmap
-}  # fmt: skip
+_HANDLERS: dict[str, Callable[..., Any]] = {
+    "BINARY_OP": _adding,
+    "BINARY_SUBSCR": _indexing,
+    "DELETE_ATTR": _deleting,
+    "DICT_MERGE": _merging,
+    "SEND": _sending,
+}
+_INSTRUCTIONS = {name: wrapped for name, wrapped in _HANDLERS.items() if name in dis.opmap}
 
 
 @contextlib.contextmanager

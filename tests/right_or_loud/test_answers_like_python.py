@@ -220,6 +220,40 @@ def test_sizes_that_are_results() -> None:
         assert all(type(size) is torch.Size for size in found[2])
 
 
+def _delete(holder: Any) -> int:
+    try:
+        del holder.cache
+    except AttributeError:
+        return 2
+    return 3
+
+
+def _delete_by_name(holder: Any) -> int:
+    if hasattr(holder, "cache"):
+        delattr(holder, "cache")
+        return 2
+    return 3
+
+
+@pytest.mark.parametrize("delete", [_delete, _delete_by_name])
+def test_an_attribute_that_is_deleted(delete: Callable[[Any], int]) -> None:
+    class Held:
+        cache: int
+
+    plain, holder = Held(), Held()
+    fn = lambda x, h: torch.tanh(x @ W) * delete(h)
+    planned = fckpt.remat(fn, budget=10**6, solver="greedy")
+    for there in (True, False, True, True):
+        for h in (plain, holder) if there else ():
+            h.cache = 1
+        try:
+            found = planned(X, holder)
+        except (fckpt.FckptError, Warning):
+            return
+        assert torch.equal(fn(X, plain), found)
+        assert vars(plain) == vars(holder)
+
+
 def test_items_of_a_class_change() -> None:
     fn = lambda x: torch.tanh(x @ W) * Registry["a"]
     planned = fckpt.remat(fn, budget=10**6, solver="greedy")
