@@ -9,6 +9,7 @@ nothing about identity. Of a tensor it does not know whether it is in a set. See
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, KeysView
@@ -193,6 +194,8 @@ class Distinct:
 
 def _is_compared_in_c(variable: Any) -> bool:
     """Whether code that is not written in Python compares an object, so that Dynamo does not see what it reads."""
+    if variable.source is None or isinstance(variable.value, enum.Enum):
+        return False
     compare = getattr(type(variable.value), "__eq__", None)
     return compare not in (object.__eq__, None) and not hasattr(compare, "__code__") and variable._base_vt is None
 

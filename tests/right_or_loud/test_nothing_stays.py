@@ -232,7 +232,8 @@ def test_attributes_and_the_generator_are_as_before_a_plan() -> None:
         f = session.region(net)
         session.step(lambda: f(x))
 
-    assert judge(scenario, budget=0.9).outcome == "equal"
+    verdict = judge(scenario, budget=0.9)
+    assert verdict.outcome == "equal", verdict.error
 
 
 @pytest.mark.parametrize("options", [{}, {"budget": 1.0}, {"policy": fckpt.policies.nothing_saveable}], ids=str)
