@@ -63,7 +63,8 @@ def _check_value(value: Any) -> None:
 
 
 def _check_class(cls: type) -> None:
-    if _has_equality(cls):
+    is_named = issubclass(cls, tuple) and cls not in (tuple, torch.Size)  # Dynamo does not find it for the equal tuple
+    if is_named or _has_equality(cls):
         raise LookupError(
             f"an object of {cls.__qualname__}, which has its own equality, is in a set or a key of a dict"
         )
@@ -81,12 +82,7 @@ def _fields(variable: Any) -> list[Any]:
 
 
 def _has_equality(cls: type) -> bool:
-    """Whether a class defines `__eq__` or `__hash__` in Python, and Dynamo does not know these methods.
-
-    Named tuples count too: Dynamo does not find them in place of the equal tuples.
-    """
-    if issubclass(cls, tuple) and cls not in (tuple, torch.Size):
-        return True
+    """Whether a class defines `__eq__` or `__hash__` in Python, and Dynamo does not know these methods."""
     methods = [getattr(cls, name) for name in ("__eq__", "__hash__")]
     own = [method for method in methods if isinstance(method, types.FunctionType)]
     if all(method.__module__ == "enum" or method.__module__.startswith("torch.") for method in own):
