@@ -21,19 +21,25 @@ import dis
 import enum
 import functools
 import importlib
-import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, UserDefinedObjectVariable, builder, functions
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    ConstantVariable,
+    SetVariable,
+    UserDefinedObjectVariable,
+    builder,
+    functions,
+)
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
-from fckpt._capture.patching import instructions_patched, patched, with_subclasses
+from fckpt._capture.patching import instructions_patched, patched
 
 __all__ = ["answers_corrected"]
 
@@ -179,9 +185,8 @@ def answers_corrected() -> Iterator[None]:
         _SLOTS.cache_clear()
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(builder, "make_dupe_guard", _of_one_object))
-        for owner in with_subclasses((VariableTracker,)):
-            if inspect.isfunction(vars(owner).get(_SUBTRACT)) and owner.__name__ == "SetVariable":
-                stack.enter_context(patched(owner, _SUBTRACT, _subtracting))
+        if _SUBTRACT in vars(SetVariable):
+            stack.enter_context(patched(SetVariable, _SUBTRACT, _subtracting))
         stack.enter_context(instructions_patched(_INSTRUCTIONS))
         stack.enter_context(patched(functions, "bind_args_cached", _binding))
         stack.enter_context(patched(BuiltinVariable, "call_function", _calling))

@@ -126,7 +126,7 @@ class Distinct:
         """
         left, right = compared
         by_identity = name == "IS_OP"
-        for variable in map(_realized, compared):
+        for variable in (left.realize(), right.realize()):
             if isinstance(variable, GetAttrVariable):
                 raise LookupError(f"an attribute {variable.name!r}, which is compared, is not known")
             if isinstance(variable, StringFormatVariable) and not by_identity:
@@ -198,10 +198,6 @@ def _is_compared_in_c(variable: Any) -> bool:
         return False
     compare = getattr(type(variable.value), "__eq__", None)
     return compare not in (object.__eq__, None) and not hasattr(compare, "__code__") and variable._base_vt is None
-
-
-def _realized(variable: Any) -> Any:
-    return variable.realize()
 
 
 def _is_value(variable: Any, by_identity: bool) -> bool:

@@ -78,6 +78,8 @@ _OF_SETTINGS: tuple[Any, ...] = (
     torch.are_deterministic_algorithms_enabled, torch._C._has_torch_function, torch._C._has_torch_function_unary,
     torch._C._has_torch_function_variadic,
 )  # fmt: skip
+_ANSWERED = (*_OF_SETTINGS, *vars(math).values())
+"""Functions whose results are no tensors, and the same in another block."""
 _COMPARING = {"index", "count", "remove", "__contains__", "__eq__", "__ne__", "__hash__"}
 _LOOKUPS = {"get", "__getattribute__", "__getattr__"}
 _OF_PYTHON = (UserFunctionVariable, UserMethodVariable, NestedUserFunctionVariable, FunctoolsPartialVariable)
@@ -234,8 +236,7 @@ def _is_simple_method(holder: Any, name: str, given: list[Any]) -> bool:
 def _is_known(fn: Any, result: Any) -> bool:
     """Whether the result of a call of torch is a result of the graph, or depends on layouts or settings alone."""
     if isinstance(fn, TorchInGraphFunctionVariable):
-        known = (*_OF_SETTINGS, *vars(math).values())
-        return any(fn.value is function for function in known) or _is_computed(result)
+        return any(fn.value is known for known in _ANSWERED) or _is_computed(result)
     if isinstance(fn, GetAttrVariable) and isinstance(fn.obj.realize(), TensorVariable):
         return fn.name in _METHODS_OF_FACTS or _is_computed(result)
     return True
@@ -268,25 +269,20 @@ def _is_constant(variable: Any) -> bool:
     )
 
 
-def _is_number(variable: Any) -> bool:
-    """Whether a variable stands for a constant, a number, or lists and tuples of these."""
+def _is_number(variable: Any, container: type = BaseListVariable) -> bool:
+    """Whether a variable stands for a constant, a number, or lists and tuples (or another container) of these."""
     if _is_constant(variable):
         return True
     if _is_tensor(variable):
         return False
     variable = variable.realize()
-    if isinstance(variable, BaseListVariable):
-        return all(map(_is_number, variable.items))
+    if isinstance(variable, container):
+        return all(_is_number(item, container) for item in variable.items)
     return isinstance(variable, SymNodeVariable)
 
 
 def _is_key(variable: Any) -> bool:
-    if _is_constant(variable):
-        return True
-    variable = variable.realize()
-    if isinstance(variable, SliceVariable):
-        return all(map(_is_key, variable.items))
-    return isinstance(variable, SymNodeVariable)
+    return _is_number(variable, SliceVariable)
 
 
 def _is_singleton(variable: Any) -> bool:
