@@ -354,8 +354,8 @@ class _Walk:
             if isinstance(held, type):
                 self.constants(held)
             state = self.state
-            if type(held) is weakref.WeakKeyDictionary and fn.__globals__.get("__name__") == "functools":
-                self.state = None  # the choices that `functools.singledispatch` remembers
+            if _OWN_NOTES.get(str(fn.__globals__.get("__name__"))) is type(held):
+                self.state = None
             self.visit(slot, held, depth)
             self.state = state
         # The globals that library code reads are not settings of the user.
@@ -494,6 +494,9 @@ def method_globals(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
     return tuple(found.values())
 
 
+_OWN_NOTES = {"functools": weakref.WeakKeyDictionary, "dataclasses": set, "reprlib": set}
+"""By module of Python: the class of the notes that its functions keep in their closures, of the choices of
+`functools.singledispatch`, or of the objects whose text is being made."""
 _CODE = (type, types.ModuleType, types.BuiltinFunctionType)
 
 

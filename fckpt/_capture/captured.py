@@ -89,6 +89,7 @@ from fckpt._capture.symbols import (
 )
 from fckpt._capture.tensor_states import state_reads_refused
 from fckpt._capture.tensor_subclasses import tensor_subclasses_refused
+from fckpt._capture.texts import texts_like_pythons
 from fckpt._capture.undecomposed import undecomposed
 from fckpt._capture.users_classes import users_classes_like_pythons
 from fckpt._capture.wrapped import WrappedTensors, name_of, without_tensors
@@ -537,6 +538,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(options_constant())
         stack.enter_context(values_asked())
         stack.enter_context(answers_corrected())
+        stack.enter_context(texts_like_pythons())
         stack.enter_context(equivalents_evaluated())
         stack.enter_context(caches_asked())
         stack.enter_context(exceptions_only_caught())

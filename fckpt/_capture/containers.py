@@ -15,14 +15,15 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, ConstDictVariable, SetVariable, user_defined
+from torch._dynamo.variables import ConstantVariable, ConstDictVariable, SetVariable, user_defined
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lists import CommonListMethodsVariable, DequeVariable, TupleVariable
 
-from fckpt._capture.patching import patched
+from fckpt._capture.patching import builtins_patched, patched
 from fckpt._capture.sources import TORCH
 
-__all__ = ["containers_like_pythons"]
+__all__ = ["BASES", "container_of", "containers_like_pythons"]
 
 _ANY_ORDER = (len, set, frozenset, sorted, min, max, any, all, bool)
 """Functions whose result does not depend on the order of a set."""
@@ -32,6 +33,10 @@ _METHODS = {
 }  # fmt: skip
 """Methods of deques that return no deque."""
 _OPERATORS = [f"nb_{place}{name}_impl" for place in ("", "inplace_") for name in ("and", "or", "subtract", "xor")]
+BASES = ("_base_vt", "_dict_vt", "_list_vt", "_tuple_vt", "_set_vt")
+"""The fields for the list, dict, tuple or set that an object of a subclass is: the first, on torch 2.11 the others."""
+_MARKS = ("fckpt_combined", "fckpt_order", "fckpt_limit")
+"""The attributes in which this module keeps, on Dynamo's variables, what their classes forget."""
 _ITERATING = ("unpack_var_sequence", "tp_iter_impl")
 
 
@@ -52,7 +57,7 @@ def containers_like_pythons() -> Iterator[None]:
     def calling(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            if this.fn not in _ANY_ORDER or kwargs:
+            if kwargs:
                 return original(this, tx, args, kwargs)
             with _added(free, args):
                 made = original(this, tx, args, kwargs)
@@ -97,7 +102,8 @@ def containers_like_pythons() -> Iterator[None]:
         for name in _OPERATORS:
             if name in vars(SetVariable):
                 stack.enter_context(patched(SetVariable, name, _combining))
-        stack.enter_context(patched(BuiltinVariable, "call_function", calling))
+        stack.enter_context(patched(VariableTracker, "clone", _cloning))
+        stack.enter_context(builtins_patched(dict.fromkeys(_ANY_ORDER, calling)))
         stack.enter_context(patched(SetVariable, "call_method", calling_method))
         stack.enter_context(patched(CommonListMethodsVariable, "call_method", extending))
         stack.enter_context(patched(VariableBuilder, "wrap_listlike", _with_limit))
@@ -105,6 +111,12 @@ def containers_like_pythons() -> Iterator[None]:
             if name in vars(DequeVariable):
                 stack.enter_context(patched(DequeVariable, name, wrapped))
         yield
+
+
+def container_of(variable: Any) -> Any:
+    """Returns Dynamo's model of the list, dict, tuple or set that an object of a subclass is; None if it is none."""
+    found = (vars(variable).get(name) for name in BASES)
+    return next((model for model in found if model is not None), None)
 
 
 def _combining(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,6 +233,20 @@ def _limit_read(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(this, tx, name)
 
     return read
+
+
+def _cloning(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clone(this: Any, **changes: Any) -> Any:
+        marks = {name: vars(this).pop(name) for name in _MARKS if name in vars(this)}  # no arguments of the class
+        try:
+            made = original(this, **changes)
+        finally:
+            vars(this).update(marks)
+        vars(made).update(marks)
+        return made
+
+    return clone
 
 
 def _joined(original: Callable[..., Any]) -> Callable[..., Any]:

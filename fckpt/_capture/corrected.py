@@ -4,7 +4,6 @@
   is one object.
 * `s -= t` changes a set that an argument leads to, but the change is not repeated after the graph.
 * The value of `yield from` is what the generator returns, not None.
-* `str(x)` of an object whose class defines `__repr__` alone is what `repr(x)` is, and not a constant.
 * An argument that is given by position and by keyword is an error, as is a keyword that is given twice.
 * A sum that no operand knows how to compute is an error, and not the constant `NotImplemented`.
 * What `Class[key]` gives depends on what the code of the class reads.
@@ -27,10 +26,8 @@ from typing import Any
 
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.variables import (
-    BuiltinVariable,
     ConstantVariable,
     SetVariable,
-    UserDefinedObjectVariable,
     builder,
     functions,
 )
@@ -39,7 +36,7 @@ from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
-from fckpt._capture.patching import instructions_patched, patched
+from fckpt._capture.patching import builtins_patched, instructions_patched, patched
 
 __all__ = ["answers_corrected"]
 
@@ -148,18 +145,14 @@ def _indexing(original: Callable[..., Any]) -> Callable[..., Any]:
     return index
 
 
-def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
+def _delete_function(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def call_function(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if this.fn is str and len(args) == 1 and isinstance(given := args[0].realize(), UserDefinedObjectVariable):
-            kind = type(given.value)
-            if kind.__str__ is object.__str__ and kind.__repr__ is not object.__repr__:
-                return BuiltinVariable(repr).call_function(tx, [given], {})
-        if this.fn is delattr and len(args) == 2:
+    def call_delattr(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if len(args) == 2:
             _check_there(tx, args[0].realize(), args[1].realize())
         return original(this, tx, args, kwargs)
 
-    return call_function
+    return call_delattr
 
 
 try:
@@ -189,5 +182,5 @@ def answers_corrected() -> Iterator[None]:
             stack.enter_context(patched(SetVariable, _SUBTRACT, _subtracting))
         stack.enter_context(instructions_patched(_INSTRUCTIONS))
         stack.enter_context(patched(functions, "bind_args_cached", _binding))
-        stack.enter_context(patched(BuiltinVariable, "call_function", _calling))
+        stack.enter_context(builtins_patched({delattr: _delete_function}))
         yield

@@ -2,8 +2,8 @@
 
 Dynamo decides such a comparison by the objects of the captured call. It guards that two objects are the same, but not
 that they are distinct. (For tensors it guards both.) Of numbers, strings and tuples it guards the values, which say
-nothing about identity. Of a tensor it does not know whether it is in a set. Seen on torch
-2.11 and 2.13.
+nothing about identity. Of a tensor it does not know whether it is in a set. Seen on torch 2.11 and
+2.13.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections.abc import Callable, Collection, Iterator, KeysView
 from typing import Any
 
 import torch
-from torch._dynamo.variables import BuiltinVariable, SymNodeVariable, UserDefinedObjectVariable
+from torch._dynamo.variables import SymNodeVariable, UserDefinedObjectVariable
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import GetAttrVariable, StringFormatVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
 from fckpt._call.places import PLAIN
-from fckpt._capture.patching import instructions_patched, patched
+from fckpt._capture.containers import container_of
+from fckpt._capture.patching import builtins_patched, instructions_patched
 from fckpt._capture.sources import is_users
 from fckpt._capture.wrapped import name_of, reader
 
@@ -36,13 +37,13 @@ _VALUES = {int, float, complex, str, bytes, tuple, frozenset}
 """Types of values of which equal ones may be one object or two."""
 
 
-_FUNCTIONS = (
-    (operator.is_, "IS_OP"),
-    (operator.is_not, "IS_OP"),
-    (operator.eq, "COMPARE_OP"),
-    (operator.ne, "COMPARE_OP"),
-    (operator.contains, "CONTAINS_OP"),
-)
+_FUNCTIONS: dict[Callable[..., Any], str] = {
+    operator.is_: "IS_OP",
+    operator.is_not: "IS_OP",
+    operator.eq: "COMPARE_OP",
+    operator.ne: "COMPARE_OP",
+    operator.contains: "CONTAINS_OP",
+}
 """Functions that compare, and the instructions that do the same."""
 
 
@@ -83,10 +84,10 @@ class Distinct:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Records, within the body, what Dynamo compares."""
-        names = ("IS_OP", "COMPARE_OP", "CONTAINS_OP")
+        names = {*_FUNCTIONS.values()}
         with (
             instructions_patched({name: functools.partial(self._comparing, name=name) for name in names}),
-            patched(BuiltinVariable, "call_function", self._calling),
+            builtins_patched({fn: functools.partial(self._calling, name=name) for fn, name in _FUNCTIONS.items()}),
         ):
             yield
         self._places = {}  # arguments of the call must not stay alive
@@ -104,11 +105,10 @@ class Distinct:
 
         return compare
 
-    def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _calling(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(original)
         def call_function(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            name = next((name for fn, name in _FUNCTIONS if fn is this.fn), None)
-            if name is None or len(args) != 2:
+            if len(args) != 2:
                 return original(this, tx, args, kwargs)
             left, right = reversed(args) if name == "CONTAINS_OP" else args
             compute = functools.partial(original, this, tx, args, kwargs)
@@ -197,7 +197,7 @@ def _is_compared_in_c(variable: Any) -> bool:
     if variable.source is None or isinstance(variable.value, enum.Enum):
         return False
     compare = getattr(type(variable.value), "__eq__", None)
-    return compare not in (object.__eq__, None) and not hasattr(compare, "__code__") and variable._base_vt is None
+    return compare not in (object.__eq__, None) and not hasattr(compare, "__code__") and container_of(variable) is None
 
 
 def _is_value(variable: Any, by_identity: bool) -> bool:

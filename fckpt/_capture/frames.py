@@ -25,11 +25,12 @@ from torch import fx
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import TensorVariable, UnspecializedNNModuleVariable, VariableTracker
 
+from fckpt._capture.containers import BASES
 from fckpt._capture.patching import patched
 
 __all__ = ["Frames"]
 
-_PARTS = ("items", "_base_vt", "func", "args", "keywords", "obj", "iterable", "closure", "defaults", "kwdefaults")
+_PARTS = ("items", *BASES, "func", "args", "keywords", "obj", "iterable", "closure", "defaults", "kwdefaults")
 """The fields in which Dynamo's variables have what they refer to: containers, `functools.partial`, bound methods,
 iterators, and functions defined inside."""
 _TRACED = "fckpt_traced"

@@ -6,9 +6,9 @@ transformer would take ten times as long, nearly all of it for proofs about quot
 with a guard. If one of them changes (a counter of steps), it is a symbol from the next capture on. Dynamo does that for
 what local variables lead to, and here it does so for what global variables lead to as well.
 
-Code may ask of a number, or of the outcome of a comparison, what only its value tells: its text in an f-string, whether
-a container holds it, whether it is `True`. Then a capture is for this value. Dynamo gives wrong answers: in its view no
-list contains a constant as the value of a symbol, and `f"{n}"` is `n`.
+Code may ask of a number, or of the outcome of a comparison, what only its value tells: whether a container holds it,
+whether it is `True`, its text (`texts.py`). Then a capture is for this value. Dynamo gives a wrong answer: in its view
+no list contains a constant as the value of a symbol.
 
 Seen on torch 2.11 and 2.13: `VariableBuilder.wrap_symint`, `is_int_specialization_case`, `iter_contains`.
 """
@@ -24,16 +24,13 @@ from typing import Any
 
 from torch._dynamo import config
 from torch._dynamo.source import is_from_defaults
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SymNodeVariable, builder, dicts, lists
 from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.lists import BaseListVariable
-from torch._dynamo.variables.misc import StringFormatVariable
 
-from fckpt._capture.patching import instructions_patched, patched
+from fckpt._capture.patching import builtins_patched, instructions_patched, patched
 from fckpt._capture.wrapped import name_of
 
-__all__ = ["options_constant", "values_asked"]
+__all__ = ["known", "options_constant", "values_asked"]
 
 _PASSED = re.compile(r"L\['(?:args|kwargs)'\](?:\[[^\]]+\])*")
 
@@ -67,37 +64,11 @@ def options_constant() -> Iterator[None]:
         yield
 
 
-def _known(variable: Any) -> Any:
+def known(variable: Any) -> Any:
     """Returns a variable; if it is a number that may change, the constant that it is in this capture, with a guard."""
     variable = variable.realize()
     if isinstance(variable, SymNodeVariable):
         return ConstantVariable.create(variable.evaluate_expr())
-    return variable
-
-
-def _formatting(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def format_value(tx: Any, *args: Any) -> Any:
-        tx.push(_known(tx.pop()))
-        return original(tx, *args)
-
-    return format_value
-
-
-def _texts_known(original: Any) -> Any:
-    def create(cls: Any, text: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return original.__func__(
-            cls, text, [*map(_all_known, args)], {name: _all_known(value) for name, value in kwargs.items()}
-        )
-
-    return classmethod(create)
-
-
-def _all_known(variable: Any) -> Any:
-    """Returns a variable with constants for the numbers in it that may change."""
-    variable = _known(variable)
-    if isinstance(variable, BaseListVariable):
-        return variable.clone(items=[*map(_all_known, variable.items)])
     return variable
 
 
@@ -110,21 +81,22 @@ def _is_operation(original: Callable[..., Any]) -> Callable[..., Any]:
     return is_same
 
 
-def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
+def _is_function(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def call_function(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if this.fn is operator.is_ or this.fn is operator.is_not:
-            args = _outcomes_known(args)
-        if this.fn is format:  # Dynamo takes it for `str.format`
-            known = [_known(variable) for variable in args]
-            if not all(variable.is_python_constant() for variable in known):
-                raise LookupError("the text of an object is not known")
-            return ConstantVariable.create(format(*[variable.as_python_constant() for variable in known]))
-        if this.fn is range and not all(map(_is_integral, args)):
+    def call_is(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        return original(this, tx, _outcomes_known(args), kwargs)
+
+    return call_is
+
+
+def _range_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call_range(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if not all(map(_is_integral, args)):
             raise TypeError("range of something that is no integer")
         return original(this, tx, args, kwargs)
 
-    return call_function
+    return call_range
 
 
 def _is_integral(variable: Any) -> bool:
@@ -138,7 +110,7 @@ def _is_integral(variable: Any) -> bool:
 def _outcomes_known(variables: Sequence[Any]) -> list[Any]:
     """Returns variables, with constants for outcomes of comparisons of numbers that may change."""
     is_outcome = lambda v: isinstance(v, SymNodeVariable) and v.python_type() is bool
-    return [_known(v) if is_outcome(v.realize()) else v for v in variables]
+    return [known(v) if is_outcome(v.realize()) else v for v in variables]
 
 
 def _containing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,7 +122,7 @@ def _containing(original: Callable[..., Any]) -> Callable[..., Any]:
         for item in items:
             if _is_itself_only(item):
                 continue
-            same = _known(BuiltinVariable(operator.eq).call_function(tx, [item, search], {}))
+            same = known(BuiltinVariable(operator.eq).call_function(tx, [item, search], {}))
             if not same.is_python_constant():
                 raise LookupError("whether a container holds a number is not known, since it holds tensors")
             if same.as_python_constant():
@@ -168,14 +140,19 @@ def _is_itself_only(variable: Any) -> bool:
         return False
 
 
+_FUNCTIONS = {
+    operator.is_: _is_function,
+    operator.is_not: _is_function,
+    range: _range_function,
+}
+
+
 @contextlib.contextmanager
 def values_asked() -> Iterator[None]:
     """Makes Dynamo guard, within the body, the values of numbers where code depends on nothing less."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(InstructionTranslatorBase, "_format_value", _formatting))
         stack.enter_context(instructions_patched({"IS_OP": _is_operation}))
-        stack.enter_context(patched(BuiltinVariable, "call_function", _calling))
-        stack.enter_context(patched(StringFormatVariable, "create", _texts_known))
+        stack.enter_context(builtins_patched(_FUNCTIONS))
         for module in (lists, dicts):
             if hasattr(module, "iter_contains"):
                 stack.enter_context(patched(module, "iter_contains", _containing))

@@ -22,6 +22,7 @@ from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.dicts import ConstDictVariable
 
 from fckpt._call.facts import attribute, is_user_class
+from fckpt._capture.containers import container_of
 from fckpt._capture.patching import patched
 
 __all__ = ["objects_like_pythons"]
@@ -138,7 +139,7 @@ def _conflict(found: list[tuple[bool, set[Any] | None]]) -> bool:
 
 
 def _is_changed(effects: Any, item: Any) -> bool:
-    base = attribute(item, "_base_vt")
+    base = container_of(item)
     return effects.is_modified(item) or (base is not None and base.mutation_type and effects.is_modified(base))
 
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import BuiltinVariable
 from torch._dynamo.variables.base import VariableTracker
 
-__all__ = ["instructions_patched", "lookups_patched", "patched", "with_subclasses"]
+__all__ = ["builtins_patched", "instructions_patched", "lookups_patched", "patched", "with_subclasses"]
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -48,6 +49,24 @@ def instructions_patched(wrapped: Mapping[str, Wrapper]) -> Iterator[None]:
             stack.callback(operator.setitem, table, slice(None), list(table))
             for name, wrap in wrapped.items():
                 table[dis.opmap[name]] = wrap(table[dis.opmap[name]])
+        yield
+
+
+@contextlib.contextmanager
+def builtins_patched(wrapped: Mapping[Callable[..., Any], Wrapper]) -> Iterator[None]:
+    """Wraps, within the body, how Dynamo evaluates calls of these built-in functions."""
+    wrappers = {id(fn): wrap for fn, wrap in wrapped.items()}
+
+    def calling(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call_function(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            wrap = wrappers.get(id(this.fn))
+            call = original if wrap is None else wrap(original)
+            return call(this, tx, args, kwargs)
+
+        return call_function
+
+    with patched(BuiltinVariable, "call_function", calling):
         yield
 
 

@@ -67,8 +67,6 @@ class DataReadsRefused(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _WATCHED and self.recorder.owns(unwrapped(args[0])):
-            if func in _TEXTS:
-                return f"<a tensor of a trace, {args[0].dtype}{list(args[0].shape)}>"
             at_level = self.wrapped or transforms_active()
             if (func != _IS_LEAF or at_level) and (reason := _refusal(func, sys._getframe(1))):
                 raise TraceError(f"{current()}: {reason}")
@@ -113,6 +111,8 @@ def _refusal(func: Any, frame: Any) -> str:
             "cuDNN packs the weights of recurrent networks, and a plan cannot follow that. Use nn.LSTMCell in a loop, "
             f"or put the recurrent layers outside of the plan. {WAY_OUT}"
         )
+    if func in _TEXTS:
+        return _looks("it writes the data as text")
     if func in _READS:
         return _looks(f"`{func.__name__}`")
     if func in _REFUSED:
