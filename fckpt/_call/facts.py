@@ -54,8 +54,8 @@ class Unguarded:
         self.what = what
 
 
-_COMPARED = (torch.dtype, torch.device, torch.Size, type, range, decimal.Decimal, Fraction, STRUCTURE)
-"""Types of immutable values that compare by contents."""
+_COMPARED = (torch.dtype, torch.device, torch.Size, type, Fraction, STRUCTURE)
+"""Types of immutable values that compare by contents, and of which equal ones are alike."""
 
 
 def fact(value: Any) -> Any:
@@ -74,7 +74,9 @@ def fact(value: Any) -> Any:
         return (kind, value)
     if isinstance(value, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         return Unguarded(SCRIPT)
-    if kind is slice:
+    if issubclass(kind, decimal.Decimal):  # 1.5 equals 1.50
+        return (kind, *decimal.Decimal.as_tuple(value))
+    if kind in (slice, range):
         return (kind, fact(value.start), fact(value.stop), fact(value.step))
     if isinstance(value, (list, tuple, dict, set, frozenset, collections.deque)):
         return _fact_of_container(value, kind)
@@ -205,7 +207,7 @@ def _fact_of_container(value: Any, kind: type) -> Any:
     if isinstance(value, (set, frozenset)):
         return (kind, frozenset(map(fact, value)))
     if isinstance(value, dict) and all(type(k) in PLAIN for k in value):
-        return (kind, tuple(value))
+        return (kind, tuple(map(fact, value)))
     return (kind, len(value))
 
 

@@ -7,9 +7,9 @@ not guard `hasattr` of functions and imported modules, nor the two lookups in wh
 Without the guards added here, Dynamo's guards would still hold after the key or the attribute has appeared. (For
 attributes of dicts, see `dict_attributes.py`.)
 
-Dynamo guards the order of the keys of a dict that is iterated, but not if it is copied: `d.copy()`, `{**d}`, `f(**d)`.
-It guards no keys at all of a dict that it passes to a built-in function: `max(d, key=d.get)`.
-Seen on torch 2.11 and 2.13.
+Dynamo guards the order of the keys of a dict that is iterated, but not if it is copied, or made a sequence: `d.copy()`,
+`{**d}`, `f(**d)`, `list(d)`, `f(*d)`. It guards no keys at all of a dict that it passes to a built-in function:
+`max(d, key=d.get)`. Seen on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import ConstantVariable, dicts
-from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables import ConstantVariable, SetVariable, dicts
+from torch._dynamo.variables.dicts import ConstDictVariable, DictViewVariable
 from torch._dynamo.variables.functions import FunctoolsPartialVariable
 from torch._dynamo.variables.user_defined import UserDefinedDictVariable
 
@@ -63,6 +63,19 @@ def _ordered_copies(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, tx, name, args, kwargs)
 
     return call_method
+
+
+def _ordered_sequence(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def unpack_var_sequence(self: Any, tx: Any) -> Any:
+        source = getattr(self, "dv_dict", self).source
+        if source and not isinstance(self, SetVariable):
+            if _OF_OBJECTS is not None and isinstance(self, _OF_OBJECTS):
+                _refuse_own_code()
+            tx.output.guard_on_key_order.add(source)
+        return original(self, tx)
+
+    return unpack_var_sequence
 
 
 def _guarded_constant(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,6 +188,8 @@ def absences_guarded() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(ConstDictVariable, _SUBSCRIPT, _guarded_subscript))
         stack.enter_context(patched(ConstDictVariable, "as_python_constant", _guarded_constant))
+        for cls in (ConstDictVariable, DictViewVariable):
+            stack.enter_context(patched(cls, "unpack_var_sequence", _ordered_sequence))
         for cls in with_subclasses(_DICTS):
             if "call_method" in vars(cls):
                 stack.enter_context(patched(cls, "call_method", _ordered_copies))

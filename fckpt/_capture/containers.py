@@ -86,8 +86,11 @@ def containers_like_pythons() -> Iterator[None]:
     def extending(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(this: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            if name == "extend" and args and isinstance(given := args[0].realize(), SetVariable):
+            given = args[0].realize() if name == "extend" and args else None
+            if isinstance(given, SetVariable):
                 _check_order(given, tx)
+            elif isinstance(given, ConstDictVariable):
+                given.unpack_var_sequence(tx)  # which guards the keys
             return original(this, tx, name, args, kwargs)
 
         return call

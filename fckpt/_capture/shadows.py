@@ -1,7 +1,7 @@
 """Guards that Dynamo omits: on built-in names, on the sign of zero, and on environment variables read through `os`.
 
 * Python looks up a built-in name in the globals first, where a later assignment (`max = my_max`) hides the built-in.
-* 0.0 equals -0.0, but the two can give different results; (1.0, 0.0) equals (True, False).
+* 0.0 equals -0.0, but the two can give different results; (1.0, 0.0) equals (True, False), and {1} equals {1.0}.
 * Dynamo does not guard the globals of Python's own modules, and `os.getenv` reads the environment through one of them.
 
 Seen on torch 2.11 and 2.13.
@@ -15,13 +15,15 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch._dynamo import symbolic_convert
-from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.guards import DictGuardManager, GuardBuilder, GuardManagerType, get_key_index_source
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 from fckpt._call.facts import is_library
 from fckpt._capture.patching import patched
 from fckpt._capture.twins import exactly
+from fckpt._capture.wrapped import name_of
 
 __all__ = ["BuiltinNames", "shadows_guarded"]
 
@@ -62,12 +64,9 @@ def _noting(names: BuiltinNames) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def _may_equal_another(value: Any) -> bool:
-    """Whether a different value may compare equal to this one: -0.0 to 0.0, or (True, 0.0) to (1.0, 0.0).
-
-    Containers of ints only, which are mostly strides and sizes, get no further guard, because there are hundreds.
-    """
+    """Whether a different value may compare equal to this one: -0.0 to 0.0, or (True, 0.0) to (1.0, 0.0)."""
     if isinstance(value, (tuple, list, set, frozenset)):
-        return any(isinstance(v, (bool, float, complex)) or _may_equal_another(v) for v in value)
+        return any(isinstance(v, (int, float, complex)) or _may_equal_another(v) for v in value)
     return isinstance(value, (float, complex)) and 0.0 in (value.real, value.imag)
 
 
@@ -75,20 +74,51 @@ def _guarding_sign(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def match(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
         original(self, guard, *args, **kwargs)
-        value = self.get(guard)
-        if _may_equal_another(value):
-            then = exactly(value)
-            # An immutable value is recognised by identity, which is fast; lists and sets may have changed.
-            known = value if isinstance(value, (tuple, frozenset)) else None
-            same = lambda now: (now is known and known is not None) or exactly(now) == then
-            add = self.get_guard_manager(guard).add_lambda_guard
-            parts = [f"the signs and kinds of the numbers in {value!r}"]
-            try:
-                add(same, parts, guard.user_stack)
-            except TypeError:  # torch 2.11
-                add(same, parts)
+        value, manager = self.get(guard), self.get_guard_manager(guard)
+        if isinstance(manager, DictGuardManager):  # of a dict with an order, whose keys have guards of their own
+            if original.__name__ != "DICT_KEYS_MATCH":
+                return
+            for index, key in enumerate(dict.keys(value)):
+                place = get_key_index_source(name_of(guard.originating_source), index)
+                if _may_equal_another((key,)):
+                    kind = GuardManagerType.GUARD_MANAGER
+                    of_key = manager.get_key_manager(
+                        index=index, source=place, example_value=key, guard_manager_enum=kind
+                    )
+                    _add(of_key, key, guard)
+            return
+        if isinstance(value, dict):
+            value = frozenset(dict.keys(value))
+        is_option = getattr(guard.originating_source, "member", None) in _OPTIONS
+        if _may_equal_another(value) and not (is_option and _are_ints(value)):
+            _add(manager, value, guard)
 
     return match
+
+
+def _add(manager: Any, value: Any, guard: Any) -> None:
+    """Adds a guard that a value, or the keys of a dict, are exactly these."""
+    then = exactly(value)
+    # An immutable value is recognised by identity, which is fast; lists and sets may have changed.
+    known = value if isinstance(value, (tuple, frozenset)) else None
+    form = lambda now: exactly(frozenset(dict.keys(now)) if isinstance(now, dict) else now)
+    same = lambda now: (now is known and known is not None) or form(now) == then
+    parts = [f"the signs and kinds of the numbers in {value!r}"]
+    try:
+        manager.add_lambda_guard(same, parts, guard.user_stack)
+    except TypeError:  # torch 2.11
+        manager.add_lambda_guard(same, parts)
+
+
+def _are_ints(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(type(item) is int for item in value)
+
+
+_OPTIONS = {name for module in vars(torch.nn).values() for name in getattr(module, "__constants__", ())}
+_OPTIONS |= {"_reversed_padding_repeated_twice"}
+"""Attributes of torch's modules: strides, sizes and the like, of which a model has hundreds, all of ints."""
+_COMPARING = ("EQUALS_MATCH", "DICT_KEYS_MATCH", "SEQUENCE_LENGTH", "SET_CONTAINS")
+"""Guards that compare by value."""
 
 
 def _without_os(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -99,9 +129,10 @@ def _without_os(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
 def shadows_guarded() -> Iterator[BuiltinNames]:
     """Makes Dynamo guard the sign of zero and `os` within the body; yields the built-in names that code looks up."""
     names = BuiltinNames()
-    with (
-        patched(InstructionTranslatorBase, "load_builtin_from_argval", _noting(names)),
-        patched(GuardBuilder, "EQUALS_MATCH", _guarding_sign),
-        patched(symbolic_convert, "is_stdlib", _without_os),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(InstructionTranslatorBase, "load_builtin_from_argval", _noting(names)))
+        stack.enter_context(patched(symbolic_convert, "is_stdlib", _without_os))
+        for name in _COMPARING:
+            if name in vars(GuardBuilder):
+                stack.enter_context(patched(GuardBuilder, name, _guarding_sign))
         yield names

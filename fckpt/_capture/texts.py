@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SetVariable, UserDefinedObjectVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable, DictViewVariable, MappingProxyVariable
@@ -68,6 +68,8 @@ def _written(variable: Any, in_dict: bool = False) -> Any:
     if isinstance(variable, _DICTS) or _is_written_in_c(kind):
         if kind not in (dict, set):
             raise LookupError(f"the text of a container of type {kind.__name__} is not known")
+        if isinstance(variable, ConstDictVariable):
+            variable.unpack_var_sequence(InstructionTranslator.current_tx())  # which guards the keys
         for key, value in getattr(variable, "items", {}).items():
             _written(key.vt, True)
             _written(value, True)

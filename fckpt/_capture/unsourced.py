@@ -7,14 +7,18 @@ found, guarded and written as those of any other function. That the class still 
 `classes.py`.
 
 Dynamo also does not guard which class it finds through a variable that a function closes over. All variables of a
-region's function are of that kind.
+region's function are of that kind. It has no guard at all for methods of built-in types (`torch.Tensor.exp`), compares
+by value what may be equal and yet differ (`Decimal("1.5")` and `Decimal("1.50")`), and of a function that
+`torch.no_grad()` or the like decorates it does not guard which context manager that is.
 
-Seen on torch 2.11 and 2.13: `UserFunctionVariable.bind_args`, `is_from_closure_source`.
+Seen on torch 2.11 and 2.13: `UserFunctionVariable.bind_args`, `is_from_closure_source`, `VariableBuilder._wrap`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import decimal
 import functools
 import itertools
 import re
@@ -24,10 +28,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import GlobalWeakRefSource
+from torch._dynamo.source import AttrSource, GlobalWeakRefSource
 from torch._dynamo.variables import builder
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.misc import GetAttrVariable
+from torch.utils._contextlib import _DecoratorContextManager
 
 from fckpt._capture.patching import lookups_patched, patched
 from fckpt._capture.sources import TORCH, is_users
@@ -62,8 +68,27 @@ def unsourced_guarded(folded: set[str]) -> Iterator[None]:
         lookups_patched(noting, lambda original: original),
         patched(UserFunctionVariable, "bind_args", _binding_with_source),
         patched(builder, "is_from_closure_source", lambda _: lambda source: False),
+        patched(VariableBuilder, "_wrap", _wrapping),
     ):
         yield
+
+
+def _wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrap(this: Any, value: Any) -> Any:
+        found = original(this, value)
+        if isinstance(value, _BY_IDENTITY):
+            install_guard(this.source.make_guard(GuardBuilder.ID_MATCH))
+        elif type(value) is types.MethodType and isinstance(value.__self__, _DecoratorContextManager):
+            install_guard(AttrSource(this.source, "__self__").make_guard(GuardBuilder.ID_MATCH))
+        return found
+
+    return wrap
+
+
+_IN_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
+_BY_IDENTITY = (*_IN_C, decimal.Decimal, datetime.datetime, datetime.time)
+"""Types of values of which Dynamo has no guard, or compares them by value although equal ones may differ."""
 
 
 def functions_named(text: str) -> str:
