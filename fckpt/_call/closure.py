@@ -250,7 +250,7 @@ class _Walk:
             if type(attributes) is dict:
                 self.items(attributes, depth - 1)
             for name in slot_names(kind):
-                held = attribute(value, name)
+                held = attribute(value, name, ABSENT)
                 self.place((value, name, held), depth - 1)
             self.constants(kind)
             self.state = state
@@ -375,10 +375,10 @@ class _Walk:
             held = scope.get(name, ABSENT)  # for example if it is the name of a built-in function
             if isinstance(held, types.ModuleType):
                 self.module(held, names, depth)
-            elif isinstance(held, type):
-                self.constants(held)
             else:
                 self.place((scope, name, held), depth)
+                if isinstance(held, type):
+                    self.constants(held)
 
     def contents_of_imported(self) -> None:
         """Visits the data in imported modules that are held elsewhere than in globals, by all names in the code."""
@@ -402,6 +402,7 @@ class _Walk:
         for name in names:
             held = vars(module).get(name)
             if isinstance(held, type):
+                self.place((vars(module), name, held), depth)
                 self.constants(held)
             elif levels and isinstance(held, types.ModuleType):
                 self.module(held, names, depth, levels - 1)
@@ -489,9 +490,14 @@ def method_globals(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
             held = scope.get(name, ABSENT)
             if type(held) is types.FunctionType:
                 todo.append(held)
-            elif type(held) in PLAIN or (not (held is None or isinstance(held, _CODE)) and is_data(held)):
+            elif type(held) in PLAIN or _is_librarys(held) or (not isinstance(held, _CODE) and is_data(held)):
                 found[id(scope), name] = (scope, name)
     return tuple(found.values())
+
+
+def _is_librarys(held: Any) -> bool:
+    """Whether a value is a class of a library, such as `numpy.float32`, for which a variable may hold another."""
+    return isinstance(held, type) and not is_user_class(held)
 
 
 _OWN_NOTES = {"functools": weakref.WeakKeyDictionary, "dataclasses": set, "reprlib": set}

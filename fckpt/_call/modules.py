@@ -113,7 +113,7 @@ class ModuleParts:
         self._owners = [m for m, _ in closed]
         self._names = [k for _, k in closed]
         self._hooked = [(m, k) for m in modules for k in (*HOOKS, *_WITH_KWARGS)]
-        self._hooks = [m[k] for m in modules for k in (*HOOKS, *_BACKWARD_HOOKS)]
+        self._hooks = [m[k] for m in modules for k in (*HOOKS, *_OTHER_HOOKS)]
         self._children = [m["_modules"] for m in modules]
         places = {id(m): i for i, m in enumerate(tree)}
         self._edges = tuple([tuple([(k, places.get(id(c))) for k, c in held.items()]) for held in self._children])
@@ -316,7 +316,7 @@ _DICTS = operator.itemgetter("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _WITH_KWARGS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 """The attributes that say which forward hooks of a module take keyword arguments, by the id of the hook."""
-_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_OTHER_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
 
 
 def facts_of(values: Sequence[Any], scopes: Iterable[tuple[types.CodeType, dict[str, Any]]] = ()) -> tuple[Any, ...]:

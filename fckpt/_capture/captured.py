@@ -459,7 +459,7 @@ class _Attempt:
         replaced = patched_methods(output.graph_capture_output.traced_code)
         if replaced:
             raise CaptureError(f"Tensor.{replaced[0]} is not the method of torch")
-        _check_inputs(captured)
+        _check_settings(captured)
         if self.hooks_inputs and captured.graph is not None and captured.graph.takes_gradients:
             raise CaptureError("the function registers a hook on an input, and takes gradients inside")
         return captured
@@ -503,13 +503,9 @@ class _Attempt:
             raise CaptureError(f"{type(error).__name__}: {error}") from error
 
 
-def _check_inputs(captured: Captured) -> None:
-    if captured.graph is not None:
-        for node, source in zip(captured.graph.placeholders, captured.graph.sources, strict=True):
-            if "random_value" in node or "Random" in type(source).__name__:
-                raise CaptureError("the function draws from a random.Random, and a graph would repeat the same numbers")
-        if name := changed_setting(captured.graph.module, torch.is_grad_enabled()):
-            raise CaptureError(f"the function changes a setting of torch (`{name}`)")
+def _check_settings(captured: Captured) -> None:
+    if captured.graph is not None and (name := changed_setting(captured.graph.module, torch.is_grad_enabled())):
+        raise CaptureError(f"the function changes a setting of torch (`{name}`)")
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lists import CommonListMethodsVariable, DequeVariable, TupleVariable
 
+from fckpt._capture.numbers import known
 from fckpt._capture.patching import builtins_patched, patched
 from fckpt._capture.sources import TORCH
 
@@ -146,6 +147,8 @@ def _in_any_table(items: list[Any]) -> bool:
 def _moving(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(this: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name in ("move_to_end", "popitem"):  # whose argument `last` Dynamo takes for True unless it is a constant
+            args, kwargs = [known(arg) for arg in args], {key: known(value) for key, value in kwargs.items()}
         found = original(this, tx, name, args, kwargs)
         if name == "move_to_end":  # Dynamo writes only entries that are new, or all
             getattr(this, "_base_vt", this).should_reconstruct_all = True

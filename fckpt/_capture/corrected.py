@@ -7,6 +7,8 @@
 * An argument that is given by position and by keyword is an error, as is a keyword that is given twice.
 * A sum that no operand knows how to compute is an error, and not the constant `NotImplemented`.
 * What `Class[key]` gives depends on what the code of the class reads.
+* `n in range(5)` is True or False, and not how often the range contains the number.
+* A number that `random.random()` draws is another one in each call.
 * That an attribute is deleted depends on whether it is there.
 * A class may get or lose methods such as `__len__` between two captures.
 
@@ -30,12 +32,16 @@ from torch._dynamo.variables import (
     SetVariable,
     builder,
     functions,
+    misc,
+    user_defined,
 )
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+from torch._dynamo.variables.lists import RangeVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
+from fckpt._capture.numbers import known
 from fckpt._capture.patching import builtins_patched, instructions_patched, patched
 
 __all__ = ["answers_corrected"]
@@ -145,6 +151,26 @@ def _indexing(original: Callable[..., Any]) -> Callable[..., Any]:
     return index
 
 
+def _drawing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        raise LookupError("the function draws from a random.Random, and a graph would repeat the same numbers")
+
+    return draw
+
+
+def _range_containing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def contains(this: Any, tx: Any, asked: Any, *args: Any) -> Any:
+        of_method = isinstance(asked, str) and asked != "__contains__"
+        found = original(this, tx, asked if isinstance(asked, str) else known(asked), *args)
+        if of_method or not found.is_python_constant() or type(found.as_python_constant()) is not int:
+            return found
+        return ConstantVariable.create(bool(found.as_python_constant()))
+
+    return contains
+
+
 def _delete_function(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call_delattr(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -182,5 +208,10 @@ def answers_corrected() -> Iterator[None]:
             stack.enter_context(patched(SetVariable, _SUBTRACT, _subtracting))
         stack.enter_context(instructions_patched(_INSTRUCTIONS))
         stack.enter_context(patched(functions, "bind_args_cached", _binding))
+        for module in (misc, user_defined):
+            stack.enter_context(patched(module, "call_random_fn", _drawing))
+        for name in ("sq_contains", "call_method"):
+            if name in vars(RangeVariable):
+                stack.enter_context(patched(RangeVariable, name, _range_containing))
         stack.enter_context(builtins_patched({delattr: _delete_function}))
         yield
