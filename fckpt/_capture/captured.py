@@ -56,6 +56,7 @@ from fckpt._capture.classes import ClassFacts, classes_of, guards_script, patche
 from fckpt._capture.compared import compared_constants
 from fckpt._capture.containers import containers_like_pythons
 from fckpt._capture.corrected import answers_corrected
+from fckpt._capture.default_device import default_device_known
 from fckpt._capture.dict_attributes import DictAttributes, keep_factories
 from fckpt._capture.distinct import Distinct
 from fckpt._capture.equivalents import equivalents_evaluated
@@ -92,6 +93,7 @@ from fckpt._capture.tensor_subclasses import tensor_subclasses_refused
 from fckpt._capture.texts import texts_like_pythons
 from fckpt._capture.undecomposed import undecomposed
 from fckpt._capture.users_classes import users_classes_like_pythons
+from fckpt._capture.warned import IGNORED, Warned
 from fckpt._capture.wrapped import WrappedTensors, name_of, without_tensors
 from fckpt._memory import collector_paused
 from fckpt.errors import FckptError, GradientWarning, TraceError, users_stacklevel
@@ -429,6 +431,7 @@ class _Attempt:
         self.identities = Identities()
         self.attributes = DictAttributes(taken[0].__globals__)
         self.distinct = Distinct(taken[0].__globals__, places)
+        self.warned = Warned()
         self.writes = False
         self.hooks_inputs = False
         """Whether the function registers hooks on tensors from outside."""
@@ -462,6 +465,7 @@ class _Attempt:
         _check_settings(captured)
         if self.hooks_inputs and captured.graph is not None and captured.graph.takes_gradients:
             raise CaptureError("the function registers a hook on an input, and takes gradients inside")
+        self.warned.give()
         return captured
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, list[str], BuiltinNames]:
@@ -478,6 +482,7 @@ class _Attempt:
                 stack.enter_context(self.answers.given())
                 stack.enter_context(self.attributes.recorded())
                 stack.enter_context(self.distinct.recorded())
+                stack.enter_context(self.warned.noted())
                 stack.enter_context(self.branches.decided())
                 stack.enter_context(marks.capturing())
                 # within `frames`, which notes what the caller of a block releases
@@ -514,7 +519,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
     places = (logging, logging.Logger)
     ignored = {f for place in places for name in _LOGGING if (f := getattr(place, name, None))}
     sizes = {"automatic_dynamic_shapes": dynamic, "assume_static_by_default": not dynamic}
-    patch = {**_SETTINGS, **sizes, "ignore_logging_functions": ignored}
+    patch = {**_SETTINGS, **sizes, "ignore_logging_functions": ignored | IGNORED}
     with contextlib.ExitStack() as stack:
         stack.enter_context(get_metrics_context())
         stack.enter_context(dynamo_timed("fckpt_capture"))
@@ -536,6 +541,7 @@ def _settings(dynamic: bool) -> Iterator[list[Any]]:
         stack.enter_context(answers_corrected())
         stack.enter_context(texts_like_pythons())
         stack.enter_context(equivalents_evaluated())
+        stack.enter_context(default_device_known())
         stack.enter_context(caches_asked())
         stack.enter_context(exceptions_only_caught())
         stack.enter_context(state_reads_refused())

@@ -9,6 +9,7 @@
 * What `Class[key]` gives depends on what the code of the class reads.
 * `n in range(5)` is True or False, and not how often the range contains the number.
 * A number that `random.random()` draws is another one in each call.
+* `torch.utils.checkpoint` is no function that a torch function mode sees. The mode sees what it runs.
 * That an attribute is deleted depends on whether it is there.
 * A class may get or lose methods such as `__len__` between two captures.
 
@@ -38,6 +39,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lists import RangeVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
@@ -151,6 +153,16 @@ def _indexing(original: Callable[..., Any]) -> Callable[..., Any]:
     return index
 
 
+def _checkpointing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call_function(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(this, CheckpointHigherOrderVariable):
+            return this._call_function(tx, args, kwargs)
+        return original(this, tx, args, kwargs)
+
+    return call_function
+
+
 def _drawing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def draw(*args: Any, **kwargs: Any) -> Any:
@@ -208,6 +220,8 @@ def answers_corrected() -> Iterator[None]:
             stack.enter_context(patched(SetVariable, _SUBTRACT, _subtracting))
         stack.enter_context(instructions_patched(_INSTRUCTIONS))
         stack.enter_context(patched(functions, "bind_args_cached", _binding))
+        owner = next(cls for cls in CheckpointHigherOrderVariable.__mro__ if "call_function" in vars(cls))
+        stack.enter_context(patched(owner, "call_function", _checkpointing))
         for module in (misc, user_defined):
             stack.enter_context(patched(module, "call_random_fn", _drawing))
         for name in ("sq_contains", "call_method"):

@@ -2,7 +2,7 @@
 
 Dynamo keeps the formula in the graph only for a call whose arguments require grad as far as it sees. It evaluates the
 Python code of `forward` for all other calls, which autograd would then differentiate by the formulas of the operations
-inside. Three cases need care:
+inside. Four cases need care:
 
 * Below levels of torch.func, tensors that an outer level differentiates do not seem to require grad (within a `vmap`,
   for example), and a class has rules for these levels, which Dynamo does not follow. The same holds for the forward
@@ -12,6 +12,7 @@ inside. Three cases need care:
   captured either.
 * If no argument requires grad, `forward` still runs with grad mode off: what it computes from other tensors (a
   parameter that it reads, a list of tensors) does not require grad.
+* A torch function mode sees what `forward` calls, and for Dynamo what `backward` calls too.
 
 Seen on torch 2.11 and 2.13: `AutogradFunctionVariable.call_apply`.
 """
@@ -66,12 +67,16 @@ def own_formulas_used(below: bool) -> Iterator[None]:
 
     def tracing(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def trace(this: Any, *args: Any, **kwargs: Any) -> Any:
+        def trace(this: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            modes = tx.symbolic_torch_function_state.mode_stack
+            held = list(modes)
+            modes.clear()
             backwards.append(this)
             try:
-                return original(this, *args, **kwargs)
+                return original(this, tx, *args, **kwargs)
             finally:
                 backwards.pop()
+                modes.extend(held)
 
         return trace
 

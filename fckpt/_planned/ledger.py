@@ -41,7 +41,9 @@ _REASONS = {
         "its backward pass is batched or differentiated by an outer transform (jacrev, hessian, is_grads_batched)"
     ),
     "second derivative": _Reason(
-        "a second derivative is taken through its backward pass (create_graph=True, or grad of grad)"
+        "a second derivative is taken through its backward pass (create_graph=True, or grad of grad)",
+        way_out="Derivatives beyond the first may differ from the plain ones by rounding. Put the budget around the "
+        "outermost function, the transform included.",
     ),
     "dispatch mode": _Reason(
         "a TorchDispatchMode is active, which may change what operations return, and would see other operations than "

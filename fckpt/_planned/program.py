@@ -307,17 +307,21 @@ def _cast(trace: Trace) -> list[int]:
 
 
 def _summed(trace: Trace) -> list[int]:
-    """Returns the operands whose gradients autograd's engine adds up from several contributions."""
+    """Returns the operands whose gradients autograd's engine adds up from several contributions.
+
+    A gradient whose formula ends with an addition is taken for such a sum.
+    """
     nodes, found = trace.graph.nodes, []
     for i, t in enumerate(trace.gradients):
         maker = None if t is None else trace.graph.values[trace.tensors[t].value].producer
         while maker is not None and nodes[maker].op in _COPIES:
             maker = trace.graph.values[nodes[maker].inputs[0]].producer
-        if maker is not None and nodes[maker].backward and nodes[maker].accumulates:
+        if maker is not None and nodes[maker].backward and nodes[maker].op in _ADDITIONS:
             found.append(i)
     return found
 
 
+_ADDITIONS = ("aten.add.Tensor", "aten.add_.Tensor")
 _COPIES = ("aten.clone.default", "aten._to_copy.default")
 _CONVERT = torch.ops.aten._to_copy.default
 

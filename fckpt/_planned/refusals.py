@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from fckpt._planned.tracing import REACHES
 from fckpt._trace.effects import ASSIGNS
 from fckpt._trace.stand_ins import WAY_OUT
+from fckpt._trace.untraceable import LOOKS
 from fckpt.errors import TraceError
 
 __all__ = ["explaining", "latest"]
@@ -30,13 +31,21 @@ def explaining(refusals: dict[bool, str]) -> Iterator[None]:
         refusals.clear()
         if not reasons or reasons in str(error) or _is_same_place(str(error), reasons):
             raise
-        for beginning, why in ((ASSIGNS, "which may assign nothing"), (REACHES, "which is not possible here")):
-            if str(error).startswith(beginning):  # more distant than the obstacle to a capture
+        for said, why in _LATER.items():
+            if said in str(error) and "ata-dependent" not in reasons:
                 raise TraceError(
                     f"the function cannot be captured: {reasons}. It is traced by running its Python code instead, "
                     f"{why}: {error}"
                 ) from error
         raise TraceError(f"{error} (Nor could it be captured: {reasons}.)") from error
+
+
+_LATER = {
+    ASSIGNS: "which may assign nothing",
+    REACHES: "which is not possible here",
+    LOOKS: "which may not depend on data",
+}
+"""By what an error says: how tracing Python code differs. Such errors are further than the obstacle to a capture."""
 
 
 def latest(refusals: dict[bool, str]) -> str:

@@ -344,8 +344,10 @@ class _Recompute(_SingleLevelFunction):
             operands = [unwrap_if_dead(x) for x in (*saved, *(ct for ct in cotangents if ct is not None))]
             found = iter(bind(pullback, operands, min(ctx.floor, level if alive else level - 1)))
             grads = [next(found) if need else None for need in needs]
+        planned = ctx.primitive.planned if isinstance(ctx.primitive, UserCall) else None
+        if ctx.level and planned is not None:
+            watch_sums(saved, grads, planned)
         if not ctx.level:
-            planned = ctx.primitive.planned if isinstance(ctx.primitive, UserCall) else None
             if planned is not None and not torch.is_grad_enabled():
                 grads = each_once(grads) if planned.as_computed else grads
                 watch_sums(saved, grads, planned)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fckpt._call.levels import is_legacy_batch
+from fckpt._call.levels import is_legacy_batch, unwrapped
 from fckpt._recompute.primitives import Planned
 
 __all__ = ["is_of_user", "watch_sums"]
@@ -51,7 +51,7 @@ class _Sum:
     """A hook of an operand, for one backward pass: it compares the gradient of the operand with that of the call."""
 
     def __init__(self, operand: torch.Tensor, grad: torch.Tensor, even_last: bool, differs: Callable[[], None]) -> None:
-        self.address = grad.data_ptr()
+        self.address = unwrapped(grad).data_ptr()
         self.version = grad._version if even_last else None
         self.differs = differs
         self.task = torch._C._current_graph_task_id()
@@ -61,5 +61,5 @@ class _Sum:
         self.handle.remove()
         if self.task != torch._C._current_graph_task_id():
             return  # left from a backward pass that ended early
-        if grad.data_ptr() != self.address or self.version not in (None, grad._version):
+        if unwrapped(grad).data_ptr() != self.address or self.version not in (None, grad._version):
             self.differs()

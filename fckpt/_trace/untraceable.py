@@ -24,7 +24,7 @@ from fckpt._trace.stand_ins import WAY_OUT
 from fckpt._trace.vmap_of_grad import at_a_level
 from fckpt.errors import TraceError
 
-__all__ = ["DataReadsRefused", "HigherOrderError", "errors_located"]
+__all__ = ["LOOKS", "DataReadsRefused", "HigherOrderError", "errors_located"]
 
 _TENSOR: Any = torch.Tensor
 _READS = {
@@ -216,9 +216,13 @@ _BRANCHING = {"cond", "while_loop", "map_impl", "scan", "associative_scan"}
 """Operators that take functions, and choose at run time which of them to call, or how often."""
 
 
+LOOKS = "the function looks at the data"
+"""The beginning of the message about data that decide what a function computes, on which a captured one may branch."""
+
+
 def _looks(what: str) -> str:
     return (
-        f"the function looks at the data of a tensor here ({what}), so its operations are not the same for all data "
+        f"{LOOKS} of a tensor here ({what}), so its operations are not the same for all data "
         f"and cannot be planned ahead. {WAY_OUT}"
     )
 
