@@ -87,9 +87,15 @@ class Region:
             return compiled.call(self, fn, args, kwargs)
         if is_tracing():
             return inlined(fn, args, kwargs, self.policy)
-        if not (torch.is_grad_enabled() or self.plans_calls) or is_recorded() or is_followed():
+        if not (torch.is_grad_enabled() or self.plans_calls) or is_followed():
             return fn(*args, **kwargs)
+        if is_recorded():
+            return self.run_recorded(fn, args, kwargs)
         return self.run(fn, args, kwargs)
+
+    def run_recorded(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs `fn` while `torch.jit.trace` or the like records a graph, of which it becomes a part."""
+        return fn(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self.options  # a copy has seen no calls
@@ -150,6 +156,10 @@ class PlannedRegion(Region):
         named = policy is not None and as_policy(policy).mentioned
         self.compiled_options = None if donated or tile or named or cuda_graphs else (nbytes, policy, solver)
         """Budget, policy and solver for a compiler; None if it cannot follow the other options."""
+
+    def run_recorded(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.planner.ledger.falls_back("recorded")
+        return super().run_recorded(fn, args, kwargs)
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ledger = self.planner.ledger

@@ -17,9 +17,10 @@ import torch
 from torch.nn.modules import module as nn_module
 
 from fckpt._call.facts import attribute
+from fckpt._capture.sources import TORCH
 from fckpt._late import registrations
 
-__all__ = ["ClassFacts", "classes_of", "functions_in", "guards_script", "patched_methods"]
+__all__ = ["ClassFacts", "classes_of", "functions_in", "guards_script", "method_of_torch", "patched_methods"]
 
 _ABSENT = object()
 _HOOKS = [value for name, value in vars(nn_module).items() if name.startswith("_global_") and isinstance(value, dict)]
@@ -117,6 +118,16 @@ def patched_methods(codes: Iterable[types.CodeType]) -> list[str]:
     """
     now = vars(torch.Tensor)
     return [name for name in sorted(_names_in(codes)) if now.get(name, _ABSENT) is not _METHODS.get(name, _ABSENT)]
+
+
+def method_of_torch(called: Any) -> Any:
+    """Returns the method of torch that a torch function mode is told of: C code looks it up by its name, and finds the
+    function by which it was replaced.
+    """
+    if type(called) is not types.FunctionType or called.__code__.co_filename.startswith(TORCH):
+        return called
+    now, base = vars(torch.Tensor), vars(torch._C.TensorBase)
+    return next((base[name] for name, value in now.items() if value is called and name in base), called)
 
 
 _HEAPTYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was created by Python code, so its dict can change

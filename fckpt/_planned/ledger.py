@@ -96,6 +96,13 @@ _REASONS = {
         way_out="Run the module once before training, without gradients.",
         does="runs like the plain function",
     ),
+    "recorded": _Reason(
+        "torch.jit.trace, make_fx or torch.func.functionalize records it, and a recorded recompute would draw other "
+        "random numbers",
+        way_out="Put the budget around the recorded function.",
+        does="becomes a part of the recorded graph",
+        is_plain=True,
+    ),
     "meta tensors": _Reason(
         "some of its arguments and captured tensors are on the device meta, and others are not",
         way_out="Put all tensors on one device.",

@@ -13,6 +13,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fckpt._capture.classes import method_of_torch
+
 __all__ = ["SymbolicFunctions"]
 
 aten = torch.ops.aten
@@ -22,6 +24,7 @@ class SymbolicFunctions(TorchFunctionMode):
     """A mode in which these functions take symbolic sizes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = method_of_torch(func)
         run: Any = _FUNCTIONS.get(func, func)
         return run(*args, **(kwargs or {}))
 
