@@ -60,7 +60,8 @@ class GeneratorState:
         """Returns the state as bytes. The first time, torch allocates memory on the CPU for a moment."""
         copy = self._copy
         if copy is not None:
-            self._data, self._copy = _bytes_of(copy), None
+            with collector_paused():
+                self._data, self._copy = _bytes_of(copy), None
         return self._data
 
     def set(self, generator: torch.Generator) -> None:

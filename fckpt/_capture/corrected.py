@@ -42,6 +42,7 @@ from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lists import RangeVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+from torch.utils._device import DeviceContext
 
 from fckpt._capture.numbers import known
 from fckpt._capture.patching import builtins_patched, instructions_patched, patched
@@ -157,6 +158,12 @@ def _checkpointing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call_function(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(this, CheckpointHigherOrderVariable):
+            modes = [mode.realize() for mode in tx.symbolic_torch_function_state.mode_stack]
+            reentrant = kwargs.get("use_reentrant")
+            if any(type(mode.value) is not DeviceContext for mode in modes) and (
+                reentrant is None or not reentrant.is_python_constant() or reentrant.as_python_constant() is not False
+            ):
+                raise LookupError("a recompute of torch.utils.checkpoint is not seen by a torch function mode")
             return this._call_function(tx, args, kwargs)
         return original(this, tx, args, kwargs)
 

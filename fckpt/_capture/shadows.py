@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch._dynamo import symbolic_convert
 from torch._dynamo.guards import DictGuardManager, GuardBuilder, GuardManagerType, get_key_index_source
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -89,8 +88,7 @@ def _guarding_sign(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         if isinstance(value, dict):
             value = frozenset(dict.keys(value))
-        is_option = getattr(guard.originating_source, "member", None) in _OPTIONS
-        if _may_equal_another(value) and not (is_option and _are_ints(value)):
+        if _may_equal_another(value) and not (_are_ints(value) and _is_option(self, guard.originating_source)):
             _add(manager, value, guard)
 
     return match
@@ -114,9 +112,12 @@ def _are_ints(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and all(type(item) is int for item in value)
 
 
-_OPTIONS = {name for module in vars(torch.nn).values() for name in getattr(module, "__constants__", ())}
-_OPTIONS |= {"_reversed_padding_repeated_twice"}
-"""Attributes of torch's modules: strides, sizes and the like, of which a model has hundreds, all of ints."""
+def _is_option(guards: Any, source: Any) -> bool:
+    """Whether a place is an attribute of one of torch's own modules. A model has hundreds of strides, sizes etc."""
+    base = getattr(source, "base", None)
+    return base is not None and type(guards.get(base)).__module__.startswith("torch.nn.")
+
+
 _COMPARING = ("EQUALS_MATCH", "DICT_KEYS_MATCH", "SEQUENCE_LENGTH", "SET_CONTAINS")
 """Guards that compare by value."""
 

@@ -81,10 +81,21 @@ def state_reads_refused() -> Iterator[None]:
 
         return requires_grad
 
+    def requiring(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def requires_grad_(this: Any, *args: Any, **kwargs: Any) -> Any:
+            example = this.proxy.node.meta.get("example_value")
+            if isinstance(example, torch.Tensor) and example._is_view() and example.is_leaf:
+                raise LookupError("the function makes a leaf of a view that requires grad only since its base does")
+            return original(this, *args, **kwargs)
+
+        return requires_grad_
+
     refused = lambda name: lambda original: lambda *args, **kwargs: _refuse(name)
     with (
         patched(SubgraphTracer, "create_proxy", checked),
         patched(TensorVariable, "method_attr_requires_grad", of_results),
+        patched(TensorVariable, "method_requires_grad_", requiring),
         patched(TensorVariable, "method_stride", of_inputs("stride")),
         patched(TensorVariable, "method_is_contiguous", of_inputs("is_contiguous")),
         patched(TensorVariable, "method_untyped_storage", refused("untyped_storage")),

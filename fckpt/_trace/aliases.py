@@ -94,9 +94,11 @@ def _of(
         if steps is None:
             return None
         if results[i] is not base:
-            if results[i].requires_grad and unwrapped(base) is base and not _leads_to(results[i], base):
+            unrecorded = is_unrecorded(results[i])
+            tracked = results[i].requires_grad and not unrecorded
+            if tracked and unwrapped(base) is base and not _leads_to(results[i], base):
                 raise TraceError(NEW_LEAF)
-            found[i] = Rebuilt(source, results[i].requires_grad, steps, is_unrecorded(results[i]))
+            found[i] = Rebuilt(source, results[i].requires_grad, steps, unrecorded)
     return found
 
 

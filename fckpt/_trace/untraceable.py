@@ -17,6 +17,7 @@ from fckpt._capture.classes import method_of_torch
 from fckpt._capture.sources import current, failing_module, is_users
 from fckpt._capture.tensor_states import STATES
 from fckpt._trace import formulas
+from fckpt._trace.aliases import NEW_LEAF, is_unrecorded
 from fckpt._trace.late import refuse_hook_in_c
 from fckpt._trace.lifetimes import nodes_behind
 from fckpt._trace.plain_kernels import decides
@@ -72,6 +73,8 @@ class DataReadsRefused(TorchFunctionMode):
             at_level = self.wrapped or transforms_active()
             if (func != _IS_LEAF or at_level) and (reason := _refusal(func, sys._getframe(1))):
                 raise TraceError(f"{current()}: {reason}")
+        if func in _REQUIRING and is_unrecorded(args[0]) and self.recorder.owns(unwrapped(args[0])):
+            raise TraceError(NEW_LEAF)
         if func in _REGISTERING:
             refuse_hook_in_c((*args[1:], *(kwargs or {}).values())[0])
         # A function that reads `grad_fn` most likely registers a hook on it.
@@ -101,6 +104,7 @@ class DataReadsRefused(TorchFunctionMode):
 _GRAD_FN = _TENSOR.grad_fn.__get__
 _IS_LEAF = _TENSOR.is_leaf.__get__
 """Stand-ins are leaves where the tensors of the call are, except at levels of torch.func."""
+_REQUIRING = {_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__}
 _REGISTERING = {_TENSOR.register_hook, _TENSOR.register_post_accumulate_grad_hook}
 _WATCHED = {*_READS, *_REFUSED, *_TEXTS, *STATES}
 _METHODS = (torch._tensor.__file__, torch.overrides.__file__)

@@ -312,7 +312,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "of channels last": lambda h: F.dropout(h.view(2, 8, 12, 16).to(memory_format=torch.channels_last), 0.3).flatten(),
     "of a slice": lambda h: F.dropout(h[::2], 0.3),
     "of an expanded tensor": lambda h: F.dropout(h[:1].expand(96, 32), 0.3),
-    "in place": lambda h: F.dropout(h.t().exp(), 0.3, inplace=True),
+    "in place": lambda h: F.dropout(h.t() * 2, 0.3, inplace=True),
     "alpha": lambda h: F.alpha_dropout(h.t(), 0.3),
     "of features": lambda h: F.dropout2d(h.view(1, 8, 12, 32), 0.3),
     "rrelu": lambda h: F.rrelu(h.t(), training=True),

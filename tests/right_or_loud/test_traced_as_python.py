@@ -275,12 +275,6 @@ def test_types_of_tensors(name: str) -> None:
     assert_same(fckpt.remat(plain, budget=1.0), plain)
 
 
-def test_a_text_of_a_tensor_is_made() -> None:
-    texts = {"": 1.0}
-    plain = lambda x: drawn(x * texts.get(f"{x}" and repr(x) and "", 2.0))
-    assert_same(fckpt.remat(plain, budget=1.0), plain)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
