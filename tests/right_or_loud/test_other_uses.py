@@ -123,3 +123,63 @@ def test_watching_takes_no_memory() -> None:
         region(x, w).backward()
     x.grad = w.grad = None
     assert measure_peak(lambda: region(x, w).backward()).peak_bytes == fckpt.plan(loss, x, w, budget=1.0).peak_bytes
+
+
+class Tied(torch.nn.Module):
+    """An embedding whose weight also scores the words, and a linear layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(16, 8)
+        self.mix = torch.nn.Linear(8, 8)
+
+    def forward(self, words: Tensor) -> Tensor:
+        h = torch.tanh(self.mix(torch.tanh(self.mix(self.words(words)))))
+        return torch.nn.functional.linear(h, self.words.weight).logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize("penalty", [True, False])
+def test_modules_that_share_weights(penalty: bool) -> None:
+    torch.manual_seed(0)
+    net, words = Tied(), torch.arange(12)
+    region = fckpt.remat(net, budget=1.0)
+
+    def run(fn: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        net.zero_grad()
+        loss = fn(words)
+        (loss + sum(p.square().sum() for p in net.parameters()) if penalty else loss).backward()
+        return [p.grad for p in net.parameters()]
+
+    want = run(net)
+    with pytest.warns(fckpt.GradientWarning, match=LOUD) if penalty else contextlib.nullcontext():
+        got = run(region)
+    if not penalty:
+        assert_equal(got, want)
+
+
+def _outside(loss: Callable[[Any, Tensor], Tensor], weights: Any, words: Tensor) -> Tensor:
+    return loss(weights, words) + sum(w.exp().sum() for w in weights.values())
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("outside", [False, True])
+def test_other_uses_under_torch_func(outside: bool, batched: bool) -> None:
+    if batched and torch.torch_version.TorchVersion(torch.__version__) < (2, 12):
+        pytest.skip("such a vmap is not planned on torch 2.11")
+    torch.manual_seed(0)
+    net = Tied()
+    weights = {name: p.detach() for name, p in net.named_parameters()}
+    words = torch.arange(12).view(3, 4) if batched else torch.arange(12)
+    loss = lambda weights, words: torch.func.functional_call(net, weights, (words,))
+    region = fckpt.remat(loss, budget=1.0)
+
+    def run(fn: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
+        whole = (lambda weights, words: _outside(fn, weights, words)) if outside else fn
+        take = torch.func.grad(whole)
+        return (torch.func.vmap(take, in_dims=(None, 0)) if batched else take)(weights, words)
+
+    want = run(loss)
+    with pytest.warns(fckpt.GradientWarning, match=LOUD) if outside else contextlib.nullcontext():
+        got = run(region)
+    if not outside:
+        assert_equal(got, want)
