@@ -27,7 +27,7 @@ class Warned:
     """The warnings that a capture has left out."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[str, type[Warning], str, int, dict[str, Any]]] = []
+        self._found: list[tuple[str, type[Warning], str, int, Any]] = []
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
