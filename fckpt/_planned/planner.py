@@ -72,6 +72,7 @@ __all__ = ["LazyModules", "Planner", "traced_without_running"]
 
 
 _MOST_CAPTURES = 32  # per function
+_MOST_ALONE = 3  # outputs that are tried alone if no plan fits for all of them together
 _MOST = 128  # signatures per function: a number that changes at every call makes a new signature each time
 
 
@@ -303,7 +304,18 @@ class Planner:
             try:
                 plan = self.plan(traced, batches, of_training)
             except BudgetError as error:
-                raise error if backward.outputs is not None else _with_outputs(error, traced) from None
+                several = traced.backward.outputs or ()
+                if backward.outputs is not None or len(several) < 2:
+                    raise
+                for i in several[
+                    : -_MOST_ALONE - 1 : -1
+                ]:  # the backward pass may show that one is differentiated alone
+                    with contextlib.suppress(BudgetError):
+                        return self._make(call, count, batches, whole, backward._replace(outputs=(i,)))
+                raise error.adding(
+                    f" The plan is for a gradient of {len(several)} outputs together, which is expected until the "
+                    "backward pass shows which outputs are differentiated: return only those."
+                ) from None
             self.ledger.count("programs")
             return self._program(rewritten(traced, plan.tiles), plan, count)
 
@@ -584,14 +596,3 @@ def _traced_without_running(
         places = places_in(arguments.tensors)
         layouts = layouts_below(tensors)
         return traced_call(fn, arguments, captured, layouts, backward, donated=places, target=target), tensors
-
-
-def _with_outputs(error: BudgetError, traced: Trace) -> BudgetError:
-    """Returns a `BudgetError` that also says if the plan was to be for several outputs, which may be too many."""
-    count = len(traced.backward.outputs or ())
-    if count < 2:
-        return error
-    return error.adding(
-        f" The plan is for a gradient of {count} outputs together, which is expected until the backward pass shows "
-        "which outputs are differentiated: return only those."
-    )
