@@ -172,7 +172,7 @@ class _Walk:
                 self.items(vars(value), depth - 1)
         elif kind in (types.MethodType, types.BuiltinMethodType):
             self.visit(slot, value.__self__, depth)
-            if kind is types.MethodType and not (value.__func__.__module__ or "").startswith("torch.nn."):
+            if kind is types.MethodType and not str(attribute(value.__func__, "__module__")).startswith("torch.nn."):
                 self.visit(None, value.__func__, depth)
         elif isinstance(value, tuple):
             if len(value) <= LARGE:

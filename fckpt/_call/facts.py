@@ -58,6 +58,10 @@ _COMPARED = (torch.dtype, torch.device, torch.Size, type, Fraction, STRUCTURE)
 """Types of immutable values that compare by contents, and of which equal ones are alike."""
 
 
+_WRITTEN = (torch.memory_format, torch.layout, torch.qscheme, torch.finfo, torch.iinfo)
+"""Types of immutable values whose text says all."""
+
+
 def fact(value: Any) -> Any:
     """Returns a hashable fact about a value, without the tensors in it; equal for values that a function treats alike.
 
@@ -76,6 +80,10 @@ def fact(value: Any) -> Any:
         return Unguarded(SCRIPT)
     if issubclass(kind, decimal.Decimal):  # 1.5 equals 1.50
         return (kind, *decimal.Decimal.as_tuple(value))
+    if issubclass(kind, _WRITTEN) or hasattr(kind, "__members__"):  # the latter are enums of C++
+        return (kind, str(value))
+    if kind in (types.CodeType, types.ModuleType):
+        return (kind, id(value))
     if kind in (slice, range):
         return (kind, fact(value.start), fact(value.stop), fact(value.step))
     if isinstance(value, (list, tuple, dict, set, frozenset, collections.deque)):

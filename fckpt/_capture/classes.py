@@ -9,18 +9,20 @@ code and keeps the function.
 from __future__ import annotations
 
 import operator
+import sys
 import types
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.modules import module as nn_module
+from torch.overrides import handle_torch_function
 
 from fckpt._call.facts import attribute
-from fckpt._capture.sources import TORCH
+from fckpt._capture.sources import is_users
 from fckpt._late import registrations
 
-__all__ = ["ClassFacts", "classes_of", "functions_in", "guards_script", "method_of_torch", "patched_methods"]
+__all__ = ["ClassFacts", "classes_of", "functions_in", "guards_script", "original_of", "patched_methods"]
 
 _ABSENT = object()
 _HOOKS = [value for name, value in vars(nn_module).items() if name.startswith("_global_") and isinstance(value, dict)]
@@ -120,12 +122,18 @@ def patched_methods(codes: Iterable[types.CodeType]) -> list[str]:
     return [name for name in sorted(_names_in(codes)) if now.get(name, _ABSENT) is not _METHODS.get(name, _ABSENT)]
 
 
-def method_of_torch(called: Any) -> Any:
-    """Returns the method of torch that a torch function mode is told of: C code looks it up by its name, and finds the
-    function by which it was replaced.
+def original_of(called: Any) -> Any:
+    """Returns the function of torch of which a torch function mode is told.
+
+    Torch looks the function up by its name, and finds the one by which the user has replaced it, while the original
+    runs: it is the original that calls the mode.
     """
-    if type(called) is not types.FunctionType or called.__code__.co_filename.startswith(TORCH):
+    if type(called) is not types.FunctionType or not is_users(called.__code__.co_filename):
         return called
+    frame: Any = sys._getframe(2)  # of the caller of the mode
+    if frame.f_code is handle_torch_function.__code__:  # a function that is written in Python
+        running = frame.f_back
+        return types.FunctionType(running.f_code, running.f_globals, running.f_code.co_name)
     now, base = vars(torch.Tensor), vars(torch._C.TensorBase)
     return next((base[name] for name, value in now.items() if value is called and name in base), called)
 

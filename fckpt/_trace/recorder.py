@@ -50,7 +50,7 @@ from fckpt._trace.stand_ins import (
     WAY_OUT,
     as_computed,
     check_dense,
-    refuse_quantized,
+    check_operation,
     set_lazy,
     storage_without_memory,
     viewing,
@@ -389,7 +389,7 @@ class Recorder(TorchDispatchMode):
             return args[0] if self._find(args[0]) is not None else self._constant(args[0])
         if func is aten._efficientzerotensor.default:  # a gradient of zeros without memory, which is not writable
             func = aten.zeros.default
-        refuse_quantized(func)
+        check_operation(func)
         if self.named is not None:
             func, kwargs = self._on_meta(func, args, kwargs)
         func, args = self.kernels.of(func, args)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import functools
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +12,8 @@ import torch
 
 from fckpt import _tree as tree
 from fckpt._call import ambient
+from fckpt._call.levels import unwrapped
+from fckpt._call.places import content
 from fckpt._call.results import number_of, numbered
 from fckpt._trace import formulas
 from fckpt._trace.aliases import apart, is_unrecorded
@@ -65,6 +70,7 @@ class Results:
         self.layouts = layouts
         self.leaves, self.spec = tree.flatten(result)
         _refuse_iterators(self.leaves)
+        _refuse_hidden(self.leaves, recorder)
         known = {id(t): ("in", i) for i, t in enumerate(operands[:count])}
         results: list[torch.Tensor] = numbered(self.leaves, known)
         # Under vmap, results are separate batches even where they share memory with others.
@@ -308,6 +314,34 @@ def _refuse_iterators(leaves: Iterable[Any]) -> None:
             f"the function returns a {type(found).__name__}, and a plan would return the same one at each call, which "
             f"ends only once. Return a list or a tuple. {WAY_OUT}"
         )
+
+
+def _refuse_hidden(leaves: Iterable[Any], recorder: Recorder) -> None:
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) and any(map(recorder.owns, map(unwrapped, _held(leaf)))):
+            raise TraceError(
+                f"the function returns a {type(leaf).__name__} that holds a tensor, which a plan would not compute "
+                f"again. Return the tensor in a tuple, a list or a dict. {WAY_OUT}"
+            )
+
+
+def _held(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Yields the tensors in an output that is no tree for `_tree`: a partial, a closure, a subclass of a container."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, functools.partial):
+        parts: Iterable[Any] = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType | types.BuiltinMethodType):
+        parts = (value.__self__,)
+    elif isinstance(value, types.FunctionType):
+        parts = [content(cell, None) for cell in value.__closure__ or ()]
+    elif isinstance(value, dict):
+        parts = value.values()
+    else:
+        parts = value if isinstance(value, list | tuple | set | frozenset | collections.deque) else ()
+    for part in parts if depth else ():
+        yield from _held(part, depth - 1)
 
 
 def _strides_of_grad(layout: Layout) -> tuple[int, ...]:

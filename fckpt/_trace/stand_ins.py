@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fckpt._call.modules import is_plain_type
+from fckpt._capture.sources import current
 from fckpt.errors import TraceError
 
 __all__ = [
@@ -21,8 +22,8 @@ __all__ = [
     "StandIn",
     "as_computed",
     "check_dense",
+    "check_operation",
     "prepare_fake_tensors",
-    "refuse_quantized",
     "seems",
     "set_lazy",
     "storage_without_memory",
@@ -96,9 +97,18 @@ def check_dense(tensor: torch.Tensor) -> None:
         )
 
 
-def refuse_quantized(func: Any) -> None:
-    """Raises `TraceError` for an operation that makes a quantized tensor: without data, torch takes it for a float."""
+def check_operation(func: Any) -> None:
+    """Raises `TraceError` for an operation that cannot be traced.
+
+    A quantized tensor without data is a float for torch. Operations of `torch.distributed` write what other processes
+    send to their arguments.
+    """
     name = str(func.name())
+    if func.namespace == "c10d":
+        raise TraceError(
+            f"{current()}: the function communicates with other processes ({name}), which a plan cannot repeat. "
+            f"Communicate outside of the function, or use the collectives of fckpt.shard_map (fckpt.psum). {WAY_OUT}"
+        )
     if "quantize" in name and "fake_quant" not in name and "dequantize" not in name:
         raise TraceError(
             f"the function makes a quantized tensor ({name}), which cannot be traced: budgets and policies support "

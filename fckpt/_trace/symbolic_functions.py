@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fckpt._capture.classes import method_of_torch
+from fckpt._capture.classes import original_of
 
 __all__ = ["SymbolicFunctions"]
 
@@ -24,7 +24,7 @@ class SymbolicFunctions(TorchFunctionMode):
     """A mode in which these functions take symbolic sizes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = method_of_torch(func)
+        func = original_of(func)
         run: Any = _FUNCTIONS.get(func, func)
         return run(*args, **(kwargs or {}))
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from fckpt._call.levels import is_wrapped, transforms_active, unwrapped
 from fckpt._call.modules import storage_of
-from fckpt._capture.classes import method_of_torch
+from fckpt._capture.classes import original_of
 from fckpt._capture.sources import current, failing_module, is_users
 from fckpt._capture.tensor_states import STATES
 from fckpt._trace import formulas
@@ -68,7 +68,7 @@ class DataReadsRefused(TorchFunctionMode):
         """Whether the traced function runs at a level of torch.func."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = method_of_torch(func)
+        func = original_of(func)
         if func in _WATCHED and self.recorder.owns(unwrapped(args[0])):
             at_level = self.wrapped or transforms_active()
             if (func != _IS_LEAF or at_level) and (reason := _refusal(func, sys._getframe(1))):
