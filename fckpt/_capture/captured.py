@@ -310,6 +310,7 @@ class Captured:
             self.graph is not None
             and other.graph is not None
             and self.graph.same(other.graph)
+            and self._classes.same_functions(other._classes)
             and [i.is_argument for i in self.inputs] == [i.is_argument for i in other.inputs]
         )
 

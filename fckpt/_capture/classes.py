@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.nn.modules import module as nn_module
 from torch.overrides import handle_torch_function
 
@@ -25,13 +26,17 @@ from fckpt._late import registrations
 __all__ = ["ClassFacts", "classes_of", "functions_in", "guards_script", "original_of", "patched_methods"]
 
 _ABSENT = object()
+_FUNCTIONS = types.MappingProxyType(vars(functional))
 _HOOKS = [value for name, value in vars(nn_module).items() if name.startswith("_global_") and isinstance(value, dict)]
 
 
 class ClassFacts:
-    """The class attributes that evaluated code may have read, as they were at the capture."""
+    """The class attributes that evaluated code may have read, as they were at the capture.
 
-    __slots__ = ("_abstract", "_codes", "_dicts", "_functions", "_hooks", "_names", "_sizes", "_values")
+    And the functions of `torch.nn.functional`, which torch's modules call by name.
+    """
+
+    __slots__ = ("_abstract", "_codes", "_dicts", "_functions", "_hooks", "_names", "_of_classes", "_sizes", "_values")
 
     def __init__(
         self,
@@ -55,6 +60,8 @@ class ClassFacts:
         mutable = [cls for cls in classes.values() if cls.__flags__ & _HEAPTYPE]
         found = [(cls, name) for cls in mutable for name in vars(cls) if _is_read(name, names)]
         read = [(vars(cls), name) for cls, name in found if (id(cls), name) not in compared]
+        self._of_classes = len(read)
+        read += [(_FUNCTIONS, name) for name, held in _FUNCTIONS.items() if callable(held)]
         self._dicts = [held for held, _ in read]
         self._names = [name for _, name in read]
         self._values = self._read()
@@ -81,12 +88,17 @@ class ClassFacts:
             and self._abstract in (None, registrations())
         )
 
+    def same_functions(self, other: ClassFacts) -> bool:
+        """Whether `torch.nn.functional` had the same functions, which a function of torch in a graph may call."""
+        mine, others = (facts._values[facts._of_classes :] for facts in (self, other))
+        return len(mine) == len(others) and all(map(operator.is_, mine, others))
+
     def changed(self) -> str:
         """Returns a description of the first difference; empty if there is none."""
         pairs = zip(self._names, self._read(), self._values, strict=True)
         names = [name for name, now, then in pairs if now is not then]
         if names:
-            return f"a class has another {names[0]!r}"
+            return f"a class, or torch.nn.functional, has another {names[0]!r}"
         for fn, code in zip(self._functions, self._codes, strict=True):
             if fn.__code__ is not code:
                 return f"the code of {fn.__qualname__} was replaced"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import zlib
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -168,3 +170,67 @@ def test_a_recorded_region_says_that_its_budget_is_not_kept() -> None:
         traced = torch.jit.trace(planned, X)
     assert torch.equal(traced(X), net(X))
     assert fckpt.stats(planned).fallbacks["recorded"] >= 1
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "normalize": F.normalize,
+    "softmax": lambda h: F.softmax(h, -1),
+    "layer_norm": lambda h: F.layer_norm(h, (8,)),
+    "mse_loss": lambda h: F.mse_loss(h, X),
+    "cross_entropy": lambda h: F.cross_entropy(h, torch.arange(4)),
+    "pad": lambda h: F.pad(h, (1, 1)),
+    "silu": nn.SiLU(),
+    "gelu": nn.GELU(),
+    "linear": nn.Linear(8, 8),
+    "scaled_dot_product_attention": lambda h: ATTENTION(h[None], h[None], h[None], need_weights=False)[0],
+}
+ATTENTION = nn.MultiheadAttention(8, 2)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_torch_that_is_replaced(name: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper around it runs once, and a plan sees that it has come or gone."""
+
+    def fn(x: Tensor) -> Tensor:
+        if refused:
+            zlib.crc32(b"a")
+        called = FUNCTIONS[name]
+        return (called if isinstance(called, nn.Module) or called.__name__ == "<lambda>" else getattr(F, name))(x @ W)
+
+    planned = fckpt.remat(fn, budget=1.0)
+    assert torch.equal(planned(X), fn(X))
+    original = getattr(F, name)
+    monkeypatch.setattr(F, name, lambda *args, **kwargs: original(*args, **kwargs) * 3)
+    assert torch.equal(planned(X), fn(X))
+    assert torch.equal(fckpt.remat(fn, budget=1.0)(X), fn(X))
+    monkeypatch.undo()
+    assert torch.equal(planned(X), fn(X))
+
+
+def _bound(x: Tensor) -> Any:
+    return (x @ W).sum
+
+
+HIDDEN: dict[str, Callable[[Tensor], Any]] = {
+    "partial": lambda x: functools.partial(torch.mul, x @ W),
+    "closure": lambda x: (lambda y: lambda: y)(x @ W),
+    "method": _bound,
+    "set": lambda x: {x @ W},
+    "subclass": lambda x: Pair((x @ W, 1)),
+}
+
+
+class Pair(tuple[Any, ...]):
+    """Not a node of trees of tensors."""
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_tensor_that_an_output_hides(name: str) -> None:
+    def fn(x: Tensor) -> Any:
+        zlib.crc32(b"a")
+        return HIDDEN[name](x)
+
+    with pytest.raises(fckpt.FckptError, match=r"holds a tensor|holds tensors"):
+        fckpt.remat(fn, budget=1.0)(X)
