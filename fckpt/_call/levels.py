@@ -36,6 +36,7 @@ __all__ = [
     "add_batch_dim",
     "below_all",
     "below_autograd",
+    "differentiates_once",
     "has_forward_mode",
     "innermost",
     "innermost_is_vmap",
@@ -114,6 +115,11 @@ def add_batch_dim(tensor: torch.Tensor, dim: int | None, level: int) -> torch.Te
 def _stack() -> Sequence[Any]:
     """Returns the active levels of torch.func, outermost first."""
     return (get_interpreter_stack() or ()) if transforms_active() else ()
+
+
+def differentiates_once() -> bool:
+    """Whether exactly one of the active transforms is reverse-mode differentiation."""
+    return [level.key() for level in _stack()].count(TransformType.Grad) == 1
 
 
 def innermost() -> Any:

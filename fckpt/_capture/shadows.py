@@ -21,7 +21,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 from fckpt._call.facts import is_library
 from fckpt._capture.patching import patched
-from fckpt._capture.twins import exactly
+from fckpt._capture.twins import exactly, is_constant
 from fckpt._capture.wrapped import name_of
 
 __all__ = ["BuiltinNames", "shadows_guarded"]
@@ -86,8 +86,10 @@ def _guarding_sign(original: Callable[..., Any]) -> Callable[..., Any]:
                     )
                     _add(of_key, key, guard)
             return
-        if isinstance(value, dict):
-            value = frozenset(dict.keys(value))
+        if isinstance(value, (set, frozenset)) or original.__name__ == "DICT_KEYS_MATCH":
+            value = _constants(value)
+        elif original.__name__ != "EQUALS_MATCH":  # the length of a list or tuple, whose items have guards of their own
+            return
         if _may_equal_another(value) and not (_are_ints(value) and _is_option(self, guard.originating_source)):
             _add(manager, value, guard)
 
@@ -99,13 +101,18 @@ def _add(manager: Any, value: Any, guard: Any) -> None:
     then = exactly(value)
     # An immutable value is recognised by identity, which is fast; lists and sets may have changed.
     known = value if isinstance(value, (tuple, frozenset)) else None
-    form = lambda now: exactly(frozenset(dict.keys(now)) if isinstance(now, dict) else now)
+    form = lambda now: exactly(_constants(now) if isinstance(now, (dict, set, frozenset)) else now)
     same = lambda now: (now is known and known is not None) or form(now) == then
     parts = [f"the signs and kinds of the numbers in {value!r}"]
     try:
         manager.add_lambda_guard(same, parts, guard.user_stack)
     except TypeError:  # torch 2.11
         manager.add_lambda_guard(same, parts)
+
+
+def _constants(held: Any) -> frozenset[Any]:
+    """Returns the constants among the items of a set, or the keys of a dict."""
+    return frozenset(filter(is_constant, dict.keys(held) if isinstance(held, dict) else held))
 
 
 def _are_ints(value: Any) -> bool:
@@ -118,7 +125,7 @@ def _is_option(guards: Any, source: Any) -> bool:
     return base is not None and type(guards.get(base)).__module__.startswith("torch.nn.")
 
 
-_COMPARING = ("EQUALS_MATCH", "DICT_KEYS_MATCH", "SEQUENCE_LENGTH", "SET_CONTAINS")
+_COMPARING = ("EQUALS_MATCH", "DICT_KEYS_MATCH", "SEQUENCE_LENGTH")
 """Guards that compare by value."""
 
 

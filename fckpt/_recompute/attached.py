@@ -44,7 +44,7 @@ from torch.autograd.function import _SingleLevelFunction
 from fckpt._call.arguments import Arguments
 from fckpt._call.casts import remembers_casts_of
 from fckpt._call.conditions import BufferWrites, Conditions
-from fckpt._call.levels import unseen
+from fckpt._call.levels import differentiates_once, unseen
 from fckpt._call.results import Flat
 from fckpt._recompute.delivery import delivered_in_order
 from fckpt._recompute.dependent_outputs import check_dependents, watch
@@ -345,7 +345,7 @@ class _Recompute(_SingleLevelFunction):
             found = iter(bind(pullback, operands, min(ctx.floor, level if alive else level - 1)))
             grads = [next(found) if need else None for need in needs]
         planned = ctx.primitive.planned if isinstance(ctx.primitive, UserCall) else None
-        if ctx.level and planned is not None:
+        if ctx.level and planned is not None and differentiates_once():
             watch_sums(saved, grads, planned)
         if not ctx.level:
             if planned is not None and not torch.is_grad_enabled():

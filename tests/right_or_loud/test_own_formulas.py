@@ -193,6 +193,7 @@ def test_a_formula_is_kept_for_the_arguments_that_require_grad(fn: Callable[[Ten
 
 
 @pytest.mark.filterwarnings("ignore::fckpt.BudgetWarning")
+@pytest.mark.filterwarnings("ignore::fckpt.GradientWarning")  # a formula that ends with an addition is taken for a sum
 @pytest.mark.parametrize("function", [Plain, Square, Frozen])
 def test_second_derivatives_use_the_formulas(function: Any) -> None:
     def twice(f: Callable[[Tensor], Any]) -> Any:
